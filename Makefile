@@ -1,0 +1,47 @@
+# What people type. `make` alone lists it; each target says in its own line what it is for.
+SHELL := /bin/bash
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+# The image carries its own Python with everything installed; anywhere else the environment is .venv.
+ifeq ($(TRAINSTATION_IMAGE),1)
+PY := python3
+else
+PY := .venv/bin/python
+endif
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## make the environment .venv (once; other targets do it by themselves)
+	@scripts/setup.sh
+
+.PHONY: demo
+demo: setup ## train on real handwritten digits, two processes on any machine, in a minute
+	@scripts/demo.sh $(ARGS)
+
+.PHONY: test
+test: setup ## run the tests; one of them: make test ARGS="-k resume"
+	@$(PY) -m pytest tests/train $(wildcard tests/notebooks) $(ARGS)
+
+.PHONY: lint
+lint: setup ## check style and types, change nothing
+	@PY=$(PY) scripts/lint.sh
+
+.PHONY: format
+format: setup ## put the Python files in order
+	@$(PY) -m ruff check --fix-only .
+	@$(PY) -m ruff format .
+
+.PHONY: lock
+lock: ## write requirements.lock; newer versions: make lock ARGS=--upgrade
+	@scripts/lock.sh $(ARGS)
+
+.PHONY: clean
+clean: ## remove .venv and caches; runs and data stay
+	@rm -rf .venv .venv.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis build ./*.egg-info
+	@find . -name runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+-include docker/station.mk

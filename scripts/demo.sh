@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# A first run from start to end: two processes learn scanned digits inside tmux, then the weights are exported and the
+# curves drawn. `make demo` runs this; arguments go to `train launch`, as in `make demo ARGS="--nproc 1"`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
+    python=python3
+else
+    python=.venv/bin/python
+    [ -x "$python" ] || { echo "demo: no environment yet; run make demo." >&2; exit 2; }
+fi
+train() { "$python" -m train "$@"; }
+
+runs=${TRAIN_RUNS:-runs}
+export TRAIN_RUNS=$runs
+mkdir -p "$runs"
+
+# Two demos may start in the same second: the last name given out is kept in a file, and the second one waits.
+fresh_name() {
+    local name
+    exec 8>>"$runs/.demo"
+    flock 8
+    while :; do
+        name=demo-$(date +%Y%m%d-%H%M%S)
+        [ "$name" = "$(cat "$runs/.demo")" ] || [ -e "$runs/$name" ] || break
+        sleep 0.2
+    done
+    echo "$name" >"$runs/.demo"
+    exec 8>&-
+    printf '%s' "$name"
+}
+name=$(fresh_name)
+
+# One field of the run's record, as in `field metrics accuracy`; empty where it is missing.
+field() {
+    train show "$name" --json | "$python" -c '
+import json, sys
+value = json.load(sys.stdin)
+for key in sys.argv[1:]:
+    value = (value or {}).get(key)
+print("" if value is None else round(value, 4) if isinstance(value, float) else value)' "$@"
+}
+
+echo "Training digits as $name, two processes in tmux; Ctrl-C stops the watching, not the run."
+trap : INT # the run goes on, and so does this script, to see how things stand
+status=0
+train launch digits --name "$name" --nproc 2 --follow "$@" || status=$?
+trap - INT
+
+if [ "$status" -ne 0 ]; then
+    [ ! -d "$runs/$name" ] || echo "demo: the run did not finish (exit code $status)." >&2
+    exit "$status"
+fi
+if [ "$(field state)" != finished ]; then
+    exit 0 # no longer watched; train has said how to come back to it
+fi
+
+train export "$name" --to "$runs/$name/model.safetensors" >/dev/null
+train plot "$name" --to "$runs/$name/plot.png" >/dev/null
+
+checkpoint=""
+for folder in "$runs/$name"/checkpoints/step-*/; do
+    checkpoint=${folder%/} # their names sort by step
+done
+
+cat <<EOT
+
+test accuracy  $(field metrics accuracy)
+checkpoint     $checkpoint
+weights        $runs/$name/model.safetensors
+curves         $runs/$name/plot.png
+
+What to type next:
+EOT
+if ! type -P train >/dev/null; then
+    echo "  . .venv/bin/activate             puts train on this shell's PATH"
+fi
+cat <<EOT
+  train ls                         all runs
+  train show $name  what became of this one
+  train logs $name  what its processes printed
+  train launch digits --name mine --nproc 2 --epochs 200
+                                   a longer one; it outlives this terminal
+  train attach mine                its live screen (leave with Ctrl-b d)
+  train stop mine                  saves a checkpoint and stops
+  train resume mine                continues as if nothing had happened
+  train launch my_task.py          a task of your own, see README
+  make help                        everything else
+EOT

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Writes requirements.lock from pyproject.toml: every extra, Python 3.11 and later, hashes, no address of an index.
+# Known versions are kept: `make lock ARGS=--upgrade` moves them, `make lock ARGS="-P numpy"` moves one.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# pyproject.toml names what the package runs on; these are what it is tested on and what the image ships.
+pins='torch==2.7.1
+torchvision==0.22.1'
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+if [ ! -x .venv/bin/uv ]; then
+    python3 -m venv "$work/venv"
+    "$work/venv/bin/python" -m pip install -q uv
+    PATH=$work/venv/bin:$PATH
+else
+    PATH=$PWD/.venv/bin:$PATH
+fi
+
+# One index, the public one or its mirror: builds that only this machine knows must not get in.
+# shellcheck source=scripts/uv-like-pip.sh
+. scripts/uv-like-pip.sh
+uv_like_pip python
+unset UV_FIND_LINKS UV_INDEX UV_EXTRA_INDEX_URL UV_CONSTRAINT UV_OVERRIDE
+export UV_NO_CONFIG=1
+
+cp requirements.lock "$work/requirements.lock" 2>/dev/null || true
+echo "$pins" >"$work/pins.txt"
+uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 --generate-hashes \
+    --no-emit-index-url --no-emit-find-links --annotation-style line \
+    --constraints "$work/pins.txt" --custom-compile-command 'make lock' -o "$work/requirements.lock" "$@"
+
+# uv names the constraints by their file, which is gone by now.
+sed -i "s|-c $work/pins.txt, ||; s|, -c $work/pins.txt||; s|-c $work/pins.txt|pinned in scripts/lock.sh|" "$work/requirements.lock"
+if grep -nE '://|file:|^-|==[^ ;]*\+| @ |/tmp/' "$work/requirements.lock"; then
+    echo "lock: the lines above tie the lock to this machine or to an index; requirements.lock is unchanged." >&2
+    exit 1
+fi
+cat "$work/requirements.lock" >requirements.lock
+echo "requirements.lock: $(grep -c '^[a-z0-9]' requirements.lock) packages"
