@@ -33,6 +33,7 @@ shell_files() {
 }
 
 check_shell() {
+    command -v shellcheck >/dev/null || { echo "shellcheck is missing: sudo apt-get install -y shellcheck"; return 1; }
     local files
     mapfile -d '' -t files < <(shell_files)
     shellcheck -x "${files[@]}" && echo "All ${#files[@]} shell files are clean."
