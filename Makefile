@@ -42,6 +42,6 @@ lock: ## write requirements.lock; newer versions: make lock ARGS=--upgrade
 .PHONY: clean
 clean: ## remove .venv and caches; runs and data stay
 	@rm -rf .venv .venv.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis build ./*.egg-info
-	@find . -name runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path ./runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 -include docker/station.mk

@@ -27,7 +27,7 @@ shell_files() {
                 [[ $first =~ ^#!.*[/\ ](ba|da)?sh($|\ ) ]] && printf '%s\0' "$file"
                 ;;
         esac
-    done < <(find . \( -name .git -o -name .venv -o -name runs -o -name datasets -o -name '*.egg-info' -o -name '.*_cache' -o -name __pycache__ \) -prune \
+    done < <(find . \( -name .git -o -name .venv -o -path ./runs -o -path ./datasets -o -name '*.egg-info' -o -name '.*_cache' -o -name __pycache__ \) -prune \
         -o -type f -size -200k -print0)
     return 0
 }
