@@ -27,8 +27,8 @@ shell_files() {
                 [[ $first =~ ^#!.*[/\ ](ba|da)?sh($|\ ) ]] && printf '%s\0' "$file"
                 ;;
         esac
-    done < <(find . \( -name .git -o -name .venv -o -path ./runs -o -path ./datasets -o -name '*.egg-info' -o -name '.*_cache' -o -name __pycache__ \) -prune \
-        -o -type f -size -200k -print0)
+    done < <(find . \( -name .git -o -name .venv -o -path ./runs -o -path ./datasets -o -name '.*_cache' \
+        -o -name __pycache__ \) -prune -o -type f -size -200k -print0)
     return 0
 }
 

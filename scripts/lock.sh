@@ -33,7 +33,7 @@ uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 
     --constraints "$work/pins.txt" --custom-compile-command 'make lock' -o "$work/requirements.lock" "$@"
 
 # uv names the constraints by their file, which is gone by now.
-sed -i "s|-c $work/pins.txt, ||; s|, -c $work/pins.txt||; s|-c $work/pins.txt|pinned in scripts/lock.sh|" "$work/requirements.lock"
+sed -i "s|-c $work/pins.txt, ||; s|, -c $work/pins.txt||" "$work/requirements.lock"
 if grep -nE '://|file:|^-|==[^ ;]*\+| @ |/tmp/' "$work/requirements.lock"; then
     echo "lock: the lines above tie the lock to this machine or to an index; requirements.lock is unchanged." >&2
     exit 1

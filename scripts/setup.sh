@@ -113,6 +113,11 @@ if ! flock --nonblock 9; then
     flock 9
 fi
 
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+if [ -n "${PYTHON:-}" ] && have=$(version_of .venv/bin/python) && [ "$have" != "$(version_of "$PYTHON")" ]; then
+    die ".venv has Python $have, which PYTHON=$PYTHON is not; run make clean first to change it."
+fi
+
 # The folder is part of the key: an environment that was moved has the old path in all of its scripts.
 key=$({ pwd; cat requirements.lock pyproject.toml scripts/setup.sh; } | sha256sum | cut -d' ' -f1)
 stamp=.venv/.setup
@@ -135,7 +140,7 @@ fi
 if [ "$(cat "$stamp" 2>/dev/null)" = unfinished ]; then
     say "an earlier setup was interrupted; starting afresh."
     rm -rf .venv
-elif [ -e .venv ] && { [ ! -x .venv/bin/python ] || [ "$(cat .venv/.home 2>/dev/null)" != "$PWD" ] || ! suitable .venv/bin/python >/dev/null; }; then
+elif [ -e .venv ] && { [ "$(cat .venv/.home 2>/dev/null)" != "$PWD" ] || ! suitable .venv/bin/python >/dev/null; }; then
     say "making .venv anew: this one was moved or its Python is gone."
     rm -rf .venv
 fi
@@ -146,7 +151,7 @@ mkdir -p .venv
 echo unfinished >"$stamp"
 pwd >.venv/.home
 if [ "$fresh" = yes ]; then
-    say "$("$python" --version) in .venv; the first time downloads about 3 GB and takes some minutes."
+    say "$("$python" --version) in .venv; the first time downloads about 3 GB, takes some minutes and 6 GB of disk."
     quietly "making .venv" "$python" -m venv .venv || die "could not make .venv, see above."
 fi
 
