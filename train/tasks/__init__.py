@@ -1,0 +1,134 @@
+"""What is learned. A task is a Python file with plain functions; the built-in ones are the files of this folder.
+
+    def model(config) -> nn.Module
+    def datasets(config) -> (train, evaluation or None)     # map-style data sets
+    def loss(model, batch) -> Tensor                        # mean over the batch, or (total, count)
+
+and, optional, `metrics(model, batch) -> dict[str, Tensor]`, `collate(items)`, `optimizer(model, config)`, a dataclass
+`Settings`, and `DEFAULTS`, a dict from field names ("optim.lr") to the values this task starts from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from train.errors import Refused, nearest, one_line
+
+BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A loaded task. `file` is the path of the Python file, `sha256` its digest."""
+
+    name: str
+    file: Path
+    sha256: str
+    model: Callable[..., Any]
+    datasets: Callable[..., Any]
+    loss: Callable[..., Any]
+    metrics: Callable[..., Any] | None
+    collate: Callable[..., Any] | None
+    optimizer: Callable[..., Any] | None
+    Settings: type | None
+    DEFAULTS: dict[str, Any]
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.file.parent == Path(__file__).parent
+
+
+def locate(name: str) -> Path:
+    """The file of a task, by built-in name or path. Does not import it.
+
+    Raises:
+        Refused: there is no such task.
+    """
+    if name in BUILT_IN:
+        return Path(__file__).parent / f"{name}.py"
+    path = Path(name)
+    if path.is_file():
+        return path.absolute()
+    if path.is_dir():
+        raise Refused(f"{name} is a folder; give a built-in task ({', '.join(BUILT_IN)}) or the path of a Python file")
+    if name.endswith(".py") or "/" in name:
+        raise Refused(
+            f"there is no file {name}; give a built-in task ({', '.join(BUILT_IN)}) or the path of a Python file"
+        )
+    hint = nearest(name, BUILT_IN, "; a file of your own is given by its path, for example ./my_task.py")
+    raise Refused(f"there is no task {name}{hint} (built in: {', '.join(BUILT_IN)})")
+
+
+def load(name: str, file: Path | None = None, beside: Path | None = None) -> Task:
+    """Import a task.
+
+    Args:
+        name: what the user called it.
+        file: where it lies, if not where the name says: the copy in a run folder.
+        beside: the folder whose modules it may import; default: its own.
+
+    Raises:
+        Refused: there is no such task, it cannot be imported, or it lacks a function.
+    """
+    path = file or locate(name)
+    beside = beside or path.parent
+    if path.parent == Path(__file__).parent:
+        module: Any = importlib.import_module(f"train.tasks.{path.stem}")
+    else:
+        if str(beside) not in sys.path:
+            sys.path.insert(0, str(beside))
+        module = _execute(path)
+    for function, form in (
+        ("model", "def model(config)"),
+        ("datasets", "def datasets(config)"),
+        ("loss", "def loss(model, batch)"),
+    ):
+        if not callable(getattr(module, function, None)):
+            raise Refused(f"{path} has no function {function}; a task needs {form}")
+    settings = getattr(module, "Settings", None)
+    if settings is not None and not (isinstance(settings, type) and dataclasses.is_dataclass(settings)):
+        raise Refused(f"Settings in {path} must be a dataclass: put @dataclass above it")
+    return Task(
+        name=name,
+        file=path,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        model=module.model,
+        datasets=module.datasets,
+        loss=module.loss,
+        metrics=getattr(module, "metrics", None),
+        collate=getattr(module, "collate", None),
+        optimizer=getattr(module, "optimizer", None),
+        Settings=settings,
+        DEFAULTS=dict(getattr(module, "DEFAULTS", {})),
+    )
+
+
+def _execute(path: Path) -> Any:
+    # importable under this name in the processes that the task's own code starts
+    name = f"task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise Refused(f"{path} is not a Python file; give a built-in task or the path of a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise Refused(f"{error.filename}, line {error.lineno}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
+        raise Refused(where(error, path)) from None
+    return module
+
+
+def where(error: BaseException, path: Path) -> str:
+    """An exception of a user's file in one line, with the last line of that file that led to it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    place = f"{path}, line {lines[-1]}: " if lines else f"{path}: "
+    return one_line(f"{place}{type(error).__name__}: {error}")[:600]

@@ -1,0 +1,90 @@
+"""Handwritten digits: 1,797 real scans of 8x8 pixels that ship with scikit-learn, and a small convolutional network.
+
+train launch digits --nproc 2 --follow
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+DEFAULTS = {
+    "epochs": 12,
+    "batch_size": 64,
+    "optim.name": "sgd",
+    "optim.lr": 0.05,
+    "optim.weight_decay": 5e-4,
+    "schedule.warmup_epochs": 1,
+}
+
+
+@dataclass
+class Settings:
+    width: int = 32
+    """Channels of the first convolution."""
+    dropout: float = 0.2
+    """Dropout before the last layer."""
+    shift: int = 1
+    """Augmentation: each scan is moved by up to so many pixels in both directions."""
+
+
+class Scans(Dataset[tuple[Tensor, int]]):
+    """Scans as (1, 8, 8) float tensors in [0, 1] with their digit."""
+
+    def __init__(self, images: Tensor, digits: Tensor, shift: int) -> None:
+        self.images, self.digits, self.shift = images, digits, shift
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        images = self.images[indices]
+        if self.shift:
+            size = 2 * self.shift + 1
+            moves = torch.randint(size, (len(indices), 2)).tolist()
+            padded = nn.functional.pad(images, [self.shift] * 4)
+            images = torch.stack([image[:, y : y + 8, x : x + 8] for image, (y, x) in zip(padded, moves, strict=True)])
+        return list(zip(images, self.digits[indices].tolist(), strict=True))
+
+
+def datasets(config: Any) -> tuple[Scans, Scans]:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = torch.tensor(bunch.images / 16.0, dtype=torch.float32).unsqueeze(1)
+    digits = torch.tensor(bunch.target, dtype=torch.int64)
+    shuffled = torch.from_numpy(np.random.default_rng(0).permutation(len(digits)))  # one split for every seed
+    test, train = shuffled[:360], shuffled[360:]
+    return Scans(images[train], digits[train], config.task.shift), Scans(images[test], digits[test], 0)
+
+
+def model(config: Any) -> nn.Module:
+    width = config.task.width
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(config.task.dropout),
+        nn.Linear(2 * width * 16, 10),
+    )
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    images, digits = batch
+    return nn.functional.cross_entropy(model(images), digits)
+
+
+def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    images, digits = batch
+    return {"accuracy": (model(images).argmax(1) == digits).float().mean()}

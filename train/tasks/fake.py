@@ -1,0 +1,67 @@
+"""Images made on the fly, for trying a machine without data: any size, any number, nothing on disk.
+
+    train launch fake --task.size 224 --task.model resnet50 --nproc auto
+
+Each class is a colour with noise over it, so the loss falls as in real training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from train.errors import Refused
+from train.tasks import images
+
+DEFAULTS = {"epochs": 1}
+
+
+@dataclass
+class Settings:
+    size: int = 32
+    """Height and width of an image in pixels."""
+    classes: int = 10
+    """Number of classes."""
+    count: int = 2048
+    """Images in the training set; the evaluation set has an eighth of it."""
+    model: str = "small"
+    """small, or the name of a torchvision classification model, for example resnet18."""
+
+
+class Noise(Dataset[tuple[Tensor, int]]):
+    """Image `index` is a function of `index`: the same in every epoch and process."""
+
+    def __init__(self, count: int, size: int, classes: int, first: int) -> None:
+        self.count, self.size, self.classes, self.first = count, size, classes, first
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        label = (self.first + index) % self.classes
+        own = torch.Generator().manual_seed(self.first + index)
+        colour = torch.rand(3, 1, 1, generator=torch.Generator().manual_seed(label))
+        return colour + 0.5 * torch.randn(3, self.size, self.size, generator=own), label
+
+
+def datasets(config: Any) -> tuple[Noise, Noise]:
+    task = config.task
+    for name in ("size", "classes", "count"):
+        if getattr(task, name) < 1:
+            raise Refused(f"--task.{name} {getattr(task, name)}: must be at least 1")
+    return (
+        Noise(task.count, task.size, task.classes, 0),
+        Noise(max(task.count // 8, 1), task.size, task.classes, task.count),
+    )
+
+
+def model(config: Any) -> nn.Module:
+    return images.network(config.task.model, config.task.classes)
+
+
+loss = images.loss
+metrics = images.metrics

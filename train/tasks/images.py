@@ -1,0 +1,216 @@
+"""Image classification: class folders or a torchvision data set on disk, any torchvision classification model.
+
+    train launch images --data.root /datasets/pets --task.model resnet50      # pets/train/cat/1.jpg, pets/val/cat/…
+    train launch images --data.root /datasets --data.name CIFAR10 --task.size 32
+
+Nothing is downloaded. Augmentation is torchvision's v2 transforms on uint8 tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from train.errors import Refused, nearest, one_line
+
+DEFAULTS = {
+    "epochs": 30,
+    "batch_size": 128,
+    "optim.name": "sgd",
+    "optim.lr": 0.1,
+    "optim.weight_decay": 1e-4,
+    "schedule.warmup_epochs": 2,
+    "schedule.scaling": "linear",
+}
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Channel statistics of ImageNet, which torchvision's models expect."""
+
+
+@dataclass
+class Settings:
+    model: str = "resnet18"
+    """small, or the name of a torchvision classification model."""
+    size: int = 224
+    """Height and width in pixels that the model sees."""
+    augment: Literal["none", "flip", "crop", "trivial"] = "crop"
+    """Training augmentation: flip; crop = random resized crop and flip; trivial = crop and TrivialAugment."""
+
+
+def datasets(config: Any) -> tuple[Any, Any]:
+    if config.task.size < 1:
+        raise Refused(f"--task.size {config.task.size}: must be at least 1")
+    root = _root(config)
+    train, evaluation = _transforms(config)
+    if config.data.name:
+        return _named(config.data.name, root, True, train), _named(config.data.name, root, False, evaluation)
+    from torchvision.datasets import ImageFolder
+
+    found = {part: _classes_in(root / part) for part in ("train", "val")}
+    if found["train"] != found["val"]:
+        odd = sorted(set(found["train"]) ^ set(found["val"]))
+        place = "val" if odd[0] in found["train"] else "train"
+        raise Refused(
+            f"{root}: train/ and val/ differ in their classes: {', '.join(odd[:5])} "
+            f"{'is' if len(odd) == 1 else 'are'} missing in {place}/; add the folder or remove the other"
+        )
+    try:
+        return tuple(
+            ImageFolder(str(root / part), transform=transform, loader=_read)
+            for part, transform in (("train", train), ("val", evaluation))
+        )
+    except FileNotFoundError as error:  # a class folder without an image
+        raise Refused(one_line(error)) from None
+
+
+def _root(config: Any) -> Path:
+    if not config.data.root:
+        raise Refused("this task reads a data set: give its folder with --data.root")
+    root = Path(config.data.root)
+    if not root.is_dir():
+        raise Refused(f"--data.root {root}: there is no such folder")
+    if not any(root.iterdir()):
+        raise Refused(f"--data.root {root}: the folder is empty")
+    return root
+
+
+def _classes_in(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise Refused(f"{folder.parent} has no folder {folder.name}/; class folders belong into train/ and val/")
+    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    if not classes:
+        raise Refused(f"{folder} has no class folders; put the images of each class into a folder of its own")
+    return classes
+
+
+def _read(path: str) -> Tensor:
+    """An image file as a uint8 RGB tensor (3, height, width). JPEG and PNG are decoded at three times PIL's speed."""
+    from torchvision import io
+    from torchvision.transforms.v2 import functional
+
+    try:
+        return io.decode_image(io.read_file(path), io.ImageReadMode.RGB)
+    except RuntimeError:  # a format, or a colour space, that only PIL knows
+        from PIL import Image
+
+        with Image.open(path) as image:
+            return functional.pil_to_tensor(image.convert("RGB"))
+
+
+def _transforms(config: Any) -> tuple[Any, Any]:
+    from torchvision.transforms import v2
+
+    size, augment = config.task.size, config.task.augment
+    finish = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    plain = [v2.Resize(round(size * 256 / 224) if size >= 64 else size, antialias=True), v2.CenterCrop(size)]
+    varied = {
+        "none": plain,
+        "flip": [*plain, v2.RandomHorizontalFlip()],
+        "crop": [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()],
+        "trivial": [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.TrivialAugmentWide()],
+    }[augment]
+    start = [v2.ToImage(), v2.RGB()]
+    return v2.Compose([*start, *varied, *finish]), v2.Compose([*start, *plain, *finish])
+
+
+def _named(name: str, root: Path, train: bool, transform: Any) -> Any:
+    """A torchvision data set that lies in root, its training or its evaluation part."""
+    import torchvision.datasets as known
+
+    kind: Any = getattr(known, name, None) if name in known.__all__ else None
+    if kind is None or not issubclass(kind, known.VisionDataset):
+        raise Refused(f"--data.name {name}: torchvision has no such data set{nearest(name, known.__all__)}")
+    takes = inspect.signature(kind.__init__).parameters
+    options: list[dict[str, Any]] = [{}]
+    if "train" in takes:
+        options = [{"train": train}]
+    elif "split" in takes:
+        options = [{"split": "train"}] if train else [{"split": "val"}, {"split": "test"}]
+    if "download" in takes:
+        options = [option | {"download": False} for option in options]
+    problem: Exception | None = None
+    for option in options:
+        try:
+            return kind(str(root), transform=transform, **option)
+        except (RuntimeError, ValueError, OSError, TypeError) as error:
+            problem = problem or error
+    raise Refused(f"--data.name {name}: not usable from {root}: {one_line(problem)[:300]}")
+
+
+@functools.lru_cache(maxsize=2)
+def _number_of_classes(root: str, name: str) -> int:
+    if not name:
+        return len(_classes_in(Path(root) / "train"))
+    dataset = _named(name, Path(root), True, None)
+    classes = getattr(dataset, "classes", None)
+    if classes is not None:
+        return len(classes)
+    labels = next(
+        (getattr(dataset, field) for field in ("targets", "labels", "_labels") if hasattr(dataset, field)), None
+    )
+    if labels is None:
+        raise Refused(f"--data.name {name}: cannot tell its number of classes; write a task file of your own for it")
+    return int(max(labels)) + 1
+
+
+def network(name: str, classes: int, size: int = 224) -> nn.Module:
+    """A classification network by name.
+
+    Raises:
+        Refused: torchvision has no such classification model.
+    """
+    if name == "small":
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3, stride=2, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(32, classes),
+        )
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if name not in known:
+        raise Refused(
+            f"--task.model {name}: torchvision has no such classification model{nearest(name, ['small', *known])}"
+        )
+    options: dict[str, Any] = {"image_size": size} if name.startswith("vit_") else {}
+    if name in ("googlenet", "inception_v3"):
+        options["init_weights"] = True
+    try:
+        return models.get_model(name, weights=None, num_classes=classes, **options)
+    except ValueError as error:
+        raise Refused(f"--task.model {name} --task.size {size}: {one_line(error)}") from None
+
+
+def model(config: Any) -> nn.Module:
+    classes = _number_of_classes(str(_root(config)), config.data.name)
+    return network(config.task.model, classes, config.task.size)
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    pictures, labels = batch
+    output = model(pictures)
+    if isinstance(output, tuple):  # GoogLeNet and Inception return auxiliary logits while training
+        logits, *auxiliary = output
+        extra = sum(0.3 * nn.functional.cross_entropy(other, labels) for other in auxiliary if other is not None)
+        return nn.functional.cross_entropy(logits, labels) + extra
+    return nn.functional.cross_entropy(output, labels)
+
+
+def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    pictures, labels = batch
+    logits = model(pictures)
+    hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+    return {"accuracy": hits[:, 0].float().mean(), "top5": hits.any(1).float().mean()}
