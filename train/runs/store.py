@@ -1,0 +1,368 @@
+"""The run folder: its files, its state, its lock.
+
+`run.json` is the only record of a run's state; `lock` is flocked by every process of the run, through one open
+file that they inherit from each other, so the run is alive exactly while the lock is held, whatever was killed.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from train.errors import Refused, nearest
+
+CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
+INTERRUPTED = "interrupted"
+"""Effective only: recorded as running, but no process of the run is alive."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def now() -> str:
+    """The time as run.json records it: ISO 8601, UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def runs_folder(given: str | None) -> Path:
+    """Where run folders live: --runs, else $TRAIN_RUNS, else ./runs.
+
+    Raises:
+        Refused: --runs was given as an empty text.
+    """
+    if given == "":
+        raise Refused("--runs is empty; give a folder, or leave it out for ./runs")
+    return Path(given or os.environ.get("TRAIN_RUNS") or "runs").absolute()
+
+
+def check_name(name: str) -> str:
+    """The name, if it can be a run's.
+
+    Raises:
+        Refused: it cannot; tmux and shells would stumble over it.
+    """
+    if not _NAME.fullmatch(name):
+        raise Refused(
+            f"{name!r} is not a legal run name: use up to 64 letters, digits, - and _, beginning with a letter or digit"
+        )
+    return name
+
+
+def check_free(runs: Path, name: str) -> None:
+    """Raises Refused if a run of this name exists or the runs folder cannot be written."""
+    check_name(name)
+    if os.path.lexists(runs / name):
+        raise Refused(f"a run named {name} exists in {runs}; choose another --name, or: train resume {name}")
+    folder = runs
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise Refused(f"{folder} is not a folder, so no run can be kept in {runs}; choose another with --runs")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise Refused(f"cannot write in {folder}; choose another place with --runs, or change its owner or mode")
+
+
+def fresh_name(runs: Path, stem: str) -> str:
+    """A name nobody has in `runs`: the stem, the time, and a number if need be."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:40] or "run"
+    name = first = f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    number = 1
+    while os.path.lexists(runs / name):
+        number += 1
+        name = f"{first}-{number}"
+    return name
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync of a folder: makes names that were created or renamed in it durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
+    """Replace a file as a whole: a reader sees the old text or the new one, a crash leaves one of them."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+class Lock:
+    """The held lock of a run: one open file; processes that inherit `fd` hold it with us."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def release(self) -> None:
+        """Close our copy; the lock is free once every process that inherited it has done so or died."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+class Run:
+    """One run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def name(self) -> str:
+        """The folder's name: a run may be renamed by renaming its folder."""
+        return self.folder.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def read(self) -> dict[str, Any]:
+        """run.json.
+
+        Raises:
+            Refused: it is missing or damaged.
+        """
+        path = self.folder / "run.json"
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise Refused(f"cannot read {path}: {error.strerror}; is {self.folder} a run folder?") from None
+        except ValueError:
+            raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}") from None
+        if not isinstance(record, dict):
+            raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}")
+        return record | {"name": self.name}
+
+    def update(
+        self, change: Callable[[dict[str, Any]], None] | None = None, durable: bool = True, **values: Any
+    ) -> None:
+        """Change run.json under a lock of the folder, so that agent and rank 0 never undo each other's change."""
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            record = self.read()
+            record.update(values)
+            if change:
+                change(record)
+            write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", durable)
+        finally:
+            os.close(folder)
+
+    def alive(self) -> bool:
+        """Whether any process of the run lives, by the kernel's lock."""
+        try:
+            fd = os.open(self.folder / "lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            # shared: two observers do not see each other
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except OSError:
+            return True
+        finally:
+            os.close(fd)
+
+    def acquire(self, patience: float = 1.0) -> Lock | None:
+        """Take the lock, or None if the run is alive. Observers hold it for microseconds: hence a little patience."""
+        fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return Lock(fd)
+            except OSError:
+                if time.monotonic() > deadline:
+                    os.close(fd)
+                    return None
+                time.sleep(0.01)
+
+    def shown(self) -> dict[str, Any]:
+        """run.json with the effective state."""
+        record = self.read()
+        if record.get("state") in (RUNNING, CREATED) and not self.alive():
+            record = self.read()  # it may have ended between the two looks
+            if record.get("state") == RUNNING:
+                record["state"] = INTERRUPTED
+                record["reason"] = record.get("reason") or "its processes died; train resume continues it"
+        return record
+
+    def state(self) -> str:
+        """The effective state."""
+        return str(self.shown().get("state"))
+
+    def ask_stop(self, now: bool) -> None:
+        """Ask a live run to stop. By a file: process ids mean nothing on the other side of a container's wall."""
+        write_atomically(self.folder / "stop", "now\n" if now else "polite\n", durable=False)
+
+    def stop_asked(self) -> str:
+        """'polite', 'now', or '' when nobody asked by file."""
+        try:
+            return (self.folder / "stop").read_text().strip()
+        except OSError:
+            return ""
+
+    def clear_stop(self) -> None:
+        """Forget a request to stop. For the holder of the lock."""
+        with contextlib.suppress(OSError):
+            (self.folder / "stop").unlink()
+
+    def stop(self, now: bool = False) -> None:
+        """Ask until the run is not alive any more: a run that is just starting may overlook the first request."""
+        wanted = "now" if now else "polite"
+        while self.alive():
+            if self.stop_asked() not in (wanted, "now"):
+                self.ask_stop(now)
+            time.sleep(0.05)
+        self.clear_stop()
+
+    def begin_attempt(self, world_size: int, **values: Any) -> int:
+        """Record that an attempt starts; returns its number, counted from 1. For the holder of the lock."""
+        number = 0
+
+        def change(record: dict[str, Any]) -> None:
+            nonlocal number
+            number = len(record["attempts"]) + 1
+            record["attempts"].append(
+                {"number": number, "started": now(), "ended": None, "end": None, "reason": "",
+                 "world_size": world_size, "from_step": next(iter(self.steps_saved()), 0), "to_step": None}
+            )  # fmt: skip
+            record["started"] = record["started"] or now()
+            record.update(state=RUNNING, reason="", ended=None, world_size=world_size, host=socket.gethostname())
+            record.update(values)
+
+        self.update(change)
+        self.logs(number).mkdir(parents=True, exist_ok=True)
+        return number
+
+    def end_attempt(self, end: str, reason: str, state: str | None = None) -> None:
+        """Record why the attempt ended, and the run's state if that ends with it."""
+
+        def change(record: dict[str, Any]) -> None:
+            if record["attempts"]:
+                record["attempts"][-1].update(ended=now(), end=end, reason=reason, to_step=record.get("step"))
+            record["pids"] = {}
+            if state is not None:
+                record.update(state=state, reason=reason, ended=now())
+
+        self.update(change)
+
+    def logs(self, attempt: int) -> Path:
+        """Where the ranks of an attempt write their output, each into rankR.log."""
+        return self.folder / "logs" / f"attempt-{attempt}"
+
+    def steps_saved(self) -> list[int]:
+        """Steps of the published checkpoints, newest first. Whether one is whole is found out on loading."""
+        try:
+            names = os.listdir(self.checkpoints)
+        except OSError:
+            return []
+        return sorted((int(m[1]) for name in names if (m := _STEP.fullmatch(name))), reverse=True)
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint of that step."""
+        return self.checkpoints / f"step-{step:08d}"
+
+
+def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[str, Any]) -> Run:
+    """Make a run folder as a whole: it appears with all its files or not at all.
+
+    Raises:
+        Refused: the name is taken or the folder cannot be written.
+    """
+    check_free(runs, name)
+    staging = runs / f".creating-{name}-{os.getpid()}"
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+        for folder in ("logs", "checkpoints"):
+            (staging / folder).mkdir()
+        for file, content in files.items():
+            (staging / file).write_bytes(content.encode() if isinstance(content, str) else content)
+        (staging / "lock").touch()
+        base: dict[str, Any] = {
+            "name": name, "state": CREATED, "reason": "", "world_size": None, "attempts": [], "step": 0, "epoch": 0,
+            "total_steps": None, "tmux_session": None, "pids": {}, "host": socket.gethostname(), "versions": {},
+            "git_revision": None, "created": now(), "started": None, "ended": None, "weights_sha256": None,
+            "metrics": {},
+        }  # fmt: skip
+        write_atomically(staging / "run.json", json.dumps(base | record, indent=1) + "\n")
+        if os.path.lexists(runs / name):
+            raise Refused(f"a run named {name} exists in {runs}; choose another --name, or: train resume {name}")
+        staging.rename(runs / name)
+        sync_folder(runs)
+    except OSError as error:
+        raise Refused(f"cannot create {runs / name}: {error.strerror}; choose another place with --runs") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return Run(runs / name)
+
+
+def find(runs: Path, name: str) -> Run:
+    """The run of that name.
+
+    Raises:
+        Refused: there is none.
+    """
+    if not name:
+        raise Refused("the run's name is empty; train ls lists the runs")
+    run = Run(runs / name)
+    if name in (".", "..") or "/" in name or not (run.folder / "run.json").exists():
+        names = [other.name for other in every(runs)]
+        hint = nearest(name, names, "; train ls lists the runs" if names else "; there are no runs yet")
+        raise Refused(f"there is no run {name} in {runs}{hint}")
+    return run
+
+
+def every(runs: Path) -> Iterator[Run]:
+    """All runs, the oldest first."""
+    with contextlib.suppress(OSError):
+        folders = [p for p in runs.iterdir() if not p.name.startswith(".") and (p / "run.json").exists()]
+        yield from map(
+            Run, sorted(folders, key=lambda p: ((p / "lock").stat().st_mtime if (p / "lock").exists() else 0, p.name))
+        )
+
+
+def remove(run: Run) -> None:
+    """Delete a run folder that is not alive.
+
+    Raises:
+        Refused: the run is alive, or the folder cannot be removed.
+    """
+    lock = run.acquire()
+    if lock is None:
+        raise Refused(f"{run.name} is running; first: train stop {run.name}")
+    try:
+        grave = run.folder.with_name(f".removing-{run.name}-{os.getpid()}")
+        run.folder.rename(grave)
+        shutil.rmtree(grave)
+    except OSError as error:
+        raise Refused(f"cannot remove {run.folder}: {error.strerror}") from None
+    finally:
+        lock.release()
