@@ -1,0 +1,1 @@
+"""What every rank does: spread the model, compute steps, save, evaluate, report."""

@@ -1,0 +1,135 @@
+"""From a task and a configuration to data sets, model and optimizer: the same on every rank and in every attempt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.config import Config
+from train.data.loader import Plan, seed_host
+from train.data.order import seed_of
+from train.errors import Refused, one_line
+from train.tasks import Task, where
+
+
+def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
+    """The training set and the evaluation set (or None). Seeded, so that a random split is the same everywhere.
+
+    Raises:
+        Refused: the task cannot make them, or they are no map-style data sets.
+    """
+    seed_host(seed_of(config.seed, "datasets"))
+    made = _call(task, "datasets", config)
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        raise Refused(f"datasets in {task.file} must return (train, evaluation or None), got {type(made).__name__}")
+    for part, dataset in zip(("training", "evaluation"), made, strict=True):
+        if dataset is None and part == "evaluation":
+            continue
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise Refused(
+                f"the {part} set of {task.file} is a {type(dataset).__name__}; a map-style data set is needed, "
+                "with __len__ and __getitem__"
+            )
+        if len(dataset) == 0:
+            raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
+    return made[0], made[1]
+
+
+def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32) -> nn.Module:
+    """The model with its first weights, on the CPU. Seeded.
+
+    Raises:
+        Refused: the task cannot make it.
+    """
+    seed_host(seed_of(config.seed, "model"))
+    model = _call(task, "model", config)
+    if not isinstance(model, nn.Module):
+        raise Refused(f"model in {task.file} must return a torch.nn.Module, got {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise Refused(f"the model of {task.file} has no parameter to train")
+    return model.to(weights) if weights == torch.float64 else model
+
+
+def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """The task's own optimizer, or the one that config.optim describes."""
+    if task.optimizer is not None:
+        optimizer = _call(task, "optimizer", model, config)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise Refused(
+                f"optimizer in {task.file} must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            )
+        return optimizer
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optim = config.optim
+    if optim.name == "sgd":
+        return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
+    kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=optim.lr, betas=(optim.momentum, 0.999), weight_decay=optim.weight_decay)
+
+
+def _call(task: Task, function: str, *arguments: Any) -> Any:
+    try:
+        return getattr(task, function)(*arguments)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"{function}() failed: {where(error, task.file)}") from error
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Exported weights.
+
+    Raises:
+        Refused: the file is missing, or neither .safetensors nor .pt.
+    """
+    if not path.is_file():
+        raise Refused(f"--init {path}: there is no such file")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        if path.suffix in (".pt", ".pth"):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values()):
+                return state
+            raise Refused(f"--init {path}: holds no plain dict of tensors; write one with train export")
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"--init {path}: cannot be read: {one_line(error)[:200]}") from None
+    raise Refused(f"--init {path}: must end in .safetensors or .pt")
+
+
+def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
+    """Load exported weights, every one of them.
+
+    Raises:
+        Refused: names or shapes differ from the model's.
+    """
+    own = model.state_dict()
+    for name in sorted(own.keys() ^ state.keys()):
+        raise Refused(f"--init {source}: {name} is {'missing in the file' if name in own else 'not in the model'}")
+    for name, tensor in state.items():
+        if own[name].shape != tensor.shape:
+            raise Refused(
+                f"--init {source}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(own[name].shape)}"
+            )
+    model.load_state_dict(state)
+
+
+def plan_of(config: Config, length: int) -> Plan:
+    """How the training set is cut."""
+    assert config.micro_batch_size is not None
+    return Plan(length, config.batch_size, config.micro_batch_size, config.seed)
+
+
+def total_steps(config: Config, plan: Plan) -> int:
+    """Optimizer updates of the whole run."""
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None
+    return max(1, round(config.epochs * plan.steps_per_epoch))

@@ -1,0 +1,96 @@
+"""Evaluation: every sample exactly once on any number of ranks, and the same figures to the last bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.data.loader import Plan, batches, evaluation_micro_batches, seed_compute
+from train.engine.parallel import World
+from train.engine.precision import Precision
+from train.errors import TrainingFailed
+from train.tasks import Task
+
+_ASK_EVERY = 16
+"""Micro batches between two looks, by all ranks, at whether a stop was asked for."""
+
+
+def total_and_count(value: Any, samples: int, what: str) -> tuple[Tensor, Any]:
+    """A mean over the batch or a pair (total, count), as total and count.
+
+    Raises:
+        TrainingFailed: it is neither.
+    """
+    if isinstance(value, tuple) and len(value) == 2:
+        return value[0], value[1]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(()).double() * samples, samples
+    shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
+    raise TrainingFailed(f"{what} must return a scalar tensor, the mean over the batch, or (total, count); got {shape}")
+
+
+def evaluate(
+    task: Task,
+    module: nn.Module,
+    dataset: Any,
+    plan: Plan,
+    world: World,
+    precision: Precision,
+    workers: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Loss and metrics over the whole data set, weighted by true counts; None if a stop came in between.
+
+    A collective: all ranks call it. Sums are made in the order of the data set, whatever the number of ranks.
+    """
+    was_training = module.training
+    module.eval()
+    rows: list[list[Tensor | float]] = []
+    names: list[str] = []
+    micros = math.ceil(plan.length / plan.micro_batch_size)
+    mine = batches(
+        dataset,
+        task.collate,
+        evaluation_micro_batches(plan, world.rank, world.size),
+        workers,
+        world.device,
+        precision.inputs,
+    )
+    try:
+        with torch.no_grad():
+            for slot in range(math.ceil(micros / world.size)):
+                if slot % _ASK_EVERY == 0 and world.any(stop()):
+                    return None
+                if slot * world.size + world.rank >= micros:
+                    continue
+                micro, batch = next(mine)
+                seed_compute(micro.seed, world.device)
+                samples = len(micro.indices)
+                with precision.autocast():
+                    row = [*total_and_count(task.loss(module, batch), samples, "loss")]
+                    found = task.metrics(module, batch) if task.metrics else {}
+                for name, value in found.items():
+                    row.extend(total_and_count(torch.as_tensor(value, device=world.device), samples, f"metric {name}")
+                               if not isinstance(value, tuple) else value)  # fmt: skip
+                names = list(found)
+                rows.append(row)
+    finally:
+        module.train(was_training)
+    names = world.share(names if world.is_first else None)
+    table = torch.zeros(micros, 2 * (1 + len(names)), dtype=torch.float64, device=world.device)
+    for index, row in enumerate(rows):
+        if len(row) != table.shape[1]:
+            raise TrainingFailed("metrics must return the same names for every batch")
+        table[world.rank + index * world.size] = torch.stack(
+            [torch.as_tensor(value, dtype=torch.float64, device=world.device) for value in row]
+        )
+    columns = world.add(table).cpu().T.tolist()  # each row is one rank's alone: adding zeros rounds nothing
+    sums = [math.fsum(column) for column in columns]
+    return {
+        name: sums[2 * place] / sums[2 * place + 1] if sums[2 * place + 1] else math.nan
+        for place, name in enumerate(["loss", *names])
+    }

@@ -1,0 +1,156 @@
+"""Weights out of a run, and an evaluation of them alone."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.config import Config
+from train.engine import build, checkpoint, prepare
+from train.engine.evaluate import evaluate
+from train.engine.parallel import World, pick_device
+from train.engine.precision import Precision
+from train.engine.worker import Seat
+from train.errors import Refused, one_line
+from train.runs.store import Run, sync_folder
+from train.tasks import Task
+
+log = logging.getLogger("train")
+
+SUFFIXES = (".safetensors", ".pt", ".onnx")
+
+
+def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Module, int]:
+    """The task, configuration and trained model of a run, from its newest whole checkpoint or that of a step.
+
+    Raises:
+        Refused: there is no such checkpoint, or it is damaged.
+    """
+    task = prepare.task_of(run)
+    config = prepare.config_of(run, task)
+    if step is not None:
+        if step not in run.steps_saved():
+            saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
+            raise Refused(f"{run.name} has no checkpoint of step {step}; there are: {saved}")
+        try:
+            checkpoint.verify(run.checkpoint(step))
+        except ValueError as error:
+            raise Refused(f"the checkpoint of step {step} is damaged: {error}") from None
+    else:
+        found = checkpoint.newest_valid(run)
+        for line in found[2] if found else []:
+            log.warning("warning: %s", line)
+        if not found or not found[1]:
+            raise Refused(f"{run.name} has no usable checkpoint yet; see: train show {run.name}")
+        step = found[0]
+    precision = Precision(config.precision if config.precision != "fp16" else "fp32", torch.device("cpu"))
+    model = build.make_model(task, config, precision.weights)
+    try:
+        checkpoint.load(run.checkpoint(step), model)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    return task, config, model, step
+
+
+def export(run: Run, target: Path, step: int | None = None) -> int:
+    """Write the weights of a run to a .safetensors, .pt or .onnx file, whole or not at all. Returns their step.
+
+    Raises:
+        Refused: the suffix is unknown, the folder is missing, or the model cannot be exported.
+    """
+    if target.suffix not in SUFFIXES:
+        raise Refused(f"--to {target}: must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if not target.absolute().parent.is_dir():
+        raise Refused(f"--to {target}: there is no folder {target.parent}; make it first")
+    if target.is_dir():
+        raise Refused(f"--to {target}: is a folder; give a file")
+    task, config, model, step = load_trained(run, step)
+    partial = target.with_name(f".{target.stem}.partial{target.suffix}")
+    try:
+        if target.suffix == ".onnx":
+            _to_onnx(task, config, model, partial)
+        else:
+            # copies, for tied weights share memory, which safetensors refuses to write
+            state = {name: tensor.clone() for name, tensor in checkpoint.weights(model).items()}
+            if target.suffix == ".safetensors":
+                from safetensors.torch import save_file
+
+                save_file(state, partial, metadata={"run": run.name, "step": str(step)})
+            else:
+                torch.save(state, partial)
+        with partial.open("rb") as file:
+            import os
+
+            os.fsync(file.fileno())
+        partial.replace(target)
+        sync_folder(target.absolute().parent)
+    except OSError as error:
+        raise Refused(f"--to {target}: cannot be written: {error.strerror or one_line(error)}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return step
+
+
+def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None:
+    """Export with the inputs that the task's own loss gives the model on one sample; the batch may vary."""
+    try:
+        import onnx  # noqa: F401
+    except ImportError:
+        raise Refused(
+            "export to .onnx needs the packages onnx and onnxscript; pip install 'trainstation[onnx]'"
+        ) from None
+    from train.data.loader import MicroBatch, fetcher, to_device
+
+    train_set, eval_set = build.make_datasets(task, config)
+    dataset = eval_set if eval_set is not None else train_set
+    import numpy as np
+
+    batch = fetcher(dataset, task.collate)(MicroBatch(0, 0, np.arange(min(2, len(dataset))), config.seed))
+    batch = to_device(batch, torch.device("cpu"), torch.float64 if config.precision == "fp64" else None)
+    calls: list[tuple[Any, ...]] = []
+    hook = model.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
+    model.eval()
+    with torch.no_grad():
+        task.loss(model, batch)
+    hook.remove()
+    if not calls or not all(isinstance(argument, torch.Tensor) for argument in calls[0]):
+        raise Refused("export to .onnx needs a model that is called with tensors alone; export .safetensors instead")
+    names = [f"input{index}" for index in range(len(calls[0]))]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                model, calls[0], str(target), input_names=names, output_names=["output"],
+                dynamic_axes={name: {0: "batch"} for name in [*names, "output"]}, dynamo=False,
+            )  # fmt: skip
+    except Exception as error:
+        raise Refused(f"the model cannot be exported to .onnx: {one_line(error)[:300]}") from None
+
+
+def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tuple[int, int, dict[str, float]]:
+    """Evaluate a checkpoint of a run in this process. Returns its step, the number of samples and the figures.
+
+    Raises:
+        Refused: the task has no evaluation set, or there is no usable checkpoint.
+    """
+    seat = Seat()
+    task, config, model, step = load_trained(run, step)
+    assert config.cpu_threads is not None
+    torch.set_num_threads(config.cpu_threads)
+    device = pick_device(config, 1, 0)
+    precision = Precision(config.precision, device)
+    _, eval_set = build.make_datasets(task, config)
+    if eval_set is None:
+        raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
+    plan = build.plan_of(config, len(eval_set))
+    world = World(seat.rank, seat.size, seat.local_rank, device)
+    figures = evaluate(
+        task, model.to(device), eval_set, plan, world, precision, config.data.workers if workers is None else workers
+    )
+    assert figures is not None
+    return step, len(eval_set), figures

@@ -1,0 +1,344 @@
+"""The training loop. It reads top to bottom like its description in docs/how-it-works.md."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train import config as configuration
+from train.config import Config
+from train.data.loader import Plan, batches, micro_batches_of, seed_compute
+from train.engine import schedule
+from train.engine.checkpoint import CannotSave, Saver
+from train.engine.evaluate import evaluate
+from train.engine.parallel import TAIL, Replica, World
+from train.engine.precision import Precision
+from train.engine.report import Report
+from train.engine.stop import StopRequest
+from train.errors import TrainingFailed
+from train.runs.store import Run
+from train.tasks import Task
+
+
+@dataclasses.dataclass
+class Job:
+    """Everything a rank trains with."""
+
+    run: Run
+    task: Task
+    config: Config
+    world: World
+    precision: Precision
+    replica: Replica
+    optimizer: torch.optim.Optimizer
+    train_set: Any
+    eval_set: Any
+    plan: Plan
+    total_steps: int
+    saver: Saver
+    report: Report
+    stop: StopRequest
+    evaluated: int
+    """Last step after which an evaluation is on record; -1 without one."""
+
+
+@dataclasses.dataclass
+class Done:
+    """How the loop ended: at which step, and whether because somebody asked for a stop."""
+
+    step: int
+    stopped: bool
+    metrics: dict[str, float] | None
+
+
+def train(job: Job, done: int) -> Done:
+    """Train from step `done` to the end, or to a polite stop. Steps are counted from 1 in everything reported.
+
+    Raises:
+        TrainingFailed: the loss is not finite, or the last checkpoint cannot be saved.
+    """
+    config, plan, world, report = job.config, job.plan, job.world, job.report
+    rates = [group["lr"] * schedule.scale(config) for group in job.optimizer.param_groups]
+    mine = micro_batches_of(plan, world.rank, world.size, done, job.total_steps)
+    stream = batches(
+        job.train_set, job.task.collate, mine, config.data.workers, world.device, job.precision.inputs
+    )  # fmt: skip
+    readback = _Readback(world.device)
+    clock = _Clock(config.checkpoint.every_minutes)
+    meter = _Meter()
+    saved, stopping, metrics = done, False, None
+    job.replica.module.train()
+    job.replica.settle()
+
+    try:
+        while done < job.total_steps or _evaluation_due(job, done):
+            if done < job.total_steps and not _evaluation_due(job, done):
+                factor = schedule.factor(config, done, plan.steps_per_epoch, job.total_steps)
+                for group, rate in zip(job.optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * factor
+                sums = _step(job, done, stream, meter, save=clock.is_due())
+                done += 1
+                readback.put(_Step(done, rates[0] * factor, plan.samples(done - 1)), sums)
+
+            boundary = done == job.total_steps or _save_due(config, done) or _evaluation_due(job, done)
+            save = boundary and (done == job.total_steps or _save_due(config, done))
+            for step, values in readback.take(everything=boundary):
+                stop_asked, save_asked = _digest(job, step, values, meter)
+                stopping |= stop_asked
+                save |= save_asked
+            if (save or stopping) and done > saved:
+                for step, values in readback.take(everything=True):
+                    stopping |= _digest(job, step, values, meter)[0]
+                if _save(job, done, is_last=stopping or done == job.total_steps):
+                    saved = done
+                clock.restart()
+            if not stopping and _evaluation_due(job, done):
+                metrics = evaluate(
+                    job.task, job.replica.module, job.eval_set, dataclasses.replace(plan, length=len(job.eval_set)),
+                    world, job.precision, config.data.workers, lambda: job.stop.asked,
+                )  # fmt: skip
+                stopping |= metrics is None
+                if metrics is not None:
+                    job.evaluated = done
+                    if world.is_first:
+                        report.evaluation(done, _epoch(plan, done), len(job.eval_set), metrics)
+                if stopping and done > saved:
+                    _save(job, done, is_last=True)
+                meter.restart()
+            if stopping:
+                break
+    finally:
+        stream.close()  # ends the loader's processes
+    return Done(done, stopping and (done < job.total_steps or _evaluation_due(job, done)), metrics)
+
+
+def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool) -> Tensor:
+    """One optimizer update (counted from 0). Returns TAIL summed over the ranks, still on the device."""
+    replica, world, plan, precision = job.replica, job.world, job.plan, job.precision
+    samples = plan.samples(step)
+    slots, micros = plan.slots(step, world.size), plan.micro_batches(step)
+    replica.sync_buffers()
+    total: Any = 0.0
+    count: Any = 0.0
+    counted = 0.0
+    seen = []
+
+    def tail() -> Tensor:
+        flags = [float(job.stop.asked), float(save and world.is_first), counted]
+        if isinstance(total, Tensor) or isinstance(count, Tensor):
+            parts = [torch.as_tensor(part, device=world.device).detach() for part in (total, count)]
+            numbers = torch.stack([part.to(replica.tail.dtype).reshape(()) for part in parts])
+            return torch.cat([numbers, torch.tensor(flags, dtype=replica.tail.dtype, device=world.device)])
+        return torch.tensor([total, count, *flags], dtype=replica.tail.dtype, device=world.device)
+
+    for slot in range(slots):
+        is_last = slot == slots - 1
+        if slot * world.size + world.rank >= micros:  # only in the last slot, and only on some ranks
+            replica.backward_without_data(tail())
+            continue
+        before = time.perf_counter()
+        micro, batch = next(stream)
+        meter.waited += time.perf_counter() - before
+        seen.append(micro.indices)
+        seed_compute(micro.seed, world.device)
+        with replica.accumulating(more=not is_last):
+            with precision.autocast():
+                value = job.task.loss(replica.call, batch)
+            if isinstance(value, tuple) and len(value) == 2:
+                value, own_count = value
+                counted = 1.0
+                total = total + value.detach()
+                count = count + own_count
+                weight = 1 / samples
+            else:
+                _check_scalar(value, job.task)
+                value = value.reshape(())
+                total = total + value.detach() * len(micro.indices)
+                count += len(micro.indices)
+                weight = len(micro.indices) / samples
+            replica.backward(value, weight, tail() if is_last else None)
+    sums = replica.reduced(tail())
+    # a rank without data does not know whether its task counts by itself: ask the others' answer in that rare case
+    if counted or (not seen and sums[TAIL.index("counted")].item() > 0):
+        true_count = sums[TAIL.index("count")]
+        replica.scale_gradients(torch.where(true_count > 0, samples / true_count, 0.0))
+    _update(job)
+    replica.clear()
+    job.report.samples(step + 1, seen)
+    meter.samples += samples
+    meter.steps += 1
+    return sums
+
+
+def _update(job: Job) -> None:
+    scaler = job.precision.scaler
+    if scaler is not None:
+        scaler.unscale_(job.optimizer)
+    if job.config.clip_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(job.replica.trainable, job.config.clip_grad_norm)
+    if scaler is not None:
+        scaler.step(job.optimizer)
+        scaler.update()
+    else:
+        job.optimizer.step()
+
+
+def _check_scalar(value: Any, task: Task) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TrainingFailed(
+            f"loss in {task.file} must return a scalar tensor, the mean over the batch, or (total, count); got {shape}"
+        )
+    if not value.requires_grad:
+        raise TrainingFailed(f"loss in {task.file} does not depend on the model's parameters: call model(...) in it")
+
+
+def _digest(job: Job, step: _Step, values: list[float], meter: _Meter) -> tuple[bool, bool]:
+    """Look at the sums of a step; write its line. Returns whether to stop and whether to save."""
+    named = dict(zip(TAIL, values, strict=True))
+    loss = named["loss"] / (named["count"] if named["counted"] else step.samples) if named["count"] else 0.0
+    if not math.isfinite(loss):
+        raise TrainingFailed(
+            f"the loss is {loss} at step {step.number}; lower --optim.lr or set --clip_grad_norm, "
+            "and look at the data of that step (--log.samples true)"
+        )
+    plan, config = job.plan, job.config
+    epoch = _epoch(plan, step.number)
+    if job.world.is_first and (step.number % config.log.every_steps == 0 or step.number == job.total_steps):
+        line = {"step": step.number, "epoch": epoch, "loss": loss, "lr": step.rate, **meter.read(job.world.device)}
+        job.report.training(line)
+        job.report.progress(step.number, epoch, loss, line["samples_per_s"])
+    return named["stop"] > 0, named["save"] > 0
+
+
+def _epoch(plan: Plan, done: int) -> int:
+    """The epoch, counted from 1, in which step `done` (counted from 1) lies."""
+    return plan.epoch(done - 1) + 1
+
+
+def _save_due(config: Config, done: int) -> bool:
+    return config.checkpoint.every_steps is not None and done % config.checkpoint.every_steps == 0
+
+
+def _evaluation_due(job: Job, done: int) -> bool:
+    """Whether step `done` ends with an evaluation that is not on record yet."""
+    if job.eval_set is None or done == 0 or job.evaluated >= done:
+        return False
+    if done == job.total_steps:
+        return True
+    every = job.config.eval.every_epochs * job.plan.steps_per_epoch
+    return every > 0 and math.floor(done / every) > math.floor((done - 1) / every)
+
+
+def _save(job: Job, done: int, is_last: bool) -> bool:
+    """Commit a checkpoint of step `done`. Whether it is there now.
+
+    Raises:
+        TrainingFailed: the weights are not finite, or this was the last chance to save.
+    """
+    for name, parameter in job.replica.module.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
+    job.report.sync()
+    scaler = job.precision.scaler
+    facts = {
+        "epoch": _epoch(job.plan, done),
+        "world_size": job.world.size,
+        "samples": job.plan.length,
+        "config": configuration.to_flat(job.config),
+        "task_sha256": job.task.sha256,
+        "torch": torch.__version__,
+        "scaler": scaler.state_dict() if scaler is not None else None,
+    }
+    try:
+        job.saver.save(done, job.replica.module, job.optimizer, facts)
+    except CannotSave as error:
+        if is_last:
+            raise TrainingFailed(f"the checkpoint of step {done} could not be saved: {error}") from error
+        job.report.say(f"warning: the checkpoint of step {done} could not be saved ({error}); training goes on")
+        return False
+    if job.world.is_first:
+        job.run.update(step=done, epoch=_epoch(job.plan, done))
+    job.report.say(f"saved {job.run.checkpoint(done).name}")
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    number: int
+    rate: float
+    samples: int
+
+
+class _Readback:
+    """Brings the sums of a step to the host: at once from a CPU, a step later from a GPU, so that it never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lag = 1 if device.type == "cuda" else 0
+        self._pending: collections.deque[tuple[_Step, Tensor, Any]] = collections.deque()
+
+    def put(self, step: _Step, sums: Tensor) -> None:
+        event = None
+        if self._lag:
+            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((step, sums, event))
+
+    def take(self, everything: bool) -> Iterator[tuple[_Step, list[float]]]:
+        while len(self._pending) > (0 if everything else self._lag):
+            step, sums, event = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+            yield step, sums.tolist()
+
+
+class _Clock:
+    """Says when so many minutes have passed since the last save. Rank 0's clock decides for all."""
+
+    def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._now = minutes * 60, now
+        self.restart()
+
+    def restart(self) -> None:
+        self._since = self._now()
+
+    def is_due(self) -> bool:
+        return self._seconds > 0 and self._now() - self._since >= self._seconds
+
+
+class _Meter:
+    """Speed since the last line."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._since = time.perf_counter()
+        self.waited = 0.0
+        self.samples = self.steps = 0
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        """samples_per_s; data_wait and step_time in seconds per step; memory in bytes, the highest so far."""
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        steps = max(self.steps, 1)
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(device)
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        figures = {
+            "samples_per_s": self.samples / elapsed,
+            "data_wait": self.waited / steps,
+            "step_time": elapsed / steps,
+            "memory": memory,
+        }
+        self.restart()
+        return figures

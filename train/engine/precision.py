@@ -1,0 +1,33 @@
+"""fp64, fp32, bf16, fp16: the type of weights and inputs, autocast, and loss scaling."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from train.errors import Refused
+
+
+class Precision:
+    """The arithmetic of a run on one device.
+
+    fp64 and fp32 are the type of weights and inputs alike. bf16 and fp16 are autocast over fp32 weights; fp16
+    scales the loss so that small gradients do not become 0 (Micikevicius et al., "Mixed Precision Training", 2018).
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if name == "fp16" and device.type != "cuda":
+            raise Refused("precision fp16 needs a GPU; on a CPU use --precision bf16 or fp32")
+        self.device = device
+        self.weights = torch.float64 if name == "fp64" else torch.float32
+        self.inputs = torch.float64 if name == "fp64" else None
+        self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self.scaler = torch.amp.GradScaler("cuda") if name == "fp16" else None
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)

@@ -1,0 +1,246 @@
+"""What every rank executes, from meeting the others to the last line.
+
+Run as a module it is one rank of a launched run: `python -m train.engine.worker RUN_FOLDER`, with the environment of
+torchrun. `train run` calls `run_rank` in its own process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from train.engine.stop import StopRequest
+from train.errors import FAILED, FINISHED, REFUSED, STOPPED, Refused, TrainingFailed, one_line
+from train.runs import store
+from train.runs.store import Run
+
+if TYPE_CHECKING:
+    from train.engine.loop import Done, Job
+
+log = logging.getLogger("train")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """Which rank this process is, and where it meets the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    init: Any = "env://"
+    """An init_method of torch.distributed, or a store."""
+
+
+def seat_of_environment() -> Seat:
+    """The seat that torchrun gave this process; rank 0 of 1 without it.
+
+    Raises:
+        Refused: the variables are not numbers.
+    """
+    try:
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return Seat(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    except ValueError as error:
+        raise Refused(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {one_line(error)}") from None
+
+
+def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> int:
+    """Train one rank of a run to its end. Returns its exit code; rank 0 records the outcome in run.json.
+
+    An exception that is not the run's own fault for certain is left to the caller: see `failure_of`.
+    """
+    job: Job | None = None
+    try:
+        job, done = _set_up(run, seat, attempt, stop, bar)
+        from train.engine.loop import train
+
+        outcome = train(job, done)
+        return _conclude(job, outcome)
+    except (Refused, TrainingFailed) as error:
+        refused = isinstance(error, Refused)
+        if seat.rank == 0:
+            run.update(state=store.FAILED, reason=str(error), ended=store.now())
+            print(f"train: {error}", file=sys.stderr, flush=True)
+        return REFUSED if refused else FAILED
+    finally:
+        if job is not None:
+            job.report.close()
+
+
+def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> tuple[Job, int]:
+    import torch
+
+    from train.engine import build, checkpoint, parallel, prepare, report
+    from train.engine.loop import Job
+    from train.engine.precision import Precision
+
+    task = prepare.task_of(run)
+    config = prepare.config_of(run, task)
+    assert config.cpu_threads is not None
+    torch.set_num_threads(config.cpu_threads)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+    world = parallel.join(config, seat.rank, seat.size, seat.local_rank, seat.local_size, seat.init)
+    precision = Precision(config.precision, world.device)
+
+    train_set, eval_set = build.make_datasets(task, config)
+    plan = build.plan_of(config, len(train_set))
+    total = build.total_steps(config, plan)
+    model = build.make_model(task, config, precision.weights)
+    if (run.folder / "init.safetensors").exists():
+        build.set_weights(model, build.read_weights(run.folder / "init.safetensors"), "init.safetensors")
+    if config.sync_batchnorm and world.size > 1:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.to(world.device)
+    optimizer = build.make_optimizer(task, model, config)
+    rates = [group["lr"] for group in optimizer.param_groups]
+
+    step, manifest = world.on_first(lambda: _begin(run, checkpoint))
+    if manifest:
+        checkpoint.load(run.checkpoint(step), model, optimizer)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
+        if precision.scaler is not None and manifest.get("scaler"):
+            precision.scaler.load_state_dict(manifest["scaler"])
+    if config.compile:
+        model.compile()
+    replica = parallel.Replica(model, world, config, precision)
+    evaluation = world.on_first(lambda: report.last_evaluation(run))
+    job = Job(
+        run, task, config, world, precision, replica, optimizer, train_set, eval_set, plan, total,
+        checkpoint.Saver(run, world, config.checkpoint.keep, attempt),
+        report.Report(run, world, config, total, step, bar and world.is_first), stop,
+        evaluation["step"] if evaluation else -1,
+    )  # fmt: skip
+    if world.is_first:
+        run.update(
+            step=step, epoch=plan.epoch(step - 1) + 1 if step else 0, total_steps=total, samples=plan.length,
+            steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type),
+        )  # fmt: skip
+        per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
+        job.report.say(
+            f"{run.name}: {plan.length} samples, {total} steps, global batch {per_rank}, "
+            f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
+            + (f", continuing after step {step}" if step else "")
+        )
+    return job, step
+
+
+def _begin(run: Run, checkpoint: Any) -> tuple[int, dict[str, Any]]:
+    """On rank 0: clear away what a kill left, choose the checkpoint to continue from, cut the records to it."""
+    from train.engine.report import cut
+
+    checkpoint.clean(run)
+    found = checkpoint.newest_valid(run)
+    step, manifest, damaged = found or (0, {}, [])
+    for line in damaged:
+        log.warning("warning: %s", line)
+    for newer in run.steps_saved()[: len(damaged)]:
+        checkpoint.set_aside(run, newer)
+    cut(run, step)
+    return step, manifest
+
+
+def _conclude(job: Job, outcome: Done) -> int:
+    """Record how training ended. On rank 0; the other ranks have nothing to say."""
+    from train.engine import checkpoint
+    from train.engine.report import last_evaluation
+
+    job.report.sync()
+    if not job.world.is_first:
+        return STOPPED if outcome.stopped else FINISHED
+    record: dict[str, Any] = {"step": outcome.step, "ended": store.now()}
+    if outcome.stopped:
+        reason = job.stop.reason or "another rank was asked to"
+        job.run.update(state=store.STOPPED, reason=f"stopped politely ({reason}) after step {outcome.step}", **record)
+        job.report.say(
+            f"stopped after step {outcome.step} of {job.total_steps}; continue with: train resume {job.run.name}"
+        )
+        return STOPPED
+    evaluation = last_evaluation(job.run)
+    figures = dict(evaluation["eval"]) if evaluation else {}
+    digest = checkpoint.weights_sha256(checkpoint.weights(job.replica.module))
+    job.run.update(state=store.FINISHED, reason="", weights_sha256=digest, metrics=figures, **record)
+    job.report.say(f"finished after {outcome.step} steps; weights {digest[:16]}…")
+    return FINISHED
+
+
+def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
+    """What a rank leaves behind about the exception it dies of.
+
+    `recurs` says whether it would fail again in the same way: randomness is a function here, so an exception of the
+    task does, while one of the network, the machine or another rank's death may not.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from train.tasks import where
+
+    text = one_line(f"{type(error).__name__}: {error}")
+    passing = isinstance(error, (dist.DistError, OSError, EOFError, torch.OutOfMemoryError, MemoryError)) or any(
+        word in text for word in ("gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "DataLoader worker")
+    )
+    line = where(error, task_file) if task_file is not None else text
+    return {"time": time.time(), "reason": line[:600], "recurs": not passing, "traceback": traceback.format_exc()}
+
+
+def log_to(stream: Any) -> None:
+    """Plain lines for people; warnings of libraries pass through."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def main() -> None:
+    """One rank of a launched run. Exits 0 for every end that a restart would not change (see run.json for it)."""
+    stop = StopRequest()
+    run = Run(Path(sys.argv[1]))
+    attempt = int(os.environ.get("TRAIN_ATTEMPT", "1"))
+    log_to(sys.stderr)
+    seat = seat_of_environment()
+    code = 1
+    try:
+        run_rank(run, seat, attempt, stop, bar=False)
+        code = 0
+    except BaseException as error:
+        traceback.print_exc()
+        leave_failure(run, seat, attempt, error)
+    finally:
+        leave(code)
+
+
+def leave_failure(run: Run, seat: Seat, attempt: int, error: BaseException) -> dict[str, Any]:
+    """Write down, beside the log of this rank, what it dies of."""
+    file = run.folder / "task.py"
+    failure = failure_of(error, file if file.exists() else None) | {"rank": seat.rank}
+    path = run.logs(attempt) / f"rank{seat.rank}.error.json"
+    store.write_atomically(path, json.dumps(failure) + "\n", durable=False)
+    return failure
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once.
+
+    Not sys.exit: a process group whose peers are gone can hang in its destructor, and loader workers ignore the
+    SIGTERM of Python's own clean-up. They die with us.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
