@@ -1,0 +1,342 @@
+"""The process inside tmux: checks the request, hosts torchrun's elastic agent, restarts what died.
+
+The elastic agent runs in a thread of this process, so that signals are ours: torchrun alone would give ranks 30
+seconds to save and report a stop as a failure. Each attempt has a rendezvous of its own and no restarts inside, so
+that no attempt reads another's keys, and restarts are counted here, against progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+import uuid
+from pathlib import Path
+from typing import Any
+
+from train.engine.stop import StopRequest
+from train.errors import Refused, one_line
+from train.runs import store
+from train.runs.follow import CODES, View
+from train.runs.launch import Order, session_of
+from train.runs.store import Lock, Run
+
+MAX_RESTARTS = 3
+"""Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
+
+
+def main() -> None:
+    """Carry out the order that lies in the folder given as argument."""
+    desk = Path(sys.argv[1])
+    content = json.loads((desk / "request.json").read_text())
+    if "--ready" not in sys.argv:
+        environment = content["env"] | {k: os.environ[k] for k in ("TMUX", "TMUX_PANE", "TERM") if k in os.environ}
+        os.chdir(content["cwd"])
+        # anew, so that what is read at a process's start (LD_LIBRARY_PATH, PYTHON…) is the caller's too
+        os.execve(sys.executable, [sys.executable, "-m", "train.runs.agent", str(desk), "--ready"], environment)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go; the run stays
+    stop = StopRequest()
+    order = Order(**content["order"])
+    try:
+        run, lock, ranks, warnings = _open(order)
+    except Refused as error:
+        _answer(desk, {"refused": str(error)})
+        sys.exit(2)
+    except BaseException as error:
+        _answer(desk, {"refused": one_line(f"unexpected {type(error).__name__}: {error}")})
+        raise
+    _answer(desk, {"warnings": warnings})
+    sys.exit(Agent(run, lock, order, ranks, stop).supervise())
+
+
+def _answer(desk: Path, answer: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the caller may be gone; the run is not
+        store.write_atomically(desk / "answer.json", json.dumps(answer), durable=False)
+
+
+def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> tuple[int, str | None]:
+    """Ranks on this machine and the GPU ids they may see (None: as they are).
+
+    A bare number of GPUs is a count; ids contain a comma (`2,` is id 2).
+
+    Raises:
+        Refused: not a number, not so many GPUs here, or no such GPU.
+    """
+    import torch
+
+    here = 0 if cpu_only else torch.cuda.device_count()
+    visible: str | None = None
+    if gpus is not None:
+        if "," in gpus:
+            ids = [part.strip() for part in gpus.strip().rstrip(",").split(",")]
+            if not ids or not all(part.isdecimal() for part in ids) or len(set(ids)) < len(ids):
+                raise Refused(f"--gpus {gpus}: give a count (2) or different ids with a comma (0,1 or 2,)")
+            missing = [part for part in ids if int(part) >= here]
+            if missing:
+                raise Refused(f"--gpus {gpus}: there is no GPU {missing[0]} here; {_gpus_here(here)}")
+            chosen = [str(int(part)) for part in ids]
+        else:
+            if not gpus.strip().isdecimal() or int(gpus) < 1:
+                raise Refused(f"--gpus {gpus}: give a count of at least 1, or ids with a comma (0,1 or 2,)")
+            if int(gpus) > here:
+                raise Refused(
+                    f"--gpus {gpus}: {_gpus_here(here)}; leave out --gpus" + (" to run on the CPU" if not here else "")
+                )
+            chosen = [str(index) for index in range(int(gpus))]
+        # ids count among the GPUs that this process may see
+        outer = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = ",".join(outer.split(",")[int(i)] if outer else i for i in chosen)
+        here = len(chosen)
+    if nproc is None:
+        return (here if gpus is not None else 1), visible
+    if nproc == "auto":
+        return max(here, 1), visible
+    if not nproc.isdecimal() or int(nproc) < 1:
+        raise Refused(f"--nproc {nproc}: give a number of ranks of at least 1, or auto for one per GPU")
+    if int(nproc) > 4096:
+        raise Refused(f"--nproc {nproc}: more ranks than any machine runs; give at most 4096")
+    return int(nproc), visible
+
+
+def _gpus_here(here: int) -> str:
+    return f"{here} are usable here" if here != 1 else "1 is usable here"
+
+
+def _open(order: Order) -> tuple[Run, Lock, int, list[str]]:
+    """Check the order, create or find its run, take the lock."""
+    runs = Path(order.runs)
+    if order.kind == "resume":
+        return _reopen(order, store.find(runs, order.name))
+    on_cpu = order.request.get("flags", {}).get("device") == "cpu"
+    ranks, visible = count_ranks(order.nproc, order.gpus, on_cpu)
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    extra = {
+        "tmux_session": session_of(order.name),
+        "world_size": ranks,
+        "gpus": visible,
+        "max_restarts": MAX_RESTARTS if order.max_restarts is None else order.max_restarts,
+    }
+    if order.kind == "script":
+        path = Path(order.script[0])
+        if not path.is_file():
+            raise Refused(f"--script {path}: there is no such file")
+        from train.engine.prepare import versions
+
+        script = [str(path.absolute()), *order.script[1:]]
+        files: dict[str, str | bytes] = {"script.py": path.read_bytes()}
+        record = {"script": script[0], "script_arguments": script[1:], "cwd": os.getcwd(), "versions": versions()}
+        run = store.create(runs, order.name, files, record | extra)
+    else:
+        from train.engine.prepare import Request, prepare
+
+        prepared = prepare(Request(**order.request, ranks=ranks))
+        run = store.create(runs, order.name, prepared.files, prepared.record | extra)
+    lock = run.acquire()
+    if lock is None:
+        raise Refused(f"{run.name} is running already")
+    return run, lock, ranks, []
+
+
+def _reopen(order: Order, run: Run) -> tuple[Run, Lock, int, list[str]]:
+    lock = run.acquire(patience=10.0 if run.read().get("state") in CODES else 1.0)
+    if lock is None:
+        raise Refused(f"{run.name} is running; see: train show {run.name}")
+    try:
+        record = run.read()
+        gpus = order.gpus if order.gpus is not None else None
+        nproc = order.nproc or (str(record["world_size"]) if gpus is None else None)
+        ranks, visible = count_ranks(nproc, gpus)
+        if visible is None and order.gpus is None and record.get("gpus") and order.nproc is None:
+            visible = record["gpus"]
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        if record.get("cwd") and Path(record["cwd"]).is_dir():
+            os.chdir(record["cwd"])
+        warnings: list[str] = []
+        if not record.get("script"):
+            from train.engine.prepare import apply_resume, prepare_resume
+
+            _, config, warnings = prepare_resume(run, order.flags, ranks)
+            if order.flags:
+                apply_resume(run, config)
+        elif order.flags:
+            raise Refused(f"{run.name} runs a script: it has no configuration fields")
+        changes: dict[str, Any] = {"world_size": ranks, "gpus": visible, "tmux_session": session_of(run.name)}
+        if order.max_restarts is not None:
+            changes["max_restarts"] = order.max_restarts
+        run.update(**changes, reason="", ended=None, state=store.CREATED)
+        return run, lock, ranks, warnings
+    except BaseException:
+        lock.release()
+        raise
+
+
+class Agent:
+    """Keeps the ranks of one run alive until it ends."""
+
+    def __init__(self, run: Run, lock: Lock, order: Order, ranks: int, stop: StopRequest) -> None:
+        self.run, self.lock, self.ranks, self.stop = run, lock, ranks, stop
+        record = run.read()
+        self.script: list[str] = [record["script"], *record["script_arguments"]] if record.get("script") else []
+        self.max_restarts = int(record.get("max_restarts", MAX_RESTARTS))
+        self.view = View(run, sys.stderr, show_log=bool(self.script))
+
+    def supervise(self) -> int:
+        """Run attempts until the run ends or is not to be started again. Returns the exit code of its end."""
+        self.run.clear_stop()
+        os.dup2(self.lock.fd, 0)  # how ranks inherit the lock: see runs/rank.py
+        deaths = 0
+        while True:
+            saved = self._newest()
+            attempt = self.run.begin_attempt(self.ranks, pids={"agent": os.getpid(), "ranks": []})
+            failures = self._attempt(attempt)
+            record = self.run.read()
+            if record["state"] != store.RUNNING:  # rank 0 has recorded how it ended
+                self.run.end_attempt(record["state"], record["reason"])
+                break
+            if not failures and (self.script or self.stop.asked):
+                self._close(store.STOPPED if self.stop.asked else store.FINISHED)
+                break
+            reason, recurs = self._explain(attempt, failures)
+            if self.stop.asked:
+                self._close(store.STOPPED, reason)
+                break
+            self.run.end_attempt("died", reason)
+            deaths = 1 if self._newest() > saved else deaths + 1
+            if recurs:
+                self.run.update(state=store.FAILED, reason=reason, ended=store.now())
+                break
+            if self._newest() > saved and self.max_restarts == 0:
+                self.run.update(reason=f"{reason}; no restarts are left", ended=store.now())
+                break  # interrupted: a resume continues from the new checkpoint
+            if deaths > self.max_restarts:
+                times = f"{deaths} time{'s' if deaths > 1 else ''}"
+                self.run.update(
+                    state=store.FAILED, ended=store.now(), reason=f"died {times} without a new checkpoint: {reason}"
+                )
+                break
+            self.view.say(f"{reason}; starting again ({deaths} of {self.max_restarts} without progress)")
+        with contextlib.suppress(OSError):
+            self.view.close()
+        self.run.clear_stop()
+        return CODES.get(self.run.read()["state"], 3)
+
+    def _newest(self) -> int:
+        return next(iter(self.run.steps_saved()), 0)
+
+    def _close(self, state: str, reason: str = "") -> None:
+        if state == store.STOPPED:
+            newest = self._newest()
+            reason = f"stopped ({self.stop.reason})" + (f"; the last checkpoint is of step {newest}" if newest else "")
+        self.run.end_attempt(state, reason, state)
+
+    def _attempt(self, attempt: int) -> dict[int, int]:
+        """Start the ranks and wait for their end. Returns exit codes of those that failed first, by rank."""
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        failures: dict[int, int] = {}
+        problem: list[BaseException] = []
+
+        def host() -> None:
+            try:
+                self._elastic(attempt)
+            except ChildFailedError as error:
+                failures.update({rank: failure.exitcode for rank, failure in error.failures.items()})
+            except BaseException as error:
+                traceback.print_exc()
+                problem.append(error)
+
+        thread = threading.Thread(target=host, name="torchrun")
+        thread.start()
+        forwarded = False
+        recorded: list[int] = []
+        while thread.is_alive():
+            thread.join(0.2)
+            wanted = self.run.stop_asked()
+            if wanted and not self.stop.asked:
+                self.stop.asked, self.stop.reason = True, "train stop"
+            ranks = self._ranks()
+            if ranks and ranks != recorded and len(ranks) == self.ranks:
+                recorded = ranks
+                self.run.update(durable=False, pids={"agent": os.getpid(), "ranks": ranks})
+            if self.stop.asked and (not forwarded or wanted == "now") and ranks:
+                self.stop.reason = "train stop --now" if wanted == "now" else self.stop.reason
+                for pid in ranks:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL if wanted == "now" else signal.SIGTERM)
+                forwarded = True
+            with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+                self.view.update(self.run.read())
+        if problem and not failures:
+            failures[0] = 1
+        return failures
+
+    def _ranks(self) -> list[int]:
+        import psutil
+
+        try:
+            children = psutil.Process().children()
+            return sorted(p.pid for p in children if "train.runs.rank" in p.cmdline() or self.script)
+        except psutil.Error:
+            return []
+
+    def _elastic(self, attempt: int) -> None:
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        record_threads(self.run, self.script, self.ranks)
+        os.environ["TRAIN_AGENT_PID"] = str(os.getpid())
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=self.ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            local_addr="127.0.0.1",
+        )
+        rest = ["--", *self.script] if self.script else []
+        arguments = ["-m", "train.runs.rank", str(self.run.folder), str(attempt), *rest]
+        elastic_launch(config, sys.executable)(*arguments)
+
+    def _explain(self, attempt: int, failures: dict[int, int]) -> tuple[str, bool]:
+        """Why the attempt died, and whether it would die again in the same way."""
+        for rank, code in sorted(failures.items()):
+            # a rank that agent or peers ended shows SIGTERM; the first cause is another one
+            if code < 0 and -code != signal.SIGTERM:
+                return f"rank {rank} died of {signal.Signals(-code).name}", False
+        reports = []
+        for path in self.run.logs(attempt).glob("rank*.error.json"):
+            with contextlib.suppress(OSError, ValueError):
+                reports.append(json.loads(path.read_text()))
+        if reports:
+            first = min(reports, key=lambda report: (not report["recurs"], report["time"]))
+            return f"rank {first['rank']}: {first['reason']}", bool(first["recurs"])
+        if failures:
+            rank, code = sorted(failures.items())[0]
+            what = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            return f"rank {rank} {what}; see: train logs {self.run.name} --rank {rank}", False
+        return "the ranks ended without saying how", False
+
+
+def record_threads(run: Run, script: list[str], ranks: int) -> None:
+    """Set OMP_NUM_THREADS for the ranks: the run's own number, or for a script what torchrun would set."""
+    if script:
+        if ranks > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        return
+    import tomllib
+
+    threads = tomllib.loads((run.folder / "config.toml").read_text()).get("cpu_threads", 1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+if __name__ == "__main__":
+    main()

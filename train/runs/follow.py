@@ -1,0 +1,139 @@
+"""Watching a run from outside: one bar, the evaluations as they come, the end. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from train.errors import FAILED, FINISHED, STOPPED
+from train.runs import store
+from train.runs.store import Run
+
+CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED, store.FAILED: FAILED, store.INTERRUPTED: FAILED}
+
+
+class View:
+    """Draws what is new in a run folder since it last looked: on a terminal a bar, elsewhere a line an evaluation."""
+
+    def __init__(self, run: Run, stream: IO[str], show_log: bool = False) -> None:
+        self.run, self.stream, self.show_log = run, stream, show_log
+        self._bar: Any = None
+        self._metrics_at = run.metrics.stat().st_size if run.metrics.exists() else 0
+        self._log: tuple[Path, int] | None = None
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Show the record's progress."""
+        if self.show_log:
+            self._show_log(record)
+            return
+        total = record.get("total_steps")
+        if self._bar is None and total and self.stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total,
+                initial=record["step"],
+                desc=self.run.name,
+                unit="step",
+                dynamic_ncols=True,
+                file=self.stream,
+            )
+        if self._bar is not None:
+            if total:
+                self._bar.total = total
+            if record.get("loss") is not None:
+                speed = record.get("samples_per_s", 0)
+                self._bar.set_postfix_str(
+                    f"epoch {record['epoch']}  loss {record['loss']:.4f}  {speed:.0f} samples/s", refresh=False
+                )
+            self._bar.n = record["step"]
+            self._bar.refresh()
+        for line in self._new_metrics():
+            if "eval" in line:
+                figures = "  ".join(f"{k} {v:.4f}" for k, v in line["eval"].items() if v is not None)
+                self.say(f"epoch {line['epoch']}  step {line['step']}  {figures}")
+
+    def say(self, text: str) -> None:
+        """A line that does not tear the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self.stream)
+        else:
+            print(text, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _new_metrics(self) -> list[dict[str, Any]]:
+        try:
+            size = self.run.metrics.stat().st_size
+            if size < self._metrics_at:  # cut by a resume
+                self._metrics_at = size
+            with self.run.metrics.open("rb") as file:
+                file.seek(self._metrics_at)
+                text = file.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._metrics_at += len(whole)
+        lines = []
+        for line in whole.splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+        return lines
+
+    def _show_log(self, record: dict[str, Any]) -> None:
+        attempts = record.get("attempts") or []
+        if not attempts:
+            return
+        path = self.run.logs(attempts[-1]["number"]) / "rank0.log"
+        if self._log is None or self._log[0] != path:
+            self._log = (path, 0)
+        try:
+            with path.open("rb") as file:
+                file.seek(self._log[1])
+                text = file.read()
+        except OSError:
+            return
+        self._log = (path, self._log[1] + len(text))
+        self.stream.write(text.decode(errors="replace"))
+        self.stream.flush()
+
+
+def follow(run: Run) -> int:
+    """Show a run until it ends. Returns the exit code that stands for its end; Ctrl-C ends the following only."""
+    record = run.shown()
+    view = View(run, sys.stderr, show_log=bool(record.get("script")))
+    try:
+        while record["state"] in (store.RUNNING, store.CREATED):
+            view.update(record)
+            time.sleep(0.2)
+            record = run.shown()
+        deadline = time.monotonic() + 30
+        while run.alive() and time.monotonic() < deadline:  # what follows may remove or resume it
+            time.sleep(0.05)
+        record = run.shown()
+        view.update(record)
+    except KeyboardInterrupt:
+        view.close()
+        print(f"\n{run.name} goes on; follow it again with: train logs {run.name} --follow", file=sys.stderr)
+        return 130
+    view.close()
+    state, step = record["state"], record.get("step", 0)
+    reason = f": {record['reason']}" if record.get("reason") else ""
+    metrics = "  ".join(f"{k} {v:.4f}" for k, v in (record.get("metrics") or {}).items() if v is not None)
+    last = {
+        store.FINISHED: f"{run.name} finished after {step} steps  {metrics}".rstrip(),
+        store.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; continue with: train resume {run.name}",
+        store.FAILED: f"{run.name} failed{reason}",
+        store.INTERRUPTED: f"{run.name} was interrupted{reason}",
+    }.get(state, f"{run.name} is {state}")
+    if record.get("script") and state == store.FINISHED:
+        last = f"{run.name} finished"
+    print(last, file=sys.stderr, flush=True)
+    return CODES.get(state, FAILED)

@@ -1,0 +1,126 @@
+"""From a request to a running session: `train launch` and `train resume` up to the point where tmux has taken over.
+
+Imports no torch. The process inside tmux (runs/agent.py) does, checks the request, and answers through a private
+folder; so a refusal reaches the caller before anything is left behind. The environment travels in a file of that
+folder, because a tmux server hands out that of its first client, and arguments can be read by everybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from train.errors import Refused
+from train.runs.store import Run
+
+
+@dataclasses.dataclass
+class Order:
+    """What the process inside tmux is to do. Everything is plain, to be written as JSON."""
+
+    kind: str
+    """new, script or resume"""
+    runs: str
+    name: str
+    request: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """With new: a prepare.Request without its ranks."""
+    flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    """With resume: the fields that change."""
+    script: list[str] = dataclasses.field(default_factory=list)
+    """With script: the file and its arguments."""
+    nproc: str | None = None
+    gpus: str | None = None
+    max_restarts: int | None = None
+
+
+def tmux(runs: Path, *arguments: str) -> list[str]:
+    """A tmux command line for the server of this runs folder. No user's settings: one of them could end sessions."""
+    if shutil.which("tmux") is None:
+        raise Refused("tmux is not installed, and runs live in it; as root: apt-get install tmux (or use train run)")
+    socket = "train-" + hashlib.sha256(str(runs.resolve()).encode()).hexdigest()[:12]
+    return ["tmux", "-f", os.devnull, "-L", socket, *arguments]
+
+
+def session_of(name: str) -> str:
+    """The tmux session of a run. A folder may have been renamed to something tmux does not take."""
+    return "train-" + "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+
+
+def _has_session(runs: Path, session: str) -> bool:
+    done = subprocess.run(tmux(runs, "has-session", "-t", f"={session}"), capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def start(order: Order) -> list[str]:
+    """Start the session and wait until the run is recorded in it. Returns warnings.
+
+    Raises:
+        Refused: tmux is missing, or what the process inside refuses; nothing is left behind.
+    """
+    runs, session = Path(order.runs), session_of(order.name)
+    desk = Path(tempfile.mkdtemp(prefix="train-launch-"))
+    done = False
+    try:
+        content = {"order": dataclasses.asdict(order), "env": dict(os.environ), "cwd": os.getcwd()}
+        request = desk / "request.json"
+        request.touch(mode=0o600)
+        request.write_text(json.dumps(content))
+        command = [sys.executable, "-m", "train.runs.agent", str(desk)]
+        began = subprocess.run(
+            tmux(runs, "new-session", "-d", "-s", session, "-x", "160", "-y", "48", "--", *command),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if began.returncode != 0:
+            said = " ".join(began.stderr.split())
+            if "duplicate session" in said:
+                raise Refused(f"a tmux session {session} exists; is {order.name} running? train ls shows it")
+            raise Refused(f"tmux cannot start a session: {said}")
+        answer = _wait(desk, runs, session)
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        done = True
+        return list(answer.get("warnings", []))
+    finally:
+        if not done:
+            subprocess.run(tmux(runs, "kill-session", "-t", f"={session}"), capture_output=True, check=False)
+        shutil.rmtree(desk, ignore_errors=True)
+
+
+def _wait(desk: Path, runs: Path, session: str) -> dict[str, Any]:
+    answer, checked = desk / "answer.json", time.monotonic()
+    while not answer.exists():
+        time.sleep(0.02)
+        if time.monotonic() - checked > 0.5:
+            checked = time.monotonic()
+            if not _has_session(runs, session) and not answer.exists():
+                output = desk / "output"
+                said = output.read_text(errors="replace").strip().splitlines()[-1:] if output.exists() else []
+                raise Refused(f"the process inside tmux died before the run began{': ' if said else ''}{''.join(said)}")
+    return dict(json.loads(answer.read_text()))
+
+
+def attach(run: Run) -> None:
+    """Replace this process by the run's terminal.
+
+    Raises:
+        Refused: there is none, or this is no terminal.
+    """
+    session = run.read().get("tmux_session")
+    if not session or not _has_session(run.folder.parent, session):
+        raise Refused(f"{run.name} has no terminal now ({run.state()}); its output: train logs {run.name}")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise Refused(f"attaching needs a terminal; over ssh use ssh -t, or: train logs {run.name} --follow")
+    environment = {key: value for key, value in os.environ.items() if key != "TMUX"}
+    command = tmux(run.folder.parent, "attach-session", "-t", f"={session}")
+    os.execvpe(command[0], command, environment)

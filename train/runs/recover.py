@@ -1,0 +1,83 @@
+"""What a user does to a run from outside: stop it, read its output, find those to resume. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from train.errors import FAILED, FINISHED, Refused
+from train.runs import store
+from train.runs.store import Run
+
+
+def resumable(run: Run) -> bool:
+    """Whether `train resume --all` takes this run: not those that a user stopped, or that failed."""
+    try:
+        record = run.shown()
+    except Refused:
+        return False
+    by_user = "train stop" in (record.get("reason") or "")
+    return record["state"] == store.INTERRUPTED or (record["state"] == store.STOPPED and not by_user)
+
+
+def stop(run: Run, now: bool) -> tuple[int, str]:
+    """Stop a run and wait until it has. Returns an exit code and a line that says how it stands."""
+    if run.alive():
+        run.stop(now)
+    record = run.shown()
+    state = record["state"]
+    if state == store.INTERRUPTED:
+        # by the user's wish it rests now: nothing brings it back by itself
+        step = next(iter(run.steps_saved()), 0)
+        run.update(state=store.STOPPED, reason=f"stopped (train stop); the last checkpoint is of step {step}")
+        record = run.shown()
+    elif state == store.FAILED:
+        return FAILED, f"{run.name} failed: {record['reason']}"
+    elif state == store.FINISHED:
+        return FINISHED, f"{run.name} has finished"
+    return FINISHED, f"{run.name}: {record['reason'] or record['state']}; continue with: train resume {run.name}"
+
+
+def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
+    """Print the output of a rank, and with `go_on` what comes until the run ends.
+
+    Raises:
+        Refused: there is no such attempt or rank.
+    """
+
+    def last() -> int:
+        return len(run.read().get("attempts") or [])
+
+    wanted = attempt or last()
+    if not wanted:
+        if not go_on:
+            raise Refused(f"{run.name} has not started yet; wait for it with: train logs {run.name} --follow")
+        while not last() and run.alive():
+            time.sleep(0.1)
+        wanted = last()
+    while True:
+        path = run.logs(wanted) / f"rank{rank}.log"
+        if not path.exists() and not (go_on and run.alive()):
+            known = sorted(p.stem.removeprefix("rank") for p in run.logs(wanted).glob("rank*.log"))
+            if not run.logs(wanted).is_dir():
+                raise Refused(f"{run.name} has no attempt {wanted}; its last is {last()}")
+            raise Refused(f"{run.name} has no output of rank {rank}; there is: {', '.join(known) or 'none'}")
+        if path.exists():
+            with path.open("rb") as file:
+                while True:
+                    text = file.read(1 << 16)
+                    if text:
+                        sys.stdout.buffer.write(text)
+                        sys.stdout.buffer.flush()
+                        continue
+                    if not go_on or last() > wanted or not run.alive():
+                        break
+                    time.sleep(0.2)
+        if go_on and attempt is None and (last() > wanted or run.alive()):
+            time.sleep(0.1)
+            wanted = last()
+            if path == run.logs(wanted) / f"rank{rank}.log" and run.alive():
+                continue
+            if last() >= wanted and path != run.logs(wanted) / f"rank{rank}.log":
+                continue
+        return FINISHED

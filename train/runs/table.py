@@ -1,0 +1,84 @@
+"""Runs as text for people: a line a run, or the story of one."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from train.runs.store import Run
+
+
+def _ago(stamp: str | None) -> str:
+    if not stamp:
+        return "-"
+    seconds = (datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(stamp)).total_seconds()
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"
+
+
+def _figures(record: dict[str, Any]) -> str:
+    metrics = record.get("metrics") or {}
+    if not metrics and record.get("loss") is not None:
+        return f"loss {record['loss']:.4f}"
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
+
+
+def _done(record: dict[str, Any]) -> str:
+    return f"{record['step']}/{record['total_steps']}" if record.get("total_steps") else "-"
+
+
+def listing(records: list[dict[str, Any]], runs: Path) -> str:
+    """A table of runs, the oldest first."""
+    if not records:
+        return f"no runs in {runs}; a first one: train launch digits --follow"
+    rows = [["NAME", "STATE", "STEP", "RANKS", "STARTED", "RESULT"]]
+    for record in records:
+        rows.append(
+            [record["name"], record["state"], _done(record), str(record.get("world_size") or "-"),
+             _ago(record.get("started")), _figures(record)]
+        )  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def story(run: Run) -> str:
+    """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next."""
+    record = run.shown()
+    lines = [f"{run.name}: {record['state']}" + (f" ({record['reason']})" if record.get("reason") else "")]
+
+    def line(label: str, value: object) -> None:
+        if value not in (None, "", {}, []):
+            lines.append(f"  {label:<12} {value}")
+
+    line("task", record.get("script") or record.get("task_source") or record.get("task"))
+    line("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None)
+    line("result", _figures(record))
+    line("weights", record.get("weights_sha256"))
+    line("ranks", record.get("world_size"))
+    line("created", record.get("created"))
+    line("ended", record.get("ended"))
+    line("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items()))
+    line("git", record.get("git_revision"))
+    line("folder", run.folder)
+    steps = sorted(run.steps_saved())
+    line("checkpoints", ", ".join(map(str, steps)))
+    attempts = record.get("attempts") or []
+    redone = 0
+    for number, attempt in enumerate(attempts):
+        if number and attempts[number - 1].get("to_step") is not None:
+            redone += max(attempts[number - 1]["to_step"] - attempt["from_step"], 0)
+        end = attempt.get("end") or (
+            "running" if record["state"] == "running" else "died with its machine or container"
+        )
+        why = f": {attempt['reason']}" if attempt.get("reason") else ""
+        to = f"-{attempt['to_step']}" if attempt.get("to_step") is not None else "-"
+        made = f"steps {attempt['from_step']}{to}"
+        lines.append(f"  attempt {attempt['number']:<4} {made}, {attempt['world_size']} ranks, {end}{why}")
+    if redone:
+        lines.append(f"  steps redone {redone}")
+    return "\n".join(lines)
