@@ -243,6 +243,10 @@ def _run(options: Any, runs: Path, flags: dict[str, str]) -> int:
     if options.name is not None and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         store.check_free(runs, options.name)
     _check_now(options.task, flags)
+    if spawn is not None:
+        from train.runs.spawn import warm_up
+
+        warm_up()
     from train.engine.prepare import Request
     from train.runs import foreground
 

@@ -178,6 +178,7 @@ def batches(
         pin_memory=device.type == "cuda",
         worker_init_fn=_start_worker,
         prefetch_factor=4 if workers else None,
+        multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
     )
     for micro, batch in loader:
         yield micro, to_device(batch, device, dtype)

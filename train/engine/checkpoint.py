@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -27,106 +26,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from train.engine.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, file_digest, manifest_text, set_aside
 from train.engine.parallel import World
 from train.errors import one_line
 from train.runs.store import Run, sync_folder
-
-MANIFEST = "manifest.json"
-FORMAT = 1
-PARTIAL = ".partial-"
-DAMAGED = ".damaged-"
 
 log = logging.getLogger("train")
 
 
 class CannotSave(OSError):
     """This checkpoint could not be written; the ones before are untouched."""
-
-
-def manifest_text(content: dict[str, Any]) -> str:
-    """The one way to write a manifest: with it, a changed byte anywhere in the file shows."""
-    body = {key: value for key, value in content.items() if key != "digest"}
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps(body | {"digest": digest}, indent=1, sort_keys=True) + "\n"
-
-
-def file_digest(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file, as the manifest lists them."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"size": file.tell(), "sha256": digest}
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Raises:
-        ValueError: it is missing or damaged; the message says which file and how.
-    """
-    path = folder / MANIFEST
-    try:
-        text = path.read_bytes()
-        content = json.loads(text)
-        if content["format"] > FORMAT:
-            raise ValueError(f"{MANIFEST} has format {content['format']}: it was written by a newer version")
-        if text != manifest_text(content).encode():
-            raise ValueError(f"{MANIFEST} was changed after it was written")
-        return dict(content)
-    except OSError as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"{MANIFEST} is damaged") from None
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there, none more, every byte as written.
-
-    Raises:
-        ValueError: it is not; the message names the file.
-    """
-    manifest = read_manifest(folder)
-    present = {name for name in os.listdir(folder) if name != MANIFEST}
-    for name in sorted(manifest["files"].keys() - present):
-        raise ValueError(f"{name} is missing")
-    for name in sorted(present - manifest["files"].keys()):
-        raise ValueError(f"{name} does not belong to it")
-    for name, written in manifest["files"].items():
-        path = folder / name
-        try:
-            if path.stat().st_size != written["size"]:
-                raise ValueError(f"{name} has {path.stat().st_size} bytes instead of {written['size']}")
-            if file_digest(path) != written:
-                raise ValueError(f"{name} was changed after it was written")
-        except OSError as error:
-            raise ValueError(f"{name} cannot be read: {error.strerror}") from None
-    return manifest
-
-
-def newest_valid(run: Run) -> tuple[int, dict[str, Any], list[str]] | None:
-    """Step and manifest of the newest whole checkpoint, and a line for each newer one that is damaged."""
-    damaged: list[str] = []
-    for step in run.steps_saved():
-        try:
-            return step, verify(run.checkpoint(step)), damaged
-        except ValueError as error:
-            damaged.append(f"checkpoint {run.checkpoint(step).name} is damaged and not used: {error}")
-    return (0, {}, damaged) if damaged else None
-
-
-def clean(run: Run) -> None:
-    """Remove what interrupted saves and prunes left behind. Only for the holder of the run's lock."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(run.checkpoints):
-            if name.startswith((PARTIAL, DAMAGED)):
-                shutil.rmtree(run.checkpoints / name, ignore_errors=True)
-
-
-def set_aside(run: Run, step: int) -> None:
-    """Take a damaged checkpoint out of the way of the one that will be written at the same step."""
-    folder = run.checkpoint(step)
-    target = run.checkpoints / f"{DAMAGED}{folder.name}"
-    shutil.rmtree(target, ignore_errors=True)
-    folder.rename(target)
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from train.config import Config
 from train.engine import build, checkpoint, prepare
+from train.engine import manifest as manifests
 from train.engine.evaluate import evaluate
 from train.engine.parallel import World, pick_device
 from train.engine.precision import Precision
@@ -38,11 +40,11 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
             saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
             raise Refused(f"{run.name} has no checkpoint of step {step}; there are: {saved}")
         try:
-            checkpoint.verify(run.checkpoint(step))
+            manifests.verify(run.checkpoint(step))
         except ValueError as error:
             raise Refused(f"the checkpoint of step {step} is damaged: {error}") from None
     else:
-        found = checkpoint.newest_valid(run)
+        found = manifests.newest_valid(run)
         for line in found[2] if found else []:
             log.warning("warning: %s", line)
         if not found or not found[1]:
@@ -84,8 +86,6 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
             else:
                 torch.save(state, partial)
         with partial.open("rb") as file:
-            import os
-
             os.fsync(file.fileno())
         partial.replace(target)
         sync_folder(target.absolute().parent)

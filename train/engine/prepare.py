@@ -14,7 +14,8 @@ import torch
 import train
 from train import config as configuration
 from train.config import Config
-from train.engine import build, checkpoint
+from train.engine import build
+from train.engine import manifest as manifests
 from train.engine.parallel import pick_device
 from train.engine.precision import Precision
 from train.errors import Refused
@@ -208,7 +209,7 @@ def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, C
             config.data.root = str(Path(config.data.root).absolute())
         _check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
     warnings = []
-    found = checkpoint.newest_valid(run)
+    found = manifests.newest_valid(run)
     step, manifest = (found[0], found[1]) if found else (0, {})
     if manifest:
         _check_changes(

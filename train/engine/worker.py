@@ -106,7 +106,7 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) ->
     optimizer = build.make_optimizer(task, model, config)
     rates = [group["lr"] for group in optimizer.param_groups]
 
-    step, manifest = world.on_first(lambda: _begin(run, checkpoint))
+    step, manifest = world.on_first(lambda: _begin(run))
     if manifest:
         checkpoint.load(run.checkpoint(step), model, optimizer)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -137,17 +137,18 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) ->
     return job, step
 
 
-def _begin(run: Run, checkpoint: Any) -> tuple[int, dict[str, Any]]:
+def _begin(run: Run) -> tuple[int, dict[str, Any]]:
     """On rank 0: clear away what a kill left, choose the checkpoint to continue from, cut the records to it."""
+    from train.engine import manifest as manifests
     from train.engine.report import cut
 
-    checkpoint.clean(run)
-    found = checkpoint.newest_valid(run)
+    manifests.clean(run)
+    found = manifests.newest_valid(run)
     step, manifest, damaged = found or (0, {}, [])
     for line in damaged:
         log.warning("warning: %s", line)
     for newer in run.steps_saved()[: len(damaged)]:
-        checkpoint.set_aside(run, newer)
+        manifests.set_aside(run, newer)
     cut(run, step)
     return step, manifest
 

@@ -1,0 +1,133 @@
+"""`train run --spawn N`: N ranks on this machine, started by torch.multiprocessing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from train.engine.stop import StopRequest, die_with_parent
+from train.engine.worker import Seat, leave, leave_failure, log_to, run_rank
+from train.errors import FAILED, FINISHED, STOPPED
+from train.runs import store
+from train.runs.store import Lock, Run
+
+CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED}
+
+
+def warm_up() -> None:
+    """Start the server that forks ranks, while this process still checks the request.
+
+    It imports torch once for all ranks and computes nothing, so a fork of it is clean.
+    """
+    from multiprocessing import forkserver, set_forkserver_preload
+
+    set_forkserver_preload(["train.engine.worker", "train.engine.loop", "train.engine.prepare"])
+    forkserver.ensure_running()
+
+
+def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) -> int:
+    import torch.multiprocessing as mp
+
+    made.clear_stop()
+    context = mp.get_context("forkserver")
+    with tempfile.TemporaryDirectory(prefix="train-spawn-") as meeting:
+        processes = []
+        for rank in range(ranks):
+            seat = Seat(rank, ranks, rank, ranks, f"file://{meeting}/store")
+            process = context.Process(target=_spawned, args=(str(made.folder), seat, attempt, _Held(lock.fd)))
+            process.start()
+            processes.append(process)
+        made.update(durable=False, pids={"ranks": [process.pid for process in processes]})
+        first: int | None = None
+        forwarded = False
+        while any(process.is_alive() for process in processes):
+            time.sleep(0.05)
+            wanted = made.stop_asked()
+            if wanted and not stop.asked:
+                stop.asked, stop.reason = True, "train stop"
+            if stop.asked and not forwarded:
+                forwarded = True
+                for process in processes:
+                    process.terminate()
+            died = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
+            if wanted == "now" or (died and first is None):
+                first = died[0] if died else None
+                time.sleep(0.2)  # let the others notice by themselves and say so in their logs
+                for process in processes:
+                    process.kill()
+        if first is None:
+            first = next((rank for rank, process in enumerate(processes) if process.exitcode != 0), None)
+    made.clear_stop()
+    record = made.read()
+    if record["state"] != store.RUNNING:
+        made.end_attempt(record["state"], record["reason"])
+        return CODES.get(record["state"], FAILED)
+    if stop.asked and wanted == "now":
+        made.end_attempt(store.STOPPED, "stopped at once (train stop --now)", store.STOPPED)
+        return STOPPED
+    code = processes[first].exitcode if first is not None else 0
+    error = made.logs(attempt) / f"rank{first}.error.json"
+    if error.exists():
+        reason = json.loads(error.read_text())["reason"]
+        made.end_attempt(store.FAILED, f"rank {first}: {reason}", store.FAILED)
+    else:
+        how = f"died of {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+        reason = f"rank {first} {how}; continue with: train resume {made.name}"
+        made.end_attempt("died", reason)
+        made.update(reason=reason)
+    print(f"train: rank {first}: {reason}" if error.exists() else f"train: {reason}", file=sys.stderr)
+    return FAILED
+
+
+class _Held:
+    """The run's lock on its way to a process that multiprocessing starts: the same open file, held there too."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __getstate__(self) -> Any:
+        from multiprocessing.reduction import DupFd
+
+        return DupFd(self.fd)
+
+    def __setstate__(self, passed: Any) -> None:
+        self.fd = passed.detach()
+
+
+def _spawned(folder: str, seat: Seat, attempt: int, held: _Held) -> None:
+    # forked by the fork server, which lives exactly as long as the process that asked for us
+    die_with_parent(os.getppid())
+    stop = StopRequest()
+    made = Run(Path(folder))
+    if seat.rank:
+        out = os.open(made.logs(attempt) / f"rank{seat.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        log_to(sys.stderr)
+    else:
+        log_to(sys.stderr)
+        keep_log(made, attempt, 0)
+    code = 1
+    try:
+        run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
+        code = 0
+    except BaseException as error:
+        traceback.print_exc()
+        leave_failure(made, seat, attempt, error)
+    finally:
+        leave(code)
+
+
+def keep_log(made: Run, attempt: int, rank: int) -> None:
+    """Write this process's lines into the log of its rank too."""
+    handler = logging.FileHandler(made.logs(attempt) / f"rank{rank}.log")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("train").addHandler(handler)
