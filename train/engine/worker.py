@@ -164,7 +164,7 @@ def _conclude(job: Job, outcome: Done) -> int:
     record: dict[str, Any] = {"step": outcome.step, "ended": store.now()}
     if outcome.stopped:
         reason = job.stop.reason or "another rank was asked to"
-        job.run.update(state=store.STOPPED, reason=f"stopped politely ({reason}) after step {outcome.step}", **record)
+        job.run.update(state=store.STOPPED, reason=f"stopped after step {outcome.step} ({reason})", **record)
         job.report.say(
             f"stopped after step {outcome.step} of {job.total_steps}; continue with: train resume {job.run.name}"
         )

@@ -197,7 +197,9 @@ class Agent:
             failures = self._attempt(attempt)
             record = self.run.read()
             if record["state"] != store.RUNNING:  # rank 0 has recorded how it ended
-                self.run.end_attempt(record["state"], record["reason"])
+                if record["state"] == store.STOPPED and self.stop.asked:  # the ranks know a signal, we know whose
+                    self.run.update(reason=f"stopped after step {record['step']} ({self.stop.reason})")
+                self.run.end_attempt(record["state"], self.run.read()["reason"])
                 break
             if not failures and (self.script or self.stop.asked):
                 self._close(store.STOPPED if self.stop.asked else store.FINISHED)

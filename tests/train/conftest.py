@@ -1,0 +1,133 @@
+"""What the tests of the package share: the command line as a user has it, and ways to look into run folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.runs import launch
+from train.runs.store import Run
+
+PATIENCE = 240
+"""Seconds after which a command that should have ended counts as hanging. Never a measure of speed."""
+
+
+class Station:
+    """A folder to work in, with its runs, and the command `train` in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+
+    def __call__(self, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run `train ARGUMENTS` to its end, without a terminal."""
+        return subprocess.run(
+            [sys.executable, "-m", "train", *map(str, arguments)],
+            cwd=self.folder,
+            env=self.environment() | (env or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+
+    def ok(self, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """The same, and it must succeed."""
+        done = self(*arguments, env=env)
+        assert done.returncode == 0, f"train {' '.join(map(str, arguments))}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        """Start `train ARGUMENTS` and go on."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "train", *map(str, arguments)],
+            cwd=self.folder,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def environment(self) -> dict[str, str]:
+        # of the tests' own surroundings, what would change how a run behaves is kept out
+        outer = {key: value for key, value in os.environ.items() if not key.startswith(("TRAIN_", "TORCHELASTIC"))}
+        root = str(Path(__file__).parents[2])
+        return outer | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+    def run(self, name: str) -> Run:
+        return Run(self.runs / name)
+
+    def record(self, name: str) -> dict[str, Any]:
+        """run.json as it stands on disk."""
+        return self.run(name).read()
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        path = self.runs / name / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait(self, name: str, until: Callable[[dict[str, Any]], bool], what: str = "the state waited for") -> None:
+        """Wait until a run's effective record is as wanted."""
+        deadline = time.monotonic() + PATIENCE
+        while not until(record := self.run(name).shown()):
+            assert time.monotonic() < deadline, f"{name} never reached {what}: {record}\n{self.logs(name)}"
+            time.sleep(0.02)
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        """Wait until a run is at least at this step."""
+        self.wait(name, lambda record: record["step"] >= step, f"step {step}")
+
+    def wait_for_end(self, name: str) -> dict[str, Any]:
+        """Wait until no process of the run is alive; its effective record then."""
+        self.wait(name, lambda record: record["state"] not in ("created", "running"), "its end")
+        deadline = time.monotonic() + PATIENCE
+        while self.run(name).alive():
+            assert time.monotonic() < deadline, f"{name} never released its lock"
+            time.sleep(0.02)
+        return self.run(name).shown()
+
+    def logs(self, name: str) -> str:
+        """Everything the ranks wrote, for messages of failed assertions."""
+        return "\n".join(f"{p}\n{p.read_text()}" for p in sorted((self.runs / name / "logs").rglob("*")) if p.is_file())
+
+    def samples(self, name: str) -> dict[int, list[int]]:
+        """Data set indices by step, over all ranks, sorted: needs --log.samples true."""
+        steps: dict[int, list[int]] = {}
+        for path in (self.runs / name).glob("samples.rank*.log"):
+            for line in path.read_text().splitlines():
+                step, *ids = map(int, line.split())
+                steps.setdefault(step, []).extend(ids)
+        return {step: sorted(ids) for step, ids in sorted(steps.items())}
+
+    def close(self) -> None:
+        """End whatever still lives here."""
+        subprocess.run(launch.tmux(self.runs, "kill-server"), capture_output=True, check=False)
+        for folder in self.runs.glob("*/run.json"):
+            run = Run(folder.parent)
+            if run.alive():
+                run.ask_stop(now=True)
+
+
+@pytest.fixture
+def station(tmp_path: Path) -> Iterator[Station]:
+    """An empty folder for one test."""
+    made = Station(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def shared_station(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Station]:
+    """A folder whose runs several tests look at."""
+    made = Station(tmp_path_factory.mktemp("shared"))
+    yield made
+    made.close()
