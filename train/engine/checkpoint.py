@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from train.errors import one_line
 from train.runs.store import Run, sync_folder
 
 log = logging.getLogger("train")
+
+# torch warns about its own use of storages, and that one process alone is one process alone
+warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class CannotSave(OSError):
