@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import tomllib
 import types
 import typing
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
@@ -27,6 +29,7 @@ _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_na
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1, le=2**62)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(config=_STRICT)
@@ -105,7 +108,7 @@ class Eval:
 
 @dataclass(config=_STRICT)
 class Config:
-    epochs: Positive | None = 10.0
+    epochs: Annotated[float, Field(gt=0, le=1e9)] | None = 10.0
     """Passes over the training data; fractions are fine. Replaces steps."""
     steps: Count | None = None
     """Optimizer updates. Replaces epochs."""
@@ -244,7 +247,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         Refused: it cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
     except OSError as error:
         raise Refused(f"cannot read the configuration file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -296,8 +299,11 @@ def layer(
     return merged | flat
 
 
-def build(flat: dict[str, Any], settings: type | None = None, source: str = "") -> Config:
+def build(flat: dict[str, Any], settings: type | None = None, source: str = "", partial: bool = False) -> Config:
     """The configuration that these values (dotted names) make, every one checked; strict about types.
+
+    Args:
+        partial: settings without a default may still be missing; `task` is None then.
 
     Raises:
         Refused: a value has the wrong type or is out of range.
@@ -317,21 +323,45 @@ def build(flat: dict[str, Any], settings: type | None = None, source: str = "") 
         raise Refused(f"{source}neither epochs nor steps is given; give one of them")
     if config.steps is not None:
         config.epochs = None
-    config.task = _checked(settings, task, source, "task.") if settings else None
+    if settings:
+        config.task = _checked(settings, _defaults(settings) | task, source, "task.", partial)
     return config
 
 
-def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "") -> Any:
+def _defaults(settings: type) -> dict[str, Any]:
+    """The values a task's Settings begin with: nobody but us checks that they are of their own types."""
+    missing = dataclasses.MISSING
+    values = {
+        field.name: field.default_factory() if field.default_factory is not missing else field.default
+        for field in dataclasses.fields(settings)
+        if field.init
+    }
+    return {
+        name: pydantic_core.to_jsonable_python(value, fallback=str)
+        for name, value in values.items()
+        if value is not missing
+    }
+
+
+def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "", partial: bool = False) -> Any:
+    for name, value in tree.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Refused(f"{source}{prefix}{name} = {value}: should be a finite number")
     try:
         # JSON, for there strict means what a TOML reader expects: tables become dataclasses, 3 may be a float, but
         # "3" is no number and 1 is not true.
         text = json.dumps(tree, default=lambda value: f"{value} (a {type(value).__name__})")
         return TypeAdapter(owner).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
+        errors = [one for one in error.errors() if not (partial and one["type"] == "missing")]
+        if not errors:
+            return None
+        first = errors[0]
         parts = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
         # a union adds the name of its member to the place of an error
         name = ".".join(parts[: 2 if parts and parts[0] in tree and isinstance(tree[parts[0]], dict) else 1])
+        if first["type"] == "missing":
+            raise Refused(f"{source}{prefix}{name} has no default; give it with --{prefix}{name}") from None
         known = fields().get(prefix + name)
         reason = _reason(error, known.annotation if known else None)
         raise Refused(f"{source}{prefix}{name} = {first['input']!r}: {reason}") from None
@@ -345,7 +375,7 @@ def to_flat(config: Config) -> dict[str, Any]:
     """Every field by its dotted name, the task's settings as task.NAME; values as JSON has them."""
     tree = dataclasses.asdict(config)
     tree["task"] = tree["task"] or {}
-    return dict(json.loads(json.dumps(flatten(tree))))
+    return dict(json.loads(json.dumps(flatten(pydantic_core.to_jsonable_python(tree)))))
 
 
 def to_toml(config: Config) -> str:
@@ -358,7 +388,7 @@ def to_toml(config: Config) -> str:
     def without_none(value: Any) -> Any:
         return {k: without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
-    return tomli_w.dumps(without_none(tree))
+    return tomli_w.dumps(without_none(pydantic_core.to_jsonable_python(tree)))
 
 
 def from_toml(path: Path, settings: type | None) -> Config:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from train.config import Config
 from train.data.loader import Plan, seed_host
@@ -28,12 +30,13 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
     for part, dataset in zip(("training", "evaluation"), made, strict=True):
         if dataset is None and part == "evaluation":
             continue
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not by_index or isinstance(dataset, IterableDataset):  # the latter inherits a __getitem__ that only raises
             raise Refused(
                 f"the {part} set of {task.file} is a {type(dataset).__name__}; a map-style data set is needed, "
                 "with __len__ and __getitem__"
             )
-        if len(dataset) == 0:
+        if _call_on(task, f"len() of the {part} set", len, dataset) == 0:
             raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
     return made[0], made[1]
 
@@ -71,12 +74,16 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
 
 
 def _call(task: Task, function: str, *arguments: Any) -> Any:
+    return _call_on(task, f"{function}()", getattr(task, function), *arguments)
+
+
+def _call_on(task: Task, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return getattr(task, function)(*arguments)
+        return function(*arguments)
     except Refused:
         raise
     except Exception as error:
-        raise Refused(f"{function}() failed: {where(error, task.file)}") from error
+        raise Refused(f"{what} failed: {where(error, task.file)}") from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -100,7 +107,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except Refused:
         raise
     except Exception as error:
-        raise Refused(f"--init {path}: cannot be read: {one_line(error)[:200]}") from None
+        why = one_line(error) if path.suffix == ".safetensors" else "it is damaged, or holds more than tensors"
+        raise Refused(f"--init {path}: cannot be read: {why[:200]}; write one with train export") from None
     raise Refused(f"--init {path}: must end in .safetensors or .pt")
 
 

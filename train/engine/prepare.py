@@ -55,12 +55,13 @@ def settle(request: Request) -> tuple[Task, Config]:
     own = {f"task.{name}": hint for name, hint in _settings_types(task).items()}
     flat: dict[str, Any] = {"epochs": fields["epochs"].default}
     flat = configuration.layer(dict(task.DEFAULTS), task.Settings, f"DEFAULTS in {task.file}: ", flat)
+    configuration.build(flat, task.Settings, f"{task.file}: ", partial=True)
     if request.config_file is not None:
         source = f"{request.config_file}: "
         tree = configuration.flatten(configuration.read_toml(Path(request.config_file)), source)
         # checked alone first, so that a message names the file and not the flags over it
         alone = configuration.layer(tree, task.Settings, source, flat)
-        configuration.build(alone, task.Settings, source)
+        configuration.build(alone, task.Settings, source, partial=True)
         flat = alone
     flat = configuration.layer(_parsed(request.flags, own, task), task.Settings, "", flat)
     config = configuration.build(flat, task.Settings)

@@ -92,6 +92,12 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
     ):
         if not callable(getattr(module, function, None)):
             raise Refused(f"{path} has no function {function}; a task needs {form}")
+    for function in ("metrics", "collate", "optimizer"):
+        if getattr(module, function, None) is not None and not callable(getattr(module, function)):
+            raise Refused(f"{function} in {path} is no function; define it with def, or give it another name")
+    defaults = getattr(module, "DEFAULTS", {})
+    if not (isinstance(defaults, dict) and all(isinstance(name, str) for name in defaults)):
+        raise Refused(f'DEFAULTS in {path} must be a dict from field names to values: {{"optim.lr": 0.1}}')
     settings = getattr(module, "Settings", None)
     if settings is not None and not (isinstance(settings, type) and dataclasses.is_dataclass(settings)):
         raise Refused(f"Settings in {path} must be a dataclass: put @dataclass above it")
@@ -106,7 +112,7 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
         collate=getattr(module, "collate", None),
         optimizer=getattr(module, "optimizer", None),
         Settings=settings,
-        DEFAULTS=dict(getattr(module, "DEFAULTS", {})),
+        DEFAULTS=dict(defaults),
     )
 
 
@@ -121,7 +127,7 @@ def _execute(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise Refused(f"{error.filename}, line {error.lineno}: {error.msg}") from None
+        raise Refused(f"{error.filename or path}, line {error.lineno or 1}: {error.msg}") from None
     except (Exception, SystemExit) as error:
         raise Refused(where(error, path)) from None
     return module
