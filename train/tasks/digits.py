@@ -8,13 +8,15 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from train.config import Count, Share
 from train.errors import Refused
 
 DEFAULTS = {
@@ -29,11 +31,11 @@ DEFAULTS = {
 
 @dataclass
 class Settings:
-    width: int = 32
+    width: Count = 32
     """Channels of the first convolution."""
-    dropout: float = 0.2
+    dropout: Share = 0.2
     """Dropout before the last layer."""
-    shift: int = 1
+    shift: Annotated[int, Field(ge=0, le=8)] = 1
     """Augmentation: each scan is moved by up to so many pixels in both directions."""
 
 

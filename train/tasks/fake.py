@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from train.errors import Refused
+from train.config import Count
 from train.tasks import images
 
 DEFAULTS = {"epochs": 1}
@@ -22,11 +22,11 @@ DEFAULTS = {"epochs": 1}
 
 @dataclass
 class Settings:
-    size: int = 32
+    size: Count = 32
     """Height and width of an image in pixels."""
-    classes: int = 10
+    classes: Count = 10
     """Number of classes."""
-    count: int = 2048
+    count: Count = 2048
     """Images in the training set; the evaluation set has an eighth of it."""
     model: str = "small"
     """small, or the name of a torchvision classification model, for example resnet18."""
@@ -50,9 +50,6 @@ class Noise(Dataset[tuple[Tensor, int]]):
 
 def datasets(config: Any) -> tuple[Noise, Noise]:
     task = config.task
-    for name in ("size", "classes", "count"):
-        if getattr(task, name) < 1:
-            raise Refused(f"--task.{name} {getattr(task, name)}: must be at least 1")
     return (
         Noise(task.count, task.size, task.classes, 0),
         Noise(max(task.count // 8, 1), task.size, task.classes, task.count),

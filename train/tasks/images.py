@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from train.config import Count
 from train.errors import Refused, nearest, one_line
 
 DEFAULTS = {
@@ -38,15 +39,13 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class Settings:
     model: str = "resnet18"
     """small, or the name of a torchvision classification model."""
-    size: int = 224
+    size: Count = 224
     """Height and width in pixels that the model sees."""
     augment: Literal["none", "flip", "crop", "trivial"] = "crop"
     """Training augmentation: flip; crop = random resized crop and flip; trivial = crop and TrivialAugment."""
 
 
 def datasets(config: Any) -> tuple[Any, Any]:
-    if config.task.size < 1:
-        raise Refused(f"--task.size {config.task.size}: must be at least 1")
     root = _root(config)
     train, evaluation = _transforms(config)
     if config.data.name:
@@ -55,11 +54,14 @@ def datasets(config: Any) -> tuple[Any, Any]:
 
     found = {part: _classes_in(root / part) for part in ("train", "val")}
     if found["train"] != found["val"]:
-        odd = sorted(set(found["train"]) ^ set(found["val"]))
-        place = "val" if odd[0] in found["train"] else "train"
+        missing = [
+            f"{', '.join(lacks[:5])}{', …' if lacks[5:] else ''} missing in {part}/"
+            for part, other in (("val", "train"), ("train", "val"))
+            if (lacks := sorted(set(found[other]) - set(found[part])))
+        ]
         raise Refused(
-            f"{root}: train/ and val/ differ in their classes: {', '.join(odd[:5])} "
-            f"{'is' if len(odd) == 1 else 'are'} missing in {place}/; add the folder or remove the other"
+            f"{root}: train/ and val/ differ in their classes: {'; '.join(missing)}; "
+            "add these folders or remove their counterparts"
         )
     try:
         return tuple(
@@ -67,7 +69,7 @@ def datasets(config: Any) -> tuple[Any, Any]:
             for part, transform in (("train", train), ("val", evaluation))
         )
     except FileNotFoundError as error:  # a class folder without an image
-        raise Refused(one_line(error)) from None
+        raise Refused(f"--data.root {root}: {one_line(error)}") from None
 
 
 def _root(config: Any) -> Path:
@@ -128,6 +130,8 @@ def _named(name: str, root: Path, train: bool, transform: Any) -> Any:
     if kind is None or not issubclass(kind, known.VisionDataset):
         raise Refused(f"--data.name {name}: torchvision has no such data set{nearest(name, known.__all__)}")
     takes = inspect.signature(kind.__init__).parameters
+    if "root" not in takes:
+        raise Refused(f"--data.name {name}: torchvision's {name} reads no folder; the task fake makes images up")
     options: list[dict[str, Any]] = [{}]
     if "train" in takes:
         options = [{"train": train}]
@@ -141,7 +145,8 @@ def _named(name: str, root: Path, train: bool, transform: Any) -> Any:
             return kind(str(root), transform=transform, **option)
         except (RuntimeError, ValueError, OSError, TypeError) as error:
             problem = problem or error
-    raise Refused(f"--data.name {name}: not usable from {root}: {one_line(problem)[:300]}")
+    said = one_line(problem).replace("You can use download=True to download it", "").strip()[:300]
+    raise Refused(f"--data.name {name}: not usable from {root}: {said}; nothing is downloaded: put its files there")
 
 
 @functools.lru_cache(maxsize=2)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from train.config import Count, Share
 from train.errors import Refused
 
 DEFAULTS = {
@@ -32,15 +33,15 @@ DEFAULTS = {
 
 @dataclass
 class Settings:
-    context: int = 128
+    context: Count = 128
     """Bytes that the model sees at once."""
-    width: int = 128
+    width: Count = 128
     """Size of the residual stream."""
-    layers: int = 4
+    layers: Count = 4
     """Transformer blocks."""
-    heads: int = 4
+    heads: Count = 4
     """Attention heads; must divide width."""
-    dropout: float = 0.1
+    dropout: Share = 0.1
     """Dropout after attention, feed-forward and embedding."""
 
 
@@ -68,9 +69,6 @@ def _read(folder: Path) -> list[np.ndarray]:
 
 def datasets(config: Any) -> tuple[Blocks, Blocks]:
     task = config.task
-    for name in ("context", "width", "layers", "heads"):
-        if getattr(task, name) < 1:
-            raise Refused(f"--task.{name} {getattr(task, name)}: must be at least 1")
     if task.width % task.heads:
         raise Refused(f"--task.heads {task.heads}: must divide --task.width {task.width}")
     if not config.data.root:
