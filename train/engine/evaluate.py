@@ -73,6 +73,10 @@ def evaluate(
                 with precision.autocast():
                     row = [*total_and_count(task.loss(module, batch), samples, "loss")]
                     found = task.metrics(module, batch) if task.metrics else {}
+                if not isinstance(found, dict):
+                    raise TrainingFailed(
+                        f"metrics must return a dict from names to tensors, got {type(found).__name__}"
+                    )
                 for name, value in found.items():
                     row.extend(total_and_count(torch.as_tensor(value, device=world.device), samples, f"metric {name}")
                                if not isinstance(value, tuple) else value)  # fmt: skip

@@ -154,6 +154,11 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool)
                 value = job.task.loss(replica.call, batch)
             if isinstance(value, tuple) and len(value) == 2:
                 value, own_count = value
+                if not isinstance(value, Tensor) or not isinstance(own_count, (Tensor, int, float)):
+                    raise TrainingFailed(
+                        f"loss in {job.task.file} must return (total, count) as a scalar tensor and a number; "
+                        f"got ({type(value).__name__}, {type(own_count).__name__})"
+                    )
                 counted = 1.0
                 total = total + value.detach()
                 count = count + own_count
