@@ -170,6 +170,8 @@ def number(option: str, text: str | None, least: int = 0) -> int | None:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run one command and exit as it says."""
     arguments = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:  # closed by who called us: a file opened later must not take its place
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         code = _main(arguments)
         sys.stdout.flush()

@@ -67,6 +67,7 @@ def start(order: Order) -> list[str]:
         Refused: tmux is missing, or what the process inside refuses; nothing is left behind.
     """
     runs, session = Path(order.runs), session_of(order.name)
+    tmux(runs)  # refuses before there is anything to clear away
     desk = Path(tempfile.mkdtemp(prefix="train-launch-"))
     done = False
     try:
@@ -104,9 +105,7 @@ def _wait(desk: Path, runs: Path, session: str) -> dict[str, Any]:
         if time.monotonic() - checked > 0.5:
             checked = time.monotonic()
             if not _has_session(runs, session) and not answer.exists():
-                output = desk / "output"
-                said = output.read_text(errors="replace").strip().splitlines()[-1:] if output.exists() else []
-                raise Refused(f"the process inside tmux died before the run began{': ' if said else ''}{''.join(said)}")
+                raise Refused("the process inside tmux died before the run began; train run, with the same, shows why")
     return dict(json.loads(answer.read_text()))
 
 

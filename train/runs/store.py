@@ -39,11 +39,14 @@ def runs_folder(given: str | None) -> Path:
     """Where run folders live: --runs, else $TRAIN_RUNS, else ./runs.
 
     Raises:
-        Refused: --runs was given as an empty text.
+        Refused: --runs was given as an empty text, or something else than a folder is there.
     """
     if given == "":
         raise Refused("--runs is empty; give a folder, or leave it out for ./runs")
-    return Path(given or os.environ.get("TRAIN_RUNS") or "runs").absolute()
+    folder = Path(given or os.environ.get("TRAIN_RUNS") or "runs").absolute()
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise Refused(f"{folder} is not a folder, so there are no runs in it; choose another with --runs")
+    return folder
 
 
 def check_name(name: str) -> str:
