@@ -125,7 +125,6 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool)
     replica, world, plan, precision = job.replica, job.world, job.plan, job.precision
     samples = plan.samples(step)
     slots, micros = plan.slots(step, world.size), plan.micro_batches(step)
-    replica.sync_buffers()
     total: Any = 0.0
     count: Any = 0.0
     counted = 0.0
@@ -176,6 +175,8 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool)
         true_count = sums[TAIL.index("count")]
         replica.scale_gradients(torch.where(true_count > 0, samples / true_count, 0.0))
     _update(job)
+    # here, not before the forward: evaluations and checkpoints, of which every rank writes a part, read buffers too
+    replica.sync_buffers()
     replica.clear()
     job.report.samples(step + 1, seen)
     meter.samples += samples
