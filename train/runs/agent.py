@@ -38,7 +38,6 @@ def main() -> None:
         os.chdir(content["cwd"])
         # anew, so that what is read at a process's start (LD_LIBRARY_PATH, PYTHON…) is the caller's too
         os.execve(sys.executable, [sys.executable, "-m", "train.runs.agent", str(desk), "--ready"], environment)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go; the run stays
     stop = StopRequest()
     order = Order(**content["order"])
     try:
@@ -49,13 +48,34 @@ def main() -> None:
     except BaseException as error:
         _answer(desk, {"refused": one_line(f"unexpected {type(error).__name__}: {error}")})
         raise
-    _answer(desk, {"warnings": warnings})
+    if not _answer(desk, {"warnings": warnings}):
+        _undo(order, run, lock)
+        sys.exit(2)
     sys.exit(Agent(run, lock, order, ranks, stop).supervise())
 
 
-def _answer(desk: Path, answer: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the caller may be gone; the run is not
+def _answer(desk: Path, answer: dict[str, Any]) -> bool:
+    """Report to the caller. False if the order has been withdrawn; a caller who was killed has not done so."""
+    try:
         store.write_atomically(desk / "answer.json", json.dumps(answer), durable=False)
+    except OSError:
+        return False
+    return True
+
+
+def _undo(order: Order, run: Run, lock: Lock) -> None:
+    """Clear away a run whose launch was withdrawn; rest one whose resume was."""
+    if order.kind == "resume":
+        run.update(state=store.STOPPED, reason="stopped (its resume was interrupted)", ended=store.now())
+    lock.release()
+    if order.kind != "resume":
+        store.remove(run)
+
+
+def _outlive_terminal() -> None:
+    """From here on the terminal may go; the run stays. Before it, ending the session ends a launch that is withdrawn
+    while nothing has been created yet."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> tuple[int, str | None]:
@@ -130,11 +150,13 @@ def _open(order: Order) -> tuple[Run, Lock, int, list[str]]:
         script = [str(path.absolute()), *order.script[1:]]
         files: dict[str, str | bytes] = {"script.py": path.read_bytes()}
         record = {"script": script[0], "script_arguments": script[1:], "cwd": os.getcwd(), "versions": versions()}
+        _outlive_terminal()
         run = store.create(runs, order.name, files, record | extra)
     else:
         from train.engine.prepare import Request, prepare
 
         prepared = prepare(Request(**order.request, ranks=ranks))
+        _outlive_terminal()
         run = store.create(runs, order.name, prepared.files, prepared.record | extra)
     lock = run.acquire()
     if lock is None:
@@ -162,10 +184,11 @@ def _reopen(order: Order, run: Run) -> tuple[Run, Lock, int, list[str]]:
             from train.engine.prepare import apply_resume, prepare_resume
 
             _, config, warnings = prepare_resume(run, order.flags, ranks)
-            if order.flags:
-                apply_resume(run, config)
         elif order.flags:
             raise Refused(f"{run.name} runs a script: it has no configuration fields")
+        _outlive_terminal()
+        if order.flags:
+            apply_resume(run, config)
         changes: dict[str, Any] = {"world_size": ranks, "gpus": visible, "tmux_session": session_of(run.name)}
         if order.max_restarts is not None:
             changes["max_restarts"] = order.max_restarts

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
-from train.runs.store import Run
+from train.runs.store import Run, remove
 
 
 @dataclasses.dataclass
@@ -69,33 +69,48 @@ def start(order: Order) -> list[str]:
     runs, session = Path(order.runs), session_of(order.name)
     tmux(runs)  # refuses before there is anything to clear away
     desk = Path(tempfile.mkdtemp(prefix="train-launch-"))
-    done = False
+    began = done = False
     try:
         content = {"order": dataclasses.asdict(order), "env": dict(os.environ), "cwd": os.getcwd()}
         request = desk / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content))
         command = [sys.executable, "-m", "train.runs.agent", str(desk)]
-        began = subprocess.run(
+        session_made = subprocess.run(
             tmux(runs, "new-session", "-d", "-s", session, "-x", "160", "-y", "48", "--", *command),
             capture_output=True,
             text=True,
             check=False,
         )
-        if began.returncode != 0:
-            said = " ".join(began.stderr.split())
+        if session_made.returncode != 0:
+            said = " ".join(session_made.stderr.split())
             if "duplicate session" in said:
                 raise Refused(f"a tmux session {session} exists; is {order.name} running? train ls shows it")
             raise Refused(f"tmux cannot start a session: {said}")
+        began = True
         answer = _wait(desk, runs, session)
         if "refused" in answer:
             raise Refused(answer["refused"])
         done = True
         return list(answer.get("warnings", []))
     finally:
-        if not done:
+        if began and not done:  # a session of that name that is another's stays
             subprocess.run(tmux(runs, "kill-session", "-t", f"={session}"), capture_output=True, check=False)
+            desk = _withdraw(desk, order)
         shutil.rmtree(desk, ignore_errors=True)
+
+
+def _withdraw(desk: Path, order: Order) -> Path:
+    """Take the order back, after Ctrl-C for example. The process inside clears away by itself what it cannot report;
+    what it has reported already is undone here. Returns where the folder lies now."""
+    desk = desk.rename(desk.with_name(desk.name + "-withdrawn"))  # from here on no answer can be written
+    answer = desk / "answer.json"
+    if answer.exists() and "refused" not in json.loads(answer.read_text()):
+        run = Run(Path(order.runs) / order.name)
+        run.stop(now=True)
+        if order.kind != "resume":
+            remove(run)
+    return desk
 
 
 def _wait(desk: Path, runs: Path, session: str) -> dict[str, Any]:
