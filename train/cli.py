@@ -328,6 +328,8 @@ def _resume(options: Any, runs: Path, flags: dict[str, str]) -> int:
     for name in names:
         try:
             run = store.find(runs, name)
+            if run.state() == store.RUNNING:
+                raise Refused(f"{name} is running; see: train show {name}")
             if run.state() == store.FINISHED and not {"epochs", "steps"} & set(flags):
                 print(f"{name} has finished already; for more: train resume {name} --epochs N", file=sys.stderr)
                 continue

@@ -74,6 +74,7 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
     task, config, model, step = load_trained(run, step)
     partial = target.with_name(f".{target.stem}.partial{target.suffix}")
     try:
+        partial.touch()  # libraries have errors of their own for a file that cannot be written
         if target.suffix == ".onnx":
             _to_onnx(task, config, model, partial)
         else:

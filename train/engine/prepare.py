@@ -179,6 +179,8 @@ def task_of(run: Run) -> Task:
     record = run.read()
     if record.get("script"):
         raise Refused(f"{run.name} runs a script of its own ({record['script']}), not a task")
+    if not record.get("task"):
+        raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
     if record["task"] != "task.py":
         return load(record["task"])
     source = Path(record["task_source"])
@@ -209,8 +211,8 @@ def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, C
         if config.data.root:
             config.data.root = str(Path(config.data.root).absolute())
         _check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
-    warnings = []
     found = manifests.newest_valid(run)
+    warnings = list(found[2]) if found else []
     step, manifest = (found[0], found[1]) if found else (0, {})
     if manifest:
         _check_changes(

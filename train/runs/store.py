@@ -27,6 +27,8 @@ INTERRUPTED = "interrupted"
 """Effective only: recorded as running, but no process of the run is alive."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_ESSENTIAL = {"state", "attempts", "step", "epoch", "world_size"}
+"""Keys of run.json that are in it from the start."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -157,8 +159,8 @@ class Run:
         except OSError as error:
             raise Refused(f"cannot read {path}: {error.strerror}; is {self.folder} a run folder?") from None
         except ValueError:
-            raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}") from None
-        if not isinstance(record, dict):
+            record = None
+        if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL:
             raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}")
         return record | {"name": self.name}
 
