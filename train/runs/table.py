@@ -19,6 +19,11 @@ def _ago(stamp: str | None) -> str:
     return f"{max(seconds, 0):.0f} s ago"
 
 
+def _with_reason(state: str, reason: str | None) -> str:
+    """`failed: the loss is nan`; a reason that begins with the state says both."""
+    return reason if reason and reason.startswith(state) else f"{state}: {reason}" if reason else state
+
+
 def _figures(record: dict[str, Any]) -> str:
     metrics = record.get("metrics") or {}
     if not metrics and record.get("loss") is not None:
@@ -49,7 +54,7 @@ def listing(records: list[dict[str, Any]], runs: Path) -> str:
 def story(run: Run) -> str:
     """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next."""
     record = run.shown()
-    lines = [f"{run.name}: {record['state']}" + (f" ({record['reason']})" if record.get("reason") else "")]
+    lines = [f"{run.name}: {_with_reason(record['state'], record.get('reason'))}"]
 
     def line(label: str, value: object) -> None:
         if value not in (None, "", {}, []):
@@ -75,10 +80,10 @@ def story(run: Run) -> str:
         end = attempt.get("end") or (
             "running" if record["state"] == "running" else "died with its machine or container"
         )
-        why = f": {attempt['reason']}" if attempt.get("reason") else ""
         to = f"-{attempt['to_step']}" if attempt.get("to_step") is not None else "-"
         made = f"steps {attempt['from_step']}{to}"
-        lines.append(f"  attempt {attempt['number']:<4} {made}, {attempt['world_size']} ranks, {end}{why}")
+        ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
+        lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {_with_reason(end, attempt.get('reason'))}")
     if redone:
         lines.append(f"  steps redone {redone}")
     return "\n".join(lines)
