@@ -181,6 +181,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = FINISHED
+    except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
+        where = f": {error.filename}" if error.filename else ""
+        print(f"train: {error.strerror or one_line(error)}{where}; look at its owner and mode", file=sys.stderr)
+        code = REFUSED
     except KeyboardInterrupt:
         print("train: interrupted", file=sys.stderr)
         code = 130

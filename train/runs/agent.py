@@ -45,6 +45,9 @@ def main() -> None:
     except Refused as error:
         _answer(desk, {"refused": str(error)})
         sys.exit(2)
+    except OSError as error:
+        _answer(desk, {"refused": one_line(f"{error.strerror or error}: {error.filename}; look at its owner and mode")})
+        raise
     except BaseException as error:
         _answer(desk, {"refused": one_line(f"unexpected {type(error).__name__}: {error}")})
         raise
