@@ -58,7 +58,9 @@ def plot(runs: list[Run], target: Path) -> None:
         for axis, panel in zip(axes, panels, strict=True):
             if panel == "metrics":
                 for place, metric in enumerate(share):
-                    points = [(e["step"], e["eval"].get(metric)) for e in evaluations]
+                    points = [(e["step"], e["eval"][metric]) for e in evaluations if metric in e["eval"]]
+                    if not points:  # another run's task has this one
+                        continue
                     axis.plot(
                         *zip(*points, strict=True), styles[place % 4], color=colour, marker="o", markersize=3,
                         label=f"{label}{metric}",
@@ -73,7 +75,7 @@ def plot(runs: list[Run], target: Path) -> None:
                 points = [(e["step"], e["eval"]["loss"]) for e in evaluations]
                 axis.plot(*zip(*points, strict=True), "-o", color=colour, markersize=3, label=f"{label}evaluation")
     titles = {
-        "loss": "loss", "metrics": "metrics", "lr": "learning rate", "samples_per_s": "samples / s",
+        "loss": "loss", "metrics": share[0] if len(share) == 1 else "metrics", "lr": "learning rate", "samples_per_s": "samples / s",
         "data_wait": "waiting for data, % of a step",
     }  # fmt: skip
     for axis, panel in zip(axes, panels, strict=True):
@@ -88,6 +90,7 @@ def plot(runs: list[Run], target: Path) -> None:
     axes[-1].set_xlabel("step")
     figure.suptitle(", ".join(data), fontsize=11)
     figure.tight_layout()
+    figure.align_ylabels(axes)
     partial = target.with_name(f".{target.stem}.partial{target.suffix}")
     try:
         figure.savefig(partial, dpi=120)

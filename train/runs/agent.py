@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -316,6 +317,8 @@ class Agent:
     def _elastic(self, attempt: int) -> None:
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        # it misses signal handlers in a thread, for fear of orphans: signals are ours, and so are orphans (runs/rank.py)
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
         record_threads(self.run, self.script, self.ranks)
         os.environ["TRAIN_AGENT_PID"] = str(os.getpid())
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

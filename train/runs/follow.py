@@ -49,6 +49,8 @@ class View:
                 self._bar.set_postfix_str(
                     f"epoch {record['epoch']}  loss {record['loss']:.4f}  {speed:.0f} samples/s", refresh=False
                 )
+            if self._bar.n == self._bar.initial and record["step"] > self._bar.n:
+                self._bar.unpause()  # starting the ranks is no part of the speed
             self._bar.n = record["step"]
             self._bar.refresh()
         for line in self._new_metrics():
