@@ -75,8 +75,8 @@ def plot(runs: list[Run], target: Path) -> None:
                 points = [(e["step"], e["eval"]["loss"]) for e in evaluations]
                 axis.plot(*zip(*points, strict=True), "-o", color=colour, markersize=3, label=f"{label}evaluation")
     titles = {
-        "loss": "loss", "metrics": share[0] if len(share) == 1 else "metrics", "lr": "learning rate", "samples_per_s": "samples / s",
-        "data_wait": "waiting for data, % of a step",
+        "loss": "loss", "metrics": share[0] if len(share) == 1 else "metrics", "lr": "learning rate",
+        "samples_per_s": "samples / s", "data_wait": "waiting for data, % of a step",
     }  # fmt: skip
     for axis, panel in zip(axes, panels, strict=True):
         axis.set_ylabel(titles[panel].replace(", ", ",\n"), fontsize=9)

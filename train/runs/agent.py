@@ -317,7 +317,7 @@ class Agent:
     def _elastic(self, attempt: int) -> None:
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        # it misses signal handlers in a thread, for fear of orphans: signals are ours, and so are orphans (runs/rank.py)
+        # it misses signal handlers in a thread, for fear of orphans; both are our business (see runs/rank.py)
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
         record_threads(self.run, self.script, self.ranks)
         os.environ["TRAIN_AGENT_PID"] = str(os.getpid())
