@@ -88,6 +88,11 @@ class Checkpoint:
     """Save when so many minutes have passed since the last save; 0 turns this off."""
     keep: Count = 3
     """How many checkpoints are kept; the newest ones."""
+    best: str = ""
+    """Keep also the checkpoint with the best value of this metric (loss: the lowest, others: the highest); saves at
+    every evaluation."""
+    asynchronous: bool = True
+    """Write in the background: training waits only for a copy of the state in host memory."""
 
 
 @dataclass(config=_STRICT)
