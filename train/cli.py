@@ -27,6 +27,7 @@ COMMANDS = {
     "stop": "save and stop a run",
     "resume": "continue a stopped, interrupted or failed run",
     "rm": "delete runs that are not running",
+    "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
     "eval": "evaluate a run's newest checkpoint",
     "export": "write a run's weights to .safetensors, .pt or .onnx",
     "plot": "draw loss, learning rate and throughput of runs",
@@ -78,6 +79,8 @@ def parser(command: str) -> argparse.ArgumentParser:
         add("--rank", metavar="R", help="which rank (0)")
         add("--attempt", metavar="N", help="which attempt; default: the last")
         add("--follow", action="store_true", help="go on until the run ends")
+    if command == "keeper":
+        add("--once", action="store_true", help="resume what was interrupted, then exit")
     if command == "stop":
         add("--now", action="store_true", help="do not save; the last checkpoint stays")
     if command in ("eval", "export"):
@@ -394,6 +397,12 @@ def _stop(options: Any, runs: Path, flags: dict[str, str]) -> int:
     code, text = stop(store.find(runs, options.name), options.now)
     print(text, file=sys.stderr)
     return code
+
+
+def _keeper(options: Any, runs: Path, flags: dict[str, str]) -> int:
+    from train.runs.keeper import keep
+
+    return keep(runs, options.once)
 
 
 def _rm(options: Any, runs: Path, flags: dict[str, str]) -> int:

@@ -112,6 +112,15 @@ class Eval:
 
 
 @dataclass(config=_STRICT)
+class Watch:
+    hang_minutes: NotNegative | None = None
+    """A launched run in which no rank moves for so long is ended and started again; 0: never; none: 5, or 20 times the
+    slowest step so far if that is longer."""
+    start_minutes: Positive = 30.0
+    """The same for starting, with the first step and compilation, and for saving."""
+
+
+@dataclass(config=_STRICT)
 class Config:
     epochs: Annotated[float, Field(gt=0, le=1e9)] | None = 10.0
     """Passes over the training data; fractions are fine. Replaces steps."""
@@ -144,13 +153,14 @@ class Config:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
     eval: Eval = dataclasses.field(default_factory=Eval)
+    watch: Watch = dataclasses.field(default_factory=Watch)
     task: Any = None
     """The task's Settings; its fields are flags --task.NAME."""
 
 
 MAY_CHANGE = ("epochs", "steps", "device", "parallel.timeout_minutes")
 """Fields that a resume may change, besides the groups in MAY_CHANGE_GROUPS."""
-MAY_CHANGE_GROUPS = ("log.", "checkpoint.", "data.workers", "data.root", "eval.")
+MAY_CHANGE_GROUPS = ("log.", "checkpoint.", "watch.", "data.workers", "data.root", "eval.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import resource
 import time
@@ -16,9 +17,10 @@ from torch import Tensor
 from train import config as configuration
 from train.config import Config
 from train.data.loader import Plan, batches, micro_batches_of, seed_compute
-from train.engine import fault, schedule
+from train.engine import fault, heartbeat, schedule
 from train.engine.checkpoint import CannotSave, Saver
 from train.engine.evaluate import evaluate
+from train.engine.heartbeat import Heart
 from train.engine.parallel import TAIL, Replica, World
 from train.engine.precision import Precision
 from train.engine.report import Report
@@ -46,6 +48,7 @@ class Job:
     saver: Saver
     report: Report
     stop: StopRequest
+    heart: Heart
     evaluated: int
     """Last step after which an evaluation is on record; -1 without one."""
 
@@ -86,6 +89,7 @@ def train(job: Job, done: int) -> Done:
                     group["lr"] = rate * factor
                 sums = _step(job, done, stream, meter, save=clock.is_due())
                 done += 1
+                job.heart.beat(heartbeat.TRAINING, done)
                 if not job.saver.is_prepared:
                     job.saver.prepare(job.replica.module, job.optimizer)
                 readback.put(_Step(done, rates[0] * factor, plan.samples(done - 1)), sums)
@@ -107,6 +111,7 @@ def train(job: Job, done: int) -> Done:
                 metrics = evaluate(
                     job.task, job.replica.module, job.eval_set, dataclasses.replace(plan, length=len(job.eval_set)),
                     world, job.precision, config.data.workers, lambda: job.stop.asked,
+                    functools.partial(job.heart.beat, heartbeat.EVALUATING, done),
                 )  # fmt: skip
                 stopping |= metrics is None
                 if metrics is not None:
@@ -272,6 +277,7 @@ def _save(job: Job, done: int, is_last: bool) -> bool:
         "torch": torch.__version__,
         "scaler": scaler.state_dict() if scaler is not None else None,
     }
+    job.heart.beat(heartbeat.SAVING, done)
     _settle(job)
     try:
         # a checkpoint must find the lines of all steps before it on the disk

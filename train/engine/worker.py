@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from train.engine import fault
+from train.engine import fault, heartbeat
+from train.engine.heartbeat import Heart
 from train.engine.stop import StopRequest
 from train.errors import FAILED, FINISHED, REFUSED, STOPPED, Refused, TrainingFailed, one_line
 from train.runs import store
@@ -62,13 +65,15 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
     """
     job: Job | None = None
     fault.arm(os.environ.get("TRAIN_FAULT"), seat.rank)
+    heart = Heart(run.logs(attempt) / f"rank{seat.rank}.beat")
     try:
-        job, done = _set_up(run, seat, attempt, stop, bar)
+        job, done = _set_up(run, seat, attempt, stop, bar, heart)
         from train.engine.loop import train
 
         outcome = train(job, done)
         return _conclude(job, outcome)
     except (Refused, TrainingFailed) as error:
+        heart.beat(heartbeat.ENDING, 0)
         refused = isinstance(error, Refused)
         if seat.rank == 0:
             run.update(state=store.FAILED, reason=str(error), ended=store.now())
@@ -79,7 +84,7 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
             job.report.close()
 
 
-def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> tuple[Job, int]:
+def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, heart: Heart) -> tuple[Job, int]:
     import torch
 
     from train.engine import build, checkpoint, parallel, prepare, report
@@ -132,7 +137,7 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) ->
     job = Job(
         run, task, config, world, precision, replica, optimizer, train_set, eval_set, plan, total,
         checkpoint.Saver(run, world, config, attempt, saved),
-        told, stop,
+        told, stop, heart,
         evaluation["step"] if evaluation else -1,
     )  # fmt: skip
     if world.is_first:
@@ -171,6 +176,7 @@ def _conclude(job: Job, outcome: Done) -> int:
     from train.engine.report import last_evaluation
 
     job.report.sync()
+    job.heart.beat(heartbeat.ENDING, outcome.step)
     if not job.world.is_first:
         return STOPPED if outcome.stopped else FINISHED
     record: dict[str, Any] = {"step": outcome.step, "ended": store.now()}
@@ -226,6 +232,9 @@ def main() -> None:
     attempt = int(os.environ.get("TRAIN_ATTEMPT", "1"))
     log_to(sys.stderr)
     seat = seat_of_environment()
+    # what the agent asks for when nothing moves; works also while this process waits inside a C function
+    stacks = (run.logs(attempt) / f"rank{seat.rank}.stack.txt").open("a")
+    faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
     code = 1
     try:
         run_rank(run, seat, attempt, stop, bar=False)

@@ -52,13 +52,13 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
             time.sleep(0.05)
             wanted = made.stop_asked()
             if wanted and not stop.asked:
-                stop.asked, stop.reason = True, "train stop"
+                stop.asked, stop.reason = True, store.WHO.get(wanted, wanted)
             if stop.asked and not forwarded:
                 forwarded = True
                 for process in processes:
                     process.terminate()
             died = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
-            if wanted == "now" or (died and first is None):
+            if wanted == store.NOW or (died and first is None):
                 first = died[0] if died else None
                 time.sleep(0.2)  # let the others notice by themselves and say so in their logs
                 for process in processes:
@@ -70,7 +70,7 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
     if record["state"] != store.RUNNING:
         made.end_attempt(record["state"], record["reason"])
         return CODES.get(record["state"], FAILED)
-    if stop.asked and wanted == "now":
+    if stop.asked and wanted == store.NOW:
         made.end_attempt(store.STOPPED, "stopped at once (train stop --now)", store.STOPPED)
         return STOPPED
     code = processes[first].exitcode if first is not None else 0
