@@ -140,7 +140,7 @@ def killed(run: Run, ranks: int, duration: float, random_: random.Random, kills:
             raise Failure(f"{run.name} failed: {run.read()['reason']}\n{logs(run)}")
         everyone = random_.random() < 0.5
         victim = random_.randrange(ranks)
-        wait = random_.uniform(0, duration)
+        wait = random_.uniform(0, 0.8 * duration)
 
         def kill(processes: list[Any], everyone: bool = everyone, victim: int = victim, wait: float = wait) -> None:
             nonlocal hit
@@ -164,7 +164,7 @@ def stopped(run: Run, ranks: int, duration: float, random_: random.Random, stops
     while run.read()["state"] != store.FINISHED:
         everyone, victim = random_.random() < 0.5, random_.randrange(ranks)
         number = random_.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
-        wait = random_.uniform(0, duration)
+        wait = random_.uniform(0, 0.4 * duration)
 
         def ask(
             processes: list[Any],
@@ -205,10 +205,10 @@ def main() -> int:
     logging.getLogger("train").setLevel(logging.ERROR)
     os.environ["OMP_NUM_THREADS"] = "1"
     random_ = random.Random(options.seed)
-    spawn.warm_up()
     null = os.open(os.devnull, os.O_WRONLY)
     out = os.dup(1)
     os.dup2(null, 2)  # the ranks' own words are in their logs
+    spawn.warm_up()
     rows: list[list[object]] = []
     failures: list[str] = []
 
