@@ -27,8 +27,10 @@ COMMANDS = {
     "stop": "save and stop a run",
     "resume": "continue a stopped, interrupted or failed run",
     "rm": "delete runs that are not running",
+    "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
     "eval": "evaluate a run's newest checkpoint",
     "export": "write a run's weights to .safetensors, .pt or .onnx",
+    "bench": "measure this machine: bench checkpoint",
     "plot": "draw loss, learning rate and throughput of runs",
 }
 WITH_FIELDS = ("run", "launch", "resume")
@@ -78,6 +80,12 @@ def parser(command: str) -> argparse.ArgumentParser:
         add("--rank", metavar="R", help="which rank (0)")
         add("--attempt", metavar="N", help="which attempt; default: the last")
         add("--follow", action="store_true", help="go on until the run ends")
+    if command == "keeper":
+        add("--once", action="store_true", help="resume what was interrupted, then exit")
+    if command == "bench":
+        add("subject", metavar="checkpoint", choices=["checkpoint"], help="what to measure")
+        add("--mb", metavar="N", action="append", help="size of the state in MB; may be repeated (100, 1000)")
+        add("--times", metavar="N", default="5", help="repetitions; medians are shown (5)")
     if command == "stop":
         add("--now", action="store_true", help="do not save; the last checkpoint stays")
     if command in ("eval", "export"):
@@ -396,6 +404,12 @@ def _stop(options: Any, runs: Path, flags: dict[str, str]) -> int:
     return code
 
 
+def _keeper(options: Any, runs: Path, flags: dict[str, str]) -> int:
+    from train.runs.keeper import keep
+
+    return keep(runs, options.once)
+
+
 def _rm(options: Any, runs: Path, flags: dict[str, str]) -> int:
     found = [store.find(runs, name) for name in dict.fromkeys(options.names)]
     alive = [run.name for run in found if run.alive()]
@@ -424,6 +438,16 @@ def _export(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
     step = export(run, Path(options.to), wanted)
     print(f"wrote {options.to}: the weights of {run.name} after step {step}", file=sys.stderr)
+    return FINISHED
+
+
+def _bench(options: Any, runs: Path, flags: dict[str, str]) -> int:
+    sizes = [number("mb", text, 1) or 1 for text in options.mb or ["100", "1000"]]
+    times = number("times", options.times, 1) or 1
+    from train.bench.checkpoint import bench
+
+    runs.mkdir(parents=True, exist_ok=True)
+    print(bench(runs, sizes, times))
     return FINISHED
 
 

@@ -88,6 +88,11 @@ class Checkpoint:
     """Save when so many minutes have passed since the last save; 0 turns this off."""
     keep: Count = 3
     """How many checkpoints are kept; the newest ones."""
+    best: str = ""
+    """Keep also the checkpoint with the best value of this metric (loss: the lowest, others: the highest); saves at
+    every evaluation."""
+    asynchronous: bool = True
+    """Write in the background: training waits only for a copy of the state in host memory."""
 
 
 @dataclass(config=_STRICT)
@@ -104,6 +109,15 @@ class Log:
 class Eval:
     every_epochs: NotNegative = 1.0
     """Evaluate every so many epochs, and at the end; 0: at the end only. Fractions are fine."""
+
+
+@dataclass(config=_STRICT)
+class Watch:
+    hang_minutes: NotNegative | None = None
+    """A launched run in which no rank moves for so long is ended and started again; 0: never; none: 5, or 20 times the
+    slowest step so far if that is longer."""
+    start_minutes: Positive = 30.0
+    """The same for starting, with the first step and compilation, and for saving."""
 
 
 @dataclass(config=_STRICT)
@@ -139,13 +153,14 @@ class Config:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
     eval: Eval = dataclasses.field(default_factory=Eval)
+    watch: Watch = dataclasses.field(default_factory=Watch)
     task: Any = None
     """The task's Settings; its fields are flags --task.NAME."""
 
 
 MAY_CHANGE = ("epochs", "steps", "device", "parallel.timeout_minutes")
 """Fields that a resume may change, besides the groups in MAY_CHANGE_GROUPS."""
-MAY_CHANGE_GROUPS = ("log.", "checkpoint.", "data.workers", "data.root", "eval.")
+MAY_CHANGE_GROUPS = ("log.", "checkpoint.", "watch.", "data.workers", "data.root", "eval.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from train.runs import launch
+from train.runs import launch, store
 from train.runs.store import Run
 
 PATIENCE = 240
@@ -114,7 +114,7 @@ class Station:
         for folder in self.runs.glob("*/run.json"):
             run = Run(folder.parent)
             if run.alive():
-                run.ask_stop(now=True)
+                run.ask_stop(store.NOW)
 
 
 @pytest.fixture

@@ -8,12 +8,15 @@ are pruned only after that. Loading verifies every hash and falls back to the ne
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import hashlib
 import logging
 import os
 import shutil
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from train.config import Config
+from train.engine import fault
 from train.engine.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, file_digest, manifest_text, set_aside
 from train.engine.parallel import World
+from train.engine.report import evaluations
 from train.errors import one_line
 from train.runs.store import Run, sync_folder
 
@@ -51,22 +57,45 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
     return state
 
 
-def _size_of(state: Any) -> int:
+def size_of(state: Any) -> int:
+    """Bytes of the tensors in a state."""
     if isinstance(state, Tensor):
         return state.numel() * state.element_size()
     if isinstance(state, dict):
-        return sum(map(_size_of, state.values()))
+        return sum(map(size_of, state.values()))
     return 0
 
 
 class Saver:
-    """Writes the checkpoints of a run, on every rank."""
+    """Writes the checkpoints of a run, on every rank, one at a time.
 
-    def __init__(self, run: Run, world: World, keep: int, attempt: int) -> None:
-        self.run, self.world, self.keep, self.attempt = run, world, keep, attempt
+    With `asynchronous` the state is copied to host memory and training goes on while a thread writes, hashes and
+    publishes it. The thread's collectives have a group of their own.
+    """
+
+    def __init__(self, run: Run, world: World, config: Config, attempt: int, saved: Callable[[int], None]) -> None:
+        """`saved` is called on rank 0 with the step of each checkpoint once it is durable; maybe from a thread."""
+        self.run, self.attempt, self.config, self._saved = run, attempt, config, saved
+        self.world = world.with_own_group()
+        self._stage = Stage() if config.checkpoint.asynchronous else None
+        self._thread: threading.Thread | None = None
+        self._error: CannotSave | None = None
+        self.is_prepared = False
+
+    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Make room for copies in the background: the first touch of memory costs more than many copies into it.
+
+        After the first step: torch initializes the state of an optimizer that has none yet with a step of its own.
+        """
+        self.is_prepared = True
+        if self._stage is not None:
+            state = state_of(module, optimizer)
+            threading.Thread(target=self._stage.reserve, args=(state,), daemon=True, name="reserve").start()
 
     def save(self, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-        """Commit a checkpoint of this step. A collective: all ranks call it. The optimizer's gradients must be None.
+        """Commit a checkpoint of this step, or begin to. A collective: all ranks call it.
+
+        The optimizer's gradients must be None. With `asynchronous`, `settle` says how it went.
 
         Args:
             facts: plain values for the manifest, for example the configuration.
@@ -74,32 +103,69 @@ class Saver:
         Raises:
             CannotSave: on every rank alike; what was there before is untouched.
         """
+        self.settle()
+        state = state_of(module, optimizer)
+        if self._stage is None:
+            self._commit(step, state, facts)
+            return
+        state = self._stage.copy(state)
+        fault.here("save.staged")
+
+        def work() -> None:
+            try:
+                self._commit(step, state, facts)
+            except CannotSave as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="save")
+        self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is still writing in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CannotSave: it could not be written; on every rank alike.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _commit(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
         final = self.run.checkpoint(step)
         partial = self.run.checkpoints / f"{PARTIAL}{final.name}-{self.attempt}"
         try:
-            state = state_of(module, optimizer)
-            self.world.on_first(lambda: self._begin(partial, _size_of(state)))
-            writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, thread_count=1)
+            fault.here("save.begin")
+            self.world.on_first(lambda: self._begin(partial, size_of(state)))
+            writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=False, thread_count=1)
             # DCP gathers the errors of all ranks and raises on each of them
-            dcp.save(state, storage_writer=writer)
+            dcp.save(state, storage_writer=writer, process_group=self.world.group)
+            fault.here("save.shards")
             files, problem = {}, ""
             try:
                 # of shards, those this rank wrote; of the rest, rank 0
                 mine = [n for n in os.listdir(partial) if n.startswith(f"__{self.world.rank}_")]
                 others = [n for n in os.listdir(partial) if not n.startswith("__")] if self.world.is_first else []
-                files = {name: file_digest(partial / name) for name in mine + others}
+                files = {name: _digest_and_sync(partial / name) for name in mine + others}
             except OSError as error:
                 problem = f"{error.strerror}: {error.filename}"
+            fault.here("save.hashed")
             parts = self.world.gather((files, problem))
             for _, said in parts:
                 if said:
                     raise CannotSave(said)
-            facts = facts | {
-                "format": FORMAT,
-                "step": step,
-                "files": {k: v for part, _ in parts for k, v in part.items()},
-            }
-            self.world.on_first(lambda: self._publish(partial, final, manifest_text(facts)))
+            listed = {name: entry for part, _ in parts for name, entry in part.items()}
+            manifest = manifest_text(facts | {"format": FORMAT, "step": step, "files": listed})
+            self.world.on_first(lambda: self._publish(partial, final, manifest))
+            if self.world.is_first:
+                self._saved(step)
         except CannotSave:
             self._abandon(partial)
             raise
@@ -116,31 +182,105 @@ class Saver:
         partial.mkdir()
 
     def _publish(self, partial: Path, final: Path, manifest: str) -> None:
-        for path in [*partial.iterdir(), partial / MANIFEST]:
-            with path.open("ab" if path.name != MANIFEST else "wb") as file:
-                if path.name == MANIFEST:
-                    file.write(manifest.encode())
-                    file.flush()
-                os.fsync(file.fileno())
+        with (partial / MANIFEST).open("wb") as file:
+            file.write(manifest.encode())
+            fault.here("save.manifest")
+            file.flush()
+            os.fsync(file.fileno())
         sync_folder(partial)
+        fault.here("save.synced")
         if final.exists():  # the same step, written again: only when it was found damaged or its run was edited
             set_aside(self.run, int(final.name.removeprefix("step-")))
         partial.rename(final)
+        fault.here("save.renamed")
         sync_folder(self.run.checkpoints)
+        fault.here("save.published")
         # durable from here on; only now may older ones go
-        for step in self.run.steps_saved()[self.keep :]:
-            old = self.run.checkpoint(step)
-            doomed = old.with_name(f"{PARTIAL}removing-{old.name}")
-            with contextlib.suppress(OSError):  # what cannot be removed now is removed by the next start
-                old.rename(doomed)
-                shutil.rmtree(doomed)
-        for name in os.listdir(self.run.checkpoints):
-            if name.startswith(DAMAGED):
-                shutil.rmtree(self.run.checkpoints / name, ignore_errors=True)
+        prune(self.run, self.config.checkpoint.keep, self.config.checkpoint.best)
 
     def _abandon(self, partial: Path) -> None:
         if self.world.is_first:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+class Stage:
+    """Host memory into which a state is copied, reused from one checkpoint to the next."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, ...], Tensor] = {}
+        self._lock = threading.Lock()
+
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Allocate and touch the memory that a copy of this state needs."""
+        with self._lock:
+            self._walk(state, (), lambda tensor, buffer: buffer.zero_())
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state that training cannot change. Valid until the next call."""
+        with self._lock:
+            copied = self._walk(state, (), lambda tensor, buffer: buffer.copy_(tensor.detach(), non_blocking=True))
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return dict(copied)
+
+    def _walk(self, value: Any, path: tuple[str, ...], fill: Callable[[Tensor, Tensor], Any]) -> Any:
+        if isinstance(value, dict):
+            return {key: self._walk(inner, (*path, str(key)), fill) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._walk(inner, (*path, str(place)), fill) for place, inner in enumerate(value))
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        buffer = self._buffers.get(path)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            pin = value.device.type == "cuda"
+            buffer = self._buffers[path] = torch.empty(value.shape, dtype=value.dtype, pin_memory=pin)
+        fill(value, buffer)
+        return buffer
+
+
+def _digest_and_sync(path: Path) -> dict[str, Any]:
+    """Hash a file while the disk takes it in: the hash reads from memory what fsync is writing out."""
+    with path.open("rb") as file:
+        problem: list[OSError] = []
+
+        def sync() -> None:
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                problem.append(error)
+
+        thread = threading.Thread(target=sync)
+        thread.start()
+        try:
+            return file_digest(path)
+        finally:
+            thread.join()
+            if problem:
+                raise problem[0]
+
+
+def prune(run: Run, keep: int, best: str) -> None:
+    """Remove all checkpoints but the newest `keep` and the one with the best value of the metric `best`."""
+    kept = set(run.steps_saved()[:keep])
+    if best:
+        scores = {line["step"]: line["eval"].get(best) for line in evaluations(run)}
+        known = [(step, scores[step]) for step in run.steps_saved() if scores.get(step) is not None]
+        if known:
+            pick = min if best == "loss" else max
+            kept.add(pick(known, key=lambda pair: pair[1])[0])
+    for step in run.steps_saved():
+        if step in kept:
+            continue
+        old = run.checkpoint(step)
+        doomed = old.with_name(f"{PARTIAL}removing-{old.name}")
+        with contextlib.suppress(OSError):  # what cannot be removed now is removed by the next start
+            old.rename(doomed)
+            fault.here("prune.renamed")
+            shutil.rmtree(doomed)
+            fault.here("prune.removed")
+    for name in os.listdir(run.checkpoints):
+        if name.startswith(DAMAGED):
+            shutil.rmtree(run.checkpoints / name, ignore_errors=True)
 
 
 def _reason(error: BaseException) -> str:

@@ -42,6 +42,7 @@ def evaluate(
     precision: Precision,
     workers: int = 0,
     stop: Callable[[], bool] = lambda: False,
+    beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float] | None:
     """Loss and metrics over the whole data set, weighted by true counts; None if a stop came in between.
 
@@ -67,6 +68,7 @@ def evaluate(
                     return None
                 if slot * world.size + world.rank >= micros:
                     continue
+                beat()
                 micro, batch = next(mine)
                 seed_compute(micro.seed, world.device)
                 samples = len(micro.indices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import resource
 import time
@@ -16,9 +17,10 @@ from torch import Tensor
 from train import config as configuration
 from train.config import Config
 from train.data.loader import Plan, batches, micro_batches_of, seed_compute
-from train.engine import schedule
+from train.engine import fault, heartbeat, schedule
 from train.engine.checkpoint import CannotSave, Saver
 from train.engine.evaluate import evaluate
+from train.engine.heartbeat import Heart
 from train.engine.parallel import TAIL, Replica, World
 from train.engine.precision import Precision
 from train.engine.report import Report
@@ -46,6 +48,7 @@ class Job:
     saver: Saver
     report: Report
     stop: StopRequest
+    heart: Heart
     evaluated: int
     """Last step after which an evaluation is on record; -1 without one."""
 
@@ -86,10 +89,13 @@ def train(job: Job, done: int) -> Done:
                     group["lr"] = rate * factor
                 sums = _step(job, done, stream, meter, save=clock.is_due())
                 done += 1
+                job.heart.beat(heartbeat.TRAINING, done)
+                if not job.saver.is_prepared:
+                    job.saver.prepare(job.replica.module, job.optimizer)
                 readback.put(_Step(done, rates[0] * factor, plan.samples(done - 1)), sums)
 
-            boundary = done == job.total_steps or _save_due(config, done) or _evaluation_due(job, done)
-            save = boundary and (done == job.total_steps or _save_due(config, done))
+            save = done == job.total_steps or _save_due(job, done)
+            boundary = save or _evaluation_due(job, done)
             for step, values in readback.take(everything=boundary):
                 stop_asked, save_asked = _digest(job, step, values, meter)
                 stopping |= stop_asked
@@ -101,9 +107,11 @@ def train(job: Job, done: int) -> Done:
                     saved = done
                 clock.restart()
             if not stopping and _evaluation_due(job, done):
+                fault.here("evaluate")
                 metrics = evaluate(
                     job.task, job.replica.module, job.eval_set, dataclasses.replace(plan, length=len(job.eval_set)),
                     world, job.precision, config.data.workers, lambda: job.stop.asked,
+                    functools.partial(job.heart.beat, heartbeat.EVALUATING, done),
                 )  # fmt: skip
                 stopping |= metrics is None
                 if metrics is not None:
@@ -115,6 +123,7 @@ def train(job: Job, done: int) -> Done:
                 meter.restart()
             if stopping:
                 break
+        _settle(job)
     finally:
         stream.close()  # ends the loader's processes
     return Done(done, stopping and (done < job.total_steps or _evaluation_due(job, done)), metrics)
@@ -125,6 +134,7 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool)
     replica, world, plan, precision = job.replica, job.world, job.plan, job.precision
     samples = plan.samples(step)
     slots, micros = plan.slots(step, world.size), plan.micro_batches(step)
+    fault.here("step")
     total: Any = 0.0
     count: Any = 0.0
     counted = 0.0
@@ -230,8 +240,12 @@ def _epoch(plan: Plan, done: int) -> int:
     return plan.epoch(done - 1) + 1
 
 
-def _save_due(config: Config, done: int) -> bool:
-    return config.checkpoint.every_steps is not None and done % config.checkpoint.every_steps == 0
+def _save_due(job: Job, done: int) -> bool:
+    """Whether a checkpoint belongs to this step, whatever the clock says."""
+    checkpoint = job.config.checkpoint
+    if checkpoint.best and _evaluation_due(job, done):
+        return True
+    return checkpoint.every_steps is not None and done % checkpoint.every_steps == 0
 
 
 def _evaluation_due(job: Job, done: int) -> bool:
@@ -253,7 +267,6 @@ def _save(job: Job, done: int, is_last: bool) -> bool:
     for name, parameter in job.replica.module.named_parameters():
         if not torch.isfinite(parameter).all():
             raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
-    job.report.sync()
     scaler = job.precision.scaler
     facts = {
         "epoch": _epoch(job.plan, done),
@@ -264,17 +277,33 @@ def _save(job: Job, done: int, is_last: bool) -> bool:
         "torch": torch.__version__,
         "scaler": scaler.state_dict() if scaler is not None else None,
     }
+    job.heart.beat(heartbeat.SAVING, done)
+    _settle(job)
     try:
+        # a checkpoint must find the lines of all steps before it on the disk
+        if job.world.any(not job.report.sync()):
+            raise CannotSave("metrics and sample logs cannot be written")
         job.saver.save(done, job.replica.module, job.optimizer, facts)
+        if is_last:
+            job.saver.settle()
     except CannotSave as error:
         if is_last:
             raise TrainingFailed(f"the checkpoint of step {done} could not be saved: {error}") from error
-        job.report.say(f"warning: the checkpoint of step {done} could not be saved ({error}); training goes on")
+        _warn_unsaved(job, error)
         return False
-    if job.world.is_first:
-        job.run.update(step=done, epoch=_epoch(job.plan, done))
-    job.report.say(f"saved {job.run.checkpoint(done).name}")
     return True
+
+
+def _settle(job: Job) -> None:
+    """Wait for the checkpoint that is being written in the background."""
+    try:
+        job.saver.settle()
+    except CannotSave as error:
+        _warn_unsaved(job, error)
+
+
+def _warn_unsaved(job: Job, error: CannotSave) -> None:
+    job.report.say(f"warning: a checkpoint could not be saved ({error}); training goes on and tries again")
 
 
 @dataclasses.dataclass(frozen=True)

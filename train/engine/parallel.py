@@ -28,6 +28,14 @@ class World:
 
     def __init__(self, rank: int, size: int, local_rank: int, device: torch.device) -> None:
         self.rank, self.size, self.local_rank, self.device = rank, size, local_rank, device
+        self.group: Any = None
+        """The process group of the collectives below; None is the default one."""
+
+    def with_own_group(self) -> World:
+        """The same ranks with a group on the CPU of its own, for collectives of another thread. A collective."""
+        other = World(self.rank, self.size, self.local_rank, torch.device("cpu"))
+        other.group = dist.new_group(backend="gloo") if self.size > 1 else None
+        return other
 
     @property
     def is_first(self) -> bool:
@@ -35,14 +43,14 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def share(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
         if self.size == 1:
             return value  # type: ignore[return-value]
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[return-value]
 
     def on_first(self, action: Callable[[], T]) -> T:
@@ -64,13 +72,13 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def add(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def any(self, flag: bool) -> bool:

@@ -6,12 +6,14 @@ are cut to the step of the loaded checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,14 +56,63 @@ def cut(run: Run, step: int) -> None:
             os.truncate(path, end)
 
 
-def last_evaluation(run: Run) -> dict[str, Any] | None:
-    """The last evaluation line of metrics.jsonl."""
-    found = None
+def evaluations(run: Run) -> list[dict[str, Any]]:
+    """The evaluation lines of metrics.jsonl, in their order. A line that is being written right now is left out."""
+    found = []
     if run.metrics.exists():
         for line in run.metrics.read_text().splitlines():
-            if '"eval"' in line:
-                found = json.loads(line)
+            with contextlib.suppress(ValueError):
+                if '"eval"' in line:
+                    found.append(json.loads(line))
     return found
+
+
+def last_evaluation(run: Run) -> dict[str, Any] | None:
+    """The last evaluation line of metrics.jsonl."""
+    return next(iter(reversed(evaluations(run))), None)
+
+
+class _Lines:
+    """Appends whole lines to a file. What a full disk refuses stays here and is tried again, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._good = path.stat().st_size
+        self._pending: list[bytes] = []
+
+    def add(self, line: str) -> None:
+        self._pending.append(line.encode() + b"\n")
+
+    def flush(self) -> bool:
+        """Hand the lines to the system. Whether it took them all."""
+        if not self._pending:
+            return True
+        text = b"".join(self._pending)
+        try:
+            taken = 0
+            while taken < len(text):  # a disk that fills up takes a part and then fails
+                taken += self._file.write(text[taken:]) or 0
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._good)
+            return False
+        self._good += len(text)
+        self._pending = []
+        return True
+
+    def sync(self) -> bool:
+        """Make the lines durable. Whether they are."""
+        if not self.flush():
+            return False
+        try:
+            os.fsync(self._file.fileno())
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
 
 
 class Report:
@@ -69,16 +120,16 @@ class Report:
 
     def __init__(self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool) -> None:
         self.run, self.world, self.total_steps = run, world, total_steps
-        self._metrics: IO[str] | None = None
-        self._samples: IO[str] | None = None
+        self._metrics: _Lines | None = None
+        self._samples: _Lines | None = None
         self._board: Any = None
         self._bar: Any = None
         self._next_progress = self._next_line = 0.0
         if config.log.samples:
-            self._samples = (run.folder / f"samples.rank{world.rank}.log").open("a", encoding="ascii")
+            self._samples = _Lines(run.folder / f"samples.rank{world.rank}.log")
         if not world.is_first:
             return
-        self._metrics = run.metrics.open("a", encoding="utf-8")
+        self._metrics = _Lines(run.metrics)
         if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -94,32 +145,39 @@ class Report:
         """Note which samples this rank consumed in a step (counted from 1)."""
         if self._samples is not None:
             ids = [str(index) for part in indices for index in part.tolist()]
-            self._samples.write(" ".join([str(step), *ids]) + "\n")
+            self._samples.add(" ".join([str(step), *ids]))
 
     def training(self, line: dict[str, Any]) -> None:
         """A training line of metrics.jsonl. Rank 0 only."""
         self._write(line)
-        if self._board is not None:
-            for name in ("loss", "lr", "samples_per_s", "data_wait", "step_time", "memory"):
-                self._board.add_scalar(f"train/{name}", line[name], line["step"])
+        names = ("loss", "lr", "samples_per_s", "data_wait", "step_time", "memory")
+        self._show({f"train/{name}": line[name] for name in names}, line["step"])
 
     def evaluation(self, step: int, epoch: int, samples: int, figures: dict[str, float]) -> None:
         """An evaluation line of metrics.jsonl. Rank 0 only."""
         self._write({"step": step, "epoch": epoch, "samples": samples, "eval": figures})
         assert self._metrics is not None
         self._metrics.flush()
-        if self._board is not None:
-            for name, value in figures.items():
-                self._board.add_scalar(f"eval/{name}", value, step)
-            self._board.flush()
+        self._show({f"eval/{name}": value for name, value in figures.items()}, step)
         text = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         self.say(f"evaluation after step {step} (epoch {epoch}, {samples} samples): {text}")
+
+    def _show(self, values: dict[str, float], step: int) -> None:
+        """Hand values to TensorBoard. It must not end a run: where it cannot write, it is given up."""
+        if self._board is None:
+            return
+        try:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+        except OSError as error:
+            self._board = None
+            self.say(f"warning: no more TensorBoard events: {error}")
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self._metrics is not None
         # JSON has no NaN; a reader should not have to know Python's dialect
         text = json.dumps(line, allow_nan=False) if _finite(line) else json.dumps(_without_nan(line))
-        self._metrics.write(text + "\n")
+        self._metrics.add(text)
 
     def progress(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
         """Show how far it is: the bar or a line now and then, and run.json for other processes. Rank 0 only."""
@@ -136,7 +194,8 @@ class Report:
             self._next_progress = now + _PROGRESS_EVERY
             if self._metrics is not None:
                 self._metrics.flush()
-            self.run.update(durable=False, step=step, epoch=epoch, loss=loss, samples_per_s=round(samples_per_s, 1))
+            with contextlib.suppress(OSError):  # a full disk: the next one may get through
+                self.run.update(durable=False, step=step, epoch=epoch, loss=loss, samples_per_s=round(samples_per_s, 1))
 
     def say(self, text: str) -> None:
         """A line for people, from rank 0, that does not tear the bar."""
@@ -147,17 +206,16 @@ class Report:
         else:
             log.info(text)
 
-    def sync(self) -> None:
-        """Make this rank's lines durable: a published checkpoint must find the lines of all steps before it."""
-        for file in (self._metrics, self._samples):
-            if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
+    def sync(self) -> bool:
+        """Make this rank's lines durable: a published checkpoint must find those of all steps before it."""
+        synced = [file.sync() for file in (self._metrics, self._samples) if file is not None]
+        return all(synced)
 
     def close(self) -> None:
         for file in (self._metrics, self._samples, self._board, self._bar):
             if file is not None:
-                file.close()
+                with contextlib.suppress(OSError):
+                    file.close()
 
 
 def _finite(line: dict[str, Any]) -> bool:

@@ -6,16 +6,21 @@ torchrun. `train run` calls `run_rank` in its own process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from train.engine import fault, heartbeat
+from train.engine.heartbeat import Heart
 from train.engine.stop import StopRequest
 from train.errors import FAILED, FINISHED, REFUSED, STOPPED, Refused, TrainingFailed, one_line
 from train.runs import store
@@ -59,13 +64,16 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
     An exception that is not the run's own fault for certain is left to the caller: see `failure_of`.
     """
     job: Job | None = None
+    fault.arm(os.environ.get("TRAIN_FAULT"), seat.rank)
+    heart = Heart(run.logs(attempt) / f"rank{seat.rank}.beat")
     try:
-        job, done = _set_up(run, seat, attempt, stop, bar)
+        job, done = _set_up(run, seat, attempt, stop, bar, heart)
         from train.engine.loop import train
 
         outcome = train(job, done)
         return _conclude(job, outcome)
     except (Refused, TrainingFailed) as error:
+        heart.beat(heartbeat.ENDING, 0)
         refused = isinstance(error, Refused)
         if seat.rank == 0:
             run.update(state=store.FAILED, reason=str(error), ended=store.now())
@@ -76,7 +84,7 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
             job.report.close()
 
 
-def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> tuple[Job, int]:
+def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, heart: Heart) -> tuple[Job, int]:
     import torch
 
     from train.engine import build, checkpoint, parallel, prepare, report
@@ -106,6 +114,7 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) ->
     optimizer = build.make_optimizer(task, model, config)
     rates = [group["lr"] for group in optimizer.param_groups]
 
+    fault.here("start")
     step, manifest = world.on_first(lambda: _begin(run))
     if manifest:
         checkpoint.load(run.checkpoint(step), model, optimizer)
@@ -113,14 +122,22 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) ->
             group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
         if precision.scaler is not None and manifest.get("scaler"):
             precision.scaler.load_state_dict(manifest["scaler"])
+    fault.here("loaded")
     if config.compile:
         model.compile()
     replica = parallel.Replica(model, world, config, precision)
     evaluation = world.on_first(lambda: report.last_evaluation(run))
+    told = report.Report(run, world, config, total, step, bar and world.is_first)
+
+    def saved(at: int) -> None:
+        told.say(f"saved {run.checkpoint(at).name}")
+        with contextlib.suppress(OSError):
+            run.update(saved_step=at)
+
     job = Job(
         run, task, config, world, precision, replica, optimizer, train_set, eval_set, plan, total,
-        checkpoint.Saver(run, world, config.checkpoint.keep, attempt),
-        report.Report(run, world, config, total, step, bar and world.is_first), stop,
+        checkpoint.Saver(run, world, config, attempt, saved),
+        told, stop, heart,
         evaluation["step"] if evaluation else -1,
     )  # fmt: skip
     if world.is_first:
@@ -159,6 +176,7 @@ def _conclude(job: Job, outcome: Done) -> int:
     from train.engine.report import last_evaluation
 
     job.report.sync()
+    job.heart.beat(heartbeat.ENDING, outcome.step)
     if not job.world.is_first:
         return STOPPED if outcome.stopped else FINISHED
     record: dict[str, Any] = {"step": outcome.step, "ended": store.now()}
@@ -171,8 +189,10 @@ def _conclude(job: Job, outcome: Done) -> int:
         return STOPPED
     evaluation = last_evaluation(job.run)
     figures = dict(evaluation["eval"]) if evaluation else {}
+    fault.here("finish")
     digest = checkpoint.weights_sha256(checkpoint.weights(job.replica.module))
     job.run.update(state=store.FINISHED, reason="", weights_sha256=digest, metrics=figures, **record)
+    fault.here("finished")
     job.report.say(f"finished after {outcome.step} steps; weights {digest[:16]}…")
     return FINISHED
 
@@ -212,6 +232,9 @@ def main() -> None:
     attempt = int(os.environ.get("TRAIN_ATTEMPT", "1"))
     log_to(sys.stderr)
     seat = seat_of_environment()
+    # what the agent asks for when nothing moves; works also while this process waits inside a C function
+    stacks = (run.logs(attempt) / f"rank{seat.rank}.stack.txt").open("a")
+    faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
     code = 1
     try:
         run_rank(run, seat, attempt, stop, bar=False)

@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import tomllib
 import traceback
 import uuid
 from pathlib import Path
@@ -25,9 +27,13 @@ from train.runs import store
 from train.runs.follow import CODES, View
 from train.runs.launch import Order, session_of
 from train.runs.store import Lock, Run
+from train.runs.watch import Watch
 
 MAX_RESTARTS = 3
 """Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
+
+_GRACE = 3.0
+"""Seconds that ranks have to notice by themselves that one of them is dead."""
 
 
 def main() -> None:
@@ -211,6 +217,7 @@ class Agent:
         record = run.read()
         self.script: list[str] = [record["script"], *record["script_arguments"]] if record.get("script") else []
         self.max_restarts = int(record.get("max_restarts", MAX_RESTARTS))
+        self._hang: str | None = None
         self.view = View(run, sys.stderr, show_log=bool(self.script))
 
     def supervise(self) -> int:
@@ -268,6 +275,7 @@ class Agent:
         """Start the ranks and wait for their end. Returns exit codes of those that failed first, by rank."""
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        self._hang = None
         failures: dict[int, int] = {}
         problem: list[BaseException] = []
 
@@ -280,6 +288,9 @@ class Agent:
                 traceback.print_exc()
                 problem.append(error)
 
+        logs = self.run.logs(attempt)
+        watch = Watch(logs, self.ranks, *self._allowances()) if not self.script else None
+        dead_since: float | None = None
         thread = threading.Thread(target=host, name="torchrun")
         thread.start()
         forwarded = False
@@ -288,22 +299,41 @@ class Agent:
             thread.join(0.2)
             wanted = self.run.stop_asked()
             if wanted and not self.stop.asked:
-                self.stop.asked, self.stop.reason = True, "train stop"
+                self.stop.asked, self.stop.reason = True, store.WHO.get(wanted, wanted)
             ranks = self._ranks()
             if ranks and ranks != recorded and len(ranks) == self.ranks:
                 recorded = ranks
                 self.run.update(durable=False, pids={"agent": os.getpid(), "ranks": ranks})
-            if self.stop.asked and (not forwarded or wanted == "now") and ranks:
-                self.stop.reason = "train stop --now" if wanted == "now" else self.stop.reason
+            if self.stop.asked and (not forwarded or wanted == store.NOW) and ranks:
+                self.stop.reason = store.WHO[store.NOW] if wanted == store.NOW else self.stop.reason
                 for pid in ranks:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL if wanted == "now" else signal.SIGTERM)
+                        os.kill(pid, signal.SIGKILL if wanted == store.NOW else signal.SIGTERM)
                 forwarded = True
+            if watch is not None and ranks:
+                if dead_since is None and watch.dead():
+                    dead_since = time.monotonic()
+                self._hang = self._hang or watch.hangs()
+                if self._hang and dead_since is None:
+                    watch.dump()
+                    dead_since = 0.0
+                # torchrun alone would give peers that wait for the dead 30 seconds
+                if dead_since is not None and time.monotonic() - dead_since > _GRACE:
+                    for pid in ranks:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
                 self.view.update(self.run.read())
+        for path in [*logs.glob("*.beat"), *(path for path in logs.glob("*.stack.txt") if not path.stat().st_size)]:
+            path.unlink(missing_ok=True)
         if problem and not failures:
             failures[0] = 1
         return failures
+
+    def _allowances(self) -> tuple[float | None, float]:
+        content = tomllib.loads((self.run.folder / "config.toml").read_text())
+        watch = content.get("watch", {})
+        return watch.get("hang_minutes"), float(watch.get("start_minutes", 30.0))
 
     def _ranks(self) -> list[int]:
         import psutil
@@ -321,6 +351,15 @@ class Agent:
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
         record_threads(self.run, self.script, self.ranks)
         os.environ["TRAIN_AGENT_PID"] = str(os.getpid())
+        logs = self.run.logs(attempt)
+        # NCCL's flight recorder, under the names of torch 2.7 and of later releases; runs/watch.py asks for its trace
+        for size in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
+            os.environ.setdefault(size, "2000")
+        for dump in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT"):
+            os.environ.setdefault(dump, "1")
+        for file in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
+            os.environ[file] = str(logs / "nccl-trace-rank")
+        os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(logs / "nccl-rank")
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         config = LaunchConfig(
             min_nodes=1,
@@ -339,6 +378,8 @@ class Agent:
 
     def _explain(self, attempt: int, failures: dict[int, int]) -> tuple[str, bool]:
         """Why the attempt died, and whether it would die again in the same way."""
+        if self._hang:
+            return self._hang, False
         for rank, code in sorted(failures.items()):
             # a rank that agent or peers ended shows SIGTERM; the first cause is another one
             if code < 0 and -code != signal.SIGTERM:
@@ -363,8 +404,6 @@ def record_threads(run: Run, script: list[str], ranks: int) -> None:
         if ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         return
-    import tomllib
-
     threads = tomllib.loads((run.folder / "config.toml").read_text()).get("cpu_threads", 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)
 

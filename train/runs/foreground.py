@@ -69,8 +69,8 @@ def watch_stop_file(made: Run, stop: StopRequest) -> None:
             time.sleep(0.2)
             wanted = made.stop_asked()
             if wanted and not stop.asked:
-                stop.asked, stop.reason = True, "train stop"
-            if wanted == "now":
+                stop.asked, stop.reason = True, store.WHO.get(wanted, wanted)
+            if wanted == store.NOW:
                 made.end_attempt(store.STOPPED, "stopped at once (train stop --now)", store.STOPPED)
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
-from train.runs.store import Run, remove
+from train.runs.store import NOW, Run, remove
 
 
 @dataclasses.dataclass
@@ -107,7 +107,7 @@ def _withdraw(desk: Path, order: Order) -> Path:
     answer = desk / "answer.json"
     if answer.exists() and "refused" not in json.loads(answer.read_text()):
         run = Run(Path(order.runs) / order.name)
-        run.stop(now=True)
+        run.stop(NOW)
         if order.kind != "resume":
             remove(run)
     return desk

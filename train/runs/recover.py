@@ -11,19 +11,19 @@ from train.runs.store import Run
 
 
 def resumable(run: Run) -> bool:
-    """Whether `train resume --all` takes this run: not those that a user stopped, or that failed."""
+    """Whether `train resume --all` and the keeper take this run: not those that a user stopped, or that failed."""
     try:
         record = run.shown()
     except Refused:
         return False
-    by_user = "train stop" in (record.get("reason") or "")
+    by_user = store.WHO[store.POLITE] in (record.get("reason") or "")
     return record["state"] == store.INTERRUPTED or (record["state"] == store.STOPPED and not by_user)
 
 
 def stop(run: Run, now: bool) -> tuple[int, str]:
     """Stop a run and wait until it has. Returns an exit code and a line that says how it stands."""
     if run.alive():
-        run.stop(now)
+        run.stop(store.NOW if now else store.POLITE)
     record = run.shown()
     state = record["state"]
     if state == store.INTERRUPTED:

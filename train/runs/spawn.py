@@ -33,18 +33,28 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
-def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) -> int:
+def start_ranks(
+    made: Run, lock: Lock, ranks: int, attempt: int, meeting: str, environment: dict[str, str] | None = None
+) -> list[Any]:
+    """Start the ranks of an attempt; they meet in the folder `meeting`, fresh for every attempt."""
     import torch.multiprocessing as mp
 
-    made.clear_stop()
     context = mp.get_context("forkserver")
+    processes = []
+    for rank in range(ranks):
+        seat = Seat(rank, ranks, rank, ranks, f"file://{meeting}/store")
+        arguments = (str(made.folder), seat, attempt, _Held(lock.fd), environment or {})
+        process = context.Process(target=_spawned, args=arguments)
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) -> int:
+    """Train with so many ranks and wait for their end. Returns the exit code."""
+    made.clear_stop()
     with tempfile.TemporaryDirectory(prefix="train-spawn-") as meeting:
-        processes = []
-        for rank in range(ranks):
-            seat = Seat(rank, ranks, rank, ranks, f"file://{meeting}/store")
-            process = context.Process(target=_spawned, args=(str(made.folder), seat, attempt, _Held(lock.fd)))
-            process.start()
-            processes.append(process)
+        processes = start_ranks(made, lock, ranks, attempt, meeting)
         made.update(durable=False, pids={"ranks": [process.pid for process in processes]})
         first: int | None = None
         forwarded = False
@@ -52,13 +62,13 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
             time.sleep(0.05)
             wanted = made.stop_asked()
             if wanted and not stop.asked:
-                stop.asked, stop.reason = True, "train stop"
+                stop.asked, stop.reason = True, store.WHO.get(wanted, wanted)
             if stop.asked and not forwarded:
                 forwarded = True
                 for process in processes:
                     process.terminate()
             died = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
-            if wanted == "now" or (died and first is None):
+            if wanted == store.NOW or (died and first is None):
                 first = died[0] if died else None
                 time.sleep(0.2)  # let the others notice by themselves and say so in their logs
                 for process in processes:
@@ -70,8 +80,8 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
     if record["state"] != store.RUNNING:
         made.end_attempt(record["state"], record["reason"])
         return CODES.get(record["state"], FAILED)
-    if stop.asked and wanted == "now":
-        made.end_attempt(store.STOPPED, "stopped at once (train stop --now)", store.STOPPED)
+    if stop.asked:  # at once, or before the ranks could listen
+        made.end_attempt(store.STOPPED, f"stopped ({stop.reason})", store.STOPPED)
         return STOPPED
     code = processes[first].exitcode if first is not None else 0
     error = made.logs(attempt) / f"rank{first}.error.json"
@@ -102,7 +112,8 @@ class _Held:
         self.fd = passed.detach()
 
 
-def _spawned(folder: str, seat: Seat, attempt: int, held: _Held) -> None:
+def _spawned(folder: str, seat: Seat, attempt: int, held: _Held, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     # forked by the fork server, which lives exactly as long as the process that asked for us
     die_with_parent(os.getppid())
     stop = StopRequest()

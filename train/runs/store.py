@@ -23,6 +23,10 @@ from typing import Any
 from train.errors import Refused, nearest
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
+POLITE, NOW, KEEPER = "polite", "now", "keeper"
+"""Requests to stop: save first; at once; save first, on the keeper's behalf, which will continue the run."""
+WHO = {POLITE: "train stop", NOW: "train stop --now", KEEPER: "the keeper"}
+"""What run.json says of them."""
 INTERRUPTED = "interrupted"
 """Effective only: recorded as running, but no process of the run is alive."""
 
@@ -222,12 +226,12 @@ class Run:
         """The effective state."""
         return str(self.shown().get("state"))
 
-    def ask_stop(self, now: bool) -> None:
+    def ask_stop(self, wanted: str) -> None:
         """Ask a live run to stop. By a file: process ids mean nothing on the other side of a container's wall."""
-        write_atomically(self.folder / "stop", "now\n" if now else "polite\n", durable=False)
+        write_atomically(self.folder / "stop", f"{wanted}\n", durable=False)
 
     def stop_asked(self) -> str:
-        """'polite', 'now', or '' when nobody asked by file."""
+        """POLITE, NOW or KEEPER, or '' when nobody asked by file."""
         try:
             return (self.folder / "stop").read_text().strip()
         except OSError:
@@ -238,12 +242,11 @@ class Run:
         with contextlib.suppress(OSError):
             (self.folder / "stop").unlink()
 
-    def stop(self, now: bool = False) -> None:
+    def stop(self, wanted: str) -> None:
         """Ask until the run is not alive any more: a run that is just starting may overlook the first request."""
-        wanted = "now" if now else "polite"
         while self.alive():
-            if self.stop_asked() not in (wanted, "now"):
-                self.ask_stop(now)
+            if self.stop_asked() not in (wanted, NOW):
+                self.ask_stop(wanted)
             time.sleep(0.05)
         self.clear_stop()
 

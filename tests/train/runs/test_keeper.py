@@ -1,0 +1,108 @@
+"""The keeper: interrupted runs come back by themselves, stopped ones rest, and SIGTERM loses no step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import PATIENCE, Station
+
+FIELDS = (
+    "--epochs", 4, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
+    "--log.samples", "true", "--log.tensorboard", "false", "--task.width", 8, "--cpu_threads", 1,
+)  # fmt: skip
+STEPS = 96
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared_station: Station) -> dict[str, Any]:
+    """The record of a run that nobody kills."""
+    shared_station.ok("run", "digits", "--name", "kept-base", "--spawn", 2, *FIELDS)
+    return shared_station.record("kept-base")
+
+
+@pytest.fixture
+def keeper(station: Station) -> Iterator[subprocess.Popen[str]]:
+    """A keeper that looks after the station's runs."""
+    process = station.start("keeper")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def kill_agent(station: Station, name: str) -> None:
+    os.kill(station.record(name)["pids"]["agent"], signal.SIGKILL)
+
+
+def test_a_run_whose_agent_is_killed_comes_back_and_ends_with_the_same_weights(
+    station: Station, keeper: subprocess.Popen[str], undisturbed: dict[str, Any]
+) -> None:
+    station.ok("launch", "digits", "--name", "a", "--nproc", 2, *FIELDS)
+    station.wait_for_step("a", 12)
+    kill_agent(station, "a")
+    station.wait("a", lambda record: len(record["attempts"]) > 1, "a second attempt")
+    record = station.wait_for_end("a")
+    assert (record["state"], record["weights_sha256"]) == ("finished", undisturbed["weights_sha256"])
+
+
+def test_sigterm_saves_all_runs_and_a_keeper_brings_them_back_but_not_those_of_a_user(
+    station: Station, keeper: subprocess.Popen[str], undisturbed: dict[str, Any]
+) -> None:
+    for name in ("mine", "rests"):
+        station.ok("launch", "digits", "--name", name, "--nproc", 2, *FIELDS)
+    station.wait_for_step("rests", 3)
+    station.ok("stop", "rests")
+    station.wait_for_step("mine", 10)
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(PATIENCE) == 0
+    stopped = station.record("mine")
+    assert stopped["state"] == "stopped"
+    assert station.run("mine").steps_saved()[0] == stopped["step"], "a polite stop loses no step"
+
+    station.ok("keeper", "--once")
+    record = station.wait_for_end("mine")
+    assert (record["state"], record["weights_sha256"]) == ("finished", undisturbed["weights_sha256"])
+    assert station.record("rests")["state"] == "stopped"
+    assert len(station.record("rests")["attempts"]) == 1
+
+
+def test_two_keepers_never_run_the_same_run_twice(station: Station, undisturbed: dict[str, Any]) -> None:
+    keepers = [station.start("keeper") for _ in range(2)]
+    try:
+        station.ok("launch", "digits", "--name", "a", "--nproc", 2, *FIELDS)
+        station.wait_for_step("a", 12)
+        kill_agent(station, "a")
+        record = {}
+        station.wait("a", lambda record: record["state"] == "finished", "its end")
+        record = station.wait_for_end("a")
+        assert record["weights_sha256"] == undisturbed["weights_sha256"]
+        assert len(record["attempts"]) == 2
+    finally:
+        for process in keepers:
+            process.kill()
+            process.wait()
+
+
+def test_a_run_that_is_interrupted_again_and_again_without_progress_is_failed(
+    station: Station,
+) -> None:
+    station.ok("launch", "digits", "--name", "a", *FIELDS, "--checkpoint.every_steps", 10**6)
+    station.wait_for_step("a", 1)
+    keeper = station.start("keeper")
+    try:
+        for attempt in range(1, 5):
+            station.wait(
+                "a", lambda record, n=attempt: len(record["attempts"]) == n and record["pids"].get("ranks"), "up"
+            )
+            kill_agent(station, "a")
+            station.wait("a", lambda record: record["state"] != "running", "its death")
+        station.wait("a", lambda record: record["state"] == "failed", "failed")
+        assert "without a new checkpoint" in station.record("a")["reason"]
+    finally:
+        keeper.kill()
+        keeper.wait()

@@ -1,0 +1,123 @@
+"""`train bench checkpoint`: how long a checkpoint stalls training, and how fast it becomes durable.
+
+The same state (parameters and momentum of one optimizer) is saved with torch.save, with torch.distributed.checkpoint
+as it comes, and as a run does it, in turn and several times in one process; `dd conv=fsync` beside it says what the
+disk can do. All are made durable, for a checkpoint that a power cut takes away is none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from train.config import Config
+from train.engine.checkpoint import Saver, size_of, state_of
+from train.engine.parallel import World
+from train.runs.store import Run, sync_folder
+
+
+def bench(folder: Path, megabytes: list[int], times: int = 5) -> str:
+    """Measure in a folder of the disk that runs are kept on. Returns a table in Markdown."""
+    lines = [
+        "| state | way | stall s | stall / torch.save | durable after s | MB/s | rate / dd |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for size in megabytes:
+        with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
+            lines += _measure(Path(name), size, times)
+    return "\n".join(lines)
+
+
+def _measure(folder: Path, megabytes: int, times: int) -> list[str]:
+    # layers of 4 MB, as real models are made of many tensors; parameters and momentum are two halves of the state
+    layers = [nn.Linear(1024, 1023) for _ in range(max(1, round(megabytes / 2 / 4.19)))]
+    module = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    size = size_of(state_of(module, optimizer))
+
+    run = Run(folder / "run")
+    run.checkpoints.mkdir(parents=True)
+    world = World(0, 1, 0, torch.device("cpu"))
+    savers = {}
+    for asynchronous in (False, True):
+        config = Config()
+        config.checkpoint.asynchronous, config.checkpoint.keep = asynchronous, 1
+        savers[asynchronous] = Saver(run, world, config, 1, lambda step: None)
+    savers[True].prepare(module, optimizer)
+    step = 0
+
+    def with_torch_save() -> tuple[float, float]:
+        begin, path = time.perf_counter(), folder / "state.pt"
+        torch.save({"model": module.state_dict(), "optim": optimizer.state_dict()}, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        took = time.perf_counter() - begin
+        path.unlink()
+        return took, took
+
+    def with_dcp() -> tuple[float, float]:
+        begin, target = time.perf_counter(), folder / "dcp"
+        dcp.save(state_of(module, optimizer), storage_writer=dcp.FileSystemWriter(target, sync_files=True))
+        sync_folder(target)
+        took = time.perf_counter() - begin
+        shutil.rmtree(target)
+        return took, took
+
+    def ours(asynchronous: bool) -> Callable[[], tuple[float, float]]:
+        def save() -> tuple[float, float]:
+            nonlocal step
+            step += 1
+            begin = time.perf_counter()
+            savers[asynchronous].save(step, module, optimizer, {})
+            stall = time.perf_counter() - begin
+            savers[asynchronous].settle()
+            return stall, time.perf_counter() - begin
+
+        return save
+
+    def with_dd() -> tuple[float, float]:
+        begin, path = time.perf_counter(), folder / "dd"
+        count = max(1, size >> 20)
+        command = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={count}", "conv=fsync"]
+        subprocess.run(command, check=True, capture_output=True)
+        took = time.perf_counter() - begin
+        path.unlink()
+        return took, took
+
+    ways = {
+        "dd conv=fsync": with_dd,
+        "torch.save": with_torch_save,
+        "DCP": with_dcp,
+        "train, synchronous": ours(False),
+        "train, asynchronous": ours(True),
+    }
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    time.sleep(0.1 + size / 2e9)  # the reservation of memory happens in the background, as it does in a run
+    for _ in range(times):  # in turn, so that a slow moment of the disk meets all of them
+        for way, measure in ways.items():
+            found[way].append(measure())
+    stalls = {way: statistics.median(stall for stall, _ in pairs) for way, pairs in found.items()}
+    durable = {way: statistics.median(whole for _, whole in pairs) for way, pairs in found.items()}
+    rows = []
+    for way in ways:
+        ratio = stalls[way] / stalls["torch.save"]
+        stall = "-" if way.startswith("dd") else f"{stalls[way]:.3f}"
+        share = "-" if way.startswith("dd") else f"{ratio:.2f}"
+        rate, fraction = size / 1e6 / durable[way], durable["dd conv=fsync"] / durable[way]
+        figures = [stall, share, f"{durable[way]:.2f}", f"{rate:.0f}", f"{fraction:.2f}"]
+        rows.append("| " + " | ".join([f"{size / 1e6:.0f} MB", way, *figures]) + " |")
+    return rows

@@ -1,0 +1,109 @@
+"""Finding out that ranks hang or have died, and what they were doing. Used by the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from train.engine import heartbeat
+from train.engine.heartbeat import Beat
+
+LEAST_MINUTES = 5.0
+"""A step may always take so long. Beyond it, a run's own experience decides."""
+TIMES_SLOWEST = 20
+"""A step that takes so many times the slowest one before it is a hang."""
+
+
+class Watch:
+    """The signs of life of one attempt's ranks.
+
+    `hang_minutes` is how long ranks may show none between two steps: None takes the larger of LEAST_MINUTES and
+    TIMES_SLOWEST times the slowest gap seen in this attempt; 0 never finds a hang. Starting, with its first step and
+    compilation, and saving have an allowance of their own, `start_minutes`.
+    """
+
+    def __init__(self, logs: Path, ranks: int, hang_minutes: float | None, start_minutes: float) -> None:
+        self._logs, self._ranks = logs, ranks
+        self._hang, self._start = hang_minutes, start_minutes
+        self._seen: tuple[Beat | None, ...] = ()
+        self._at = time.monotonic()
+        self._slowest = 0.0
+
+    def beats(self) -> tuple[Beat | None, ...]:
+        """The last sign of life of every rank."""
+        return tuple(heartbeat.read(self._logs / f"rank{rank}.beat") for rank in range(self._ranks))
+
+    def hangs(self) -> str | None:
+        """What hangs, as a reason, or None."""
+        beats, now = self.beats(), time.monotonic()
+        silent = now - self._at
+        if beats != self._seen:
+            if self._is_routine(self._seen) and self._is_routine(beats):
+                self._slowest = max(self._slowest, silent)
+            self._seen, self._at = beats, now
+            return None
+        allowed = 60 * self._allowed(beats)
+        if not allowed or silent <= allowed:
+            return None
+        behind = min((beat for beat in beats if beat), key=lambda beat: (beat.step, beat.count), default=None)
+        doing = f" {heartbeat.NAMES[behind.phase]} after step {behind.step}" if behind else " starting"
+        return f"no progress for {silent:.0f} s while{doing}; stacks of the ranks: {self._logs.name}/rank*.stack.txt"
+
+    def _is_routine(self, beats: tuple[Beat | None, ...]) -> bool:
+        return bool(beats) and all(b and b.phase in (heartbeat.TRAINING, heartbeat.EVALUATING) for b in beats)
+
+    def _allowed(self, beats: tuple[Beat | None, ...]) -> float:
+        if self._hang == 0:
+            return 0.0
+        if not self._is_routine(beats):
+            return self._start
+        if self._hang is not None:
+            return self._hang
+        return max(LEAST_MINUTES, TIMES_SLOWEST * self._slowest / 60)
+
+    def dead(self) -> list[int]:
+        """Ranks that have shown a sign of life, are gone now, and were not ending."""
+        found = []
+        for rank, beat in enumerate(self.beats()):
+            if beat and beat.pid and beat.phase != heartbeat.ENDING and not _lives(beat.pid):
+                found.append(rank)
+        return found
+
+    def dump(self) -> None:
+        """Write down what every rank is doing: py-spy where it is there and allowed, faulthandler otherwise."""
+        spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+        for rank, beat in enumerate(self.beats()):
+            if not beat or not _lives(beat.pid):
+                continue
+            target = self._logs / f"rank{rank}.stack.txt"
+            if spy:
+                command = [spy, "dump", "--pid", str(beat.pid)]
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+                    if done.returncode == 0:
+                        target.write_text(done.stdout)
+                        continue
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.pid, signal.SIGQUIT)  # its handler appends to the same file: see engine/worker.py
+            # NCCL's flight recorder writes its trace when something is written into this pipe
+            pipe = self._logs / f"nccl-rank{rank}.pipe"
+            with contextlib.suppress(OSError):
+                fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                os.write(fd, b"1\n")
+                os.close(fd)
+        time.sleep(1.0)  # handlers write while they still can
+
+
+def _lives(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
