@@ -53,11 +53,11 @@ def test_a_run_whose_agent_is_killed_comes_back_and_ends_with_the_same_weights(
 def test_sigterm_saves_all_runs_and_a_keeper_brings_them_back_but_not_those_of_a_user(
     station: Station, keeper: subprocess.Popen[str], undisturbed: dict[str, Any]
 ) -> None:
-    for name in ("mine", "rests"):
-        station.ok("launch", "digits", "--name", name, "--nproc", 2, *FIELDS)
+    station.ok("launch", "digits", "--name", "rests", "--nproc", 2, *FIELDS)
     station.wait_for_step("rests", 3)
     station.ok("stop", "rests")
-    station.wait_for_step("mine", 10)
+    station.ok("launch", "digits", "--name", "mine", "--nproc", 2, *FIELDS)
+    station.wait_for_step("mine", 3)
     keeper.send_signal(signal.SIGTERM)
     assert keeper.wait(PATIENCE) == 0
     stopped = station.record("mine")
