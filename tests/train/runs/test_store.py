@@ -1,0 +1,233 @@
+"""The run folder: made as a whole, changed as a whole, alive exactly while its lock is held."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train.errors import Refused
+from train.runs import store
+from train.runs.store import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return store.create(tmp_path / "runs", "a", {"config.toml": "x = 1\n"}, {"world_size": 1})
+
+
+def test_a_run_appears_with_all_its_files(run: Run) -> None:
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "checkpoints", "config.toml", "lock", "logs", "run.json",
+    ]  # fmt: skip
+    record = run.read()
+    assert (record["name"], record["state"], record["attempts"]) == ("a", store.CREATED, [])
+    assert record["metrics"] == {} and record["weights_sha256"] is None
+
+
+def test_a_run_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        store.create(tmp_path, "a", {}, {"oops": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_is_given_once(run: Run) -> None:
+    before = (run.folder / "run.json").read_bytes()
+    with pytest.raises(Refused, match="exists"):
+        store.create(run.folder.parent, "a", {"config.toml": "other"}, {})
+    assert (run.folder / "run.json").read_bytes() == before
+    assert os.listdir(run.folder.parent) == ["a"]
+
+
+def _create(runs: Path, barrier: object, number: int) -> None:
+    barrier.wait()  # type: ignore[attr-defined]
+    try:
+        store.create(runs, "same", {"who": str(number)}, {"world_size": number})
+    except Refused:
+        sys.exit(2)
+
+
+def test_of_several_who_make_the_same_run_one_succeeds(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for attempt in range(10):
+        barrier = context.Barrier(4)
+        runs = tmp_path / str(attempt)
+        makers = [context.Process(target=_create, args=(runs, barrier, number)) for number in range(4)]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
+        assert sorted(maker.exitcode for maker in makers) == [0, 2, 2, 2]
+        winner = next(number for number, maker in enumerate(makers) if maker.exitcode == 0)
+        # no mixture of two
+        assert (runs / "same" / "who").read_text() == str(winner)
+        assert Run(runs / "same").read()["world_size"] == winner
+        assert os.listdir(runs) == ["same"]
+
+
+def test_a_run_is_alive_exactly_while_its_lock_is_held(run: Run) -> None:
+    assert not run.alive()
+    lock = run.acquire()
+    assert lock is not None and run.alive()
+    lock.release()
+    assert not run.alive()
+
+
+def test_a_run_lives_as_long_as_the_last_process_that_inherited_its_lock(run: Run) -> None:
+    lock = run.acquire()
+    assert lock is not None
+    children = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[lock.fd]) for _ in range(2)
+    ]
+    lock.release()
+    for child in children:
+        assert run.alive()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert not run.alive()
+
+
+def test_only_one_of_two_takes_the_lock(run: Run) -> None:
+    first = run.acquire()
+    assert first is not None
+    assert run.acquire(patience=0.0) is None
+    first.release()
+    second = run.acquire(patience=0.0)
+    assert second is not None
+    second.release()
+
+
+def test_looking_whether_a_run_lives_does_not_keep_others_from_taking_the_lock(run: Run) -> None:
+    fd = os.open(run.folder / "lock", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)  # an observer in the middle of its look
+    assert not run.alive()
+    observer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2)"], pass_fds=[fd])
+    os.close(fd)
+    lock = run.acquire(patience=60.0)
+    observer.wait()
+    assert lock is not None
+    lock.release()
+
+
+def test_a_recorded_running_without_a_process_is_shown_as_interrupted(run: Run) -> None:
+    lock = run.acquire()
+    assert lock is not None
+    assert run.begin_attempt(2) == 1
+    assert run.state() == store.RUNNING
+    lock.release()
+    assert run.state() == store.INTERRUPTED and "train resume" in run.shown()["reason"]
+    assert run.read()["state"] == store.RUNNING, "looking changes nothing on disk"
+
+
+def _bump(folder: Path, key: str, times: int) -> None:
+    for _ in range(times):
+        Run(folder).update(lambda record: record.update({key: record.get(key, 0) + 1}), durable=False)
+
+
+def test_changes_of_several_processes_are_never_lost(run: Run) -> None:
+    context = multiprocessing.get_context("fork")
+    keys = ["x", "x", "y", "z"]
+    workers = [context.Process(target=_bump, args=(run.folder, key, 100)) for key in keys]
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers):
+        assert run.read()["name"] == "a"  # a reader sees a whole record at any time
+    assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
+    record = run.read()
+    assert (record["x"], record["y"], record["z"]) == (200, 100, 100)
+
+
+def test_a_killed_writer_leaves_the_old_record_or_the_new_one(run: Run) -> None:
+    context = multiprocessing.get_context("fork")
+    for _ in range(20):
+        writer = context.Process(target=_bump, args=(run.folder, "n", 10**6))
+        writer.start()
+        before = run.read().get("n", 0)
+        while run.read().get("n", 0) < before + 5:
+            pass
+        writer.kill()
+        writer.join()
+        assert isinstance(run.read()["n"], int)
+    run.update(last=True)  # and nobody holds the folder's lock
+    assert run.read()["last"] is True
+
+
+def test_a_failed_change_leaves_the_record_and_no_file(run: Run) -> None:
+    before = sorted(os.listdir(run.folder))
+    with pytest.raises(TypeError):
+        run.update(bad=object())
+    assert "bad" not in run.read() and sorted(os.listdir(run.folder)) == before
+
+
+def test_a_run_has_the_name_of_its_folder(run: Run) -> None:
+    moved = run.folder.rename(run.folder.with_name("renamed"))
+    assert store.find(moved.parent, "renamed").read()["name"] == "renamed"
+    with pytest.raises(Refused, match="no run a"):
+        store.find(moved.parent, "a")
+
+
+def test_a_removed_run_leaves_nothing_and_a_living_one_stays(run: Run) -> None:
+    lock = run.acquire()
+    assert lock is not None
+    with pytest.raises(Refused, match="train stop a"):
+        store.remove(run)
+    assert run.read()["state"] == store.CREATED
+    lock.release()
+    store.remove(run)
+    assert os.listdir(run.folder.parent) == []
+
+
+def test_attempts_are_counted_and_keep_how_they_ended(run: Run) -> None:
+    run.begin_attempt(2)
+    run.end_attempt("died", "rank 1 died of SIGKILL")
+    assert run.begin_attempt(3) == 2
+    run.update(step=7)
+    run.end_attempt(store.FINISHED, "", store.FINISHED)
+    record = run.read()
+    assert [(a["number"], a["world_size"], a["end"]) for a in record["attempts"]] == [
+        (1, 2, "died"), (2, 3, "finished"),
+    ]  # fmt: skip
+    assert record["attempts"][1]["to_step"] == 7 and record["state"] == store.FINISHED
+    assert record["started"] == record["attempts"][0]["started"] and record["ended"]
+    assert run.logs(2).is_dir()
+
+
+def test_only_published_checkpoints_count(run: Run) -> None:
+    for name in ("step-00000010", "step-00000200", ".partial-step-00000300-1", "step-x", ".damaged-step-00000020"):
+        (run.checkpoints / name).mkdir()
+    assert run.steps_saved() == [200, 10]
+
+
+def test_fresh_names_are_legal_and_nobodys(tmp_path: Path) -> None:
+    names = []
+    for stem in ("my task.v2", "ü", "-", "x" * 200, "a"):
+        names += [store.fresh_name(tmp_path, stem) for _ in range(1)]
+        store.check_name(names[-1])
+    first = store.fresh_name(tmp_path, "same")
+    for taken in (first, re.sub(r"(\d{6})$", lambda m: f"{int(m[1]) + 1:06}", first)):
+        (tmp_path / taken).mkdir()
+    assert not (tmp_path / store.fresh_name(tmp_path, "same")).exists()
+
+
+def test_runs_are_listed_without_what_is_no_run(run: Run) -> None:
+    runs = run.folder.parent
+    (runs / "junk").mkdir()
+    (runs / "file").write_text("x")
+    (runs / ".creating-b-1").mkdir()
+    (runs / ".creating-b-1" / "run.json").write_text("{}")
+    assert [other.name for other in store.every(runs)] == ["a"]
+    assert list(store.every(runs / "nowhere")) == []
+
+
+def test_the_record_on_disk_is_plain_json(run: Run) -> None:
+    run.update(loss=0.5, name="forged")
+    assert json.loads((run.folder / "run.json").read_text())["loss"] == 0.5
+    assert run.read()["name"] == "a"

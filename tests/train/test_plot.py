@@ -1,0 +1,93 @@
+"""Pictures of runs: they show the numbers of the run folder, and nothing is written when there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from train.errors import Refused
+from train.plot import plot, read_metrics
+from train.runs import store
+from train.runs.store import Run
+
+
+def made(runs: Path, name: str, steps: int = 50, evaluations: bool = True, height: float = 1.0) -> Run:
+    run = store.create(runs, name, {}, {"world_size": 1})
+    lines = []
+    for step in range(1, steps + 1):
+        lines.append(
+            {"step": step, "epoch": 1, "loss": height / step, "lr": 0.1, "samples_per_s": 100.0 + step,
+             "data_wait": 0.001, "step_time": 0.01, "memory": 1}
+        )  # fmt: skip
+        if evaluations and step % 10 == 0:
+            lines.append({"step": step, "epoch": 1, "eval": {"loss": height / step, "accuracy": 1 - 1 / step}})
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def coloured(path: Path) -> int:
+    """Pixels that are neither white, grey nor black: lines of the plot."""
+    picture = matplotlib.image.imread(path)[..., :3]
+    return int((np.ptp(picture, axis=2) > 0.2).sum())
+
+
+def test_a_png_shows_the_curves_of_the_run(tmp_path: Path) -> None:
+    run, target = made(tmp_path / "runs", "a"), tmp_path / "a.png"
+    plot([run], target)
+    picture = matplotlib.image.imread(target)
+    assert picture.shape[0] > 400 and picture.shape[1] > 400
+    assert coloured(target) > 2000
+    # other numbers, another picture
+    plot([made(tmp_path / "runs2", "a", height=5.0)], tmp_path / "b.png")
+    other = matplotlib.image.imread(tmp_path / "b.png")
+    assert other.shape == picture.shape and (other != picture).any()
+
+
+def test_several_runs_share_a_picture_also_when_only_one_was_evaluated(tmp_path: Path) -> None:
+    runs = [made(tmp_path, "a"), made(tmp_path, "b", steps=20, evaluations=False), made(tmp_path, "c", steps=30)]
+    plot(runs, tmp_path / "all.png")
+    plot(runs[1:2], tmp_path / "one.png")
+    assert coloured(tmp_path / "all.png") > coloured(tmp_path / "one.png") > 500
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_the_suffix_chooses_the_format(tmp_path: Path, suffix: str, start: bytes) -> None:
+    plot([made(tmp_path, "a")], tmp_path / f"a{suffix}")
+    assert (tmp_path / f"a{suffix}").read_bytes().startswith(start)
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    run = made(tmp_path, "a", steps=3, evaluations=False)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 4, "lo')
+    training, evaluations = read_metrics(run)
+    assert [line["step"] for line in training] == [1, 2, 3] and evaluations == []
+
+
+def test_a_figure_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
+    run = made(tmp_path, "a")
+    with run.metrics.open("a") as file:
+        file.write('{"step": 60, "epoch": 1, "eval": {"loss": null, "accuracy": null}}\n')
+    plot([run], tmp_path / "a.png")
+    assert coloured(tmp_path / "a.png") > 2000
+
+
+@pytest.mark.parametrize(
+    ("target", "words"), [("a.bmp", "must end in"), ("a", "must end in"), ("nowhere/a.png", "no folder")]
+)
+def test_a_target_that_cannot_be_is_refused(tmp_path: Path, target: str, words: str) -> None:
+    run = made(tmp_path / "runs", "a")
+    with pytest.raises(Refused, match=words):
+        plot([run], tmp_path / target)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_run_without_metrics_is_refused_by_name(tmp_path: Path) -> None:
+    runs = [made(tmp_path / "runs", "full"), store.create(tmp_path / "runs", "fresh", {}, {"world_size": 1})]
+    with pytest.raises(Refused, match="fresh has no metrics"):
+        plot(runs, tmp_path / "a.png")
+    assert not (tmp_path / "a.png").exists()
