@@ -26,6 +26,10 @@ demo: setup ## train on real handwritten digits, two processes on any machine, i
 test: setup ## run the tests; one of them: make test ARGS="-k resume"
 	@$(PY) -m pytest tests/train $(wildcard tests/notebooks) $(ARGS)
 
+.PHONY: torture
+torture: setup ## kill runs at every moment, compare with undisturbed ones; all of it takes an hour
+	@$(PY) tests/torture/torture.py --points $(ARGS)
+
 .PHONY: lint
 lint: setup ## check style and types, change nothing
 	@PY=$(PY) scripts/lint.sh

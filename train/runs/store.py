@@ -257,6 +257,10 @@ class Run:
         def change(record: dict[str, Any]) -> None:
             nonlocal number
             number = len(record["attempts"]) + 1
+            if record["attempts"] and record["attempts"][-1]["end"] is None:  # nobody lived to say it
+                record["attempts"][-1].update(
+                    end="died", reason="killed as a whole, or with its machine or container", to_step=record["step"]
+                )
             record["attempts"].append(
                 {"number": number, "started": now(), "ended": None, "end": None, "reason": "",
                  "world_size": world_size, "from_step": next(iter(self.steps_saved()), 0), "to_step": None}

@@ -24,6 +24,10 @@ def _with_reason(state: str, reason: str | None) -> str:
     return reason if reason and reason.startswith(state) else f"{state}: {reason}" if reason else state
 
 
+def _seconds(first: str, second: str) -> float:
+    return (datetime.datetime.fromisoformat(second) - datetime.datetime.fromisoformat(first)).total_seconds()
+
+
 def _figures(record: dict[str, Any]) -> str:
     metrics = record.get("metrics") or {}
     if not metrics and record.get("loss") is not None:
@@ -73,10 +77,12 @@ def story(run: Run) -> str:
     steps = sorted(run.steps_saved())
     line("checkpoints", ", ".join(map(str, steps)))
     attempts = record.get("attempts") or []
-    redone = 0
+    redone, lost = 0, 0.0
     for number, attempt in enumerate(attempts):
         if number and attempts[number - 1].get("to_step") is not None:
             redone += max(attempts[number - 1]["to_step"] - attempt["from_step"], 0)
+        if number and attempts[number - 1].get("end") == "died" and attempts[number - 1].get("ended"):
+            lost += _seconds(attempts[number - 1]["ended"], attempt["started"])
         end = attempt.get("end") or (
             "running" if record["state"] == "running" else "died with its machine or container"
         )
@@ -86,4 +92,6 @@ def story(run: Run) -> str:
         lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {_with_reason(end, attempt.get('reason'))}")
     if redone:
         lines.append(f"  steps redone {redone}")
+    if lost:
+        lines.append(f"  time lost    {lost:.1f} s between a death and the next start")
     return "\n".join(lines)
