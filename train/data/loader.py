@@ -180,8 +180,16 @@ def batches(
         prefetch_factor=4 if workers else None,
         multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
     )
-    for micro, batch in loader:
-        yield micro, to_device(batch, device, dtype)
+    iterator = iter(loader)
+    try:
+        for micro, batch in iterator:
+            yield micro, to_device(batch, device, dtype)
+    finally:
+        # not left to the garbage collector: a traceback may hold the iterator until Python ends, and Python would
+        # wait for ever for workers that ignore its SIGTERM
+        end_workers = getattr(iterator, "_shutdown_workers", None)
+        if end_workers is not None:
+            end_workers()
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
