@@ -1,0 +1,103 @@
+"""Every sample exactly once, and the same figures on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+EVALUATED = {"steps": 4, "task__count_ids": "true", "micro_batch_size": 4}
+
+
+@pytest.fixture(scope="session")
+def evaluated(engine: Any) -> Any:
+    """With the run `eval1`: four steps on one rank, then 23 samples in micro batches of 4, the last one of 3."""
+    engine.run("eval1", 1, precision="fp64", **EVALUATED)
+    return engine
+
+
+def test_no_sample_is_left_out_or_seen_twice(evaluated: Any) -> None:
+    for ranks in (2, 3, 4):
+        evaluated.run(f"eval{ranks}", ranks, precision="fp64", **EVALUATED)
+    for ranks in (1, 2, 3, 4):
+        (figures,) = evaluated.evaluations(f"eval{ranks}")
+        shares = [figures[f"id{index}"] for index in range(23)]
+        assert shares == pytest.approx([1 / 23] * 23, rel=1e-12)
+        assert evaluated.station.metrics(f"eval{ranks}")[-1]["samples"] == 23
+        assert figures == pytest.approx(evaluated.evaluations("eval1")[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_weights_give_the_same_figures_to_the_last_bit_on_any_number_of_ranks(
+    evaluated: Any, ranks: int
+) -> None:
+    name = f"bits{ranks}"
+    flags = {"steps": 4, "schedule__decay": "constant", "schedule__warmup_epochs": 0}
+    evaluated.run(name, ranks, ["4 0 SIGTERM"], **flags)  # stopped before its evaluation: one rank makes that up
+    assert evaluated.evaluations(name) == []
+    evaluated.resume(name, 1)
+    alone = evaluated.evaluations(name)
+    again = f"{name}-again"
+    evaluated.run(again, ranks, **flags)
+    assert evaluated.station.record(again)["weights_sha256"] == evaluated.station.record(name)["weights_sha256"]
+    assert evaluated.evaluations(again) == alone
+
+
+def test_the_loss_is_the_mean_over_all_samples_although_the_last_batch_is_short(evaluated: Any) -> None:
+    from train.engine.export import load_trained
+
+    task, config, model, step = load_trained(evaluated.station.run("eval1"))
+    assert step == 4
+    _, held_out = task.datasets(config)
+    model.eval()
+    points = held_out.points.double()
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(points), held_out.labels).item()
+        accuracy = (model(points).argmax(1) == held_out.labels).double().mean().item()
+    (figures,) = evaluated.evaluations("eval1")
+    assert figures["loss"] == pytest.approx(expected, rel=1e-12)
+    assert figures["accuracy"] == pytest.approx(accuracy, rel=1e-12)
+    assert evaluated.station.record("eval1")["metrics"] == figures
+
+
+def test_more_ranks_than_micro_batches_still_see_each_sample_once(engine: Any) -> None:
+    engine.run("few", 4, steps=1, task__evaluation=5, task__count_ids="true")
+    assert [engine.evaluations("few")[0][f"id{index}"] for index in range(5)] == pytest.approx([0.2] * 5)
+
+
+def test_counts_weigh_the_loss_of_an_evaluation(engine: Any) -> None:
+    for ranks in (1, 3):
+        engine.run(f"counted-eval{ranks}", ranks, steps=2, precision="fp64", task__counted="true")
+    from train.engine.export import load_trained
+
+    task, config, model, _ = load_trained(engine.station.run("counted-eval1"))
+    _, held_out = task.datasets(config)
+    keep = torch.arange(23) % 3 != 0
+    with torch.no_grad():
+        logits = model.eval()(held_out.points.double()[keep])
+        expected = torch.nn.functional.cross_entropy(logits, held_out.labels[keep]).item()
+    assert engine.evaluations("counted-eval1")[0]["loss"] == pytest.approx(expected, rel=1e-12)
+    assert engine.evaluations("counted-eval3")[0]["loss"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_evaluations_come_when_asked_for_and_at_the_end(engine: Any) -> None:
+    for every, steps in ((0, [10]), (1, [4, 8, 10]), (0.5, [2, 4, 6, 8, 10]), (2, [8, 10])):
+        name = f"every-{every}".replace(".", "-")
+        engine.run(name, 1, eval__every_epochs=every)
+        assert [line["step"] for line in engine.station.metrics(name) if "eval" in line] == steps
+
+
+def test_batchnorm_is_evaluated_with_the_same_statistics_on_every_rank(engine: Any) -> None:
+    engine.run("norm-eval", 3, ["4 0 SIGTERM"], steps=4, precision="fp64", task__batchnorm="true")
+    engine.resume("norm-eval", 1)
+    engine.run("norm-eval-three", 3, steps=4, precision="fp64", task__batchnorm="true")
+    assert engine.evaluations("norm-eval-three") == engine.evaluations("norm-eval")
+
+
+def test_train_eval_gives_the_figures_that_the_run_gave(evaluated: Any) -> None:
+    from train.engine.export import evaluate_run
+
+    step, samples, figures = evaluate_run(evaluated.station.run("eval1"), None)
+    assert (step, samples) == (4, 23)
+    assert figures == evaluated.evaluations("eval1")[0]

@@ -1,0 +1,55 @@
+"""A loss or weights that are not finite end the run: the step is named and the last good checkpoint left."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from train.data.order import order
+
+SAMPLES, BATCH = 55, 16
+
+
+def step_of(sample: int, epoch: int = 0) -> int:
+    """The step, counted from 1, that consumes this sample."""
+    position = int(np.flatnonzero(order(0, epoch, np.arange(SAMPLES), SAMPLES) == sample)[0])
+    return epoch * 4 + position // BATCH + 1
+
+
+def sample_of(step: int) -> int:
+    """A sample that this step of the first epoch consumes, in its last micro batch."""
+    return int(order(0, 0, min(step * BATCH, SAMPLES) - 1, SAMPLES))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint_before(engine: Any, ranks: int) -> None:
+    poison = sample_of(3)
+    assert step_of(poison) == 3
+    name = f"poisoned{ranks}"
+    record = engine.run(name, ranks, task__poison=poison, checkpoint__every_steps=1)
+    assert (engine.code, record["state"]) == (3, "failed")
+    assert "the loss is inf at step 3" in record["reason"]
+    assert os.listdir(engine.station.runs / name / "checkpoints").count("step-00000003") == 0
+    assert engine.station.run(name).steps_saved()[0] == 2
+    assert [line["step"] for line in engine.station.metrics(name) if "loss" in line] == [1, 2]
+
+
+def test_nan_is_refused_as_a_loss_as_well(engine: Any) -> None:
+    record = engine.run("nan", 2, task__poison=sample_of(4), task__poison_value="1e-320", task__counted="true")
+    assert (engine.code, record["state"]) == (3, "failed")
+    assert "step 4" in record["reason"]
+    assert engine.station.run("nan").steps_saved() == []
+
+
+def test_the_command_exits_with_3_and_says_the_step_in_its_last_line(engine: Any) -> None:
+    station = engine.station
+    flags = [part for key, value in engine.flags.items() for part in (f"--{key}", str(value))]
+    done = station("run", engine.task, "--name", "shown", "--task.poison", sample_of(2), *flags)
+    assert done.returncode == 3
+    assert "step 2" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert station.record("shown")["state"] == "failed"
+    assert station.record("shown")["ended"] is not None

@@ -1,0 +1,48 @@
+"""The arithmetic of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from train.engine.precision import Precision
+from train.engine.prepare import Request, prepare
+from train.errors import Refused
+
+
+def test_bf16_trains_on_a_cpu_with_weights_in_float32(engine: Any) -> None:
+    flags = {"epochs": 20, "task__samples": 256, "task__dropout": 0, "optim__lr": 0.3}
+    engine.run("bf16", 2, precision="bf16", **flags)
+    engine.run("fp32", 2, **flags)
+    losses, expected = engine.losses("bf16"), engine.losses("fp32")
+    assert sum(losses[-16:]) < 0.8 * sum(losses[:16])
+    assert losses[0] != expected[0]  # it did compute in bfloat16
+    assert losses[0] == pytest.approx(expected[0], rel=0.02)
+    assert {value.dtype for value in engine.weights("bf16").values()} == {torch.float32}
+
+
+def test_a_bf16_run_resumes_bit_for_bit(engine: Any) -> None:
+    engine.run("bf16-whole", 3, precision="bf16", steps=6)
+    engine.run("bf16-parts", 3, ["3 0 SIGTERM"], precision="bf16", steps=6)
+    engine.resume("bf16-parts", 3)
+    assert engine.outcome("bf16-parts") == engine.outcome("bf16-whole")
+
+
+def test_fp64_keeps_weights_and_inputs_in_float64(steady: Any) -> None:
+    assert {value.dtype for value in steady.weights("one").values()} == {torch.float64}
+    assert Precision("fp64", torch.device("cpu")).inputs == torch.float64
+
+
+def test_fp16_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
+    with pytest.raises(Refused, match="fp16 needs a GPU; on a CPU use --precision bf16"):
+        prepare(Request(str(engine.task), {"precision": "fp16", "device": "cpu"}))
+
+
+@pytest.mark.parametrize(("name", "inside"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_autocast_holds_inside_a_forward_pass_and_ends_with_it(name: str, inside: torch.dtype) -> None:
+    made, layer = Precision(name, torch.device("cpu")), torch.nn.Linear(2, 2)
+    with made.autocast():
+        assert layer(torch.ones(1, 2)).dtype == inside
+    assert layer(torch.ones(1, 2)).dtype == torch.float32

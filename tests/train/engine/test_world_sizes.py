@@ -1,0 +1,100 @@
+"""The same run on any number of ranks and loader workers, up to the order of a sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+EXACT = {"rel": 1e-9, "abs": 1e-12}
+
+
+def assert_same_training(engine: Any, name: str, reference: str = "one") -> None:
+    assert engine.station.record(name)["state"] == "finished", engine.said(name)
+    assert engine.station.samples(name) == engine.station.samples(reference)
+    assert engine.losses(name) == pytest.approx(engine.losses(reference), **EXACT)
+    weights, expected = engine.weights(name), engine.weights(reference)
+    assert weights.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
+    for found, wanted in zip(engine.evaluations(name), engine.evaluations(reference), strict=True):
+        assert found == pytest.approx(wanted, **EXACT)
+
+
+def test_each_epoch_sees_every_sample_once_with_the_short_batch_last(steady: Any) -> None:
+    samples = steady.station.samples("one")
+    assert [len(ids) for ids in samples.values()] == [16, 16, 16, 7, 16, 16, 16, 7, 16, 16]
+    for first in (1, 5):
+        epoch = [index for step in range(first, first + 4) for index in samples[step]]
+        assert sorted(epoch) == list(range(55))
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (3, 2), (4, 0)])
+def test_ranks_and_workers_change_nothing_but_rounding(steady: Any, ranks: int, workers: int) -> None:
+    name = f"ranks{ranks}-workers{workers}"
+    steady.run(name, ranks, precision="fp64", data__workers=workers)
+    assert_same_training(steady, name)
+    if ranks > 1:  # they did share the work
+        logs = [path.read_text() for path in (steady.station.runs / name).glob("samples.rank*.log")]
+        assert len(logs) == ranks
+        assert all(len(log.splitlines()[0].split()) > 1 for log in logs)
+
+
+def test_a_run_may_change_its_world_size_half_way(steady: Any) -> None:
+    stopped = steady.run("changing", 3, ["3 1 SIGTERM"], precision="fp64")
+    assert (stopped["state"], stopped["step"]) == ("stopped", 3)
+    again = steady.resume("changing", 1, ["3 0 SIGTERM"])
+    assert (again["state"], again["step"]) == ("stopped", 6)
+    steady.resume("changing", 4)
+    assert_same_training(steady, "changing")
+
+
+def test_a_run_may_go_on_with_more_ranks_than_micro_batches(steady: Any) -> None:
+    steady.run("wide", 2, ["2 0 SIGTERM"], precision="fp64")
+    steady.resume("wide", 5)
+    assert_same_training(steady, "wide")
+
+
+def test_a_loss_with_counts_is_weighted_by_them_on_any_number_of_ranks(engine: Any) -> None:
+    for ranks in (1, 3):
+        engine.run(f"counted{ranks}", ranks, precision="fp64", task__counted="true", clip_grad_norm=0.2)
+    assert_same_training(engine, "counted3", "counted1")
+
+
+def test_the_loss_of_a_step_is_the_mean_over_the_samples_that_count(engine: Any) -> None:
+    # one micro batch a step or seven: without dropout and with a loss that is a sum over samples, they must agree
+    flags = {"precision": "fp64", "task__counted": "true", "task__dropout": 0, "steps": 4, "task__evaluation": 0}
+    engine.run("whole", 1, micro_batch_size=16, **flags)
+    engine.run("parts", 1, micro_batch_size=16, data__workers=2, **flags)
+    assert engine.losses("whole") == engine.losses("parts")
+
+
+def test_gradient_clipping_sees_the_gradient_of_the_whole_batch(engine: Any) -> None:
+    for ranks in (1, 3):
+        engine.run(f"clipped{ranks}", ranks, precision="fp64", clip_grad_norm=0.05, steps=6)
+    assert_same_training(engine, "clipped3", "clipped1")
+    engine.run("free", 1, precision="fp64", steps=6)
+    assert engine.losses("free")[-1] != pytest.approx(engine.losses("clipped1")[-1], rel=1e-6)
+
+
+def test_batchnorm_trains_alike_on_any_number_of_ranks_but_for_its_running_statistics(engine: Any) -> None:
+    for ranks in (1, 3):
+        engine.run(f"norm{ranks}", ranks, precision="fp64", task__batchnorm="true")
+    assert engine.losses("norm3") == pytest.approx(engine.losses("norm1"), **EXACT)
+    weights, expected = engine.weights("norm3"), engine.weights("norm1")
+    for key, value in expected.items():
+        if "running" not in key and "num_batches" not in key:
+            torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_the_first_losses_agree_in_float32(engine: Any) -> None:
+    for ranks in (1, 3):
+        engine.run(f"single{ranks}", ranks, steps=6)
+    assert engine.losses("single3")[:5] == pytest.approx(engine.losses("single1")[:5], rel=1e-5)
+
+
+def test_another_seed_is_another_run(steady: Any) -> None:
+    steady.run("seed1", 1, precision="fp64", seed=1, steps=4)
+    assert steady.station.samples("seed1")[1] != steady.station.samples("one")[1]
+    assert steady.losses("seed1")[0] != pytest.approx(steady.losses("one")[0], rel=1e-3)
