@@ -300,8 +300,8 @@ class Agent:
             wanted = self.run.stop_asked()
             if wanted and not self.stop.asked:
                 self.stop.asked, self.stop.reason = True, store.WHO.get(wanted, wanted)
-            ranks = self._ranks()
-            if ranks and ranks != recorded and len(ranks) == self.ranks:
+            ranks = recorded or self._ranks()  # an attempt starts its ranks once; looking costs a walk through /proc
+            if not recorded and len(ranks) == self.ranks:
                 recorded = ranks
                 self.run.update(durable=False, pids={"agent": os.getpid(), "ranks": ranks})
             if self.stop.asked and (not forwarded or wanted == store.NOW) and ranks:
