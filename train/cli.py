@@ -133,9 +133,6 @@ def split(command: str, arguments: list[str], known: argparse.ArgumentParser) ->
     while index < len(arguments):
         token = arguments[index]
         index += 1
-        if token == "--":
-            rest += [token, *arguments[index:]]
-            break
         if not token.startswith("--"):
             rest.append(token)
             continue
@@ -160,6 +157,22 @@ def split(command: str, arguments: list[str], known: argparse.ArgumentParser) ->
             value, index = arguments[index], index + 1
         flags[name] = value
     return rest, flags
+
+
+def parse(command: str, arguments: list[str], known: argparse.ArgumentParser) -> tuple[Any, dict[str, str]]:
+    """A command's own options and the fields' flags. What stands after `--` is a script's, untouched.
+
+    Raises:
+        Refused: something is unknown, lacks its value, or stands where it cannot.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own, flags = split(command, arguments[:end], known)
+    options = known.parse_args(own)
+    if command == "launch" and options.script is not None:
+        options.arguments = arguments[end + 1 :]
+    elif arguments[end:]:
+        raise Refused(f"what is -- for? only launch --script takes arguments after it; see: train {command} --help")
+    return options, flags
 
 
 def number(option: str, text: str | None, least: int = 0) -> int | None:
@@ -216,13 +229,11 @@ def _main(arguments: list[str]) -> int:
     if command not in COMMANDS:
         raise Refused(f"there is no command {command}{nearest(command, COMMANDS, '; train --help lists them')}")
     made = parser(command)
-    before_dashes = rest[: rest.index("--")] if "--" in rest else rest
-    if {"-h", "--help"} & set(before_dashes):
+    if {"-h", "--help"} & set(rest[: rest.index("--")] if "--" in rest else rest):
         made.epilog = fields_help() if command in WITH_FIELDS else None
         made.print_help()
         return FINISHED
-    own, flags = split(command, runs_first + rest, made)
-    options = made.parse_args(own)
+    options, flags = parse(command, runs_first + rest, made)
     runs = store.runs_folder(options.runs)
     return int(globals()[f"_{command}"](options, runs, flags))
 
