@@ -78,7 +78,8 @@ class Station:
     def wait(self, name: str, until: Callable[[dict[str, Any]], bool], what: str = "the state waited for") -> None:
         """Wait until a run's effective record is as wanted."""
         deadline = time.monotonic() + PATIENCE
-        while not until(record := self.run(name).shown()):
+        record: dict[str, Any] = {}
+        while not ((self.runs / name / "run.json").exists() and until(record := self.run(name).shown())):
             assert time.monotonic() < deadline, f"{name} never reached {what}: {record}\n{self.logs(name)}"
             time.sleep(0.02)
 
@@ -131,3 +132,13 @@ def shared_station(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Station
     made = Station(tmp_path_factory.mktemp("shared"))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def finished(shared_station: Station) -> Station:
+    """The shared folder with `done` in it: a finished run of the digits in one process, for tests that only look."""
+    shared_station.ok(
+        "run", "digits", "--name", "done", "--epochs", 2, "--optim.lr", 0.1, "--log.samples", "true",
+        "--checkpoint.every_steps", 20, "--cpu_threads", 1,
+    )  # fmt: skip
+    return shared_station

@@ -1,0 +1,226 @@
+"""The command line: what it imports, how flags are spelled, what it prints for machines, how it exits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from train import cli
+from train.errors import Refused
+from train.runs import store
+
+if TYPE_CHECKING:
+    from conftest import Station
+
+WITHOUT_TORCH = [
+    ["--help"],
+    ["--version"],
+    ["run", "--help"],
+    ["launch", "--help"],
+    ["ls"],
+    ["ls", "--json"],
+    ["show", "done"],
+    ["show", "done", "--json"],
+    ["logs", "done"],
+    ["stop", "done"],
+    ["resume", "done"],
+]
+
+
+def test_help_ls_show_logs_stop_and_resume_import_no_torch(finished: Station) -> None:
+    code = (
+        "import json, sys\n"
+        "from train import cli\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    try:\n"
+        "        cli.main(arguments)\n"
+        "    except SystemExit as end:\n"
+        "        assert end.code == 0, (arguments, end.code)\n"
+        "    heavy = {'torch', 'numpy', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
+        "    assert not heavy, (arguments, heavy)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(WITHOUT_TORCH)],
+        cwd=finished.folder, env=finished.environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_command_and_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    from train.config import fields
+
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and all(f"  {command} " in text for command in cli.COMMANDS)
+    for command in cli.WITH_FIELDS:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        text = capsys.readouterr().out
+        assert all(f"--{name} " in text for name in fields())
+
+
+def parse(*arguments: str) -> tuple[Any, dict[str, str]]:
+    return cli.parse("launch", list(arguments), cli.parser("launch"))
+
+
+def test_flags_stand_anywhere_in_either_spelling_and_the_last_one_wins() -> None:
+    options, flags = parse(
+        "--batch-size", "1", "--optim.lr=3", "digits", "--batch_size=2", "--max_restarts", "4",
+        "--optim.weight-decay", "0.5", "--data.root=--odd", "--follow",
+    )  # fmt: skip
+    assert flags == {"batch_size": "2", "optim.lr": "3", "optim.weight_decay": "0.5", "data.root": "--odd"}
+    assert (options.task, options.max_restarts, options.follow) == ("digits", "4", True)
+
+
+def test_a_negative_number_is_a_value() -> None:
+    assert parse("digits", "--task.shift", "-1")[1] == {"task.shift": "-1"}
+
+
+@pytest.mark.parametrize("flag", ["--batch", "--follo", "--n", "--optim", "--optim.l", "--max-restart"])
+def test_flags_are_never_abbreviated(flag: str) -> None:
+    with pytest.raises(Refused, match="unknown flag"):
+        parse("digits", flag, "1")
+
+
+def test_what_stands_after_two_dashes_is_the_scripts() -> None:
+    options, flags = parse("--script", "a.py", "--nproc", "2", "--", "--optim.lr", "3", "--name", "x", "--", "-h")
+    assert flags == {} and options.name is None
+    assert options.arguments == ["--optim.lr", "3", "--name", "x", "--", "-h"]
+
+
+@pytest.mark.parametrize("arguments", [["launch", "digits", "--", "x"], ["ls", "--"], ["run", "digits", "--", "-x"]])
+def test_two_dashes_mean_nothing_without_a_script(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2 and "what is -- for?" in capsys.readouterr().err
+
+
+def test_a_switch_takes_no_value() -> None:
+    with pytest.raises(Refused):
+        parse("digits", "--follow=yes")
+
+
+def test_runs_stands_before_or_after_and_the_environment_is_asked_last(
+    finished: Station, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def names(*arguments: str) -> list[str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(list(arguments))
+        assert end.value.code == 0
+        return [record["name"] for record in json.loads(capsys.readouterr().out)]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRAIN_RUNS", raising=False)
+    there = str(finished.runs)
+    assert "done" in names("--runs", there, "ls", "--json")
+    assert "done" in names(f"--runs={there}", "ls", "--json")
+    assert "done" in names("ls", "--json", "--runs", there)
+    assert "done" in names("ls", f"--runs={there}", "--json")
+    assert names("ls", "--json") == []
+    monkeypatch.setenv("TRAIN_RUNS", there)
+    assert "done" in names("ls", "--json")
+    assert names("--runs", str(tmp_path), "ls", "--json") == []
+
+
+def test_show_gives_machines_the_record_with_the_effective_state(finished: Station) -> None:
+    shown = json.loads(finished.ok("show", "done", "--json").stdout)
+    assert shown == finished.record("done")
+    assert shown["state"] == "finished" and shown["step"] == shown["total_steps"] == 46
+    assert shown["metrics"].keys() == {"loss", "accuracy"}
+    assert [attempt["end"] for attempt in shown["attempts"]] == ["finished"]
+
+
+def test_show_tells_people_the_story(finished: Station) -> None:
+    text = finished.ok("show", "done").stdout
+    assert text.startswith("done: finished\n")
+    for word in ("46/46", "accuracy", finished.record("done")["weights_sha256"], "attempt 1", "1 rank,", "20, 40, 46"):
+        assert word in text
+
+
+def test_logs_print_what_a_rank_wrote_and_know_the_ranks_there_are(finished: Station) -> None:
+    text = finished.ok("logs", "done").stdout
+    assert "finished after 46 steps" in text and "evaluation after step 23" in text
+    assert finished.ok("logs", "done", "--follow", "--rank", 0, "--attempt", 1).stdout == text
+    for arguments, words in ((["--rank", 1], "there is: 0"), (["--attempt", 2], "no attempt 2")):
+        refused = finished("logs", "done", *arguments)
+        assert refused.returncode == 2 and words in refused.stderr
+
+
+def test_stop_and_resume_of_a_finished_run_say_so_and_exit_0(finished: Station) -> None:
+    before = finished.record("done")
+    for command in ("stop", "resume"):
+        done = finished.ok(command, "done")
+        assert done.stdout == "" and done.stderr.count("\n") == 1 and "finished" in done.stderr
+    assert finished.record("done") == before
+
+
+def test_a_resume_refuses_what_would_change_the_result_and_changes_nothing(finished: Station) -> None:
+    before = (finished.runs / "done" / "config.toml").read_bytes(), finished.record("done")
+    done = finished("resume", "done", "--epochs", 3, "--optim.lr", 0.5)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "optim.lr was 0.1" in done.stderr and "may change epochs" in done.stderr
+    assert ((finished.runs / "done" / "config.toml").read_bytes(), finished.record("done")) == before
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(finished: Station) -> None:
+    train = f"{sys.executable} -m train"
+    for command in (f"{train} launch --help | head -1", f"{train} logs done | head -1", f"{train} ls >&-"):
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command],
+            cwd=finished.folder, env=finished.environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, ""), command
+
+
+SLOW = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def model(config):
+    return nn.Linear(4, 1)
+
+def datasets(config):
+    return TensorDataset(torch.ones(64, 4)), None
+
+def loss(model, batch):
+    time.sleep(0.02)
+    return model(batch[0]).square().mean()
+"""
+
+
+def test_train_run_exits_75_when_stopped_with_a_checkpoint_to_continue_from(station: Station) -> None:
+    (station.folder / "slow.py").write_text(SLOW)
+    process = station.start("run", "slow.py", "--name", "s", "--steps", 10**6, "--log.every_steps", 1)
+    station.wait_for_step("s", 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate()
+    assert process.returncode == 75, output
+    record = station.record("s")
+    assert record["state"] == store.STOPPED and "SIGTERM" in record["reason"]
+    assert station.run("s").steps_saved() == [record["step"]]
+    assert output.splitlines()[-1].endswith("continue with: train resume s")
+    assert not station.run("s").alive()
+
+
+def test_train_run_exits_3_with_the_reason_in_its_last_line_and_keeps_the_last_good_checkpoint(
+    station: Station,
+) -> None:
+    task = SLOW.replace("def loss(model, batch):", "calls = []\n\ndef loss(model, batch):\n    calls.append(1)")
+    task = task.replace(".mean()", ".mean() * (float('nan') if len(calls) == 7 else 1)")
+    (station.folder / "nan.py").write_text(task)
+    done = station("run", "nan.py", "--name", "n", "--steps", 20, "--checkpoint.every_steps", 5)
+    assert done.returncode == 3
+    last = done.stderr.splitlines()[-1]
+    assert "the loss is nan at step 7" in last and "--optim.lr" in last
+    record = station.record("n")
+    assert record["state"] == store.FAILED and "step 7" in record["reason"]
+    assert station.run("n").steps_saved() == [5]
