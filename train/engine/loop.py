@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -124,6 +125,11 @@ def train(job: Job, done: int) -> Done:
             if stopping:
                 break
         _settle(job)
+    except TrainingFailed:
+        # every rank fails at this step; the checkpoint before it may still be on its way to the disk
+        with contextlib.suppress(CannotSave):
+            job.saver.settle()
+        raise
     finally:
         stream.close()  # ends the loader's processes
     return Done(done, stopping and (done < job.total_steps or _evaluation_due(job, done)), metrics)
