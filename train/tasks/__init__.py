@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -136,5 +137,9 @@ def _execute(path: Path) -> Any:
 def where(error: BaseException, path: Path) -> str:
     """An exception of a user's file in one line, with the last line of that file that led to it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    what = f"{type(error).__name__}: {error}"
+    if "Original Traceback" in what:  # of a loader's process: torch sends it as the message of another error
+        lines = [int(number) for number in re.findall(rf'File "{re.escape(str(path))}", line (\d+)', what)]
+        what = what.strip().splitlines()[-1]
     place = f"{path}, line {lines[-1]}: " if lines else f"{path}: "
-    return one_line(f"{place}{type(error).__name__}: {error}")[:600]
+    return one_line(f"{place}{what}")[:600]
