@@ -17,6 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 ROUNDS = 8
+ROUNDS_FEW = 24
+"""Rounds for up to 4096 samples: a round mixes little where a half has few bits, and 8 left orders of five samples
+between 0.7 and 1.6 times as frequent as they should be."""
 
 
 def seed_of(*parts: object) -> int:
@@ -43,7 +46,8 @@ def order(seed: int, epoch: int, positions: npt.ArrayLike, length: int) -> npt.N
         raise ValueError(f"positions must lie in [0, {length})")
     bits = max(2, (length - 1).bit_length())
     kind: Any = np.uint32 if bits <= 32 else np.uint64
-    digest = hashlib.blake2b(f"order\0{seed}\0{epoch}\0{length}".encode(), digest_size=8 * ROUNDS).digest()
+    rounds = ROUNDS_FEW if bits <= 12 else ROUNDS
+    digest = hashlib.shake_128(f"order\0{seed}\0{epoch}\0{length}".encode()).digest(8 * rounds)
     keys = np.frombuffer(digest, dtype="<u8").astype(kind)
     values = _feistel(where.ravel().astype(kind), keys, bits)
     outside = np.flatnonzero(values >= length)

@@ -1,0 +1,213 @@
+"""How an epoch is cut into batches, and that who fetches them makes no difference."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, TensorDataset
+
+from train.data.loader import (
+    MicroBatch,
+    Plan,
+    batches,
+    evaluation_micro_batches,
+    fetcher,
+    micro_batches_of,
+    seed_compute,
+    to_device,
+)
+from train.data.order import order
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    batch = draw(st.integers(1, 40))
+    return Plan(draw(st.integers(1, 300)), batch, draw(st.integers(1, batch)), draw(st.integers(0, 9)))
+
+
+class Noisy(Dataset[Any]):
+    """Items with a draw from each generator of the host."""
+
+    def __len__(self) -> int:
+        return 55
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), np.random.rand(), torch.rand(2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans())
+def test_the_steps_of_an_epoch_tile_its_positions(plan: Plan) -> None:
+    for epoch in (0, 3):
+        steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+        spans = [plan.span(step) for step in steps]
+        assert [position for start, stop in spans for position in range(start, stop)] == list(range(plan.length))
+        assert all(plan.epoch(step) == epoch for step in steps)
+        assert all(plan.samples(step) == plan.batch_size for step in steps[:-1])
+        assert 0 < plan.samples(steps[-1]) <= plan.batch_size
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.integers(1, 6))
+def test_the_shares_of_the_ranks_partition_each_global_batch(plan: Plan, world: int) -> None:
+    last = 2 * plan.steps_per_epoch + 1
+    pieces: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
+    for rank in range(world):
+        mine = list(micro_batches_of(plan, rank, world, 0, last))
+        assert [micro.number % world for micro in mine] == [rank] * len(mine)
+        per_step = collections.Counter(micro.step for micro in mine)
+        for step in range(last):
+            assert plan.slots(step, world) - 1 <= per_step[step] <= plan.slots(step, world)
+        for micro in mine:
+            assert micro.number not in pieces[micro.step]
+            pieces[micro.step][micro.number] = micro.indices.tolist()
+    for step in range(last):
+        start, stop = plan.span(step)
+        joined = [index for _, part in sorted(pieces[step].items()) for index in part]
+        assert joined == order(plan.seed, plan.epoch(step), np.arange(start, stop), plan.length).tolist()
+        sizes = [len(part) for _, part in sorted(pieces[step].items())]
+        assert sizes[:-1] == [plan.micro_batch_size] * (len(sizes) - 1)
+
+
+def test_the_last_batch_is_short_and_none_is_dropped_or_padded() -> None:
+    plan = Plan(length=55, batch_size=16, micro_batch_size=4)
+    assert [plan.samples(step) for step in range(5)] == [16, 16, 16, 7, 16]
+    assert [plan.micro_batches(step) for step in range(4)] == [4, 4, 4, 2]
+    assert [plan.slots(3, world) for world in (1, 2, 3)] == [2, 1, 1]
+    assert [len(micro.indices) for micro in micro_batches_of(plan, 0, 1, 3, 4)] == [4, 3]
+
+
+def test_the_order_is_the_same_across_the_borders_of_the_chunks_it_is_computed_in() -> None:
+    plan = Plan(length=70_000, batch_size=1000, micro_batch_size=1000, seed=4)
+    epoch = np.concatenate([micro.indices for micro in micro_batches_of(plan, 0, 1, 0, plan.steps_per_epoch)])
+    assert np.array_equal(epoch, order(4, 0, np.arange(70_000), 70_000))
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), st.data())
+def test_starting_in_the_middle_gives_what_an_uninterrupted_run_would_have_had(plan: Plan, data: st.DataObject) -> None:
+    last = 3 * plan.steps_per_epoch
+    first = data.draw(st.integers(0, last - 1))
+
+    def plain(micros: Iterator[MicroBatch]) -> list[Any]:
+        return [(m.step, m.number, m.indices.tolist(), m.seed) for m in micros if m.step >= first]
+
+    assert plain(micro_batches_of(plan, 1, 3, first, last)) == plain(micro_batches_of(plan, 1, 3, 0, last))
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.integers(1, 6))
+def test_evaluation_sees_each_sample_once_on_any_number_of_ranks(plan: Plan, world: int) -> None:
+    shares = [list(evaluation_micro_batches(plan, rank, world)) for rank in range(world)]
+    everything = sorted((micro.number, micro.seed, micro.indices.tolist()) for share in shares for micro in share)
+    alone = [(micro.number, micro.seed, micro.indices.tolist()) for micro in evaluation_micro_batches(plan, 0, 1)]
+    assert everything == alone
+    assert [index for _, _, part in alone for index in part] == list(range(plan.length))
+
+
+def test_no_two_micro_batches_share_a_seed_and_another_run_seed_changes_them_all() -> None:
+    plan = Plan(55, 16, 4, seed=0)
+    seeds = [micro.seed for micro in micro_batches_of(plan, 0, 1, 0, 40)]
+    seeds += [micro.seed for micro in evaluation_micro_batches(plan, 0, 1)]
+    assert len(set(seeds)) == len(seeds)
+    others = {micro.seed for micro in micro_batches_of(Plan(55, 16, 4, seed=1), 0, 1, 0, 40)}
+    assert not others & set(seeds)
+
+
+def fetched(rank: int, world: int, workers: int, first: int = 0) -> dict[tuple[int, int], Any]:
+    plan = Plan(55, 16, 4, seed=2)
+    stream = batches(Noisy(), None, micro_batches_of(plan, rank, world, first, 9), workers, CPU, None)
+    return {(micro.step, micro.number): [part.tolist() for part in batch] for micro, batch in stream}
+
+
+def test_batches_are_the_same_whoever_fetches_them() -> None:
+    alone = fetched(0, 1, 0)
+    assert fetched(0, 1, 2) == alone
+    assert fetched(0, 3, 0) | fetched(1, 3, 0) | fetched(2, 3, 2) == alone
+    later = fetched(0, 1, 0, first=5)
+    assert later == {key: value for key, value in alone.items() if key[0] >= 5}
+
+
+def test_augmentation_differs_between_items_micro_batches_and_epochs() -> None:
+    draws = [tuple(torch_draw) for batch in fetched(0, 1, 0).values() for torch_draw in batch[3]]
+    assert len(set(draws)) == len(draws)
+    numpy_draws = [draw for batch in fetched(0, 1, 0).values() for draw in batch[2]]
+    assert len(set(numpy_draws)) == len(numpy_draws)
+
+
+def test_what_else_draws_random_numbers_does_not_change_a_batch() -> None:
+    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    fetch = fetcher(Noisy(), None)
+    first = fetch(micro)
+    torch.rand(100), np.random.rand(3), random.random()
+    again = fetch(micro)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_dropout_draws_from_other_numbers_than_augmentation() -> None:
+    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    augmented = fetcher(Noisy(), None)(micro)[3][0]
+    seed_compute(micro.seed, CPU)
+    assert not torch.equal(torch.rand(2), augmented)
+    seed_compute(micro.seed, CPU)
+    once = torch.rand(5)
+    seed_compute(micro.seed, CPU)
+    assert torch.equal(torch.rand(5), once)
+
+
+def test_tensors_fetched_as_a_whole_are_those_fetched_item_by_item() -> None:
+    points, labels = torch.randn(55, 3), torch.arange(55)
+    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    whole = fetcher(TensorDataset(points, labels), None)(micro)
+    pairs = [(points[i], labels[i]) for i in range(55)]
+    single = fetcher(pairs, None)(micro)
+    assert all(torch.equal(a, b) for a, b in zip(whole, single, strict=True))
+
+
+def test_a_data_set_that_gives_many_items_at_once_is_asked_once() -> None:
+    class Many(Noisy):
+        asked: list[list[int]] = []  # noqa: RUF012
+
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            self.asked.append(indices)
+            return [torch.tensor(index) for index in indices]
+
+    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    assert fetcher(Many(), None)(micro).tolist() == micro.indices.tolist()
+    assert Many.asked == [micro.indices.tolist()]
+
+
+def test_a_collation_of_the_tasks_own_gets_the_items_in_order() -> None:
+    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    assert fetcher(range(100, 155), tuple)(micro) == tuple(100 + micro.indices)
+
+
+def test_conversion_reaches_floating_point_tensors_in_any_nesting_and_nothing_else() -> None:
+    pair = collections.namedtuple("pair", "a b")
+    batch = {"x": [torch.ones(2), (torch.ones(2).int(), "text")], "y": pair(torch.ones(1), 3)}
+    moved = to_device(batch, CPU, torch.float64)
+    assert moved["x"][0].dtype == moved["y"].a.dtype == torch.float64
+    assert moved["x"][1][0].dtype == torch.int32
+    assert moved["x"][1][1] == "text"
+    assert isinstance(moved["y"], pair) and moved["y"].b == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_data_set_reaches_the_run(workers: int) -> None:
+    class Broken(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            raise KeyError(f"no sample {index}")
+
+    stream = batches(Broken(), None, micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1), workers, CPU, None)
+    with pytest.raises(KeyError, match="no sample"):
+        next(stream)
