@@ -37,5 +37,5 @@ engine: ## install and start a Docker engine (Debian, Ubuntu; as root)
 base: ## build the base image from Debian's archive, where no image registry answers
 	@scripts/base.sh
 
-test-image: ## build the image and test the running station, on a real engine
+test-image: setup ## build the image and test the running station, on a real engine
 	@scripts/test-image.sh $(ARGS)

@@ -90,21 +90,21 @@ build() {
         say "NVIDIA's toolkit image cannot be had: building without the CUDA compiler (CUDA_IMAGE can name a mirror's copy)"
         export STATION_TARGET=runtime
     fi
-    # What this machine trusts is trusted while building, which is what a network with its own certificates needs.
-    if [ -z "$(setting CA_BUNDLE)" ] && [ -s /etc/ssl/certs/ca-certificates.crt ]; then
-        local ca=/etc/ssl/certs/ca-certificates.crt
-    fi
     say "building $(image) (a few minutes the first time)"
     BASE_IMAGE=$base STATION_VERSION=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' train/__init__.py) \
         STATION_REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown) STATION_INPUTS=$(inputs) \
-        CA_BUNDLE=${ca:-$(setting CA_BUNDLE /dev/null)} DOCKER_BUILDKIT=1 \
-        compose build "$@" || die "the image could not be built, see above; behind a mirror or proxy: .env.example has the settings"
+        DOCKER_BUILDKIT=1 compose build "$@" || die "the image could not be built, see above; behind a mirror or proxy: .env.example has the settings"
 }
 
 make_missing_files() {
     local key made=""
     mkdir -p "$(expand "$(setting RUNS_DIR ./runs)")"
-    [ -e .env ] || { cp .env.example .env; made+=" .env"; }
+    if [ ! -e .env ]; then
+        cp .env.example .env
+        # What this machine trusts the station trusts: a network may check TLS by certificates of its own.
+        [ ! -s /etc/ssl/certs/ca-certificates.crt ] || echo "CA_BUNDLE=/etc/ssl/certs/ca-certificates.crt" >>.env
+        made+=" .env"
+    fi
     if ! grep -q '^DEV_UID=' .env && [ "$(owner_of .)" != 0 ]; then
         printf 'DEV_UID=%s\nDEV_GID=%s\n' "$(owner_of .)" "$(group_of .)" >>.env
     fi
@@ -162,7 +162,7 @@ up() {
     else
         check_ports
     fi
-    choose_mode
+    [ -n "$mode" ] || choose_mode
     make_missing_files
     if [ "$(docker image inspect -f '{{index .Config.Labels "trainstation.inputs"}}' "$(image)" 2>/dev/null)" != "$(inputs)" ]; then
         if [ "${REBUILD:-}" != no ]; then build; fi

@@ -1,0 +1,107 @@
+"""Secrets are in files only, and Jupyter answers nobody without its token."""
+
+import json
+import re
+
+import pytest
+import requests
+from conftest import Station, run
+
+
+def secrets(station: Station) -> list[str]:
+    key = (station.folder / ".secrets" / "id_ed25519").read_text().splitlines()[1:-1]
+    host_key = station.root("cat", "/etc/trainstation/hostkeys/ssh_host_ed25519_key").stdout.splitlines()[1:-1]
+    return [station.token, *key, *host_key]
+
+
+@pytest.mark.parametrize("where", ["history", "image", "container", "processes", "environments", "log"])
+def test_no_secret_shows(station: Station, where: str) -> None:
+    text = {
+        "history": lambda: run("docker", "history", "--no-trunc", "trainstation:runtime").stdout,
+        "image": lambda: run("docker", "image", "inspect", "trainstation:runtime").stdout,
+        "container": lambda: run("docker", "inspect", station.container).stdout,
+        "processes": lambda: station.root("ps", "-eo", "args", "ww").stdout,
+        "environments": lambda: station.dev("bash", "-c", "cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'; true").stdout,
+        "log": lambda: station.log,
+    }[where]()
+    assert len(text) > 100
+    assert not [secret for secret in secrets(station) if secret in text]
+
+
+def test_no_host_key_and_no_certificate_of_the_builder_is_in_the_image(station: Station) -> None:
+    looked_for = "find / -xdev \\( -name 'ssh_host_*' -o -name ca_bundle \\) -size +0 -not -path '/proc/*'"
+    done = run("docker", "run", "--rm", "--entrypoint", "bash", "trainstation:runtime", "-c", looked_for)
+    assert done.stdout == ""
+
+
+def test_secret_files_are_for_their_owner_only(station: Station) -> None:
+    folder = station.folder / ".secrets"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for name in ("jupyter_token", "id_ed25519"):
+        assert (folder / name).stat().st_mode & 0o077 == 0
+    assert station.root("stat", "-c", "%U %a", "/run/trainstation/jupyter_token").stdout == "dev 400\n"
+
+
+# Asks a server configured as the station's for its own routes and makes a path that fits each.
+ROUTES = r"""
+import json, random, warnings
+warnings.simplefilter("ignore")
+from hypothesis import strategies as st
+from jupyterlab.labapp import LabApp
+
+app = LabApp.initialize_server(argv=["--port=18999", "--no-browser"])
+letters = st.characters(codec="ascii", categories=["Ll"])
+paths = set()
+def walk(router):
+    for rule in router.rules:
+        target = getattr(rule.target, "rules", None)
+        if target:
+            walk(rule.target)
+        pattern = getattr(rule.matcher, "regex", None)
+        if pattern is not None:
+            paths.add(st.from_regex(pattern.pattern, fullmatch=True, alphabet=letters | st.sampled_from("/-_.0123456789")).example())
+walk(app.serverapp.web_app.default_router)
+print("PATHS " + json.dumps(sorted(paths)))
+"""
+
+
+@pytest.fixture(scope="module")
+def routes(station: Station) -> list[str]:
+    done = station.dev("python3", "-c", ROUTES, timeout=120)
+    found = json.loads(re.search(r"PATHS (.*)", done.stdout)[1])
+    assert len(found) > 60
+    return found
+
+
+# Public by design: the login page and what it is drawn with, and the server's version number.
+PUBLIC = re.compile(r"^/(login|logout|static/.*|favicon\.ico|robots\.txt|api/?|lab/api/themes/.*|custom/.*|nbextensions/.*|kernelspecs/.*)$")
+
+
+def test_every_route_turns_away_who_has_no_token(station: Station, routes: list[str]) -> None:
+    answered = []
+    for path in routes:
+        if PUBLIC.match(path):
+            continue
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE"):
+            answer = requests.request(method, station.url + path, allow_redirects=False, timeout=20)
+            to_login = answer.status_code in (301, 302) and "/login" in answer.headers.get("Location", "")
+            if not (answer.status_code in (401, 403) or to_login):
+                answered.append(f"{method} {path}: {answer.status_code} {answer.headers.get('Location', '')}")
+    assert not answered, "\n".join(answered)
+
+
+@pytest.mark.parametrize("path", ["/api/kernels", "/api/contents/", "/api/terminals", "/api/sessions", "/tensorboard/"])
+def test_a_wrong_token_is_refused(station: Station, path: str) -> None:
+    answer = requests.get(station.url + path, headers={"Authorization": "token wrong"}, allow_redirects=False, timeout=20)
+    assert answer.status_code in (302, 401, 403)
+
+
+def test_ports_are_published_on_this_machine_only(station: Station) -> None:
+    ports = json.loads(station.inspect("{{json .HostConfig.PortBindings}}"))
+    assert {binding["HostIp"] for bindings in ports.values() for binding in bindings} == {"127.0.0.1"}
+
+
+def test_nobody_inside_can_gain_rights(station: Station) -> None:
+    assert "NoNewPrivs:\t1" in station.ssh("cat /proc/self/status").stdout
+    assert station.ssh("grep CapEff /proc/self/status").stdout.split()[1] == "0" * 16
+    assert json.loads(station.inspect("{{json .HostConfig.CapDrop}}")) == ["ALL"]
