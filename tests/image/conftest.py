@@ -6,8 +6,10 @@ come out. Whatever station a person runs on the same machine is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import shlex
 import shutil
 import socket
@@ -54,6 +56,37 @@ def until(what: str, true: Callable[[], object], seconds: float = 60) -> object:
             pytest.fail(f"waited {seconds} s in vain: {what}")
         time.sleep(0.2)
     return value
+
+
+class Terminal:
+    """A command on a terminal of its own, as in a person's window: typed into, read from, closed without a goodbye."""
+
+    def __init__(self, *command: str, **options: object) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, **options)
+        os.close(slave)
+        os.set_blocking(self.master, False)
+        self.seen = ""
+
+    def read(self) -> str:
+        with contextlib.suppress(BlockingIOError, OSError):
+            while data := os.read(self.master, 65536):
+                self.seen += data.decode(errors="replace")
+        return self.seen
+
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        until(f"{text!r} shows in the terminal, after {self.seen[-500:]!r}", lambda: text in self.read(), seconds)
+
+    def type(self, line: str) -> None:
+        os.write(self.master, f"{line}\n".encode())
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
 
 
 @dataclass

@@ -42,26 +42,37 @@ def test_secret_files_are_for_their_owner_only(station: Station) -> None:
     assert station.root("stat", "-c", "%U %a", "/run/trainstation/jupyter_token").stdout == "dev 400\n"
 
 
-# Asks a server configured as the station's for its own routes and makes a path that fits each.
+# Asks a server configured as the station's for its own routes, and makes the shortest path that fits each.
 ROUTES = r"""
-import json, random, warnings
-warnings.simplefilter("ignore")
-from hypothesis import strategies as st
+import json, re
 from jupyterlab.labapp import LabApp
 
-app = LabApp.initialize_server(argv=["--port=18999", "--no-browser"])
-letters = st.characters(codec="ascii", categories=["Ll"])
-paths = set()
+def fit(parsed):
+    text = ""
+    for op, value in parsed:
+        op = str(op)
+        if op in ("LITERAL", "NOT_LITERAL"): text += chr(value) if op == "LITERAL" else "x"
+        elif op == "ANY": text += "x"
+        elif op == "IN": text += {"LITERAL": lambda v: chr(v), "RANGE": lambda v: chr(v[0])}.get(str(value[0][0]), one_of)(value[0][1])
+        elif op in ("MAX_REPEAT", "MIN_REPEAT"): text += fit(value[2]) * max(1, value[0])
+        elif op == "SUBPATTERN": text += fit(value[3])
+        elif op == "BRANCH": text += fit(value[1][0])
+    return text
+
+def one_of(kind):
+    return {"CATEGORY_DIGIT": "1"}.get(str(kind), "x")
+
+paths = {}
 def walk(router):
     for rule in router.rules:
-        target = getattr(rule.target, "rules", None)
-        if target:
+        if getattr(rule.target, "rules", None):
             walk(rule.target)
         pattern = getattr(rule.matcher, "regex", None)
         if pattern is not None:
-            paths.add(st.from_regex(pattern.pattern, fullmatch=True, alphabet=letters | st.sampled_from("/-_.0123456789")).example())
-walk(app.serverapp.web_app.default_router)
-print("PATHS " + json.dumps(sorted(paths)))
+            paths[pattern.pattern] = fit(re._parser.parse(pattern.pattern))
+
+walk(LabApp.initialize_server(argv=["--port=18999", "--no-browser"]).web_app.default_router)
+print("PATHS " + json.dumps({path: bool(re.fullmatch(pattern, path)) for pattern, path in paths.items()}))
 """
 
 
@@ -70,7 +81,8 @@ def routes(station: Station) -> list[str]:
     done = station.dev("python3", "-c", ROUTES, timeout=120)
     found = json.loads(re.search(r"PATHS (.*)", done.stdout)[1])
     assert len(found) > 60
-    return found
+    assert sum(found.values()) > 0.9 * len(found)  # the paths do fit their routes
+    return sorted(found)
 
 
 # Public by design: the login page and what it is drawn with, and the server's version number.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import OWNER, Station, run, steps_on, until
+from conftest import OWNER, Station, Terminal, run, steps_on, until
 
 BATCH = ["-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-o", "ConnectTimeout=20"]
 
@@ -35,7 +35,7 @@ def test_the_key_is_accepted(known: Station) -> None:
 def test_the_ssh_command_is_one_plain_line_that_works_from_anywhere(station: Station, tmp_path: Path) -> None:
     line = station.make("ssh-command").stdout
     assert line.count("\n") == 1
-    done = run(*shlex.split(line), *[], "id -un", cwd=tmp_path)
+    done = run(*shlex.split(line), "id -un", cwd=tmp_path)
     assert done.stdout == "dev\n"
 
 
@@ -92,8 +92,7 @@ def test_the_host_key_stays_the_same_when_the_container_is_made_anew(station: St
 
     before = host_key()
     station.make("down")
-    station.compose("up", "--build", "--detach", timeout=600)
-    station.wait_healthy()
+    station.make("rebuild")
     assert host_key() == before
 
 
@@ -130,36 +129,12 @@ def test_a_run_goes_on_after_the_connection_is_cut_and_attach_finds_it(station: 
     name = "outlives-ssh"
     words = station.ssh_words
     command = f"train launch digits --name {name} --nproc 1 --epochs 100000 --log.every_steps 50 --follow"
-    session = subprocess.Popen(
-        [words[0], "-tt", *words[1:], command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
+    with Terminal(words[0], "-tt", *words[1:], command):
         until("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0, 120)
-    finally:
-        session.kill()  # the connection is gone without a goodbye
-        session.wait()
-    steps_on(station, name)
+    steps_on(station, name)  # the connection is gone
 
-    # A terminal of 100 by 30 attaches over a new connection, and the run's own screen is what it shows.
-    attached = subprocess.Popen(
-        ["script", "-qefc", shlex.join([words[0], "-tt", *words[1:], f"TERM=xterm train attach {name}"]), "/dev/null"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    seen = b""
-    try:
-        os.set_blocking(attached.stdout.fileno(), False)
-
-        def shows_the_run() -> bool:
-            nonlocal seen
-            seen += attached.stdout.read() or b""
-            return b"step" in seen or name.encode() in seen
-
-        until("attach shows the run", shows_the_run, 30)
-    finally:
-        attached.kill()
-        attached.wait()
+    with Terminal(words[0], "-tt", *words[1:], f"TERM=xterm train attach {name}") as attached:
+        attached.wait_for("loss")
     steps_on(station, name)
     station.dev("train", "stop", name, timeout=120)
     assert station.show(name)["state"] == "stopped"
