@@ -34,7 +34,7 @@ check_number() { # NAME DEFAULT MOST
 }
 
 check_settings() {
-    local gpus bind key data runs free index octet
+    local gpus bind bare key data runs free index octet
     gpus=$(setting GPUS)
     case $gpus in
         '' | all | none) ;;
@@ -51,6 +51,10 @@ check_settings() {
     else
         [[ $bind =~ ^\[[0-9a-fA-F:]+\]$ ]] ||
             die "BIND_ADDRESS=$bind is no address: 127.0.0.1 for this machine only, 0.0.0.0 for the network, IPv6 as in [::1]"
+    fi
+    if [ "$bind" != 0.0.0.0 ] && [ "$bind" != '[::]' ] && command -v ip >/dev/null; then
+        bare=${bind#[}
+        ip -o addr show | grep -qwF "${bare%]}" || die "BIND_ADDRESS=$bind is none of this machine's addresses: hostname -I lists them"
     fi
     check_number JUPYTER_PORT 8888 65535
     check_number SSH_PORT 2222 65535

@@ -132,9 +132,16 @@ make_missing_files() {
     [ -z "$made" ] || say "made:$made"
 }
 
+volumes() { docker volume ls --quiet --filter "label=com.docker.compose.project=$(setting COMPOSE_PROJECT_NAME trainstation)"; }
+# After a first start that failed: what it made goes again, and what was there before stays.
+take_back() {
+    [ "$fresh" = yes ] || return 0
+    if [ -n "$had_volumes" ]; then compose down; else compose down --volumes; fi >/dev/null 2>&1 || true
+}
+
 # Waits until both services answer. A container that gives up is taken away again, after its reason was shown.
 wait_healthy() {
-    local id=$1 fresh=$2 now reason i
+    local id=$1 now reason i
     for ((i = 0; i < 600; i++)); do
         now=$(state "$id")
         case $now in
@@ -142,7 +149,7 @@ wait_healthy() {
             'running starting 0' | 'created '*' 0') ;;
             *)
                 reason=$(docker logs --tail 200 "$id" 2>&1 | grep -E 'error:|health:' | tail -n 1 | sed -E 's/^trainstation: (error: )?//')
-                [ "$fresh" = no ] || compose down >/dev/null 2>&1
+                take_back
                 die "the station did not start: ${reason:-its state is $now, see make logs}"
                 ;;
         esac
@@ -152,11 +159,12 @@ wait_healthy() {
 }
 
 up() {
-    local id fresh=yes output
+    local id output fresh=yes had_volumes
     check_engine
     check_compose
     check_settings
     id=$(container)
+    had_volumes=$(volumes)
     if [ -n "$id" ]; then
         fresh=no
     else
@@ -169,11 +177,11 @@ up() {
     fi
     # Without root the engine would make this folder as root; here it is made as it should be.
     if ! output=$(compose up --detach --no-build --remove-orphans 2>&1); then
-        [ "$fresh" = no ] || compose down >/dev/null 2>&1 || true
+        take_back
         die "the engine did not start the station: $(tail -n 1 <<<"$output" | sed 's/^Error response from daemon: //')"
     fi
     id=$(container)
-    wait_healthy "$id" "$fresh"
+    wait_healthy "$id"
     cat <<TEXT
 
   JupyterLab   $(url)
