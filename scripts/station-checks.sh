@@ -54,7 +54,7 @@ check_settings() {
     fi
     if [ "$bind" != 0.0.0.0 ] && [ "$bind" != '[::]' ] && command -v ip >/dev/null; then
         bare=${bind#[}
-        ip -o addr show | grep -qwF "${bare%]}" || die "BIND_ADDRESS=$bind is none of this machine's addresses: hostname -I lists them"
+        [[ $(ip -o addr show) == *" ${bare%]}/"* ]] || die "BIND_ADDRESS=$bind is none of this machine's addresses: hostname -I lists them"
     fi
     check_number JUPYTER_PORT 8888 65535
     check_number SSH_PORT 2222 65535

@@ -242,6 +242,7 @@ case $command in
     ssh-command) need_running; ssh_command ;;
     logs) check_engine; exec docker compose logs --tail 200 "$@" station ;;
     url) need_running; url ;;
+    inputs) inputs ;; # what an image has to be built from to be taken as it is
     status)
         need_running
         say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id")"
