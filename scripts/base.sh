@@ -28,6 +28,7 @@ fi
 # The archives of main, its updates and security, as apt on this machine knows them; on Ubuntu there is none, and
 # debootstrap's own default stands.
 uri_of() {
+    # shellcheck disable=SC2016 # apt's own variables
     apt-get indextargets --format '$(CREATED_BY) $(REPO_URI) $(CODENAME) $(COMPONENT)' 2>/dev/null |
         awk -v suite="$1" '$1 == "Packages" && $3 == suite && $4 == "main" {print $2; exit}'
 }

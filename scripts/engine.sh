@@ -41,6 +41,7 @@ install_from_next_release() {
         -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache")
     mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$work/debs"
     local archive
+    # shellcheck disable=SC2016 # apt's own variables
     archive=$(apt-get indextargets --format '$(CREATED_BY) $(REPO_URI) $(CODENAME) $(COMPONENT)' |
         awk '$1 == "Packages" && $3 == "bookworm" && $4 == "main" {print $2; exit}')
     [ -n "$archive" ] || die "found no source for bookworm main in apt's configuration"
@@ -83,7 +84,10 @@ if ! running; then
         rm -f /var/run/docker.pid
         setsid -f dockerd >/var/log/dockerd.log 2>&1 </dev/null
     fi
-    for _ in $(seq 60); do running && break || sleep 1; done
+    for _ in $(seq 60); do
+        if running; then break; fi
+        sleep 1
+    done
     running || die "the engine did not start: $(grep -m1 -o 'failed to start daemon.*' /var/log/dockerd.log 2>/dev/null || echo 'see its log')"
 fi
 have_compose || die "docker compose is missing after the installation: which docker is first on PATH? ($(command -v docker))"

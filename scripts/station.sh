@@ -73,7 +73,7 @@ inputs() {
         for name in BASE_IMAGE CUDA_IMAGE APT_MIRROR EXTRA_APT PIP_INDEX_URL; do setting "$name"; echo; done
     } | cksum | tr ' ' -
 }
-image() { say "trainstation:$([ "$mode" = cpu ] && echo runtime || setting STATION_TARGET cuda)"; }
+image() { if [ "$mode" = cpu ]; then say trainstation:runtime; else say "trainstation:$(setting STATION_TARGET cuda)"; fi; }
 
 build() {
     local base toolkit

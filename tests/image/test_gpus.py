@@ -68,7 +68,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory, base: str) -> Iterator[Engi
     places = ["--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid", "--host", host]
     with (folder / "log").open("w") as log:
         daemon = subprocess.Popen(
-            ["dockerd", *places, *names, "--bridge=none", "--iptables=false"],
+            # A network of its own: an engine takes the bridge docker0 for its own, and would remove another's.
+            ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec dockerd --iptables=false "$@"', "-", *places, *names],
             env={**os.environ, "PATH": f"{hook.parent}:{os.environ['PATH']}"},
             stdout=log,
             stderr=log,

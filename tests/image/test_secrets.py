@@ -85,10 +85,11 @@ def routes(station: Station) -> list[str]:
     return sorted(found)
 
 
-# Public by design: the login page, the code and pictures pages are drawn with, and the server's version number.
+# Public by design: the login page, the code and pictures pages are drawn with, the server's version number, and the
+# redirect that drops a slash at the end.
 PUBLIC = re.compile(
     r"^/(login|logout|static/.*|favicon\.ico|robots\.txt|api/?|custom/.*"
-    r"|lab/api/themes/.*|lab/extensions/.*|server-proxy/icon/.*)$"
+    r"|x/|lab/api/themes/.*|lab/extensions/.*|server-proxy/icon/.*)$"
 )
 
 
