@@ -34,15 +34,9 @@ def free_port() -> int:
 
 def run(*command: str, check: bool = True, timeout: float = 120, **options: object) -> subprocess.CompletedProcess[str]:
     """Runs a command and returns it with its output as text; a failure shows that output."""
-    done = subprocess.run(
-        command,
-        stdin=options.pop("stdin", subprocess.DEVNULL),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=timeout,
-        **options,
-    )
+    if "input" not in options:
+        options.setdefault("stdin", subprocess.DEVNULL)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, **options)
     if check and done.returncode:
         pytest.fail(f"{shlex.join(command)} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
     return done
@@ -63,7 +57,9 @@ class Terminal:
 
     def __init__(self, *command: str, **options: object) -> None:
         self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, **options)
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, **options
+        )
         os.close(slave)
         os.set_blocking(self.master, False)
         self.seen = ""
@@ -173,7 +169,10 @@ class Station:
 def copy_checkout(folder: Path, owner: int | None = OWNER) -> Path:
     """The files git knows or would take, as a fresh clone has them."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
     ).stdout
     for name in listed.decode().split("\0"):
         source, target = ROOT / name, folder / name

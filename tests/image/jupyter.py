@@ -29,7 +29,8 @@ class Client:
         kernel = self.request("POST", "/api/kernels").json()["id"]
         try:
             channel = self.socket(f"/api/kernels/{kernel}/channels")
-            message = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "username": "", "session": "", "version": "5.3"}
+            message = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "version": "5.3"}
+            message |= {"username": "", "session": ""}
             content = {"code": code, "silent": False, "store_history": False, "allow_stdin": False}
             request = {"header": message, "parent_header": {}, "metadata": {}, "content": content, "channel": "shell"}
             channel.send(json.dumps(request))

@@ -19,7 +19,7 @@ def refused(station: Station, **settings: str) -> str:
     """`make up` with these settings: the one line it says. Checks that nothing was made."""
     before = sorted(path.name for path in station.folder.iterdir())
     env = {**station.env, **settings}
-    done = subprocess.run(["make", "-s", "up"], cwd=station.folder, env=env, capture_output=True, text=True, timeout=120)
+    done = run("make", "-s", "up", cwd=station.folder, env=env, check=False)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert len(lines) == 1, done.stderr
@@ -120,9 +120,8 @@ def test_runs_that_another_user_owns(fresh: Station, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir(mode=0o755)
     os.chown(theirs, 999, 999)
-    done = subprocess.run(
-        ["make", "-s", "up"], cwd=fresh.folder, env={**fresh.env, "RUNS_DIR": str(theirs)}, capture_output=True, text=True
-    )
+    env = {**fresh.env, "RUNS_DIR": str(theirs)}
+    done = run("make", "-s", "up", cwd=fresh.folder, env=env, check=False, timeout=1500)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert len(lines) == 1

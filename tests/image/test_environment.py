@@ -3,15 +3,16 @@
 import json
 import subprocess
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import Station, Terminal, run, until
 from jupyter import Client
 
-SAME = ("PATH", "CUDA", "NVIDIA_", "TRAIN", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-SAME += ("LANG", "TZ", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "STATION_GPUS")
-DUMP = "python3 -c 'import json, os; json.dump(dict(os.environ), open(\"{0}\", \"w\"))' && mv {0} {1}"
+SAME = ("PATH", "CUDA", "NVIDIA_", "TRAIN", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+SAME += ("NO_PROXY", "LANG", "TZ", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "STATION_GPUS")
+DUMP = 'python3 -c \'import json, os; json.dump(dict(os.environ), open("{0}", "w"))\' && mv {0} {1}'
 
 
 def chosen(variables: dict[str, str]) -> dict[str, str]:
@@ -19,10 +20,11 @@ def chosen(variables: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def proxied(make_station) -> Station:  # noqa: ANN001
+def proxied(make_station: Callable[..., Station]) -> Station:
     """A station with a variable of every kind, values with blanks, quotes and backslashes among them."""
     station = make_station("environment", HTTPS_PROXY="http://proxy.invalid:3128", no_proxy="localhost,127.0.0.1")
-    override = {"services": {"station": {"environment": {"TRAIN_ODD": 'a "b"  c\\d $$e \'f\'', "HF_TOKEN": "hush-hush"}}}}
+    environment = {"TRAIN_ODD": "a \"b\"  c\\d $$e 'f'", "HF_TOKEN": "hush-hush"}  # $$ is compose's way to write $
+    override = {"services": {"station": {"environment": environment}}}
     (station.folder / "docker-compose.override.yml").write_text(json.dumps(override))
     station.make("up")
     files = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml", "-f", "docker-compose.override.yml")
@@ -35,13 +37,13 @@ def proxied(make_station) -> Station:  # noqa: ANN001
 def expected(proxied: Station) -> dict[str, str]:
     printed = proxied.root("python3", "-c", "import json, os; print(json.dumps(dict(os.environ)))").stdout
     variables = chosen(json.loads(printed))
-    assert variables["TRAIN_ODD"] == 'a "b"  c\\d $e \'f\''
+    assert variables["TRAIN_ODD"] == "a \"b\"  c\\d $e 'f'"
     assert variables["HTTPS_PROXY"] == "http://proxy.invalid:3128"
     assert {"PATH", "CUDA_HOME", "NVIDIA_VISIBLE_DEVICES", "TRAIN_RUNS"} <= set(variables)
     return variables
 
 
-def dumped(station: Station, start) -> dict[str, str]:  # noqa: ANN001
+def dumped(station: Station, start: Callable[[str], object]) -> dict[str, str]:
     """Has a shell command line started that writes its environment to a file, and reads that."""
     name = uuid.uuid4().hex
     start(DUMP.format(f"/workspace/runs/.{name}", f"/workspace/runs/{name}"))
@@ -74,6 +76,7 @@ def test_sftp_server(proxied: Station, expected: dict[str, str]) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
+
         def server() -> str:
             listed = run("docker", "top", proxied.container, "-eo", "pid,comm").stdout.splitlines()
             return next((line.split()[0] for line in listed if "sftp-server" in line), "")
@@ -108,7 +111,10 @@ def test_tmux_started_over_ssh(proxied: Station, expected: dict[str, str]) -> No
 
 
 def test_make_shell(proxied: Station, expected: dict[str, str]) -> None:
-    assert dumped(proxied, lambda line: in_shell(line, "make", "-s", "shell", cwd=proxied.folder, env=proxied.env)) == expected
+    def type_it(line: str) -> None:
+        in_shell(line, "make", "-s", "shell", cwd=proxied.folder, env=proxied.env)
+
+    assert dumped(proxied, type_it) == expected
 
 
 def in_shell(line: str, *command: str, **options: object) -> None:

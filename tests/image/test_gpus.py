@@ -7,6 +7,7 @@ one: what is tested is the way from GPUS in `make up` through the compose file t
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ HOOK = """#!/bin/sh
 bundle=$(sed -n 's/.*"bundle":"\\([^"]*\\)".*/\\1/p')
 grep -o 'NVIDIA_VISIBLE_DEVICES=[^"]*' "$bundle/config.json" >>{record}
 """
+
+ALONE = 'ip link set lo up; exec dockerd --iptables=false "$@"'
 
 # Healthy at once, and with the one file that `make up` reads inside.
 EMPTY = """
@@ -65,11 +68,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory, base: str) -> Iterator[Engi
     hook.chmod(0o755)
     host = f"unix://{folder}/docker.sock"
     names = ["--containerd-namespace", "station-test", "--containerd-plugins-namespace", "station-test-plugins"]
-    places = ["--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid", "--host", host]
+    places = ["--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid"]
+    places += ["--host", host]
     with (folder / "log").open("w") as log:
         daemon = subprocess.Popen(
             # A network of its own: an engine takes the bridge docker0 for its own, and would remove another's.
-            ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec dockerd --iptables=false "$@"', "-", *places, *names],
+            ["unshare", "--net", "sh", "-c", ALONE, "-", *places, *names],
             env={**os.environ, "PATH": f"{hook.parent}:{os.environ['PATH']}"},
             stdout=log,
             stderr=log,
@@ -94,8 +98,7 @@ def gpu_station(make_station: Callable[..., Station], engine: Engine, base: str)
     inputs = run("scripts/station.sh", "inputs", cwd=station.folder, env=station.env).stdout.strip()
     dockerfile = EMPTY.format(base=base, inputs=inputs)
     build = ["docker", "--host", engine.host, "build", "-q", "--network", "none", "-t", "trainstation:cuda", "-"]
-    done = subprocess.run(build, input=dockerfile, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    run(*build, input=dockerfile)
     yield station
     station.make("down", check=False)
 
@@ -155,9 +158,8 @@ KERNEL = """
 def cuda(station: Station, base: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Station]:
     """A running container of the target cuda, in the place of the station's own."""
     folder = tmp_path_factory.mktemp("toolkit")
-    import nvidia.cuda_nvcc
-
-    shutil.copy(Path(nvidia.cuda_nvcc.__path__[0]) / "bin" / "ptxas", folder)
+    (toolkit,) = importlib.util.find_spec("nvidia.cuda_nvcc").submodule_search_locations
+    shutil.copy(Path(toolkit) / "bin" / "ptxas", folder)
     (folder / "nvcc").write_text(NVCC)
     (folder / "Dockerfile").write_text(TOOLKIT.format(base=base))
     run("docker", "build", "-q", "-t", "trainstation-test:toolkit", str(folder))
@@ -186,16 +188,20 @@ def test_the_cuda_compiler_is_on_the_path_everywhere(cuda: Station, way: str) ->
         "exec": lambda: cuda.root(*command.split()).stdout,
         "ssh": lambda: cuda.ssh(command).stdout,
         "login": lambda: cuda.ssh(f"bash -lc '{command}'").stdout,
-        "tmux": lambda: cuda.ssh(
-            f"tmux -L nvcc new-session -d '{command} >/tmp/nvcc.out; tmux -L nvcc wait-for -S done' \\; wait-for done && cat /tmp/nvcc.out"
-        ).stdout,
+        "tmux": lambda: (
+            cuda.ssh(
+                f"tmux -L nvcc new-session -d '{command} >/tmp/nvcc.out; tmux -L nvcc wait-for -S done'"
+                " && tmux -L nvcc wait-for done; cat /tmp/nvcc.out"
+            ).stdout
+        ),
         "make": lambda: run("scripts/station.sh", "exec", *command.split(), cwd=cuda.folder, env=cuda.env).stdout,
     }[way]()
     assert "release 12.1" in out
 
 
 def test_cuda_12_1s_assembler_runs_in_the_image(cuda: Station) -> None:
-    done = cuda.ssh(f"echo '{KERNEL}' >/tmp/k.ptx && ptxas -arch=sm_90 /tmp/k.ptx -o /tmp/k.cubin && head -c 4 /tmp/k.cubin")
+    cuda.ssh(f"echo '{KERNEL}' >/tmp/k.ptx && ptxas -arch=sm_90 /tmp/k.ptx -o /tmp/k.cubin")
+    done = cuda.ssh("head -c 4 /tmp/k.cubin")
     assert done.stdout == "\x7fELF"
 
 
