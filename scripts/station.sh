@@ -99,11 +99,10 @@ build() {
 make_missing_files() {
     local key made=""
     mkdir -p "$(expand "$(setting RUNS_DIR ./runs)")"
-    if [ ! -e .env ]; then
-        cp .env.example .env
-        # What this machine trusts the station trusts: a network may check TLS by certificates of its own.
-        [ ! -s /etc/ssl/certs/ca-certificates.crt ] || echo "CA_BUNDLE=/etc/ssl/certs/ca-certificates.crt" >>.env
-        made+=" .env"
+    [ -e .env ] || { cp .env.example .env; made+=" .env"; }
+    # What this machine trusts the station trusts: a network may check TLS by certificates of its own.
+    if ! grep -q '^CA_BUNDLE=' .env && [ -s /etc/ssl/certs/ca-certificates.crt ]; then
+        echo "CA_BUNDLE=/etc/ssl/certs/ca-certificates.crt" >>.env
     fi
     if ! grep -q '^DEV_UID=' .env && [ "$(owner_of .)" != 0 ]; then
         printf 'DEV_UID=%s\nDEV_GID=%s\n' "$(owner_of .)" "$(group_of .)" >>.env

@@ -32,4 +32,5 @@ if ! cmp -s tests/image/requirements.lock "$mark"; then
     cp tests/image/requirements.lock "$mark"
 fi
 
+export PATH=$PWD/$env/bin:$PATH # the linters, which the tests call by name
 exec "$env/bin/python" -m pytest tests/image --durations=10 -p no:cacheprovider "$@"

@@ -18,6 +18,7 @@ c.ServerApp.shutdown_no_activity_timeout = 0
 
 token = Path("/run/trainstation/jupyter_token").read_text().strip()
 c.IdentityProvider.token = token
+c.ServerApp.allow_unauthenticated_access = False  # also for extensions that forgot to ask for the token
 c.PasswordIdentityProvider.allow_password_change = False  # a password would live on when the token is changed
 # Browsers stay logged in when the container is made anew, and no longer than the token is the same.
 c.ServerApp.cookie_secret = hashlib.sha256(b"cookies of " + token.encode()).digest()
