@@ -100,7 +100,7 @@ class Station:
     def env(self) -> dict[str, str]:
         # A home folder without ssh keys: the station makes a pair, as on a machine where nobody has one.
         return {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("TRAIN", "GPU", "MAKE"))},
+            **{k: v for k, v in os.environ.items() if not k.startswith(("TRAIN", "GPU", "MAKE", "ARGS", "MFLAGS"))},
             "COMPOSE_PROJECT_NAME": self.project,
             "JUPYTER_PORT": str(self.jupyter_port),
             "SSH_PORT": str(self.ssh_port),
