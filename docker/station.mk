@@ -1,0 +1,41 @@
+# The station's targets; the Makefile includes this file.
+
+.PHONY: up down shell ssh ssh-command logs url status rebuild clean-station engine base test-image
+up: ## start the station: JupyterLab on 8888, ssh on 2222 (GPUS=none, all, 2 or 0,1)
+	@scripts/station.sh up
+
+down: ## stop it, saving runs; runs, home folder and host keys stay
+	@scripts/station.sh down
+
+shell: ## a shell inside
+	@scripts/station.sh shell
+
+ssh: ## log in over ssh
+	@scripts/station.sh ssh $(ARGS)
+
+ssh-command: ## the ssh command as one line, to paste or to script
+	@scripts/station.sh ssh-command
+
+logs: ## what the services print (ARGS=-f follows)
+	@scripts/station.sh logs $(ARGS)
+
+url: ## JupyterLab's address with its token
+	@scripts/station.sh url
+
+status: ## is it healthy, and which runs are there
+	@scripts/station.sh status
+
+rebuild: ## build the image again and start it
+	@scripts/station.sh rebuild $(ARGS)
+
+clean-station: ## remove container, volumes and images; runs and data stay
+	@scripts/station.sh clean
+
+engine: ## install and start a Docker engine (Debian, Ubuntu; as root)
+	@scripts/engine.sh
+
+base: ## build the base image from Debian's archive, where no image registry answers
+	@scripts/base.sh
+
+test-image: setup ## build the image and test the running station, on a real engine
+	@scripts/test-image.sh $(ARGS)

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Builds the base image from Debian's archive, for an engine that reaches no image registry.
+#
+#     make base            (as root; `make up` does it by itself when it has to)
+#
+# What comes out is what debian:bookworm-slim is: Debian 12's minimal system, no documentation, no package
+# lists. The mirror is the one this machine's own apt uses, or APT_MIRROR.
+set -euo pipefail
+
+readonly tag=${1:-trainstation-base:bookworm}
+readonly keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+
+say() { printf 'base: %s\n' "$*"; }
+die() { printf 'base: %s\n' "$*" >&2; exit 1; }
+
+docker info >/dev/null 2>&1 || die "no Docker engine answers; to install and start one: make engine"
+if docker image inspect "$tag" >/dev/null 2>&1 && [ "${FORCE:-}" != 1 ]; then
+    say "$tag is there already (again: make base FORCE=1)"
+    exit 0
+fi
+[ "$(id -u)" = 0 ] || die "building a base image needs root: sudo make base"
+if ! command -v debootstrap >/dev/null || [ ! -e "$keyring" ]; then
+    command -v apt-get >/dev/null || die "debootstrap is missing and this is no Debian or Ubuntu"
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        debootstrap debian-archive-keyring; } >/dev/null 2>&1 || die "could not install debootstrap: is the package archive reachable?"
+fi
+
+# The archives of main, its updates and security, as apt on this machine knows them; on Ubuntu there is none, and
+# debootstrap's own default stands.
+uri_of() {
+    # shellcheck disable=SC2016 # apt's own variables
+    apt-get indextargets --format '$(CREATED_BY) $(REPO_URI) $(CODENAME) $(COMPONENT)' 2>/dev/null |
+        awk -v suite="$1" '$1 == "Packages" && $3 == suite && $4 == "main" {print $2; exit}'
+}
+mirror=${APT_MIRROR:-$(uri_of bookworm)}
+mirror=${mirror%/}
+
+root=$(mktemp -d)
+trap 'rm -rf "$root"' EXIT
+chmod 755 "$root"
+say "building $tag from the package archive (half a minute)"
+debootstrap --variant=minbase --keyring="$keyring" bookworm "$root" ${mirror:+"$mirror"} >"$root.log" 2>&1 || {
+    tail -n 5 "$root.log" >&2
+    die "debootstrap failed; the whole log: $root.log"
+}
+rm -f "$root.log"
+
+# Debootstrap knows one archive; updates and security fixes come from the two beside it.
+: "${mirror:=$(awk '$1 == "deb" {print $2; exit}' "$root/etc/apt/sources.list")}"
+mirror=${mirror%/}
+security=${mirror%/debian}/debian-security
+[ "${APT_MIRROR:-}" ] || { found=$(uri_of bookworm-security) && security=${found:-$security}; }
+rm -f "$root/etc/apt/sources.list"
+cat >"$root/etc/apt/sources.list.d/debian.sources" <<SOURCES
+Types: deb
+URIs: $mirror
+Suites: bookworm bookworm-updates
+Components: main
+Signed-By: $keyring
+
+Types: deb
+URIs: ${security%/}
+Suites: bookworm-security
+Components: main
+Signed-By: $keyring
+SOURCES
+
+# As the slim image does: no manuals, no documentation but the licences, no translations; also for packages to come.
+cat >"$root/etc/dpkg/dpkg.cfg.d/slim" <<'SLIM'
+path-exclude /usr/share/doc/*
+path-include /usr/share/doc/*/copyright
+path-exclude /usr/share/man/*
+path-exclude /usr/share/info/*
+path-exclude /usr/share/locale/*
+SLIM
+printf 'Acquire::Languages "none";\nAPT::Install-Recommends "false";\n' >"$root/etc/apt/apt.conf.d/slim"
+find "$root/usr/share/doc" -mindepth 2 ! -name copyright ! -type d -delete
+rm -rf "$root"/usr/share/{man,info,locale}/* "$root"/var/lib/apt/lists/* "$root"/var/cache/apt/* \
+    "$root"/var/log/{apt,*.log} "$root"/etc/{resolv.conf,hostname}
+
+tar -C "$root" --numeric-owner -c . |
+    docker import -c 'CMD ["bash"]' -m "Debian 12, from its package archive" - "$tag" >/dev/null
+say "$tag is built ($(docker image inspect -f '{{.Size}}' "$tag" | awk '{printf "%.0f MB", $1 / 1e6}'))"

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Gives this machine a Docker engine with compose and buildx, and starts it: Debian and Ubuntu, as root.
+#
+#     make engine          (or: sudo make engine)
+#
+# Does nothing, and says so, where all three already work. Everything comes from the distribution's own
+# packages. A machine with an engine of its own (Docker Desktop, Docker's packages) needs none of this.
+set -euo pipefail
+
+say() { printf 'engine: %s\n' "$*"; }
+die() { printf 'engine: %s\n' "$*" >&2; exit 1; }
+
+have_compose() { docker compose version >/dev/null 2>&1; }
+have_buildx() { docker buildx version >/dev/null 2>&1; }
+running() { docker info >/dev/null 2>&1; }
+
+if command -v docker >/dev/null && running && have_compose && have_buildx; then
+    say "Docker $(docker version --format '{{.Server.Version}}') with compose $(docker compose version --short) is running"
+    exit 0
+fi
+
+[ "$(id -u)" = 0 ] || die "no Docker engine with compose and buildx answers here; to install and start one: sudo make engine"
+command -v apt-get >/dev/null || die "this is no Debian or Ubuntu: install Docker Engine with its compose plugin (docs.docker.com/engine/install), then run this again"
+# shellcheck source=/dev/null
+. /etc/os-release
+
+export DEBIAN_FRONTEND=noninteractive
+install_packages() { apt-get install -y --no-install-recommends "$@" >"$log" 2>&1 || { tail -n 5 "$log" >&2; die "could not install: $*"; }; }
+log=$(mktemp)
+work=$(mktemp -d)
+trap 'rm -rf "$log" "$work"' EXIT
+chmod 755 "$work" # apt drops to its own user to download
+
+refresh() { apt-get update >"$log" 2>&1 || { tail -n 3 "$log" >&2; die "apt-get update failed: is the package archive reachable?"; }; }
+
+# Debian 12's docker-compose is version 1, which does not know the GPU reservations used here. Debian 13's
+# compose and buildx are single Go programs that need only the C library Debian 12 has, so they are taken from
+# there: same archive, same keys, only the suite's name differs, and no other package is touched.
+install_from_next_release() {
+    local options=(-o "Dir::Etc::sourcelist=$work/next.list" -o Dir::Etc::sourceparts=/dev/null
+        -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache")
+    mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$work/debs"
+    local archive
+    # shellcheck disable=SC2016 # apt's own variables
+    archive=$(apt-get indextargets --format '$(CREATED_BY) $(REPO_URI) $(CODENAME) $(COMPONENT)' |
+        awk '$1 == "Packages" && $3 == "bookworm" && $4 == "main" {print $2; exit}')
+    [ -n "$archive" ] || die "found no source for bookworm main in apt's configuration"
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive trixie main" >"$work/next.list"
+    apt-get "${options[@]}" update >"$log" 2>&1 || { tail -n 3 "$log" >&2; die "could not read Debian 13's package list"; }
+    (cd "$work/debs" && apt-get "${options[@]}" download docker-compose docker-buildx >"$log" 2>&1) ||
+        { tail -n 3 "$log" >&2; die "could not download docker-compose and docker-buildx"; }
+    # Their files stand where the old package's do; --force-overwrite lets version 2 take the place of version 1.
+    dpkg -i --force-overwrite "$work"/debs/*.deb >"$log" 2>&1 || { tail -n 5 "$log" >&2; die "dpkg refused docker-compose and docker-buildx"; }
+}
+
+say "installing Docker from the packages of $PRETTY_NAME"
+refresh
+if ! command -v dockerd >/dev/null; then
+    needed=(docker.io iptables ca-certificates)
+    # Debian 13 and later split the client off.
+    apt-cache show docker-cli >/dev/null 2>&1 && needed+=(docker-cli)
+    # Where the kernel confines by AppArmor, the engine cannot start a container without its parser.
+    [ "$(cat /sys/module/apparmor/parameters/enabled 2>/dev/null)" = Y ] && needed+=(apparmor)
+    # A machine with no init system may have mounted no control groups.
+    mountpoint -q /sys/fs/cgroup || needed+=(cgroupfs-mount)
+    install_packages "${needed[@]}"
+fi
+if ! have_compose || ! have_buildx; then
+    if [ "${VERSION_CODENAME:-}" = bookworm ]; then
+        install_from_next_release
+    elif apt-cache show docker-compose-v2 >/dev/null 2>&1; then
+        install_packages docker-compose-v2 docker-buildx # Ubuntu's name
+    else
+        install_packages docker-compose docker-buildx
+    fi
+fi
+
+if ! running; then
+    if [ -d /run/systemd/system ]; then
+        systemctl enable --now docker >"$log" 2>&1 || { tail -n 3 "$log" >&2; die "systemctl could not start docker: journalctl -u docker"; }
+    else
+        mountpoint -q /sys/fs/cgroup || cgroupfs-mount
+        # No init system: the engine lives in a session of its own, so that it outlives this shell.
+        rm -f /var/run/docker.pid
+        setsid -f dockerd >/var/log/dockerd.log 2>&1 </dev/null
+    fi
+    for _ in $(seq 60); do
+        if running; then break; fi
+        sleep 1
+    done
+    running || die "the engine did not start: $(grep -m1 -o 'failed to start daemon.*' /var/log/dockerd.log 2>/dev/null || echo 'see its log')"
+fi
+have_compose || die "docker compose is missing after the installation: which docker is first on PATH? ($(command -v docker))"
+say "Docker $(docker version --format '{{.Server.Version}}') with compose $(docker compose version --short) is running"

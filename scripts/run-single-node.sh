@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# One run on all GPUs of this machine, or on two CPU processes where there is none; followed to its end.
+#
+#     scripts/run-single-node.sh digits --name first --epochs 5
+#
+# It runs in tmux and goes on when this terminal is closed. Inside the station `train` is there; on a machine without
+# one the environment of `make setup` is used.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [ $# -eq 0 ] || [ "${1#-}" != "$1" ]; then
+    echo "usage: scripts/run-single-node.sh TASK [--name NAME] [--FIELD VALUE …]" >&2
+    exit 2
+fi
+if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
+    train=(train)
+elif [ -x .venv/bin/train ]; then
+    train=(.venv/bin/train)
+else
+    echo "run-single-node: no environment here: make setup, or make up and make shell" >&2
+    exit 2
+fi
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || gpus=0
+nproc=$((gpus > 0 ? gpus : 2))
+exec "${train[@]}" launch "$@" --nproc "$nproc" --follow

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Tests the station from outside, on a real engine: `make test-image`, or one behaviour: make test-image ARGS="-k sftp"
+#
+# Whatever is missing is installed first (an engine, a browser, an ssh client), which takes root; nothing is skipped.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+die() { printf 'test-image: %s\n' "$*" >&2; exit 2; }
+
+scripts/engine.sh
+
+missing=()
+command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
+command -v ssh >/dev/null || missing+=(openssh-client)
+if [ ${#missing[@]} -gt 0 ]; then
+    command -v apt-get >/dev/null || die "missing: ${missing[*]}"
+    [ "$(id -u)" = 0 ] || die "missing: ${missing[*]}; please run: sudo apt-get install -y ${missing[*]}"
+    echo "test-image: installing ${missing[*]}"
+    apt-get update -qq >/dev/null
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+# The tests' own packages, apart from the project's: a browser driver and linters are nothing a run needs.
+env=.venv/image-tests
+mark=$env/.requirements.lock
+if ! cmp -s tests/image/requirements.lock "$mark"; then
+    .venv/bin/python -m venv --without-pip --clear "$env"
+    # shellcheck source=scripts/uv-like-pip.sh
+    . scripts/uv-like-pip.sh
+    uv_like_pip .venv/bin/python
+    VIRTUAL_ENV=$PWD/$env UV_LINK_MODE=copy .venv/bin/uv pip sync --quiet --require-hashes tests/image/requirements.lock
+    cp tests/image/requirements.lock "$mark"
+fi
+
+export PATH=$PWD/$env/bin:$PATH # the linters, which the tests call by name
+exec "$env/bin/python" -m pytest tests/image --durations=10 -p no:cacheprovider "$@"

@@ -1,0 +1,236 @@
+"""A station of its own for the tests: a copy of this checkout, on free ports, under a project name of its own.
+
+The copy belongs to a user that exists nowhere else, as a person's checkout does, so that the tests see whose files
+come out. Whatever station a person runs on the same machine is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import shlex
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "build" / "image-tests"  # what a person may want to look at afterwards: screenshots
+OWNER = 4321
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run(*command: str, check: bool = True, timeout: float = 120, **options: object) -> subprocess.CompletedProcess[str]:
+    """Runs a command and returns it with its output as text; a failure shows that output."""
+    if "input" not in options:
+        options.setdefault("stdin", subprocess.DEVNULL)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, **options)
+    if check and done.returncode:
+        pytest.fail(f"{shlex.join(command)} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    return done
+
+
+def until(what: str, true: Callable[[], object], seconds: float = 60) -> object:
+    """Waits for something to become true; fails naming it. The limit is for a hang, not a measurement."""
+    end = time.monotonic() + seconds
+    while not (value := true()):
+        if time.monotonic() > end:
+            pytest.fail(f"waited {seconds} s in vain: {what}")
+        time.sleep(0.2)
+    return value
+
+
+class Terminal:
+    """A command on a terminal of its own, as in a person's window: typed into, read from, closed without a goodbye."""
+
+    def __init__(self, *command: str, **options: object) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, **options
+        )
+        os.close(slave)
+        os.set_blocking(self.master, False)
+        self.seen = ""
+
+    def read(self) -> str:
+        with contextlib.suppress(BlockingIOError, OSError):
+            while data := os.read(self.master, 65536):
+                self.seen += data.decode(errors="replace")
+        return self.seen
+
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        until(f"{text!r} shows in the terminal, after {self.seen[-500:]!r}", lambda: text in self.read(), seconds)
+
+    def type(self, line: str) -> None:
+        os.write(self.master, f"{line}\n".encode())
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@dataclass
+class Station:
+    """A checkout and the station that runs from it."""
+
+    folder: Path
+    project: str
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.jupyter_port, self.ssh_port = free_port(), free_port()
+
+    @property
+    def env(self) -> dict[str, str]:
+        # A home folder without ssh keys: the station makes a pair, as on a machine where nobody has one.
+        return {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("TRAIN", "GPU", "MAKE", "ARGS", "MFLAGS"))},
+            "COMPOSE_PROJECT_NAME": self.project,
+            "JUPYTER_PORT": str(self.jupyter_port),
+            "SSH_PORT": str(self.ssh_port),
+            "GPUS": "none",
+            "HOME": str(self.folder.parent),
+            "DOCKER_CONFIG": str(Path.home() / ".docker"),
+            **self.settings,
+        }
+
+    def make(self, *arguments: str, check: bool = True, timeout: float = 1500) -> subprocess.CompletedProcess[str]:
+        return run("make", "-s", *arguments, cwd=self.folder, env=self.env, check=check, timeout=timeout)
+
+    def compose(self, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+        files = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
+        return run("docker", "compose", *files, *arguments, cwd=self.folder, env=self.env, **options)
+
+    @property
+    def container(self) -> str:
+        return self.compose("ps", "--all", "--quiet", "station").stdout.strip()
+
+    def inspect(self, template: str) -> str:
+        return run("docker", "inspect", "-f", template, self.container).stdout.strip()
+
+    def root(self, *command: str, **options: object) -> subprocess.CompletedProcess[str]:
+        """Inside, as root, by docker exec."""
+        return run("docker", "exec", self.container, *command, **options)
+
+    def dev(self, *command: str, **options: object) -> subprocess.CompletedProcess[str]:
+        """Inside, as dev, by docker exec."""
+        return run("docker", "exec", "--user", "dev", "--env", "HOME=/home/dev", self.container, *command, **options)
+
+    @property
+    def ssh_words(self) -> list[str]:
+        return shlex.split(self.make("ssh-command").stdout)
+
+    def ssh(self, command: str, **options: object) -> subprocess.CompletedProcess[str]:
+        return run(*self.ssh_words, command, **options)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.jupyter_port}"
+
+    @property
+    def token(self) -> str:
+        return (self.folder / ".secrets" / "jupyter_token").read_text().strip()
+
+    @property
+    def log(self) -> str:
+        done = run("docker", "logs", self.container)
+        return done.stdout + done.stderr
+
+    def healthy(self) -> bool:
+        return self.inspect("{{.State.Health.Status}}") == "healthy"
+
+    def wait_healthy(self) -> None:
+        until("the station is healthy", self.healthy, 90)
+
+    def service_pid(self, name: str) -> int:
+        return int(self.root("supervisorctl", "-c", "/etc/trainstation/supervisord.conf", "pid", name).stdout)
+
+    def show(self, name: str) -> dict[str, object]:
+        done = self.dev("train", "show", name, "--json", check=False)
+        return json.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def copy_checkout(folder: Path, owner: int | None = OWNER) -> Path:
+    """The files git knows or would take, as a fresh clone has them."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    ).stdout
+    for name in listed.decode().split("\0"):
+        source, target = ROOT / name, folder / name
+        if name and source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+    if owner is not None and os.getuid() == 0:
+        for path in [folder, *folder.rglob("*")]:
+            os.chown(path, owner, owner, follow_symlinks=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_station(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Station]]:
+    """Makes stations from fresh copies of the checkout, and takes away what they leave."""
+    made: list[Station] = []
+
+    def make(name: str, owner: int | None = OWNER, **settings: str) -> Station:
+        folder = copy_checkout(tmp_path_factory.mktemp(name) / "trainstation", owner)
+        made.append(Station(folder, f"station-test-{os.getpid()}-{name}", settings))
+        return made[-1]
+
+    yield make
+    for station in made:
+        station.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", check=False, timeout=300)
+        shutil.rmtree(station.folder.parent, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def station(make_station: Callable[..., Station]) -> Station:
+    """The station most tests look at: built and started by `make up` on a fresh clone, without a GPU."""
+    station = make_station("main")
+    station.first_up = station.make("up")  # type: ignore[attr-defined]
+    return station
+
+
+@pytest.fixture(scope="session")
+def kept() -> Path:
+    KEPT.mkdir(parents=True, exist_ok=True)
+    return KEPT
+
+
+@pytest.fixture
+def endless_run(station: Station) -> Iterator[str]:
+    """A training run, launched over ssh, that goes on until it is stopped."""
+    name = f"endless-{time.monotonic_ns()}"
+    station.ssh(f"train launch digits --name {name} --nproc 1 --epochs 100000 --log.every_steps 50", timeout=120)
+    until("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0, 90)
+    yield name
+    station.dev("train", "stop", name, "--now", check=False)
+
+
+def steps_on(station: Station, name: str) -> None:
+    """Passes when the run is alive and takes further steps."""
+    before = metrics_lines(station, name)
+    until(f"{name} takes further steps", lambda: metrics_lines(station, name) > before, 60)
+
+
+def metrics_lines(station: Station, name: str) -> int:
+    path = station.folder / "runs" / name / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0

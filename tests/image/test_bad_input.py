@@ -1,0 +1,177 @@
+"""What is wrong is said in one line that names the remedy, and nothing half made is left."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Station, run
+
+
+@pytest.fixture(scope="module")
+def fresh(make_station: Callable[..., Station]) -> Station:
+    return make_station("bad")
+
+
+def refused(station: Station, **settings: str) -> str:
+    """`make up` with these settings: the one line it says. Checks that nothing was made."""
+    before = sorted(path.name for path in station.folder.iterdir())
+    env = {**station.env, **settings}
+    done = run("make", "-s", "up", cwd=station.folder, env=env, check=False)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert len(lines) == 1, done.stderr
+    assert sorted(path.name for path in station.folder.iterdir()) == before
+    nothing_left(station)
+    return lines[0]
+
+
+def nothing_left(station: Station) -> None:
+    for kind in ("container", "volume", "network"):
+        every = ["-a"] if kind == "container" else []
+        listed = run("docker", kind, "ls", "-q", *every, "--filter", f"name={station.project}")
+        assert listed.stdout == "", f"a {kind} was left"
+
+
+@pytest.mark.parametrize("gpus", ["0", "-1", "two", "0,,1", ",1", "1.5", "all,0", "2 3"])
+def test_gpus_that_mean_nothing(fresh: Station, gpus: str) -> None:
+    assert f"GPUS={gpus}" in refused(fresh, GPUS=gpus)
+
+
+def test_gpus_where_the_engine_has_none(fresh: Station) -> None:
+    assert "GPUS=all, but the engine" in refused(fresh, GPUS="all")
+
+
+@pytest.mark.parametrize("address", ["localhost", "300.1.1.1", "1.2.3", "::1", "127.0.0.1:80"])
+def test_an_address_that_is_none(fresh: Station, address: str) -> None:
+    assert f"BIND_ADDRESS={address} is no address" in refused(fresh, BIND_ADDRESS=address)
+
+
+def test_an_address_this_machine_does_not_have(fresh: Station) -> None:
+    assert "192.0.2.1" in refused(fresh, BIND_ADDRESS="192.0.2.1")
+
+
+@pytest.mark.parametrize("name", ["JUPYTER_PORT", "SSH_PORT"])
+@pytest.mark.parametrize("port", ["0", "70000", "http"])
+def test_a_port_that_is_none(fresh: Station, name: str, port: str) -> None:
+    assert f"{name}={port}" in refused(fresh, **{name: port})
+
+
+@pytest.mark.parametrize("name", ["JUPYTER_PORT", "SSH_PORT"])
+def test_a_port_that_is_taken(fresh: Station, name: str) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        said = refused(fresh, **{name: port})
+    assert f"port {port} is taken" in said
+    assert name in said
+
+
+def test_a_data_folder_that_is_not_there(fresh: Station) -> None:
+    assert "DATASETS_DIR=/nowhere/data is no folder" in refused(fresh, DATASETS_DIR="/nowhere/data")
+
+
+def test_a_data_folder_that_is_not_there_without_make(fresh: Station) -> None:
+    env = {**fresh.env, "DATASETS_DIR": "/nowhere/data"}
+    files = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
+    done = run("docker", "compose", *files, "up", "-d", "--no-build", cwd=fresh.folder, env=env, check=False)
+    run("docker", "compose", *files, "down", "--volumes", cwd=fresh.folder, env=env)
+    assert done.returncode != 0
+    assert "bind source path does not exist: /nowhere/data" in done.stderr
+    assert not Path("/nowhere").exists()
+
+
+def key_files(folder: Path) -> dict[str, str]:
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "pair"))
+    (folder / "garbage.pub").write_text("not a key\n")
+    return {
+        str(folder / "missing.pub"): "cannot be read",
+        str(folder): "cannot be read",
+        str(folder / "pair"): "is a private key",
+        str(folder / "garbage.pub"): "holds no public key",
+    }
+
+
+def test_a_key_file_that_is_no_public_key(fresh: Station, tmp_path: Path) -> None:
+    for path, reason in key_files(tmp_path).items():
+        assert reason in refused(fresh, SSH_PUBLIC_KEY=path)
+
+
+def test_an_index_with_a_password(fresh: Station) -> None:
+    said = refused(fresh, PIP_INDEX_URL="https://me:hush@index.invalid/simple")
+    assert "PIP_INDEX_URL" in said
+    assert "hush" not in said
+
+
+def test_certificates_that_are_none(fresh: Station) -> None:
+    assert "holds no certificate" in refused(fresh, CA_BUNDLE="/etc/hostname")
+
+
+def test_runs_that_are_no_folder(fresh: Station, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "is no folder" in refused(fresh, RUNS_DIR=str(tmp_path / "file"))
+
+
+def test_runs_that_another_user_owns(fresh: Station, tmp_path: Path) -> None:
+    """Only inside is it seen that dev may not write there; the reason comes out, and the container goes away."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o755)
+    os.chown(theirs, 999, 999)
+    env = {**fresh.env, "RUNS_DIR": str(theirs)}
+    done = run("make", "-s", "up", cwd=fresh.folder, env=env, check=False, timeout=1500)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert len(lines) == 1
+    assert "cannot write to /workspace/runs, which belongs to user 999" in lines[0]
+    nothing_left(fresh)
+    assert list(theirs.iterdir()) == []
+
+
+def test_too_little_space(fresh: Station) -> None:
+    assert "MB left, less than MIN_FREE_MB=99999999" in refused(fresh, MIN_FREE_MB="99999999")
+
+
+def start(*options: str) -> subprocess.CompletedProcess[str]:
+    """The image by itself, as other tools than make and compose start it."""
+    return run("docker", "run", "--rm", *options, "trainstation:runtime", "true", check=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--tmpfs", "/workspace/runs:size=10m"), "MB left: free some, or lower MIN_FREE_MB"),
+        (("--tmpfs", "/workspace/runs:ro"), "/workspace/runs is not writable: is it mounted read-only?"),
+        (("-e", "DEV_UID=me"), "DEV_UID=me"),
+        (("-e", "DEV_UID=0"), "nobody works as root in here"),
+        (("-e", "GPUS=2"), "with docker compose alone say GPU_IDS=0,1"),
+        (("-e", "GPUS=two"), "GPUS=two: it is all, none, a count"),
+        (("-e", "MIN_FREE_MB=lots"), "MIN_FREE_MB=lots is no number"),
+    ],
+)
+def test_a_container_started_by_hand_refuses_too(fresh: Station, options: tuple[str, ...], said: str) -> None:
+    done = start(*options)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("jupyter_token", "short", "has to be 16 or more"),
+        ("jupyter_token", "with blank in it, and long", "has to be 16 or more"),
+        ("authorized_keys", "not a key\n", "holds no public key"),
+    ],
+)
+def test_secret_files_that_cannot_be_meant(fresh: Station, tmp_path: Path, name: str, text: str, said: str) -> None:
+    secrets = tmp_path / "workspace" / ".secrets"
+    secrets.mkdir(parents=True)
+    (secrets / name).write_text(text)
+    done = start("-v", f"{tmp_path}/workspace:/workspace")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert [path.name for path in (tmp_path / "workspace").rglob("*")] == [".secrets", name]

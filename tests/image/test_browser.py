@@ -1,0 +1,67 @@
+"""A real browser: Debian's Chromium, driven as a person clicks. Screenshots are kept in build/image-tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Station
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # --no-sandbox: Chromium's sandbox refuses root, which is who tests in CI.
+        yield playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page of a browser that has never been here: no cookie."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    yield page
+    context.close()
+
+
+def test_without_the_token_a_login_page_is_all_there_is(station: Station, page: Page) -> None:
+    page.goto(f"{station.url}/lab")
+    assert "/login" in page.url
+    expect(page.locator("#password_input")).to_be_visible()
+    page.fill("#password_input", "wrong")
+    page.click("#login_submit")
+    expect(page.get_by_text("Invalid credentials")).to_be_visible()
+
+
+def test_the_token_opens_the_lab_with_notebooks_and_runs(station: Station, page: Page) -> None:
+    page.goto(f"{station.url}/lab?token={station.token}")
+    for folder in ("notebooks", "runs", "train"):
+        expect(page.locator(".jp-DirListing-itemName", has_text=folder).first).to_be_visible(timeout=60_000)
+    expect(page.locator(".jp-LauncherCard", has_text="TensorBoard")).to_be_visible()
+
+
+def test_a_notebook_cell_prints_torchs_version(station: Station, page: Page, kept: Path) -> None:
+    page.goto(f"{station.url}/lab?token={station.token}&reset")
+    page.locator(".jp-LauncherCard", has_text="Python 3").first.click()
+    cell = page.locator(".jp-Notebook .jp-CodeCell .cm-content").first
+    cell.click()
+    page.keyboard.type("import torch; print('torch', torch.__version__)")
+    page.keyboard.press("Shift+Enter")
+    expect(page.locator(".jp-OutputArea-output").first).to_contain_text("torch 2.7.1", timeout=90_000)
+    page.screenshot(path=kept / "notebook.png")
+
+
+def test_memory_and_cpu_are_visible_in_the_page(station: Station, page: Page) -> None:
+    page.goto(f"{station.url}/lab?token={station.token}&reset")
+    expect(page.get_by_text("Mem:").first).to_be_visible(timeout=60_000)
+
+
+def test_tensorboard_opens_behind_jupyters_token(station: Station, page: Page, kept: Path) -> None:
+    station.ssh("train launch digits --name curves --nproc 1 --epochs 2 --follow", timeout=120)
+    page.goto(f"{station.url}/tensorboard/")
+    assert "/login" in page.url
+    page.goto(f"{station.url}/tensorboard/?token={station.token}")
+    expect(page).to_have_title("TensorBoard", timeout=90_000)
+    expect(page.get_by_text("curves/tensorboard").first).to_be_visible(timeout=60_000)
+    page.screenshot(path=kept / "tensorboard.png")

@@ -1,0 +1,49 @@
+"""Killed, stopped, started again: the station comes back clean."""
+
+from collections.abc import Callable
+
+from conftest import Station
+
+
+def test_after_a_kill_nothing_stale_is_in_the_way(station: Station) -> None:
+    station.dev("tmux", "new-session", "-d", "-s", "before")  # leaves a socket in /tmp
+    container = station.container
+    station.root("true")
+    station.compose("kill", "--signal", "KILL")
+    assert station.inspect("{{.State.Running}}") == "false"
+    station.make("up")
+    assert station.container == container  # the same one, with its old files
+    assert station.healthy()
+    assert station.ssh("tmux new-session -d -s after && tmux list-sessions").stdout.startswith("after:")
+    station.ssh("train launch digits --name after-kill --nproc 1 --epochs 1 --follow", timeout=120)
+    assert station.show("after-kill")["state"] == "finished"
+
+
+def test_a_stop_ends_in_time_with_exit_code_0(station: Station) -> None:
+    station.compose("stop", timeout=200)  # the grace period is 180 s; past it the engine kills, which is code 137
+    assert station.inspect("{{.State.ExitCode}}") == "0"
+    station.make("up")
+
+
+def test_down_and_up_keep_home_and_runs(station: Station) -> None:
+    station.ssh("echo mine >~/note && echo yours >/workspace/runs/note")
+    station.make("down")
+    station.make("up")
+    assert station.ssh("cat ~/note /workspace/runs/note").stdout == "mine\nyours\n"
+
+
+def test_plain_docker_compose_works_on_a_fresh_clone(make_station: Callable[..., Station]) -> None:
+    """What is missing is made inside, belongs to the checkout's owner, and is said once in the log."""
+    fresh = make_station("plain")
+    fresh.compose("up", "--detach", "--no-build")
+    fresh.wait_healthy()
+    assert "a token for JupyterLab was made: .secrets/jupyter_token" in fresh.log
+    assert "a pair was made: ssh -i .secrets/id_ed25519" in fresh.log
+    assert fresh.ssh("id -un").stdout == "dev\n"
+    owner = fresh.folder.stat().st_uid
+    made = [path for path in (fresh.folder / ".secrets").iterdir() if path.name != "known_hosts"]
+    assert {path.stat().st_uid for path in made} == {owner}
+    fresh.compose("restart", timeout=200)
+    fresh.wait_healthy()
+    assert fresh.log.count("a token for JupyterLab was made") == 1
+    fresh.compose("down", "--volumes")

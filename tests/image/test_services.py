@@ -1,0 +1,163 @@
+"""JupyterLab and sshd are up, come back alone when they die, and runs do not notice."""
+
+import pytest
+import requests
+from conftest import Station, run, steps_on, until
+
+
+def test_make_up_on_a_fresh_clone_ends_healthy_and_prints_how_to_get_in(station: Station) -> None:
+    printed = station.first_up.stdout
+    assert station.healthy()
+    assert f"{station.url}/lab?token={station.token}" in printed
+    assert " ".join(station.ssh_words) in printed
+    assert "CPU: GPUS=none says so" in printed
+    assert "train launch digits" in printed
+
+
+def test_make_up_again_changes_nothing(station: Station) -> None:
+    before = station.container
+    station.make("up")
+    assert station.container == before
+
+
+def test_both_services_answer_from_the_host(station: Station) -> None:
+    assert requests.get(f"{station.url}/api/status", headers={"Authorization": f"token {station.token}"}).ok
+    assert station.ssh("echo here").stdout == "here\n"
+
+
+@pytest.mark.parametrize("service", ["jupyter", "sshd"])
+def test_a_killed_service_comes_back_alone_and_training_goes_on(
+    station: Station, endless_run: str, service: str
+) -> None:
+    other = {"jupyter": "sshd", "sshd": "jupyter"}[service]
+    pid, other_pid = station.service_pid(service), station.service_pid(other)
+    station.root("kill", "-KILL", str(pid))
+    until(f"{service} is back", lambda: station.service_pid(service) not in (0, pid))
+    assert station.service_pid(other) == other_pid
+    until("the service answers", lambda: _answers(station, service))
+    steps_on(station, endless_run)
+
+
+def _answers(station: Station, service: str) -> bool:
+    if service == "sshd":
+        return station.ssh("true", check=False).returncode == 0
+    try:
+        return requests.get(f"{station.url}/login", timeout=5).ok
+    except requests.ConnectionError:
+        return False
+
+
+def test_health_says_which_service_does_not_answer(station: Station) -> None:
+    control = ("supervisorctl", "-c", "/etc/trainstation/supervisord.conf")
+    station.root(*control, "stop", "jupyter")
+    try:
+        until("the station is unhealthy", lambda: station.inspect("{{.State.Health.Status}}") == "unhealthy")
+        assert "health: JupyterLab does not answer on port 8888" in station.log
+    finally:
+        station.root(*control, "start", "jupyter")
+    station.wait_healthy()
+
+
+def test_health_notices_gpus_that_are_asked_for_and_gone(station: Station) -> None:
+    done = station.root("env", "STATION_GPUS=all", "station-health", check=False)
+    assert done.returncode == 1
+    assert done.stdout.startswith("GPUs (all) were asked for, but nvidia-smi fails")
+    station.wait_healthy()
+
+
+def test_health_notices_a_full_disk(station: Station) -> None:
+    done = station.root("env", "MIN_FREE_MB=1000000000", "station-health", check=False)
+    assert done.returncode == 1
+    assert "MB left: remove runs" in done.stdout
+    station.wait_healthy()
+
+
+def test_one_image_serves_without_a_checkout(station: Station) -> None:
+    """The package is baked in: nothing is mounted here."""
+    done = run("docker", "run", "--rm", "trainstation:runtime", "python", "-c", "import train; print(train.__file__)")
+    assert done.stdout.splitlines()[-1] == "/opt/trainstation/train/__init__.py"
+
+
+def test_the_mounted_package_wins(station: Station) -> None:
+    done = station.dev("python", "-c", "import train; print(train.__file__)", check=True)
+    assert done.stdout.strip() == "/workspace/train/__init__.py"
+    changed = station.folder / "train" / "__init__.py"
+    text = changed.read_text()
+    changed.write_text(text + "\nNEW = 42\n")
+    try:
+        assert station.ssh("python -c 'import train; print(train.NEW)'").stdout == "42\n"
+    finally:
+        changed.write_text(text)
+
+
+def test_two_processes_share_more_memory_than_dockers_default(station: Station) -> None:
+    """Loader workers hand tensors over in /dev/shm; 64 MB, Docker's default, makes them die."""
+    code = (
+        "import torch\n"
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Big(Dataset):\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): return torch.full((32 << 20,), i, dtype=torch.uint8)\n"
+        "print(sum(int(b[0, 0]) for b in DataLoader(Big(), batch_size=4, num_workers=2)))\n"
+    )
+    assert station.dev("python", "-c", code).stdout.strip() == "4"
+
+
+def test_compiled_models_run(station: Station) -> None:
+    """torch.compile calls the C++ compiler at run time."""
+    code = "import torch; f = torch.compile(lambda x: (x.sin() + x.cos()).sum()); print(float(f(torch.zeros(8))))"
+    assert station.dev("python", "-c", code, timeout=300).stdout.strip() == "8.0"
+
+
+def test_packages_a_person_adds_survive_a_new_container(station: Station) -> None:
+    (station.folder / "requirements-extra.txt").write_text("einops==0.8.1\n")
+    try:
+        station.compose("up", "--detach", "--force-recreate", "--no-build")
+        station.wait_healthy()
+        until("the package is installed", lambda: "requirements-extra.txt is installed" in station.log, 120)
+        station.compose("up", "--detach", "--force-recreate", "--no-build")
+        station.wait_healthy()
+        assert station.ssh("python -c 'import einops; print(einops.__version__)'").stdout == "0.8.1\n"
+    finally:
+        (station.folder / "requirements-extra.txt").unlink()
+
+
+def test_make_test_passes_inside(station: Station) -> None:
+    done = station.dev("make", "test", "ARGS=-x -q", check=False, timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert not (station.folder / ".venv").exists()
+
+
+def test_scripts_train_on_the_host_runs_train_inside(station: Station) -> None:
+    done = run(str(station.folder / "scripts" / "train"), "--version", cwd=station.folder, env=station.env, check=False)
+    inside = station.dev("train", "--version", check=False)
+    assert (done.returncode, done.stdout) == (inside.returncode, inside.stdout)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_single_node_script_trains_to_the_end(station: Station) -> None:
+    done = station.ssh("/workspace/scripts/run-single-node.sh digits --name single --epochs 1", timeout=180)
+    assert "single finished" in done.stdout + done.stderr
+    assert station.show("single")["world_size"] == 2
+
+
+def test_make_help_lists_every_target_of_the_station(station: Station) -> None:
+    printed = station.make("help").stdout
+    for target in ("up", "down", "shell", "ssh", "logs", "url", "status", "rebuild", "clean-station", "engine", "base"):
+        assert f"make {target} " in printed
+
+
+def test_status_shows_health_and_runs(station: Station) -> None:
+    printed = station.make("status").stdout
+    assert "health   healthy" in printed
+    assert "NAME" in printed
+
+
+def test_without_an_engine_one_line_names_the_ways_out(station: Station) -> None:
+    env = {**station.env, "DOCKER_HOST": "unix:///nowhere/docker.sock"}
+    done = run("make", "-s", "up", cwd=station.folder, env=env, check=False)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert len(lines) == 1
+    assert "make engine" in lines[0]
+    assert "make demo" in lines[0]

@@ -1,0 +1,162 @@
+"""sshd on 2222: keys only, dev only, and a run outlives the connection that launched it."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import OWNER, Station, Terminal, run, steps_on, until
+
+BATCH = ["-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-o", "ConnectTimeout=20"]
+
+
+def attempt(station: Station, *options: str, user: str = "dev", **settings: object) -> subprocess.CompletedProcess[str]:
+    """An ssh attempt that knows the host but has no key unless the options give one."""
+    known = f"UserKnownHostsFile={station.folder}/.secrets/known_hosts"
+    where = ["-p", str(station.ssh_port), "-o", known, "-o", "IdentityFile=none", "-F", "none"]
+    return run("ssh", *BATCH, *where, *options, f"{user}@127.0.0.1", "id -un", check=False, **settings)
+
+
+@pytest.fixture
+def known(station: Station) -> Station:
+    station.make("ssh-command")  # writes the host key where ssh looks
+    return station
+
+
+def test_the_key_is_accepted(known: Station) -> None:
+    done = attempt(known, "-i", f"{known.folder}/.secrets/id_ed25519")
+    assert (done.returncode, done.stdout) == (0, "dev\n")
+
+
+def test_the_ssh_command_is_one_plain_line_that_works_from_anywhere(station: Station, tmp_path: Path) -> None:
+    line = station.make("ssh-command").stdout
+    assert line.count("\n") == 1
+    done = run(*shlex.split(line), "id -un", cwd=tmp_path)
+    assert done.stdout == "dev\n"
+
+
+def test_another_key_is_refused(known: Station, tmp_path: Path) -> None:
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other"))
+    done = attempt(known, "-i", str(tmp_path / "other"))
+    assert done.returncode == 255
+    assert "Permission denied (publickey)" in done.stderr
+
+
+def test_no_key_is_refused(known: Station) -> None:
+    done = attempt(known)
+    assert done.returncode == 255
+    assert "Permission denied (publickey)" in done.stderr
+
+
+def test_root_is_refused_with_the_right_key(known: Station) -> None:
+    done = attempt(known, "-i", f"{known.folder}/.secrets/id_ed25519", user="root")
+    assert done.returncode == 255
+    assert "Permission denied (publickey)" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["password", "keyboard-interactive"])
+@pytest.mark.parametrize("password", ["", "dev"])
+def test_passwords_are_not_even_asked_for(known: Station, tmp_path: Path, method: str, password: str) -> None:
+    asked = tmp_path / "asked"
+    helper = tmp_path / "askpass"
+    helper.write_text(f"#!/bin/sh\ntouch {asked}\necho '{password}'\n")
+    helper.chmod(0o755)
+    env = {**os.environ, "SSH_ASKPASS": str(helper), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": ":0"}
+    done = attempt(known, "-o", "BatchMode=no", "-o", f"PreferredAuthentications={method}", env=env)
+    assert done.returncode == 255
+    assert not asked.exists()
+
+
+def test_ssh_audit_finds_no_weak_algorithm(station: Station) -> None:
+    done = run("ssh-audit", "--json", "-p", str(station.ssh_port), "127.0.0.1", check=False)
+    found = json.loads(done.stdout)
+    weak = [
+        f"{kind} {entry['algorithm']}: {entry['notes']['fail']}"
+        for kind in ("kex", "key", "enc", "mac")
+        for entry in found[kind]
+        if entry.get("notes", {}).get("fail")
+    ]
+    assert not weak
+    assert all(found[kind] for kind in ("kex", "key", "enc", "mac"))
+    assert done.returncode in (0, 2), done.stdout  # 2: warnings; 3: failures
+
+
+def test_the_host_key_stays_the_same_when_the_container_is_made_anew(station: Station) -> None:
+    def host_key() -> str:
+        done = run("ssh-keyscan", "-t", "ed25519", "-p", str(station.ssh_port), "127.0.0.1")
+        return done.stdout.split()[-1]
+
+    before = host_key()
+    station.make("down")
+    station.make("rebuild")
+    assert host_key() == before
+
+
+def test_sftp_puts_and_gets_files(known: Station, tmp_path: Path) -> None:
+    sent, back = tmp_path / "sent", tmp_path / "back"
+    sent.write_text("over sftp\n")
+    words = known.ssh_words
+    options = [w if w != "-p" else "-P" for w in words[1:]]
+    there = "/workspace/runs/over-sftp"
+    run("sftp", "-b", "-", *options, input=f"put {sent} {there}\nget {there} {back}\nrm {there}\n")
+    assert back.read_text() == "over sftp\n"
+
+
+def test_tcp_forwarding_works_as_editors_need_it(known: Station) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    words = known.ssh_words
+    tunnel = subprocess.Popen([words[0], "-N", "-L", f"{port}:127.0.0.1:8888", *words[1:]], stderr=subprocess.DEVNULL)
+    try:
+
+        def answers() -> bool:
+            done = run("curl", "-s", "-I", "-X", "GET", f"http://127.0.0.1:{port}/login", check=False)
+            return " 200 " in done.stdout
+
+        until("JupyterLab answers through the tunnel", answers, 30)
+    finally:
+        tunnel.terminate()
+        tunnel.wait()
+
+
+def test_a_run_goes_on_after_the_connection_is_cut_and_attach_finds_it(station: Station) -> None:
+    name = "outlives-ssh"
+    words = station.ssh_words
+    command = f"train launch digits --name {name} --nproc 1 --epochs 100000 --log.every_steps 50 --follow"
+    with Terminal(words[0], "-tt", *words[1:], command):
+        until("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0, 120)
+    steps_on(station, name)  # the connection is gone
+
+    with Terminal(words[0], "-tt", *words[1:], f"TERM=xterm train attach {name}") as attached:
+        attached.wait_for("loss")
+    steps_on(station, name)
+    station.dev("train", "stop", name, timeout=120)
+    assert station.show(name)["state"] == "stopped"
+
+
+def test_what_a_run_writes_belongs_to_the_checkouts_owner(station: Station) -> None:
+    station.ssh("train launch digits --name owned --nproc 1 --epochs 1 --follow", timeout=120)
+    owner = OWNER if os.getuid() == 0 else os.getuid()
+    written = [station.folder / "runs" / "owned", *(station.folder / "runs" / "owned").rglob("*")]
+    assert len(written) > 5
+    assert {path.stat().st_uid for path in written} == {owner}
+    assert {path.stat().st_gid for path in written} == {owner if os.getuid() == 0 else os.getgid()}
+
+
+def test_a_root_owned_checkout_works_as_user_1000_and_says_so(make_station: Callable[..., Station]) -> None:
+    if os.getuid() != 0:
+        pytest.fail("this test makes a checkout that belongs to root: run make test-image as root")
+    mine = make_station("rootowned", owner=None)
+    for path in [mine.folder, *mine.folder.rglob("*")]:
+        os.chown(path, 0, 0, follow_symlinks=False)
+    mine.make("up")
+    assert mine.ssh("id -u").stdout == "1000\n"
+    mine.ssh("touch /workspace/runs/made")
+    assert (mine.folder / "runs" / "made").stat().st_uid == 1000
+    assert "/workspace belongs to root: working as user 1000, who now owns runs/" in mine.log
+    mine.make("down")
