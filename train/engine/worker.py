@@ -179,7 +179,8 @@ def _conclude(job: Job, outcome: Done) -> int:
     job.heart.beat(heartbeat.ENDING, outcome.step)
     if not job.world.is_first:
         return STOPPED if outcome.stopped else FINISHED
-    record: dict[str, Any] = {"step": outcome.step, "ended": store.now()}
+    epoch = job.plan.epoch(outcome.step - 1) + 1 if outcome.step else 0
+    record: dict[str, Any] = {"step": outcome.step, "epoch": epoch, "ended": store.now()}
     if outcome.stopped:
         reason = job.stop.reason or "another rank was asked to"
         job.run.update(state=store.STOPPED, reason=f"stopped after step {outcome.step} ({reason})", **record)
