@@ -17,3 +17,6 @@ rm -f triton/backends/nvidia/lib/cupti/*.a nvidia/cusolver/lib/libcusolverMg.so.
 # The packages' own tests.
 rm -rf onnx/backend/test/data jupyterlab/galata
 find matplotlib numpy scipy sklearn sympy networkx -type d -name tests -prune -exec rm -rf {} +
+
+# uv has done its work: what a person adds later comes by pip.
+python3 -m pip uninstall --yes --quiet --root-user-action=ignore uv
