@@ -106,7 +106,8 @@ class Engine:
         return figures, self.lines(name), logs
 
     def said(self, name: str) -> str:
-        return re.sub(r"\s+", " ", self.station.logs(name))
+        logs = sorted((self.station.runs / name / "logs").rglob("*.log"))
+        return re.sub(r"\s+", " ", "\n".join(path.read_text() for path in logs))
 
 
 @pytest.fixture(scope="session")

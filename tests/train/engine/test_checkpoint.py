@@ -175,7 +175,7 @@ def test_what_three_ranks_wrote_one_process_loads(saved: Any, tmp_path: Path) ->
 
 def test_training_goes_on_when_a_rank_cannot_write_its_shard(engine: Any) -> None:
     # from step 5 on rank 1 can write no file beyond 16 kB, as with a quota: its shard is larger
-    flags = {"task__width": 96, "checkpoint__every_steps": 2}
+    flags = {"task__width": 96, "checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
     record = engine.run("quota", 3, ["5 1 limit"], **flags)
     assert engine.code == 3
     assert record["state"] == "failed"
@@ -183,9 +183,7 @@ def test_training_goes_on_when_a_rank_cannot_write_its_shard(engine: Any) -> Non
     run = engine.station.run("quota")
     assert sorted(os.listdir(run.checkpoints)) == ["step-00000002", "step-00000004"]
     assert manifests.newest_valid(run)[0] == 4  # type: ignore[index]
-    said = engine.said("quota")
-    for step in (6, 8):
-        assert f"warning: the checkpoint of step {step} could not be saved" in said
+    assert engine.said("quota").count("could not be saved") == 2  # after steps 6 and 8; 10 is in the reason
     assert engine.losses("quota")[-1] > 0 and len(engine.losses("quota")) == 10
     engine.resume("quota", 3)
     engine.run("no-quota", 3, **flags)
@@ -200,7 +198,8 @@ def test_training_goes_on_when_the_disk_is_full_and_fails_at_the_last_checkpoint
     inside = tmp_path / "inside"
     shutil.move(small, inside)
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", small], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount a tmpfs")
     try:
         shutil.copytree(inside, small, dirs_exist_ok=True)
@@ -208,7 +207,7 @@ def test_training_goes_on_when_the_disk_is_full_and_fails_at_the_last_checkpoint
         record = engine.resume("full", 1, checkpoint__every_steps=3)
         assert (engine.code, record["state"]) == (3, "failed")
         assert "step 10" in record["reason"] and "space" in record["reason"].lower()
-        assert "the checkpoint of step 6 could not be saved" in engine.said("full")
+        assert "could not be saved" in engine.said("full")
         assert os.listdir(small / "checkpoints") == ["step-00000004"]
         (small / "ballast").unlink()
         assert engine.resume("full", 1)["state"] == "finished"

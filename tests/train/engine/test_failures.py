@@ -53,3 +53,20 @@ def test_the_command_exits_with_3_and_says_the_step_in_its_last_line(engine: Any
     assert "Traceback" not in done.stderr
     assert station.record("shown")["state"] == "failed"
     assert station.record("shown")["ended"] is not None
+
+
+def test_an_error_of_the_data_set_in_a_loader_process_ends_the_run(engine: Any) -> None:
+    station = engine.station
+    text = engine.task.read_text()
+    broken = text.replace(
+        "        noise = torch.randn(6)", "        assert index != 33, 'bad sample 33'\n        noise = torch.randn(6)"
+    )
+    assert broken != text
+    task = station.folder / "broken.py"
+    task.write_text(broken)
+    flags = [part for key, value in engine.flags.items() for part in (f"--{key}", str(value))]
+    done = station("run", task, "--name", "broken", "--data.workers", 2, *flags)
+    assert done.returncode == 3
+    assert "bad sample 33" in done.stderr.splitlines()[-1]
+    assert station.record("broken")["state"] == "failed"
+    assert not station.run("broken").alive()

@@ -17,6 +17,8 @@ from train.errors import Refused
 
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01, "data__workers": 2, "task__batchnorm": "true"}
 
+BY_FOUR = {"checkpoint__every_steps": 4, "checkpoint__asynchronous": "false"}
+
 
 @pytest.fixture(scope="session")
 def undisturbed(engine: Any) -> Any:
@@ -67,7 +69,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_changes_nothing(
     undisturbed: Any, rank: int, reference: str, flags: dict[str, Any]
 ) -> None:
     name = f"{reference}-killed"
-    record = undisturbed.run(name, 3, [f"6 {rank} SIGKILL"], checkpoint__every_steps=4, **flags)
+    record = undisturbed.run(name, 3, [f"6 {rank} SIGKILL"], **BY_FOUR, **flags)
     assert (record["state"], undisturbed.code) == ("interrupted", 3)
     assert "SIGKILL" in record["reason"]
     assert undisturbed.station.run(name).steps_saved() == [4]
@@ -164,9 +166,11 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
     from train.config import fields
 
     free = [name for name in fields() if not forbidden_changes({name: 1}, {name: 2})]
-    groups = {name.split(".")[0] for name in free}
-    assert groups == {"epochs", "steps", "device", "parallel", "data", "checkpoint", "log", "eval"}
-    assert {"parallel.strategy", "data.name"}.isdisjoint(free)
+    shaping = {"seed", "batch_size", "micro_batch_size", "precision", "compile", "clip_grad_norm", "sync_batchnorm"}
+    shaping |= {"deterministic", "cpu_threads", "data.name"}
+    shaping |= {name for name in fields() if name.startswith(("optim.", "schedule."))}
+    assert shaping.isdisjoint(free)
+    assert {"epochs", "steps", "data.workers", "log.samples", "checkpoint.keep"} <= set(free)
 
 
 def test_a_resume_with_fewer_micro_batches_than_ranks_warns(undisturbed: Any) -> None:
