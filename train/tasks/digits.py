@@ -99,4 +99,4 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     images, digits = batch
-    return {"accuracy": (model(images).argmax(1) == digits).float().mean()}
+    return {"accuracy": (model(images).argmax(1) == digits).double().mean()}

@@ -218,4 +218,4 @@ def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     pictures, labels = batch
     logits = model(pictures)
     hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    return {"accuracy": hits[:, 0].float().mean(), "top5": hits.any(1).float().mean()}
+    return {"accuracy": hits[:, 0].double().mean(), "top5": hits.any(1).double().mean()}

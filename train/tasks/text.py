@@ -152,4 +152,4 @@ def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     text, following = batch
     logits = model(text)
     bits = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten()) / math.log(2)
-    return {"bits_per_byte": bits, "accuracy": (logits.argmax(-1) == following).float().mean()}
+    return {"bits_per_byte": bits, "accuracy": (logits.argmax(-1) == following).double().mean()}
