@@ -29,6 +29,8 @@ class Settings:
     evaluation: int = 23
     width: int = 24
     dropout: float = 0.3
+    noise: float = 0.2
+    """Augmentation."""
     batchnorm: bool = False
     tied: bool = False
     """The last layer shares its weights with the one before."""
@@ -80,7 +82,7 @@ class Net(nn.Module):
 def datasets(config: Any) -> tuple[Points, Points | None]:
     evaluation = config.task.evaluation
     _state["settings"] = config.task
-    return Points(config.task.samples, 1, 0.2), Points(evaluation, 2, 0.0) if evaluation else None
+    return Points(config.task.samples, 1, config.task.noise), Points(evaluation, 2, 0.0) if evaluation else None
 
 
 def model(config: Any) -> nn.Module:

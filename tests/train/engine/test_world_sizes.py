@@ -62,12 +62,14 @@ def test_a_loss_with_counts_is_weighted_by_them_on_any_number_of_ranks(engine: A
     assert_same_training(engine, "counted3", "counted1")
 
 
-def test_the_loss_of_a_step_is_the_mean_over_the_samples_that_count(engine: Any) -> None:
-    # one micro batch a step or seven: without dropout and with a loss that is a sum over samples, they must agree
-    flags = {"precision": "fp64", "task__counted": "true", "task__dropout": 0, "steps": 4, "task__evaluation": 0}
-    engine.run("whole", 1, micro_batch_size=16, **flags)
-    engine.run("parts", 1, micro_batch_size=16, data__workers=2, **flags)
-    assert engine.losses("whole") == engine.losses("parts")
+@pytest.mark.parametrize("counted", ["false", "true"])
+def test_gradients_weigh_samples_not_micro_batches(engine: Any, counted: str) -> None:
+    # nothing random: a batch of 7 in one piece, or in pieces of 4 and 3 on one rank or on two, is one computation
+    flags = {"precision": "fp64", "task__dropout": 0, "task__noise": 0, "task__counted": counted}
+    engine.run(f"whole-{counted}", 1, micro_batch_size=16, **flags)
+    for ranks in (1, 2):
+        engine.run(f"pieces-{counted}{ranks}", ranks, micro_batch_size=4, **flags)
+        assert_same_training(engine, f"pieces-{counted}{ranks}", f"whole-{counted}")
 
 
 def test_gradient_clipping_sees_the_gradient_of_the_whole_batch(engine: Any) -> None:
