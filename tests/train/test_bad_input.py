@@ -385,11 +385,10 @@ def _sessions(station: Station) -> str:
     ("arguments", "words"),
     [
         (["digits", "--nproc", "65"], ["smaller than the number of ranks"]),
-        (["digits", "--nproc", "abc"], ["--nproc abc"]),
         (["./raises.py"], ["raises.py, line 2", "on purpose"]),
         (["./dies.py"], ["died before the run began"]),
     ],
-    ids=["batch", "nproc", "raises", "dies"],
+    ids=["batch", "raises", "dies"],
 )
 def test_what_the_process_inside_tmux_refuses_reaches_launch_and_leaves_nothing(
     station: Station, arguments: list[str], words: list[str]
