@@ -177,8 +177,9 @@ class Saver:
         self.run.checkpoints.mkdir(exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         free = shutil.disk_usage(self.run.checkpoints).free
-        if free < size * 1.05 + 2**20:
-            raise OSError(errno.ENOSPC, f"no space left: {size / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free")
+        needed = size * 1.05 + 2**20
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"no space left: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free")
         partial.mkdir()
 
     def _publish(self, partial: Path, final: Path, manifest: str) -> None:
