@@ -124,7 +124,8 @@ def train(job: Job, done: int) -> Done:
                 meter.restart()
             if stopping:
                 break
-        _settle(job)
+        if not _settle(job) and stopping:  # the save of this very step was under way when the stop came, and failed
+            _save(job, done, is_last=True)
     except TrainingFailed:
         # every rank fails at this step; the checkpoint before it may still be on its way to the disk
         with contextlib.suppress(CannotSave):
@@ -300,12 +301,14 @@ def _save(job: Job, done: int, is_last: bool) -> bool:
     return True
 
 
-def _settle(job: Job) -> None:
-    """Wait for the checkpoint that is being written in the background."""
+def _settle(job: Job) -> bool:
+    """Wait for the checkpoint that is being written in the background. Whether all is well."""
     try:
         job.saver.settle()
     except CannotSave as error:
         _warn_unsaved(job, error)
+        return False
+    return True
 
 
 def _warn_unsaved(job: Job, error: CannotSave) -> None:
