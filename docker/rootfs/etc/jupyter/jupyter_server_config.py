@@ -1,7 +1,9 @@
 # JupyterLab in the station. The port is published on 127.0.0.1 unless BIND_ADDRESS says otherwise.
 import hashlib
+import warnings
 from pathlib import Path
 
+from jupyter_server.serverapp import JupyterServerAuthWarning
 from jupyterlab_server.licenses_handler import APIHandler, LicensesHandler
 
 c = get_config()  # noqa: F821  (Jupyter provides it)
@@ -19,6 +21,8 @@ c.ServerApp.shutdown_no_activity_timeout = 0
 token = Path("/run/trainstation/jupyter_token").read_text().strip()
 c.IdentityProvider.token = token
 c.ServerApp.allow_unauthenticated_access = False  # also for extensions that forgot to ask for the token
+# Each of those is good for a page of warnings in the log, though the line above has settled it.
+warnings.filterwarnings("ignore", category=JupyterServerAuthWarning)
 c.PasswordIdentityProvider.allow_password_change = False  # a password would live on when the token is changed
 # Browsers stay logged in when the container is made anew, and no longer than the token is the same.
 c.ServerApp.cookie_secret = hashlib.sha256(b"cookies of " + token.encode()).digest()
