@@ -87,11 +87,10 @@ def entries(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def desks() -> set[str]:
-    """Folders that a launch keeps while it waits."""
-    import tempfile
-
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("train-launch-")}
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place for temporary files that no other launch on this machine uses."""
+    return tmp_path_factory.mktemp("temporary")
 
 
 @pytest.mark.parametrize(
@@ -366,13 +365,12 @@ def test_a_run_of_somebody_else_is_refused_in_one_line(station: Station) -> None
     assert run.read()["state"] == store.STOPPED
 
 
-def test_without_tmux_launch_is_refused_and_leaves_no_file(station: Station, tmp_path: Path) -> None:
-    bare = tmp_path / "bin"
+def test_without_tmux_launch_is_refused_and_leaves_no_file(station: Station, temporary: Path) -> None:
+    bare = station.folder / "bin"
     bare.mkdir()
-    before = desks()
-    done = station("launch", "digits", env={"PATH": str(bare)})
+    done = station("launch", "digits", env={"PATH": str(bare), "TMPDIR": str(temporary)})
     refused((done.returncode, done.stdout, done.stderr), "tmux is not installed", "apt-get install tmux")
-    assert desks() <= before
+    assert entries(temporary) == set()
     assert not station.runs.exists()
 
 
@@ -391,16 +389,15 @@ def _sessions(station: Station) -> str:
     ids=["batch", "raises", "dies"],
 )
 def test_what_the_process_inside_tmux_refuses_reaches_launch_and_leaves_nothing(
-    station: Station, arguments: list[str], words: list[str]
+    station: Station, temporary: Path, arguments: list[str], words: list[str]
 ) -> None:
     (station.folder / "raises.py").write_text("x = 1\nraise ValueError('on purpose')\n")
     (station.folder / "dies.py").write_text("import os\nos._exit(9)\n")
-    before = desks()
-    done = station("launch", *arguments, "--name", "never")
+    done = station("launch", *arguments, "--name", "never", env={"TMPDIR": str(temporary)})
     refused((done.returncode, done.stdout, done.stderr), *words)
     assert not station.runs.exists()
     assert _sessions(station) == ""
-    assert desks() <= before
+    assert entries(temporary) == set()
 
 
 @pytest.mark.parametrize("nproc", ["0", "-1", "1.5", "two", "4097", ""])
