@@ -77,15 +77,15 @@ def here(shared_station: Station) -> Station:
 
 
 def test_one_file_trains_unmodified_in_one_process_and_in_three_to_the_same_weights(here: Station) -> None:
-    here.ok("run", "mine/moons.py", "--name", "one", *FLAGS)
-    here.ok("run", "./mine/moons.py", "--name", "three", "--spawn", 3, *FLAGS)
-    losses = [[line["loss"] for line in here.metrics(name) if "loss" in line] for name in ("one", "three")]
+    here.ok("run", "mine/moons.py", "--name", "moons-one", *FLAGS)
+    here.ok("run", "./mine/moons.py", "--name", "moons-three", "--spawn", 3, *FLAGS)
+    losses = [[line["loss"] for line in here.metrics(name) if "loss" in line] for name in ("moons-one", "moons-three")]
     assert len(losses[0]) == len(losses[1]) == 18  # 301 samples: the last batch of an epoch has a single one
     assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(*losses, strict=True))
     assert losses[0][-2] < losses[0][0]
-    assert here.record("one")["metrics"]["accuracy"] == here.record("three")["metrics"]["accuracy"]
+    assert here.record("moons-one")["metrics"]["accuracy"] == here.record("moons-three")["metrics"]["accuracy"]
     states = []
-    for name in ("one", "three"):
+    for name in ("moons-one", "moons-three"):
         export(here.run(name), here.folder / f"{name}.safetensors")
         states.append(load_file(here.folder / f"{name}.safetensors"))
     assert states[0].keys() == states[1].keys() == {"0.weight", "0.bias", "3.weight", "3.bias"}
@@ -95,13 +95,13 @@ def test_one_file_trains_unmodified_in_one_process_and_in_three_to_the_same_weig
 def test_settings_are_flags_and_the_file_is_copied_with_its_digest(here: Station) -> None:
     import hashlib
 
-    here.ok("run", "mine/moons.py", "--name", "wide", "--task.hidden", 5, "--steps", 1)
-    record, folder = here.record("wide"), here.runs / "wide"
+    here.ok("run", "mine/moons.py", "--name", "moons-wide", "--task.hidden", 5, "--steps", 1)
+    record, folder = here.record("moons-wide"), here.runs / "moons-wide"
     assert (folder / "task.py").read_text() == TASK
     assert record["task_sha256"] == hashlib.sha256(TASK.encode()).hexdigest()
     assert record["task_source"] == str(here.folder / "mine" / "moons.py")
     assert "hidden = 5" in (folder / "config.toml").read_text()
-    export(here.run("wide"), here.folder / "wide.safetensors")
+    export(here.run("moons-wide"), here.folder / "wide.safetensors")
     assert load_file(here.folder / "wide.safetensors")["0.weight"].shape == (5, 2)
     with pytest.raises(Refused, match=r"did you mean task\.hidden"):
         settle(Request(str(here.folder / "mine" / "moons.py"), {"task.hiden": "5"}))
