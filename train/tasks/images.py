@@ -195,7 +195,7 @@ def network(name: str, classes: int, size: int = 224) -> nn.Module:
         options["init_weights"] = True
     try:
         return models.get_model(name, weights=None, num_classes=classes, **options)
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:  # torchvision uses either for a size that does not fit
         raise Refused(f"--task.model {name} --task.size {size}: {one_line(error)}") from None
 
 
