@@ -8,7 +8,9 @@ worker, this rank or another, before or after a restart.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+import os
 import random
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -149,12 +151,14 @@ class _Fetching(Dataset[Any]):
         return micro, self._fetch(micro)
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(_: int, rank: int) -> None:
     """A stop signal to the process group must not reach the workers, or the save would wait for data for ever."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     # PR_SET_PDEATHSIG: a killed rank's workers go with it and release the run's lock
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != rank:  # it was killed before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def batches(
@@ -176,7 +180,7 @@ def batches(
         batch_size=None,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_start_worker,
+        worker_init_fn=functools.partial(_start_worker, rank=os.getpid()),
         prefetch_factor=4 if workers else None,
         multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
     )
