@@ -1,8 +1,9 @@
 """A checkpoint is committed or it does not exist.
 
-Commit: every rank writes its shards with torch.distributed.checkpoint into a fresh `.partial-…` folder, hashes and
-fsyncs them; rank 0 writes the manifest last; one rename publishes the folder; its parent is fsynced. Old checkpoints
-are pruned only after that. Loading verifies every hash and falls back to the newest checkpoint that is whole.
+Commit: every rank writes its shards with torch.distributed.checkpoint into a fresh `.partial-…` folder, hashed on
+their way and fsynced (disk.py); rank 0 writes the manifest last; one rename publishes the folder; its parent is
+fsynced. Old checkpoints are pruned only after that. Loading verifies every hash and falls back to the newest
+checkpoint that is whole.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from train.config import Config
 from train.engine import fault
-from train.engine.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, file_digest, manifest_text, set_aside
+from train.engine.disk import DurableWriter
+from train.engine.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
 from train.engine.parallel import World
 from train.engine.report import evaluations
 from train.errors import one_line
@@ -144,24 +146,12 @@ class Saver:
         try:
             fault.here("save.begin")
             self.world.on_first(lambda: self._begin(partial, size_of(state)))
-            writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=False, thread_count=1)
+            writer = DurableWriter(partial)
             # DCP gathers the errors of all ranks and raises on each of them
             dcp.save(state, storage_writer=writer, process_group=self.world.group)
             fault.here("save.shards")
-            files, problem = {}, ""
-            try:
-                # of shards, those this rank wrote; of the rest, rank 0
-                mine = [n for n in os.listdir(partial) if n.startswith(f"__{self.world.rank}_")]
-                others = [n for n in os.listdir(partial) if not n.startswith("__")] if self.world.is_first else []
-                files = {name: _digest_and_sync(partial / name) for name in mine + others}
-            except OSError as error:
-                problem = f"{error.strerror}: {error.filename}"
-            fault.here("save.hashed")
-            parts = self.world.gather((files, problem))
-            for _, said in parts:
-                if said:
-                    raise CannotSave(said)
-            listed = {name: entry for part, _ in parts for name, entry in part.items()}
+            parts = self.world.gather(writer.entries)
+            listed = {name: entry for part in parts for name, entry in part.items()}
             manifest = manifest_text(facts | {"format": FORMAT, "step": step, "files": listed})
             self.world.on_first(lambda: self._publish(partial, final, manifest))
             if self.world.is_first:
@@ -237,27 +227,6 @@ class Stage:
             buffer = self._buffers[path] = torch.empty(value.shape, dtype=value.dtype, pin_memory=pin)
         fill(value, buffer)
         return buffer
-
-
-def _digest_and_sync(path: Path) -> dict[str, Any]:
-    """Hash a file while the disk takes it in: the hash reads from memory what fsync is writing out."""
-    with path.open("rb") as file:
-        problem: list[OSError] = []
-
-        def sync() -> None:
-            try:
-                os.fsync(file.fileno())
-            except OSError as error:
-                problem.append(error)
-
-        thread = threading.Thread(target=sync)
-        thread.start()
-        try:
-            return file_digest(path)
-        finally:
-            thread.join()
-            if problem:
-                raise problem[0]
 
 
 def prune(run: Run, keep: int, best: str) -> None:

@@ -15,7 +15,7 @@ import signal
 
 POINTS = (
     "start", "loaded", "step", "evaluate",
-    "save.begin", "save.staged", "save.shards", "save.hashed", "save.manifest", "save.synced", "save.renamed",
+    "save.staged", "save.begin", "save.written", "save.shards", "save.manifest", "save.synced", "save.renamed",
     "save.published", "prune.renamed", "prune.removed", "finish", "finished",
 )  # fmt: skip
 """Every point, in the order of a run."""
