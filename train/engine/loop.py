@@ -288,8 +288,9 @@ def _save(job: Job, done: int, is_last: bool) -> bool:
     _settle(job)
     try:
         # a checkpoint must find the lines of all steps before it on the disk
-        if job.world.any(not job.report.sync()):
-            raise CannotSave("metrics and sample logs cannot be written")
+        problem = job.report.sync()
+        if job.world.any(bool(problem)):
+            raise CannotSave(f"metrics and sample logs cannot be written: {problem or 'see the other ranks'}")
         job.saver.save(done, job.replica.module, job.optimizer, facts)
         if is_last:
             job.saver.settle()

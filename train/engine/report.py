@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ class _Lines:
         self._file = path.open("ab", buffering=0)
         self._good = path.stat().st_size
         self._pending: list[bytes] = []
+        self.problem = ""
+        """Why the last flush or sync failed."""
 
     def add(self, line: str) -> None:
         self._pending.append(line.encode() + b"\n")
@@ -92,7 +95,8 @@ class _Lines:
             taken = 0
             while taken < len(text):  # a disk that fills up takes a part and then fails
                 taken += self._file.write(text[taken:]) or 0
-        except OSError:
+        except OSError as error:
+            self.problem = str(error.strerror)
             with contextlib.suppress(OSError):
                 self._file.truncate(self._good)
             return False
@@ -106,7 +110,8 @@ class _Lines:
             return False
         try:
             os.fsync(self._file.fileno())
-        except OSError:
+        except OSError as error:
+            self.problem = str(error.strerror)
             return False
         return True
 
@@ -133,6 +138,7 @@ class Report:
         if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
+            _hush_tensorboard()
             self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=done + 1)
         if bar:
             from tqdm import tqdm
@@ -194,8 +200,8 @@ class Report:
             self._next_progress = now + _PROGRESS_EVERY
             if self._metrics is not None:
                 self._metrics.flush()
-            with contextlib.suppress(OSError):  # a full disk: the next one may get through
-                self.run.update(durable=False, step=step, epoch=epoch, loss=loss, samples_per_s=round(samples_per_s, 1))
+            # on a full disk the next one may get through
+            self.run.note(step=step, epoch=epoch, loss=loss, samples_per_s=round(samples_per_s, 1))
 
     def say(self, text: str) -> None:
         """A line for people, from rank 0, that does not tear the bar."""
@@ -206,16 +212,31 @@ class Report:
         else:
             log.info(text)
 
-    def sync(self) -> bool:
-        """Make this rank's lines durable: a published checkpoint must find those of all steps before it."""
-        synced = [file.sync() for file in (self._metrics, self._samples) if file is not None]
-        return all(synced)
+    def sync(self) -> str:
+        """Make this rank's lines durable: a published checkpoint must find those of all steps before it.
+
+        Returns what is in the way; '' when nothing is.
+        """
+        failed = [file for file in (self._metrics, self._samples) if file is not None and not file.sync()]
+        return failed[0].problem if failed else ""
 
     def close(self) -> None:
         for file in (self._metrics, self._samples, self._board, self._bar):
             if file is not None:
                 with contextlib.suppress(OSError):
                     file.close()
+
+
+def _hush_tensorboard() -> None:
+    """When the disk fails, TensorBoard's thread dies with a page of text; `_show` says so in a line."""
+    otherwise = threading.excepthook
+
+    def hook(happened: threading.ExceptHookArgs) -> None:
+        of_tensorboard = type(happened.thread).__module__.startswith("tensorboard")
+        if not (of_tensorboard and issubclass(happened.exc_type, OSError)):
+            otherwise(happened)
+
+    threading.excepthook = hook
 
 
 def _finite(line: dict[str, Any]) -> bool:

@@ -76,7 +76,7 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
         heart.beat(heartbeat.ENDING, 0)
         refused = isinstance(error, Refused)
         if seat.rank == 0:
-            run.update(state=store.FAILED, reason=str(error), ended=store.now())
+            run.note(state=store.FAILED, reason=str(error), ended=store.now())
             print(f"train: {error}", file=sys.stderr, flush=True)
         return REFUSED if refused else FAILED
     finally:
@@ -131,8 +131,7 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, he
 
     def saved(at: int) -> None:
         told.say(f"saved {run.checkpoint(at).name}")
-        with contextlib.suppress(OSError):
-            run.update(saved_step=at)
+        run.note(saved_step=at)
 
     job = Job(
         run, task, config, world, precision, replica, optimizer, train_set, eval_set, plan, total,
@@ -171,7 +170,11 @@ def _begin(run: Run) -> tuple[int, dict[str, Any]]:
 
 
 def _conclude(job: Job, outcome: Done) -> int:
-    """Record how training ended. On rank 0; the other ranks have nothing to say."""
+    """Record how training ended. On rank 0; the other ranks have nothing to say.
+
+    Raises:
+        TrainingFailed: it cannot be recorded; a resume will find the last checkpoint and do so.
+    """
     from train.engine import checkpoint
     from train.engine.report import last_evaluation
 
@@ -183,7 +186,7 @@ def _conclude(job: Job, outcome: Done) -> int:
     record: dict[str, Any] = {"step": outcome.step, "epoch": epoch, "ended": store.now()}
     if outcome.stopped:
         reason = job.stop.reason or "another rank was asked to"
-        job.run.update(state=store.STOPPED, reason=f"stopped after step {outcome.step} ({reason})", **record)
+        _record_end(job, state=store.STOPPED, reason=f"stopped after step {outcome.step} ({reason})", **record)
         job.report.say(
             f"stopped after step {outcome.step} of {job.total_steps}; continue with: train resume {job.run.name}"
         )
@@ -192,10 +195,21 @@ def _conclude(job: Job, outcome: Done) -> int:
     figures = dict(evaluation["eval"]) if evaluation else {}
     fault.here("finish")
     digest = checkpoint.weights_sha256(checkpoint.weights(job.replica.module))
-    job.run.update(state=store.FINISHED, reason="", weights_sha256=digest, metrics=figures, **record)
+    _record_end(job, state=store.FINISHED, reason="", weights_sha256=digest, metrics=figures, **record)
     fault.here("finished")
     job.report.say(f"finished after {outcome.step} steps; weights {digest[:16]}…")
     return FINISHED
+
+
+def _record_end(job: Job, **values: Any) -> None:
+    try:
+        job.run.update(**values)
+    except (OSError, Refused) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TrainingFailed(
+            f"the last checkpoint is saved, but that the run is {values['state']} cannot be recorded ({reason}); "
+            f"continue with: train resume {job.run.name}"
+        ) from error
 
 
 def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
@@ -248,11 +262,12 @@ def main() -> None:
 
 
 def leave_failure(run: Run, seat: Seat, attempt: int, error: BaseException) -> dict[str, Any]:
-    """Write down, beside the log of this rank, what it dies of."""
+    """Write down, beside the log of this rank, what it dies of, where the disk takes it."""
     file = run.folder / "task.py"
     failure = failure_of(error, file if file.exists() else None) | {"rank": seat.rank}
     path = run.logs(attempt) / f"rank{seat.rank}.error.json"
-    store.write_atomically(path, json.dumps(failure) + "\n", durable=False)
+    with contextlib.suppress(OSError):
+        store.write_atomically(path, json.dumps(failure) + "\n", durable=False)
     return failure
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from train.engine.stop import StopRequest
-from train.errors import Refused, one_line
+from train.errors import FAILED, Refused, one_line
 from train.runs import store
 from train.runs.follow import CODES, View
 from train.runs.launch import Order, session_of
@@ -61,7 +61,12 @@ def main() -> None:
     if not _answer(desk, {"warnings": warnings}):
         _undo(order, run, lock)
         sys.exit(2)
-    sys.exit(Agent(run, lock, order, ranks, stop).supervise())
+    agent = Agent(run, lock, order, ranks, stop)
+    try:
+        sys.exit(agent.supervise())
+    except (OSError, Refused) as error:  # its disk fails or its folder is gone
+        agent.view.say(f"{run.name} cannot go on: {one_line(error)}")
+        sys.exit(FAILED)
 
 
 def _answer(desk: Path, answer: dict[str, Any]) -> bool:
@@ -303,7 +308,7 @@ class Agent:
             ranks = recorded or self._ranks()  # an attempt starts its ranks once; looking costs a walk through /proc
             if not recorded and len(ranks) == self.ranks:
                 recorded = ranks
-                self.run.update(durable=False, pids={"agent": os.getpid(), "ranks": ranks})
+                self.run.note(pids={"agent": os.getpid(), "ranks": ranks})
             if self.stop.asked and (not forwarded or wanted == store.NOW) and ranks:
                 self.stop.reason = store.WHO[store.NOW] if wanted == store.NOW else self.stop.reason
                 for pid in ranks:
@@ -322,10 +327,11 @@ class Agent:
                     for pid in ranks:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
                 self.view.update(self.run.read())
         for path in [*logs.glob("*.beat"), *(path for path in logs.glob("*.stack.txt") if not path.stat().st_size)]:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
         if problem and not failures:
             failures[0] = 1
         return failures

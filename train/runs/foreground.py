@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -48,7 +49,8 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
     except Exception as error:
         traceback.print_exc()
         failure = leave_failure(made, Seat(), attempt, error)
-        made.end_attempt(store.FAILED, failure["reason"], store.FAILED)
+        with contextlib.suppress(OSError, Refused):
+            made.end_attempt(store.FAILED, failure["reason"], store.FAILED)
         print(f"train: {failure['reason']}", file=sys.stderr)
         return FAILED
     _end(made)
@@ -56,8 +58,9 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
 
 
 def _end(made: Run) -> None:
-    record = made.read()
-    made.end_attempt(record["state"], record["reason"])
+    with contextlib.suppress(OSError, Refused):  # the rank has said how it ended
+        record = made.read()
+        made.end_attempt(record["state"], record["reason"])
 
 
 def watch_stop_file(made: Run, stop: StopRequest) -> None:

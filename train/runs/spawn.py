@@ -15,7 +15,7 @@ from typing import Any
 
 from train.engine.stop import StopRequest, die_with_parent
 from train.engine.worker import Seat, leave, leave_failure, log_to, run_rank
-from train.errors import FAILED, FINISHED, STOPPED
+from train.errors import FAILED, FINISHED, STOPPED, Refused, one_line
 from train.runs import store
 from train.runs.store import Lock, Run
 
@@ -55,7 +55,7 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
     made.clear_stop()
     with tempfile.TemporaryDirectory(prefix="train-spawn-") as meeting:
         processes = start_ranks(made, lock, ranks, attempt, meeting)
-        made.update(durable=False, pids={"ranks": [process.pid for process in processes]})
+        made.note(pids={"ranks": [process.pid for process in processes]})
         first: int | None = None
         forwarded = False
         while any(process.is_alive() for process in processes):
@@ -76,6 +76,17 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
         if first is None:
             first = next((rank for rank, process in enumerate(processes) if process.exitcode != 0), None)
     made.clear_stop()
+    code = processes[first].exitcode if first is not None else 0
+    try:
+        return _record_end(made, attempt, stop, first, code)
+    except (OSError, Refused) as error:
+        if first is not None:  # otherwise rank 0 has said on the terminal how it ended
+            print(f"train: how {made.name} ended cannot be recorded: {one_line(error)}", file=sys.stderr)
+        return FAILED
+
+
+def _record_end(made: Run, attempt: int, stop: StopRequest, first: int | None, code: int) -> int:
+    """Write down how an attempt ended, of which rank `first` died first, if any did. Returns the exit code."""
     record = made.read()
     if record["state"] != store.RUNNING:
         made.end_attempt(record["state"], record["reason"])
@@ -83,7 +94,6 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
     if stop.asked:  # at once, or before the ranks could listen
         made.end_attempt(store.STOPPED, f"stopped ({stop.reason})", store.STOPPED)
         return STOPPED
-    code = processes[first].exitcode if first is not None else 0
     error = made.logs(attempt) / f"rank{first}.error.json"
     if error.exists():
         reason = json.loads(error.read_text())["reason"]
@@ -137,8 +147,13 @@ def _spawned(folder: str, seat: Seat, attempt: int, held: _Held, environment: di
         leave(code)
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A disk that fails: the line stands on the terminal, and a page of traceback for each would hide it."""
+
+
 def keep_log(made: Run, attempt: int, rank: int) -> None:
     """Write this process's lines into the log of its rank too."""
-    handler = logging.FileHandler(made.logs(attempt) / f"rank{rank}.log")
+    handler = _LogFile(made.logs(attempt) / f"rank{rank}.log")
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.getLogger("train").addHandler(handler)

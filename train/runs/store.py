@@ -113,7 +113,8 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
                 os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise
     if durable:
         sync_folder(path.parent)
@@ -182,6 +183,14 @@ class Run:
             write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", durable)
         finally:
             os.close(folder)
+
+    def note(self, **values: Any) -> bool:
+        """`update` of what is not worth dying for. Whether the disk took it."""
+        try:
+            self.update(durable=False, **values)
+        except (OSError, Refused):
+            return False
+        return True
 
     def alive(self) -> bool:
         """Whether any process of the run lives, by the kernel's lock."""

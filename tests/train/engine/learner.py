@@ -1,8 +1,8 @@
 """A task for tests, with everything in it that could depend on ranks, workers or restarts.
 
 Beside the copy in a run folder a file `script` may say what happens to a rank while it computes a step (counted from
-1 in each attempt): lines `STEP RANK ACTION`, where ACTION is the name of a signal, or `limit`, after which this rank
-can write no file beyond 16 kB.
+1 in each attempt): lines `STEP RANK ACTION`, where ACTION is the name of a signal, `limit`, after which this rank can
+write no file beyond 16 kB, or `sh` with a command line for a shell.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ def _act(step: int) -> None:
         _plan.remove(line)
         if line[2] == "limit":
             resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
+        elif line[2] == "sh":
+            subprocess.run(" ".join(line[3:]), shell=True, check=True)
         else:
             os.kill(os.getpid(), signal.Signals[line[2]])
 

@@ -1,0 +1,175 @@
+"""Real disks that fail: full, read-only, gone, with errors. What was saved stays; training goes on while it can."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import Station
+from tests.train.engine.conftest import Engine
+from train.engine import disk, manifest
+from train.engine.disk import DurableFile
+
+SYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
+ASYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "true"}
+
+
+def sh(command: str) -> None:
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+
+
+Mount = Callable[[str, Path], Path]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """Mounts something in a folder, until the test ends."""
+    made: list[Path] = []
+
+    def do(options: str, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(f"mount {options} {folder}", shell=True, capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = f"mounting needs root and its capabilities: {done.stderr.strip()}"
+            pytest.fail(why) if os.environ.get("CI") and os.geteuid() == 0 else pytest.skip(why)
+        made.append(folder)
+        return folder
+
+    yield do
+    for folder in reversed(made):
+        subprocess.run(["umount", "-l", folder], check=False)
+
+
+def elsewhere(engine: Engine, folder: Path) -> Engine:
+    """The same, with its runs in another folder."""
+    station = Station(folder.parent)
+    station.runs = folder
+    return type(engine)(station)
+
+
+@pytest.fixture(scope="session")
+def wanted(engine: Engine) -> tuple[Any, ...]:
+    """How the test task ends undisturbed on two ranks."""
+    engine.run("wanted", 2)
+    return engine.outcome("wanted")
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, disk._BUFFER, disk._BUFFER + 1, 3 * disk._BUFFER + 12345])
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_a_durable_file_holds_what_was_written_whatever_the_sizes(
+    mount: Mount, tmp_path: Path, size: int, place: str
+) -> None:
+    folder = tmp_path if place == "disk" else mount("-t ramfs none", tmp_path / "memory")  # ramfs knows no O_DIRECT
+    content = os.urandom(size)
+    with DurableFile(folder / "file") as file:
+        position = 0
+        for length in (0, 1, 63, 4096, disk._BUFFER // 2, size):
+            file.write(memoryview(content)[position : position + length])
+            position = min(position + length, size)
+            assert file.tell() == position
+    assert (folder / "file").read_bytes() == content
+    assert file.entry == {"size": size, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_a_full_disk_is_an_error_of_the_write_and_of_the_close(mount: Mount, tmp_path: Path) -> None:
+    small = mount("-t tmpfs -o size=1m none", tmp_path / "small")
+    file = DurableFile(small / "file")
+    with pytest.raises(OSError, match="No space left"):
+        for _ in range(5):
+            file.write(bytes(disk._BUFFER))
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+    assert file.closed and not file.entry
+    assert not [name for name in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{name}") == small]
+
+
+def test_a_checkpoint_does_not_know_where_it_lies(engine: Engine, wanted: Any) -> None:
+    run = engine.station.run("wanted")
+    for path in run.checkpoint(10).iterdir():
+        assert str(run.folder).encode() not in path.read_bytes(), path.name
+
+
+@pytest.fixture
+def volume(mount: Mount, engine: Engine, tmp_path: Path) -> Engine:
+    """The engine with its runs on an ext4 of their own, in the file `image`."""
+    image, folder = tmp_path / "image", tmp_path / "runs"
+    sh(f"truncate -s 24M {image} && mkfs.ext4 -q {image}")
+    return elsewhere(engine, mount(f"-o loop,errors=remount-ro {image}", folder))
+
+
+def repair(image: Path, folder: Path) -> None:
+    """What an administrator does with a file system that has given up."""
+    sh(f"umount {folder}; fsck.ext4 -fy {image} >/dev/null; mount -o loop {image} {folder}")
+
+
+@pytest.mark.parametrize("flags", [SYNC, ASYNC], ids=["sync", "async"])
+def test_when_the_disk_turns_read_only_training_goes_on_and_a_resume_ends_as_undisturbed(
+    volume: Engine, wanted: Any, flags: dict[str, Any]
+) -> None:
+    folder = volume.station.runs
+    # `abort` does what the kernel does when it meets an error in the file system
+    record = volume.run("a", 2, [f"6 0 sh sync -f {folder} && mount -o remount,abort {folder}"], **flags)
+    assert volume.code == 3
+    assert record["state"] == "interrupted"  # nobody could write down more
+    repair(folder.parent / "image", folder)
+    newest = manifest.newest_valid(volume.station.run("a"))
+    assert newest is not None and newest[0] >= record["saved_step"] >= 2 and not newest[2]
+    assert volume.resume("a", 2)["state"] == "finished"
+    assert volume.outcome("a") == wanted
+
+
+def test_an_i_o_error_costs_nothing_that_was_saved(mount: Mount, engine: Engine, wanted: Any, tmp_path: Path) -> None:
+    # a disk whose blocks do not exist: its file lies sparse in a memory that is full by the time they are written
+    memory, folder = mount("-t tmpfs -o size=40m none", tmp_path / "memory"), tmp_path / "runs"
+    image, ballast = memory / "image", memory / "ballast"
+    sh(f"truncate -s 64M {image} && mkfs.ext4 -q -E lazy_itable_init=0 {image}")
+    there = elsewhere(engine, mount(f"-o loop,errors=continue {image}", folder))
+    fill = f"sync -f {folder}; cat /dev/zero > {ballast}; true"
+    there.run("a", 2, [f"6 0 sh {fill}"], **SYNC, task__width=400)
+    assert there.code == 3
+    ballast.unlink()
+    repair(image, folder)
+    newest = manifest.newest_valid(there.station.run("a"))
+    assert newest is not None and newest[0] == 4
+    assert there.resume("a", 2)["state"] == "finished"
+    engine.run("wide", 2, task__width=400)
+    assert there.outcome("a") == engine.outcome("wide")
+
+
+@pytest.mark.parametrize("flags", [SYNC, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("what", ["checkpoints", "."])
+def test_a_folder_that_vanishes_ends_the_run_with_a_line_and_what_comes_back_is_used(
+    engine: Engine, wanted: Any, what: str, flags: dict[str, Any]
+) -> None:
+    name = f"vanishing-{'part' if what == 'checkpoints' else 'whole'}-{flags['checkpoint__asynchronous']}"
+    run = engine.station.run(name)
+    folder = run.checkpoints if what == "checkpoints" else run.folder
+    away = engine.station.folder / f"{name}-away"
+    engine.run(name, 2, [f"6 0 sh mv {folder} {away} && touch {folder}"], **flags)
+    assert engine.code == 3
+    folder.unlink()
+    away.rename(folder)
+    assert "could not be saved" in engine.said(name) and "Traceback" not in engine.said(name)
+    newest = manifest.newest_valid(run)
+    assert newest is not None and newest[0] >= run.read()["saved_step"] >= 2
+    assert engine.resume(name, 2)["state"] == "finished"
+    assert engine.outcome(name) == wanted
+
+
+def test_an_unmounted_disk_is_one_line_and_exit_code_3_on_the_command_line(volume: Engine, wanted: Any) -> None:
+    station, folder = volume.station, volume.station.runs
+    flags = [part for key, value in volume.flags.items() for part in (f"--{key}", str(value))]
+    task = station.folder / "task.py"
+    text = volume.task.read_text().replace('Path(__file__).with_name("script")', f'Path("{station.folder}/script")')
+    task.write_text(text)
+    (station.folder / "script").write_text(f"6 0 sh sync -f {folder} && mount -o remount,abort {folder}\n")
+    done = station("run", task, "--name", "a", "--checkpoint.every_steps", 2, *flags)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("train: the checkpoint of step 10 could not be saved")
+    assert done.stderr.count("training goes on") == 2 and "Traceback" not in done.stderr
