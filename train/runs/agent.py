@@ -65,7 +65,7 @@ def main() -> None:
     try:
         sys.exit(agent.supervise())
     except (OSError, Refused) as error:  # its disk fails or its folder is gone
-        agent.view.say(f"{run.name} cannot go on: {one_line(error)}")
+        agent.say(f"{run.name} cannot go on: {one_line(error)}")
         sys.exit(FAILED)
 
 
@@ -261,11 +261,16 @@ class Agent:
                     state=store.FAILED, ended=store.now(), reason=f"died {times} without a new checkpoint: {reason}"
                 )
                 break
-            self.view.say(f"{reason}; starting again ({deaths} of {self.max_restarts} without progress)")
+            self.say(f"{reason}; starting again ({deaths} of {self.max_restarts} without progress)")
         with contextlib.suppress(OSError):
             self.view.close()
         self.run.clear_stop()
         return CODES.get(self.run.read()["state"], 3)
+
+    def say(self, text: str) -> None:
+        """A line on the terminal, if it is still there: tmux may have been killed."""
+        with contextlib.suppress(OSError):
+            self.view.say(text)
 
     def _newest(self) -> int:
         return next(iter(self.run.steps_saved()), 0)
@@ -290,8 +295,9 @@ class Agent:
             except ChildFailedError as error:
                 failures.update({rank: failure.exitcode for rank, failure in error.failures.items()})
             except BaseException as error:
-                traceback.print_exc()
                 problem.append(error)
+                with contextlib.suppress(OSError):
+                    traceback.print_exc()
 
         logs = self.run.logs(attempt)
         watch = Watch(logs, self.ranks, *self._allowances()) if not self.script else None

@@ -1,0 +1,86 @@
+"""What the torture holds runs against: how an undisturbed run ends, and what was reported as saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from train.engine import manifest
+from train.engine.prepare import Request, prepare
+from train.runs import store
+from train.runs.store import Run
+
+FLAGS = {
+    "batch_size": "60", "micro_batch_size": "8", "checkpoint.every_steps": "5", "checkpoint.keep": "2",
+    "eval.every_epochs": "0.5", "log.every_steps": "1", "log.samples": "true", "log.tensorboard": "false",
+    "task.width": "8", "precision": "fp64", "cpu_threads": "1",
+}  # fmt: skip
+"""Epochs of 24 steps with a short last batch, dropout and augmentation."""
+PATIENCE = 180.0
+"""Seconds after which an attempt that has not ended hangs."""
+
+
+class Failure(Exception):
+    """A promise that was not kept."""
+
+
+def make(runs: Path, name: str, ranks: int, workers: int, asynchronous: bool, steps: int) -> Run:
+    """A fresh run."""
+    flags = FLAGS | {"steps": str(steps), "data.workers": str(workers)}
+    flags["checkpoint.asynchronous"] = str(asynchronous).lower()
+    prepared = prepare(Request("digits", flags, ranks=ranks))
+    return store.create(runs, name, prepared.files, prepared.record)
+
+
+def logs(run: Run) -> str:
+    """The ends of the logs of its last attempt."""
+    folder = run.logs(len(run.read()["attempts"]))
+    return "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))
+
+
+def outcome(run: Run) -> dict[str, Any]:
+    """What must not depend on how often a run was interrupted."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    keys = ("step", "epoch", "loss", "lr", "eval", "samples")
+    samples: dict[int, list[int]] = {}
+    for path in sorted(run.folder.glob("samples.rank*.log")):
+        for line in path.read_text().splitlines():
+            step, *ids = map(int, line.split())
+            samples.setdefault(step, []).extend(ids)
+    record = run.read()
+    return {
+        "state": record["state"], "sha": record["weights_sha256"], "metrics": record["metrics"],
+        "lines": [{key: line[key] for key in keys if key in line} for line in lines],
+        "samples": {step: sorted(ids) for step, ids in samples.items()},
+    }  # fmt: skip
+
+
+def compare(run: Run, wanted: dict[str, Any], exactly: bool = True) -> None:
+    """Raise Failure where a finished run differs from the undisturbed one."""
+    found = outcome(run)
+    for key in ("state", "samples"):
+        if found[key] != wanted[key]:
+            raise Failure(f"{run.name}: {key} differ\n{logs(run)}")
+    if exactly:
+        for key in ("sha", "metrics", "lines"):
+            if found[key] != wanted[key]:
+                raise Failure(f"{run.name}: {key} differ: {found[key]!s:.300} instead of {wanted[key]!s:.300}")
+        return
+    for ours, theirs in zip(found["lines"], wanted["lines"], strict=True):
+        for key in ours.keys() & {"loss", "lr"}:
+            if abs(ours[key] - theirs[key]) > 1e-9 * max(1, abs(theirs[key])):
+                raise Failure(f"{run.name}: {key} of step {ours['step']} is {ours[key]} instead of {theirs[key]}")
+
+
+def saved(run: Run) -> int:
+    """The newest step reported as saved."""
+    return int(run.read().get("saved_step", 0))
+
+
+def check_nothing_lost(run: Run, before: int) -> None:
+    """A checkpoint once reported as saved must still be there, or a newer one, and whole."""
+    found = manifest.newest_valid(run)
+    step = found[0] if found else 0
+    if step < before:
+        raise Failure(f"{run.name}: the checkpoint of step {before} was reported as saved; the newest is {step}")

@@ -1,0 +1,125 @@
+"""Runs as `train launch` starts them, in tmux under their agent, killed and stopped at random instants."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
+from tests.torture.spawned import steps_lost
+from train.errors import Refused
+from train.runs import launch, store
+from train.runs.launch import Order
+from train.runs.store import Run
+
+KILLS = ("a rank", "the agent", "the tmux server", "everything")
+STOPS = ("the agent", "one rank", "the whole group")
+
+
+def resume(run: Run) -> None:
+    """`train resume`, if nobody else is at it."""
+    deadline = time.monotonic() + PATIENCE
+    while run.alive():  # orphans of a killed agent end by themselves
+        if time.monotonic() > deadline:
+            raise Failure(f"{run.name}: its processes outlived their agent")
+        time.sleep(0.02)
+    try:
+        launch.start(Order(kind="resume", runs=str(run.folder.parent), name=run.name))
+    except Refused as error:
+        raise Failure(f"{run.name} cannot be resumed: {error}\n{logs(run)}") from None
+
+
+def wait_for_end(run: Run) -> float:
+    """Wait until no process of the run lives; seconds waited."""
+    began = time.monotonic()
+    while run.alive():
+        if time.monotonic() - began > PATIENCE:
+            raise Failure(f"{run.name} never ended\n{logs(run)}")
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def _server(runs: Path) -> int | None:
+    said = subprocess.run(launch.tmux(runs, "display", "-p", "#{pid}"), capture_output=True, text=True, check=False)
+    return int(said.stdout) if said.stdout.strip() else None
+
+
+def _send(pids: list[int | None], number: signal.Signals) -> bool:
+    hit = False
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, TypeError):
+            os.kill(pid, number)  # type: ignore[arg-type]
+            hit = True
+    return hit
+
+
+def _ranks(run: Run) -> list[int]:
+    with contextlib.suppress(psutil.Error, KeyError, IndexError):
+        agent = psutil.Process(run.read()["pids"]["agent"])
+        return [child.pid for child in agent.children() if "train.runs.rank" in " ".join(child.cmdline())]
+    return []
+
+
+def _wait(run: Run, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and run.alive():
+        time.sleep(0.002)
+
+
+def killed(run: Run, duration: float, random_: random.Random, whom: str, kills: int) -> int:
+    """Kill parts of a run at random instants of its life, the start of its processes included, until it is finished."""
+    hit = 0
+    while run.read()["state"] != store.FINISHED:
+        before = saved(run)
+        resume(run)
+        if hit < kills:
+            _wait(run, random_.uniform(0, duration))
+            agent, ranks, server = run.read()["pids"].get("agent"), _ranks(run), _server(run.folder.parent)
+            chosen: dict[str, list[int | None]] = {
+                "a rank": [random_.choice(ranks)] if ranks else [],
+                "the agent": [agent],
+                "the tmux server": [server],
+                "everything": [server, agent, *ranks],
+            }
+            hit += _send(chosen[whom], signal.SIGKILL)
+        wait_for_end(run)
+        check_nothing_lost(run, before)
+        state = run.state()
+        if state not in (store.FINISHED, store.INTERRUPTED):
+            raise Failure(f"{run.name} is {state}: {run.read()['reason']}\n{logs(run)}")
+        if state == store.INTERRUPTED and whom in ("a rank", "the tmux server"):
+            raise Failure(f"{run.name} did not go on by itself when {whom} was killed\n{logs(run)}")
+    return hit
+
+
+def stopped(run: Run, duration: float, random_: random.Random, whom: str, stops: int) -> tuple[int, int]:
+    """Stop a run politely at random instants. Returns stops that hit it, and the steps lost."""
+    hit = lost = 0
+    while run.read()["state"] != store.FINISHED:
+        resume(run)
+        asked = False
+        if hit < stops:
+            _wait(run, random_.uniform(0, duration))
+            agent, ranks = run.read()["pids"].get("agent"), _ranks(run)
+            number = random_.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
+            chosen: dict[str, list[int | None]] = {
+                "the agent": [agent],
+                "one rank": [random_.choice(ranks)] if ranks else [],
+                "the whole group": [agent, *ranks],
+            }
+            asked = run.alive() and _send(chosen[whom], number)
+        wait_for_end(run)
+        state = run.state()
+        if state == store.STOPPED:
+            hit += asked
+            lost += steps_lost(run)
+        elif state != store.FINISHED:
+            raise Failure(f"{run.name} is {state} after a polite stop: {run.read()['reason']}\n{logs(run)}")
+    return hit, lost

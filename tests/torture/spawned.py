@@ -1,0 +1,115 @@
+"""Ranks as `train run --spawn` starts them, killed and stopped at random instants: many in a minute."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
+from train.engine import manifest
+from train.runs import spawn, store
+from train.runs.store import Run
+
+Disturb = Callable[[list[Any]], None]
+
+
+def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: str = "") -> float:
+    """One attempt with so many ranks; `disturb(processes)` may do what it likes to them. Returns its duration."""
+    lock = run.acquire(patience=PATIENCE)
+    if lock is None:
+        raise Failure(f"{run.name}: the lock was never released")
+    began = time.monotonic()
+    number = run.begin_attempt(ranks)
+    with tempfile.TemporaryDirectory(prefix="train-torture-") as meeting:
+        processes = spawn.start_ranks(run, lock, ranks, number, meeting, {"TRAIN_FAULT": fault_text})
+        lock.release()
+        if disturb is not None:
+            disturb(processes)
+        first_death = None
+        while any(process.is_alive() for process in processes):
+            time.sleep(0.01)
+            if first_death is None and any(process.exitcode not in (None, 0) for process in processes):
+                first_death = time.monotonic()
+            # what the agent does for a real run: peers that wait for the dead are ended
+            if first_death is not None and time.monotonic() - first_death > 1:
+                for process in processes:
+                    process.kill()
+            if time.monotonic() - began > PATIENCE:
+                for process in processes:
+                    process.kill()
+                raise Failure(f"{run.name}: attempt {number} never ended\n{logs(run)}")
+    state = run.read()["state"]
+    run.end_attempt("died" if state == store.RUNNING else state, "")
+    return time.monotonic() - began
+
+
+def killed(run: Run, ranks: int, duration: float, random_: random.Random, kills: int) -> int:
+    """Kill the run at random instants until it is finished, at most so often. Returns how many kills hit it alive."""
+    hit = 0
+    while run.read()["state"] != store.FINISHED:
+        if run.read()["state"] == store.FAILED:
+            raise Failure(f"{run.name} failed: {run.read()['reason']}\n{logs(run)}")
+        everyone, victim = random_.random() < 0.5, random_.randrange(ranks)
+        # a run that is killed early is killed again soon: so that the last steps are met as often as the first
+        wait = random_.uniform(0, duration * random_.choice((0.3, 1.0)))
+
+        def kill(processes: list[Any], everyone: bool = everyone, victim: int = victim, wait: float = wait) -> None:
+            nonlocal hit
+            deadline = time.monotonic() + wait
+            while time.monotonic() < deadline and all(process.is_alive() for process in processes):
+                time.sleep(0.001)
+            chosen = processes if everyone else [processes[victim]]
+            hit += any(process.is_alive() for process in chosen)
+            for process in chosen:
+                process.kill()
+
+        before = saved(run)
+        attempt(run, ranks, kill if hit < kills else None)
+        check_nothing_lost(run, before)
+    return hit
+
+
+def stopped(run: Run, ranks: int, duration: float, random_: random.Random, stops: int) -> tuple[int, int]:
+    """Stop the run politely at random instants, one rank or all of them. Returns stops that hit, and steps lost."""
+    hit = lost = 0
+    while run.read()["state"] != store.FINISHED:
+        everyone, victim = random_.random() < 0.5, random_.randrange(ranks)
+        number = random_.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
+        wait = random_.uniform(0, 0.4 * duration)
+
+        def ask(
+            processes: list[Any],
+            everyone: bool = everyone,
+            victim: int = victim,
+            wait: float = wait,
+            number: int = number,
+        ) -> None:
+            beats = [run.logs(len(run.read()["attempts"])) / f"rank{rank}.beat" for rank in range(ranks)]
+            while not all(path.exists() for path in beats) and all(process.is_alive() for process in processes):
+                time.sleep(0.001)  # from here on every rank listens
+            time.sleep(wait)
+            for process in processes if everyone else [processes[victim]]:
+                if process.is_alive():
+                    os.kill(process.pid, number)
+
+        attempt(run, ranks, ask if hit < stops else None)
+        record = run.read()
+        if record["state"] == store.STOPPED:
+            hit += 1
+            lost += steps_lost(run)
+        elif record["state"] != store.FINISHED:
+            raise Failure(f"{run.name} is {record['state']} after a polite stop: {record['reason']}\n{logs(run)}")
+    return hit, lost
+
+
+def steps_lost(run: Run) -> int:
+    """Steps that a stopped run has made and not saved: by its record, and by what its metrics say it made."""
+    found = manifest.newest_valid(run)
+    lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
+    made = max([run.read()["step"], *(int(line.split('"step": ')[1].split(",")[0]) for line in lines)])
+    return made - (found[0] if found else 0)
