@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ class Torture:
         runs: list[Run] = []
         failures: list[str] = []
         while hits < count and len(failures) < 3:
-            run = self.fresh(seat, what.replace(" ", "-"), steps)
+            run = self.fresh(seat, what.replace(":", "").replace(" ", "-"), steps)
             runs.append(run)
             try:
                 more, less = act(run, min(MANY, count - hits))
@@ -214,6 +215,8 @@ def main() -> int:
                 torture.launched(2, options.launched_kills, options.launched_stops)
         except Failure as failure:  # of an undisturbed run: there is nothing to compare with
             table.failures.append(str(failure))
+        except Exception:
+            table.failures.append(traceback.format_exc())
     minutes = (time.monotonic() - began) / 60
     os.write(table.out, f"\n{table.hits} hits, {len(table.failures)} mismatches, {minutes:.0f} minutes\n".encode())
     for failure in table.failures:

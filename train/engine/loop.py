@@ -18,15 +18,16 @@ from torch import Tensor
 from train import config as configuration
 from train.config import Config
 from train.data.loader import Plan, batches, micro_batches_of, seed_compute
-from train.engine import fault, heartbeat, schedule
+from train.engine import fault, schedule
 from train.engine.checkpoint import CannotSave, Saver
 from train.engine.evaluate import evaluate
-from train.engine.heartbeat import Heart
 from train.engine.parallel import TAIL, Replica, World
 from train.engine.precision import Precision
 from train.engine.report import Report
 from train.engine.stop import StopRequest
 from train.errors import TrainingFailed
+from train.runs import heartbeat
+from train.runs.heartbeat import Heart
 from train.runs.store import Run
 from train.tasks import Task
 

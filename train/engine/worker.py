@@ -19,11 +19,11 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from train.engine import fault, heartbeat
-from train.engine.heartbeat import Heart
+from train.engine import fault
 from train.engine.stop import StopRequest
 from train.errors import FAILED, FINISHED, REFUSED, STOPPED, Refused, TrainingFailed, one_line
-from train.runs import store
+from train.runs import heartbeat, store
+from train.runs.heartbeat import Heart
 from train.runs.store import Run
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
         outcome = train(job, done)
         return _conclude(job, outcome)
     except (Refused, TrainingFailed) as error:
-        heart.beat(heartbeat.ENDING, 0)
+        heart.beat(heartbeat.ENDING, heart.step)
         refused = isinstance(error, Refused)
         if seat.rank == 0:
             run.note(state=store.FAILED, reason=str(error), ended=store.now())
@@ -141,6 +141,7 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, he
     )  # fmt: skip
     if world.is_first:
         run.update(
+            lambda record: record["attempts"][-1].update(from_step=step, ready=store.now()),
             step=step, epoch=plan.epoch(step - 1) + 1 if step else 0, total_steps=total, samples=plan.length,
             steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type),
         )  # fmt: skip

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import tomllib
@@ -32,6 +33,8 @@ from train.runs.watch import Watch
 MAX_RESTARTS = 3
 """Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
 
+_LAST_LINES = 8
+"""Lines of a dead rank's log that run.json keeps."""
 _GRACE = 3.0
 """Seconds that ranks have to notice by themselves that one of them is dead."""
 
@@ -243,11 +246,11 @@ class Agent:
             if not failures and (self.script or self.stop.asked):
                 self._close(store.STOPPED if self.stop.asked else store.FINISHED)
                 break
-            reason, recurs = self._explain(attempt, failures)
+            reason, recurs, rank = self._explain(attempt, failures)
             if self.stop.asked:
                 self._close(store.STOPPED, reason)
                 break
-            self.run.end_attempt("died", reason)
+            self.run.end_attempt("died", reason, last_lines=self._last_lines(attempt, rank))
             deaths = 1 if self._newest() > saved else deaths + 1
             if recurs:
                 self.run.update(state=store.FAILED, reason=reason, ended=store.now())
@@ -322,7 +325,7 @@ class Agent:
                         os.kill(pid, signal.SIGKILL if wanted == store.NOW else signal.SIGTERM)
                 forwarded = True
             if watch is not None and ranks:
-                if dead_since is None and watch.dead():
+                if dead_since is None and watch.dead(recorded):
                     dead_since = time.monotonic()
                 self._hang = self._hang or watch.hangs()
                 if self._hang and dead_since is None:
@@ -335,9 +338,10 @@ class Agent:
                             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
                 self.view.update(self.run.read())
-        for path in [*logs.glob("*.beat"), *(path for path in logs.glob("*.stack.txt") if not path.stat().st_size)]:
+        for path in logs.glob("*.stack.txt"):
             with contextlib.suppress(OSError):
-                path.unlink()
+                if not path.stat().st_size:
+                    path.unlink()
         if problem and not failures:
             failures[0] = 1
         return failures
@@ -357,6 +361,7 @@ class Agent:
             return []
 
     def _elastic(self, attempt: int) -> None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         # it misses signal handlers in a thread, for fear of orphans; both are our business (see runs/rank.py)
@@ -373,6 +378,8 @@ class Agent:
             os.environ[file] = str(logs / "nccl-trace-rank")
         os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(logs / "nccl-rank")
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        rest = ["--", *self.script] if self.script else []
+        arguments = ["-m", "train.runs.rank", str(self.run.folder), str(attempt), *rest]
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -384,30 +391,38 @@ class Agent:
             monitor_interval=0.1,
             local_addr="127.0.0.1",
         )
-        rest = ["--", *self.script] if self.script else []
-        arguments = ["-m", "train.runs.rank", str(self.run.folder), str(attempt), *rest]
-        elastic_launch(config, sys.executable)(*arguments)
+        with tempfile.TemporaryDirectory(prefix="train-torchrun-") as desk:  # torchrun would leave one behind
+            config.logs_specs = DefaultLogsSpecs(log_dir=desk)
+            elastic_launch(config, sys.executable)(*arguments)
 
-    def _explain(self, attempt: int, failures: dict[int, int]) -> tuple[str, bool]:
-        """Why the attempt died, and whether it would die again in the same way."""
+    def _last_lines(self, attempt: int, rank: int | None) -> list[str]:
+        """What a rank said last, for the story of the run."""
+        try:
+            text = (self.run.logs(attempt) / f"rank{rank}.log").read_bytes()[-4096:]
+        except OSError:
+            return []
+        return [line.rstrip() for line in text.decode(errors="replace").splitlines() if line.strip()][-_LAST_LINES:]
+
+    def _explain(self, attempt: int, failures: dict[int, int]) -> tuple[str, bool, int | None]:
+        """Why the attempt died, whether it would die again in the same way, and which rank died first."""
         if self._hang:
-            return self._hang, False
+            return self._hang, False, None
         for rank, code in sorted(failures.items()):
             # a rank that agent or peers ended shows SIGTERM; the first cause is another one
             if code < 0 and -code != signal.SIGTERM:
-                return f"rank {rank} died of {signal.Signals(-code).name}", False
+                return f"rank {rank} died of {signal.Signals(-code).name}", False, rank
         reports = []
         for path in self.run.logs(attempt).glob("rank*.error.json"):
             with contextlib.suppress(OSError, ValueError):
                 reports.append(json.loads(path.read_text()))
         if reports:
             first = min(reports, key=lambda report: (not report["recurs"], report["time"]))
-            return f"rank {first['rank']}: {first['reason']}", bool(first["recurs"])
+            return f"rank {first['rank']}: {first['reason']}", bool(first["recurs"]), first["rank"]
         if failures:
             rank, code = sorted(failures.items())[0]
             what = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            return f"rank {rank} {what}; see: train logs {self.run.name} --rank {rank}", False
-        return "the ranks ended without saying how", False
+            return f"rank {rank} {what}; see: train logs {self.run.name} --rank {rank}", False, rank
+        return "the ranks ended without saying how", False, 0
 
 
 def record_threads(run: Run, script: list[str], ranks: int) -> None:

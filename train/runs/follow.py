@@ -137,5 +137,7 @@ def follow(run: Run) -> int:
     }.get(state, f"{run.name} is {state}")
     if record.get("script") and state == store.FINISHED:
         last = f"{run.name} finished"
+    if state == store.FAILED and (record.get("attempts") or [{}])[-1].get("last_lines"):
+        print("\n".join(f"  | {text}" for text in record["attempts"][-1]["last_lines"]), file=sys.stderr)
     print(last, file=sys.stderr, flush=True)
     return CODES.get(state, FAILED)

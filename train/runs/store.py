@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, nearest
+from train.runs import heartbeat
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER = "polite", "now", "keeper"
@@ -38,7 +39,11 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 def now() -> str:
     """The time as run.json records it: ISO 8601, UTC."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    return _stamp(time.time())
+
+
+def _stamp(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def runs_folder(given: str | None) -> Path:
@@ -262,16 +267,21 @@ class Run:
     def begin_attempt(self, world_size: int, **values: Any) -> int:
         """Record that an attempt starts; returns its number, counted from 1. For the holder of the lock."""
         number = 0
+        # a living run writes down its progress twice a second
+        last_written = _stamp((self.folder / "run.json").stat().st_mtime)
 
         def change(record: dict[str, Any]) -> None:
             nonlocal number
             number = len(record["attempts"]) + 1
+            for left in self.folder.glob(".run.json.*"):  # by a kill inside write_atomically; others wait for us
+                left.unlink()
             if record["attempts"] and record["attempts"][-1]["end"] is None:  # nobody lived to say it
                 record["attempts"][-1].update(
-                    end="died", reason="killed as a whole, or with its machine or container", to_step=record["step"]
-                )
+                    end="died", reason="killed as a whole, or with its machine or container",
+                    ended=last_written, to_step=self._reached(record),
+                )  # fmt: skip
             record["attempts"].append(
-                {"number": number, "started": now(), "ended": None, "end": None, "reason": "",
+                {"number": number, "started": now(), "ready": None, "ended": None, "end": None, "reason": "",
                  "world_size": world_size, "from_step": next(iter(self.steps_saved()), 0), "to_step": None}
             )  # fmt: skip
             record["started"] = record["started"] or now()
@@ -279,20 +289,43 @@ class Run:
             record.update(values)
 
         self.update(change)
+        self._forget_beats(number - 1)
         self.logs(number).mkdir(parents=True, exist_ok=True)
         return number
 
-    def end_attempt(self, end: str, reason: str, state: str | None = None) -> None:
-        """Record why the attempt ended, and the run's state if that ends with it."""
+    def end_attempt(self, end: str, reason: str, state: str | None = None, last_lines: list[str] | None = None) -> None:
+        """Record why the attempt ended, and the run's state if that ends with it.
+
+        Args:
+            last_lines: of the log of the rank that died first.
+        """
+        number = 0
 
         def change(record: dict[str, Any]) -> None:
+            nonlocal number
+            number = len(record["attempts"])
             if record["attempts"]:
-                record["attempts"][-1].update(ended=now(), end=end, reason=reason, to_step=record.get("step"))
+                record["attempts"][-1].update(ended=now(), end=end, reason=reason, to_step=self._reached(record))
+                if last_lines:
+                    record["attempts"][-1]["last_lines"] = last_lines
             record["pids"] = {}
             if state is not None:
                 record.update(state=state, reason=reason, ended=now())
 
         self.update(change)
+        self._forget_beats(number)
+
+    def _reached(self, record: dict[str, Any]) -> int:
+        """The last step that the last attempt made."""
+        attempt = record["attempts"][-1]
+        if not attempt.get("ready"):  # it never came to training
+            return int(attempt["from_step"])
+        return max(int(record["step"]), heartbeat.reached(self.logs(attempt["number"])))
+
+    def _forget_beats(self, attempt: int) -> None:
+        for path in self.logs(attempt).glob("rank*.beat"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def logs(self, attempt: int) -> Path:
         """Where the ranks of an attempt write their output, each into rankR.log."""

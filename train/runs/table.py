@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,7 @@ def story(run: Run) -> str:
     steps = sorted(run.steps_saved())
     line("checkpoints", ", ".join(map(str, steps)))
     attempts = record.get("attempts") or []
-    redone, lost = 0, 0.0
-    for number, attempt in enumerate(attempts):
-        if number and attempts[number - 1].get("to_step") is not None:
-            redone += max(attempts[number - 1]["to_step"] - attempt["from_step"], 0)
-        if number and attempts[number - 1].get("end") == "died" and attempts[number - 1].get("ended"):
-            lost += _seconds(attempts[number - 1]["ended"], attempt["started"])
+    for attempt in attempts:
         end = attempt.get("end") or (
             "running" if record["state"] == "running" else "died with its machine or container"
         )
@@ -90,8 +86,25 @@ def story(run: Run) -> str:
         made = f"steps {attempt['from_step']}{to}"
         ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
         lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {_with_reason(end, attempt.get('reason'))}")
-    if redone:
-        lines.append(f"  steps redone {redone}")
-    if lost:
-        lines.append(f"  time lost    {lost:.1f} s between a death and the next start")
+    if attempts and attempts[-1].get("last_lines") and record["state"] in ("failed", "interrupted"):
+        lines += [f"    | {text}" for text in attempts[-1]["last_lines"]]
+    redone, again, away = losses(attempts)
+    line("steps redone", redone)
+    if again or away:
+        line("time lost", f"{again + away:.1f} s: {away:.1f} s until training again, {again:.1f} s for those steps")
     return "\n".join(lines)
+
+
+def losses(attempts: list[dict[str, Any]]) -> tuple[int, float, float]:
+    """What the deaths of a run have cost: steps made twice, seconds for these, seconds until training went on."""
+    redone, again, away = 0, 0.0, 0.0
+    for before, after in itertools.pairwise(attempts):
+        if before.get("end") != "died" or before.get("to_step") is None or not before.get("ended"):
+            continue
+        away += max(_seconds(before["ended"], after.get("ready") or after.get("ended") or after["started"]), 0)
+        steps = max(before["to_step"] - after["from_step"], 0)
+        redone += steps
+        made = before["to_step"] - before["from_step"]
+        if steps and made > 0 and before.get("ready"):
+            again += steps * _seconds(before["ready"], before["ended"]) / made
+    return redone, again, away

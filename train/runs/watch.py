@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from train.engine import heartbeat
-from train.engine.heartbeat import Beat
+from train.runs import heartbeat
+from train.runs.heartbeat import Beat
 
 LEAST_MINUTES = 5.0
 """A step may always take so long. Beyond it, a run's own experience decides."""
@@ -67,13 +67,12 @@ class Watch:
             return self._hang
         return max(LEAST_MINUTES, TIMES_SLOWEST * self._slowest / 60)
 
-    def dead(self) -> list[int]:
-        """Ranks that have shown a sign of life, are gone now, and were not ending."""
-        found = []
-        for rank, beat in enumerate(self.beats()):
-            if beat and beat.pid and beat.phase != heartbeat.ENDING and not _lives(beat.pid):
-                found.append(rank)
-        return found
+    def dead(self, started: list[int]) -> bool:
+        """Whether a rank is gone that was not ending: of those that have shown a sign of life, or of `started`."""
+        beats = [beat for beat in self.beats() if beat and beat.pid]
+        silent = set(started) - {beat.pid for beat in beats}  # still importing
+        mortal = silent | {beat.pid for beat in beats if beat.phase != heartbeat.ENDING}
+        return not all(map(_lives, mortal))
 
     def dump(self) -> None:
         """Write down what every rank is doing: py-spy where it is there and allowed, faulthandler otherwise."""

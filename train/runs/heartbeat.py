@@ -1,6 +1,6 @@
-"""What a rank is doing, readable by its agent at any moment: a few numbers in a file that both have mapped.
+"""What a rank is doing, readable by its agent at any moment: a few numbers in a file that it has mapped.
 
-Writing one costs less than a microsecond, so every step does. Nothing here imports torch.
+Writing them costs less than a microsecond, so every step does, and they outlive the rank. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Heart:
 
     def __init__(self, path: Path | None) -> None:
         self._count = 0
+        self.step = 0
         self._map: mmap.mmap | None = None
         if path is not None:
             with contextlib.suppress(OSError), path.open("w+b") as file:
@@ -42,9 +43,15 @@ class Heart:
 
     def beat(self, phase: int, step: int) -> None:
         """Show a sign of life."""
+        self.step = step
         if self._map is not None:
             self._count += 1
             self._map[:] = _FORM.pack(os.getpid(), phase, step, self._count)
+
+
+def reached(logs: Path) -> int:
+    """The last step, counted from 1, that any rank of an attempt has made."""
+    return max((beat.step for path in logs.glob("rank*.beat") if (beat := read(path))), default=0)
 
 
 def read(path: Path) -> Beat | None:
