@@ -30,7 +30,7 @@ COMMANDS = {
     "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
     "eval": "evaluate a run's newest checkpoint",
     "export": "write a run's weights to .safetensors, .pt or .onnx",
-    "bench": "measure this machine: bench checkpoint",
+    "bench": "measure this machine: bench checkpoint, bench resume",
     "plot": "draw loss, learning rate and throughput of runs",
 }
 WITH_FIELDS = ("run", "launch", "resume")
@@ -83,9 +83,10 @@ def parser(command: str) -> argparse.ArgumentParser:
     if command == "keeper":
         add("--once", action="store_true", help="resume what was interrupted, then exit")
     if command == "bench":
-        add("subject", metavar="checkpoint", choices=["checkpoint"], help="what to measure")
-        add("--mb", metavar="N", action="append", help="size of the state in MB; may be repeated (100, 1000)")
-        add("--times", metavar="N", default="5", help="repetitions; medians are shown (5)")
+        add("subject", metavar="checkpoint|resume", choices=["checkpoint", "resume"], help="what to measure")
+        add("--mb", metavar="N", action="append", help="checkpoint: MB of state; may be repeated (100, 1000)")
+        add("--samples", metavar="N", default="1000000000", help="resume: size of the virtual data set (1000000000)")
+        add("--times", metavar="N", help="repetitions; medians are shown (checkpoint 5, resume 25)")
     if command == "stop":
         add("--now", action="store_true", help="do not save; the last checkpoint stays")
     if command in ("eval", "export"):
@@ -454,11 +455,17 @@ def _export(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 def _bench(options: Any, runs: Path, flags: dict[str, str]) -> int:
     sizes = [number("mb", text, 1) or 1 for text in options.mb or ["100", "1000"]]
-    times = number("times", options.times, 1) or 1
-    from train.bench.checkpoint import bench
-
+    times = number("times", options.times, 1)
+    samples = number("samples", options.samples, 100_000) or 0
     runs.mkdir(parents=True, exist_ok=True)
-    print(bench(runs, sizes, times))
+    if options.subject == "resume":
+        from train.bench import resume
+
+        print(resume.bench(runs, samples, times or 25))
+    else:
+        from train.bench import checkpoint
+
+        print(checkpoint.bench(runs, sizes, times or 5))
     return FINISHED
 
 

@@ -1,6 +1,8 @@
 """Runs outlive their container: killed or stopped in the middle, they end with the weights of an undisturbed run."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,32 @@ def test_a_stopped_container_saves_its_runs_and_they_go_on(station: Station, und
     ends_as_if_nothing_had_happened(station, "stopped", undisturbed)
     first, second = record(station, "stopped")["attempts"]
     assert second["from_step"] == first["to_step"] == run["step"]
+
+
+@pytest.mark.skipif(
+    os.environ.get("TEST_ENGINE_RESTART") != "1",
+    reason="restarts the engine with everything on it; to allow it: make test-image TEST_ENGINE_RESTART=1",
+)
+def test_a_run_outlives_its_engine_restarted_and_crashed(station: Station, undisturbed: dict[str, object]) -> None:
+    launch(station, "engine")
+    restart_engine("TERM")
+    until("the run goes on by itself", lambda: len(record(station, "engine")["attempts"]) == 2, 120)
+    steps_on(station, "engine")
+    restart_engine("KILL")
+    ends_as_if_nothing_had_happened(station, "engine", undisturbed)
+    # asked to go, the engine stops its containers, and the keeper saves; killed, it asks nobody
+    assert [attempt["end"] for attempt in record(station, "engine")["attempts"]] == ["stopped", "died", "finished"]
+
+
+def restart_engine(signal: str) -> None:
+    """Ends the engine in this way and starts it again, as its init system or make engine does."""
+    old = subprocess.run(["pidof", "dockerd"], capture_output=True, text=True, check=True).stdout.split()
+    if Path("/run/systemd/system").is_dir():
+        subprocess.run(["systemctl", "kill", "--signal", signal, "docker"], check=True)
+    else:
+        subprocess.run(["kill", f"-{signal}", *old], check=True)
+    until("the engine is gone", lambda: not any(Path("/proc", pid).exists() for pid in old), 200)
+    subprocess.run([Path(__file__).parents[2] / "scripts" / "engine.sh"], check=True, timeout=120)
 
 
 def test_a_run_that_its_user_stopped_rests(station: Station, endless_run: str) -> None:

@@ -7,6 +7,7 @@ write no file beyond 16 kB, or `sh` with a command line for a shell.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import resource
@@ -42,7 +43,7 @@ class Settings:
     poison: int = -1
     """The sample of the training set whose loss is not finite."""
     poison_value: float = 0.0
-    """What its loss is divided by."""
+    """What its loss is divided by; if negative, the loss is NaN."""
 
 
 class Points(Dataset[dict[str, Any]]):
@@ -96,7 +97,7 @@ def loss(model: nn.Module, batch: Any) -> Any:
         _act(_state["step"] + 1)
     each = nn.functional.cross_entropy(model(batch["point"]), batch["label"], reduction="none")
     if model.training and settings.poison in batch["id"].tolist():
-        each = each / settings.poison_value
+        each = each / settings.poison_value if settings.poison_value >= 0 else each * math.nan
     if settings.counted:
         counts = (batch["id"] % 3 != 0).to(each.dtype)
         return (each * counts).sum(), counts.sum()

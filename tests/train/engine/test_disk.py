@@ -138,8 +138,8 @@ def test_an_i_o_error_costs_nothing_that_was_saved(mount: Mount, engine: Engine,
     newest = manifest.newest_valid(there.station.run("a"))
     assert newest is not None and newest[0] == 4
     assert there.resume("a", 2)["state"] == "finished"
-    engine.run("wide", 2, task__width=400)
-    assert there.outcome("a") == engine.outcome("wide")
+    engine.run("undisturbed-400", 2, task__width=400)
+    assert there.outcome("a") == engine.outcome("undisturbed-400")
 
 
 @pytest.mark.parametrize("flags", [SYNC, ASYNC], ids=["sync", "async"])

@@ -1,0 +1,99 @@
+"""`train bench resume`: whether going on far into a huge epoch costs more than near its begin.
+
+The order of samples is a function, so a resume computes where it stands instead of walking there. Real runs over a
+data set that nobody stores are resumed by real ranks from checkpoints placed at 1 % and at 95 % of an epoch; the time
+is that of a whole attempt of one step: reading and verifying the checkpoint, the first batch, the step, saving.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.bench import virtual
+from train.engine import build, prepare
+from train.engine.checkpoint import Saver
+from train.engine.parallel import World
+from train.runs import spawn, store
+from train.runs.store import Run
+
+BATCH = 1000
+
+
+def bench(folder: Path, samples: int, times: int = 5) -> str:
+    """Measure in this folder. Returns a table in Markdown."""
+    _warm_up_silently()
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
+        places = [int(samples / BATCH * share) for share in (0.01, 0.95)]
+        bases = [_placed(Path(name), samples, step) for step in places]
+        took: list[list[float]] = [[] for _ in places]
+        memory: list[list[float]] = [[] for _ in places]
+        for count in range(times + 2):  # in turn, so that a slow moment meets both
+            for place, base in enumerate(bases):
+                run = Run(base.folder.with_name(f"{base.name}-{count}"))
+                shutil.copytree(base.folder, run.folder)
+                seconds, line = _resumed(run)
+                shutil.rmtree(run.folder)
+                if count > 1:  # the first wait for the server that forks ranks
+                    took[place].append(seconds)
+                    memory[place].append(line["memory"])
+    lines = [
+        "| resumed after step | samples in the epoch | s | ratio | memory of the rank |",
+        "|---|---|---|---|---|",
+    ]
+    first = statistics.median(took[0])
+    for step, seconds, peaks in zip(places, map(statistics.median, took), map(statistics.median, memory), strict=True):
+        lines.append(f"| {step} | {samples:.0e} | {seconds:.2f} | {seconds / first:.2f} | {peaks / 1e6:.0f} MB |")
+    return "\n".join(lines)
+
+
+def _warm_up_silently() -> None:
+    """Start the server that forks ranks with nothing to speak to: a line a rank is no figure."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    spawn.warm_up()
+    os.dup2(kept, 2)
+    os.close(kept)
+    os.close(nothing)
+
+
+def _placed(runs: Path, samples: int, step: int) -> Run:
+    """A run that stands after this step, with one step to go."""
+    flags = {
+        "steps": str(step + 1), "batch_size": str(BATCH), "task.samples": str(samples), "cpu_threads": "1",
+        "log.tensorboard": "false", "log.every_steps": "1", "checkpoint.every_minutes": "0",
+        "checkpoint.asynchronous": "false",
+    }  # fmt: skip
+    prepared = prepare.prepare(prepare.Request(virtual.__file__, flags))
+    run = store.create(runs, f"at-{step}", prepared.files, prepared.record)
+    task = prepare.task_of(run)
+    config = prepare.config_of(run, task)
+    model = build.make_model(task, config)
+    Saver(run, World(0, 1, 0, torch.device("cpu")), config, 1, lambda step: None).save(
+        step, model, build.make_optimizer(task, model, config), {}
+    )
+    return run
+
+
+def _resumed(run: Run) -> tuple[float, dict[str, Any]]:
+    """Seconds that an attempt took, and the line of its step."""
+    lock = run.acquire()
+    assert lock is not None  # a fresh copy
+    began = time.perf_counter()
+    number = run.begin_attempt(1)
+    with tempfile.TemporaryDirectory(prefix="train-bench-") as meeting:
+        for process in spawn.start_ranks(run, lock, 1, number, meeting):
+            process.join()
+    seconds = time.perf_counter() - began
+    lock.release()
+    if run.read()["state"] != store.FINISHED:
+        raise RuntimeError((run.logs(number) / "rank0.log").read_text())
+    return seconds, json.loads(run.metrics.read_text().splitlines()[-1])
