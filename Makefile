@@ -27,8 +27,8 @@ test: setup ## run the tests; one of them: make test ARGS="-k resume"
 	@$(PY) -m pytest tests/train $(wildcard tests/notebooks) $(ARGS)
 
 .PHONY: torture
-torture: setup ## kill runs at every moment, compare with undisturbed ones; all of it takes an hour
-	@$(PY) tests/torture/torture.py --points $(ARGS)
+torture: setup ## kill runs at every moment, compare with undisturbed ones; all of it takes more than an hour
+	@$(PY) tests/torture/torture.py $(ARGS)
 
 .PHONY: lint
 lint: setup ## check style and types, change nothing

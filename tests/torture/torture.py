@@ -1,6 +1,6 @@
 """Kill runs in every way until nobody can doubt that it changes nothing. `make torture` runs this.
 
-    python tests/torture/torture.py --seed 0 --kills 208 --stops 64 --points --launched-kills 40 --launched-stops 150
+    python tests/torture/torture.py --seed 0 --kills 208 --stops 64 --launched-kills 40 --launched-stops 150
 
 Every run is compared with an undisturbed one of the same world size: weights_sha256, consumed sample ids, and step,
 epoch, loss, learning rate and evaluations in metrics.jsonl must be equal. Processes and signals are real; victims and
@@ -185,9 +185,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=208, help="SIGKILLs at random instants over the whole matrix")
     parser.add_argument("--stops", type=int, default=64, help="polite stops at random instants over the matrix")
-    parser.add_argument("--points", action="store_true", help="a kill at every named point, and other world sizes")
-    parser.add_argument("--launched-kills", type=int, default=0, help="SIGKILLs of launched runs: rank, agent, tmux")
-    parser.add_argument("--launched-stops", type=int, default=0, help="stops of launched runs: agent, rank, all")
+    parser.add_argument("--launched-kills", type=int, default=40, help="SIGKILLs of launched runs: rank, agent, tmux")
+    parser.add_argument("--launched-stops", type=int, default=150, help="stops of launched runs: agent, rank, all")
+    parser.add_argument(
+        "--points", action=argparse.BooleanOptionalAction, default=True, help="a kill at every named point; world sizes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])

@@ -57,7 +57,8 @@ class DurableFile(io.RawIOBase):
             if error.errno != errno.EINVAL:
                 raise
             self._fd, self._is_direct = os.open(path, flags, 0o644), False
-        self._buffers = [mmap.mmap(-1, _BUFFER) for _ in range(_BUFFERS)]  # on page boundaries
+        # on page boundaries, and shared: a fork (loader workers) during a write from private memory would corrupt it
+        self._buffers = [mmap.mmap(-1, _BUFFER, mmap.MAP_SHARED) for _ in range(_BUFFERS)]
         self._busy: list[list[Future[None]]] = [[] for _ in range(_BUFFERS)]
         self._turn = 0
         self._hasher, self._writer = ThreadPoolExecutor(1, "hash"), ThreadPoolExecutor(1, "write")
