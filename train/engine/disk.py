@@ -28,9 +28,19 @@ from train.engine import fault
 
 _BLOCK = 4096
 """What addresses, offsets and lengths are multiples of under O_DIRECT; disks have blocks of 512 or 4096 bytes."""
-_BUFFER = 8 << 20
+_BUFFER = 4 << 20
 _BUFFERS = 3
 """One is filled while another is hashed and written and a third may be late with either."""
+_idle: list[mmap.mmap] = []
+"""Buffers of files that are closed: fresh memory costs more than what is done with it here."""
+
+
+def _buffer() -> mmap.mmap:
+    try:
+        return _idle.pop()
+    except IndexError:
+        # on a page boundary, and shared: a fork (loader workers) during a write from private memory would corrupt it
+        return mmap.mmap(-1, _BUFFER, mmap.MAP_SHARED)
 
 
 class DurableFile(io.RawIOBase):
@@ -57,8 +67,7 @@ class DurableFile(io.RawIOBase):
             if error.errno != errno.EINVAL:
                 raise
             self._fd, self._is_direct = os.open(path, flags, 0o644), False
-        # on page boundaries, and shared: a fork (loader workers) during a write from private memory would corrupt it
-        self._buffers = [mmap.mmap(-1, _BUFFER, mmap.MAP_SHARED) for _ in range(_BUFFERS)]
+        self._buffers = [_buffer() for _ in range(_BUFFERS)]
         self._busy: list[list[Future[None]]] = [[] for _ in range(_BUFFERS)]
         self._turn = 0
         self._hasher, self._writer = ThreadPoolExecutor(1, "hash"), ThreadPoolExecutor(1, "write")
@@ -133,6 +142,7 @@ class DurableFile(io.RawIOBase):
         finally:
             self._hasher.shutdown()
             self._writer.shutdown()
+            _idle.extend(self._buffers)
             os.close(self._fd)
             super().close()
 

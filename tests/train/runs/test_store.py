@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from train.errors import Refused
-from train.runs import store
+from train.runs import heartbeat, store
 from train.runs.store import Run
+from train.runs.table import losses
 
 
 @pytest.fixture
@@ -187,17 +188,52 @@ def test_a_removed_run_leaves_nothing_and_a_living_one_stays(run: Run) -> None:
 
 def test_attempts_are_counted_and_keep_how_they_ended(run: Run) -> None:
     run.begin_attempt(2)
-    run.end_attempt("died", "rank 1 died of SIGKILL")
+    run.end_attempt("died", "rank 1 died of SIGKILL", last_lines=["its last words"])
     assert run.begin_attempt(3) == 2
-    run.update(step=7)
+    run.update(lambda record: record["attempts"][-1].update(ready=store.now()), step=7)
     run.end_attempt(store.FINISHED, "", store.FINISHED)
     record = run.read()
     assert [(a["number"], a["world_size"], a["end"]) for a in record["attempts"]] == [
         (1, 2, "died"), (2, 3, "finished"),
     ]  # fmt: skip
-    assert record["attempts"][1]["to_step"] == 7 and record["state"] == store.FINISHED
+    assert [attempt["to_step"] for attempt in record["attempts"]] == [0, 7] and record["state"] == store.FINISHED
+    assert record["attempts"][0]["last_lines"] == ["its last words"]
     assert record["started"] == record["attempts"][0]["started"] and record["ended"]
     assert run.logs(2).is_dir()
+
+
+def test_an_attempt_that_nobody_survived_is_known_by_the_last_signs_of_life_of_its_ranks(run: Run) -> None:
+    run.begin_attempt(2)
+    run.update(lambda record: record["attempts"][-1].update(ready=store.now()), step=3)
+    for rank, step in ((0, 5), (1, 4)):
+        heartbeat.Heart(run.logs(1) / f"rank{rank}.beat").beat(heartbeat.TRAINING, step)
+    (run.folder / ".run.json.123").write_text("{")  # the kill hit in the middle of a write
+    run.begin_attempt(2)
+    first = run.read()["attempts"][0]
+    assert (first["end"], first["to_step"]) == ("died", 5)
+    assert first["started"] <= first["ended"] <= store.now()
+    assert not list(run.folder.glob(".run.json.*")) and not list(run.logs(1).iterdir())
+
+
+def test_what_deaths_have_cost_is_added_up() -> None:
+    def attempt(
+        start: int, ready: int | None, ended: int, steps: tuple[int, int], end: str = "died"
+    ) -> dict[str, object]:
+        stamps = [
+            None if at is None else f"2026-01-01T00:{at // 60:02}:{at % 60:02}+00:00" for at in (start, ready, ended)
+        ]
+        return dict(zip(("started", "ready", "ended"), stamps, strict=True)) | {
+            "from_step": steps[0], "to_step": steps[1], "end": end,
+        }  # fmt: skip
+
+    attempts = [
+        attempt(0, 10, 30, (0, 20)),  # a second a step
+        attempt(32, 40, 50, (15, 20)),  # two seconds a step
+        attempt(51, None, 55, (20, 20)),  # died while starting
+        attempt(56, 60, 99, (20, 30), "stopped"),
+        attempt(200, 210, 300, (30, 60), "finished"),
+    ]
+    assert losses(attempts) == (5, 5.0, 10.0 + 5.0 + 5.0)
 
 
 def test_only_published_checkpoints_count(run: Run) -> None:
