@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -216,15 +217,12 @@ def test_an_attempt_that_nobody_survived_is_known_by_the_last_signs_of_life_of_i
 
 
 def test_what_deaths_have_cost_is_added_up() -> None:
-    def attempt(
-        start: int, ready: int | None, ended: int, steps: tuple[int, int], end: str = "died"
-    ) -> dict[str, object]:
-        stamps = [
-            None if at is None else f"2026-01-01T00:{at // 60:02}:{at % 60:02}+00:00" for at in (start, ready, ended)
-        ]
-        return dict(zip(("started", "ready", "ended"), stamps, strict=True)) | {
-            "from_step": steps[0], "to_step": steps[1], "end": end,
-        }  # fmt: skip
+    def at(second: int | None) -> str | None:
+        return None if second is None else f"2026-01-01T00:{second // 60:02}:{second % 60:02}+00:00"
+
+    def attempt(start: int, ready: int | None, ended: int, steps: tuple[int, int], end: str = "died") -> dict[str, Any]:
+        times = {"started": at(start), "ready": at(ready), "ended": at(ended)}
+        return times | {"from_step": steps[0], "to_step": steps[1], "end": end}
 
     attempts = [
         attempt(0, 10, 30, (0, 20)),  # a second a step
