@@ -53,8 +53,10 @@ install_from_next_release() {
     dpkg -i --force-overwrite "$work"/debs/*.deb >"$log" 2>&1 || { tail -n 5 "$log" >&2; die "dpkg refused docker-compose and docker-buildx"; }
 }
 
-say "installing Docker from the packages of $PRETTY_NAME"
-refresh
+if ! { command -v dockerd && have_compose && have_buildx; } >/dev/null; then
+    say "installing Docker from the packages of $PRETTY_NAME"
+    refresh
+fi
 if ! command -v dockerd >/dev/null; then
     needed=(docker.io iptables ca-certificates)
     # Debian 13 and later split the client off.
