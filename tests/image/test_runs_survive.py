@@ -90,6 +90,7 @@ def test_a_run_outlives_its_engine_restarted_and_crashed(station: Station, undis
     until("the run goes on by itself", lambda: len(record(station, "engine")["attempts"]) == 2, 120)
     steps_on(station, "engine")
     restart_engine("KILL")
+    until("the run goes on by itself again", lambda: len(record(station, "engine")["attempts"]) == 3, 120)
     ends_as_if_nothing_had_happened(station, "engine", undisturbed)
     # asked to go, the engine stops its containers, and the keeper saves; killed, it does so when it is back, if they
     # have outlived it

@@ -59,6 +59,9 @@ def outcome(run: Run) -> dict[str, Any]:
 def compare(run: Run, wanted: dict[str, Any], exactly: bool = True) -> None:
     """Raise Failure where a finished run differs from the undisturbed one."""
     found = outcome(run)
+    newest = manifest.newest_valid(run)
+    if found["state"] == store.FINISHED and (newest is None or newest[0] != run.read()["step"]):
+        raise Failure(f"{run.name} is finished, and its newest checkpoint is {newest and newest[0]}")
     for key in ("state", "samples"):
         if found[key] != wanted[key]:
             raise Failure(f"{run.name}: {key} differ\n{logs(run)}")

@@ -147,6 +147,20 @@ class Torture:
                 return died
 
             self.once((ranks, 0, asynchronous), f"SIGKILL of rank {victim} at {point}:{count}", aimed, ranks)
+        # a death during the last save must not pass for an end
+        for point, victim in itertools.product(("save.begin", "save.written", "save.shards", "save.renamed"), (0, 1)):
+            if victim and point not in EVERY_RANK:
+                continue
+            text = f"{point}@{victim}:{-(-STEPS // 5)}"
+
+            def last(run: Run, text: str = text) -> bool:
+                spawned.attempt(run, ranks, None, text)
+                died = bool(run.read()["state"] == store.RUNNING)
+                while run.read()["state"] == store.RUNNING:
+                    spawned.attempt(run, ranks)
+                return died
+
+            self.once((ranks, 0, True), f"SIGKILL of rank {victim} at the last {point}", last, ranks)
         for first, second, third in ((1, 3, 3), (3, 2, 2), (4, 1, 3), (2, 4, 1)):
 
             def resized(run: Run, sizes: tuple[int, ...] = (first, second, third)) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -209,6 +210,23 @@ def test_train_run_exits_75_when_stopped_with_a_checkpoint_to_continue_from(stat
     assert station.run("s").steps_saved() == [record["step"]]
     assert output.splitlines()[-1].endswith("continue with: train resume s")
     assert not station.run("s").alive()
+
+
+def test_a_signal_to_the_whole_process_group_costs_no_step_of_spawned_ranks(station: Station) -> None:
+    (station.folder / "slow.py").write_text(SLOW)
+    command = [sys.executable, "-m", "train", "run", "slow.py", "--name", "g", "--steps", "1000000"]
+    process = subprocess.Popen(
+        [*command, "--spawn", "2", "--log.every_steps", "1"],
+        cwd=station.folder, env=station.environment(), start_new_session=True, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    station.wait_for_step("g", 2)
+    os.killpg(process.pid, signal.SIGTERM)  # as timeout(1), Slurm and service managers do
+    output = process.communicate()[1]
+    assert process.returncode == 75, output
+    record = station.record("g")
+    assert record["state"] == store.STOPPED and record["step"] >= 2
+    assert station.run("g").steps_saved() == [record["step"]]
+    assert station.metrics("g")[-1]["step"] == record["step"]
 
 
 def test_train_run_exits_3_with_the_reason_in_its_last_line_and_keeps_the_last_good_checkpoint(

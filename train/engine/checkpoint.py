@@ -81,7 +81,7 @@ class Saver:
         self.world = world.with_own_group()
         self._stage = Stage() if config.checkpoint.asynchronous else None
         self._thread: threading.Thread | None = None
-        self._error: CannotSave | None = None
+        self._error: BaseException | None = None
         self.is_prepared = False
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -116,7 +116,7 @@ class Saver:
         def work() -> None:
             try:
                 self._commit(step, state, facts)
-            except CannotSave as error:
+            except BaseException as error:  # also that of a peer's death: this rank must not believe it has saved
                 self._error = error
 
         self._thread = threading.Thread(target=work, name="save")
@@ -132,6 +132,7 @@ class Saver:
 
         Raises:
             CannotSave: it could not be written; on every rank alike.
+            RuntimeError: another rank is gone; nobody knows whether it was written.
         """
         if self._thread is not None:
             self._thread.join()
@@ -154,14 +155,11 @@ class Saver:
             listed = {name: entry for part in parts for name, entry in part.items()}
             manifest = manifest_text(facts | {"format": FORMAT, "step": step, "files": listed})
             self.world.on_first(lambda: self._publish(partial, final, manifest))
-            if self.world.is_first:
-                self._saved(step)
-        except CannotSave:
-            self._abandon(partial)
-            raise
         except (OSError, dcp.api.CheckpointException) as error:
             self._abandon(partial)
             raise CannotSave(_reason(error)) from error
+        if self.world.is_first:
+            self._saved(step)
 
     def _begin(self, partial: Path, size: int) -> None:
         self.run.checkpoints.mkdir(exist_ok=True)
@@ -255,13 +253,18 @@ def prune(run: Run, keep: int, best: str) -> None:
 
 def _reason(error: BaseException) -> str:
     """The innermost cause of a failed save: DCP wraps an OSError in several layers of its own."""
-    if isinstance(error, dcp.api.CheckpointException):
-        for inner in error.failures.values():
-            cause = inner[0] if isinstance(inner, tuple) else inner
-            return one_line(cause)[:300]
+    error = _cause(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
     return one_line(error)[:300]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What is inside the layers of DCP."""
+    if isinstance(error, dcp.api.CheckpointException):
+        for inner in error.failures.values():
+            return inner[0] if isinstance(inner, tuple) else inner
+    return error
 
 
 def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -276,6 +279,8 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
     except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
+        if isinstance(_cause(error), OSError):  # of the disk, and may pass
+            raise OSError(f"{folder.name} cannot be read: {_reason(error)}") from error
         raise ValueError(f"the model does not fit the checkpoint {folder.name}: {_reason(error)}") from error
     set_model_state_dict(module, state["model"])
     if optimizer is not None:

@@ -129,7 +129,7 @@ def train(job: Job, done: int) -> Done:
             _save(job, done, is_last=True)
     except TrainingFailed:
         # every rank fails at this step; the checkpoint before it may still be on its way to the disk
-        with contextlib.suppress(CannotSave):
+        with contextlib.suppress(Exception):
             job.saver.settle()
         raise
     finally:

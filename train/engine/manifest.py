@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from train.errors import Refused
 from train.runs.store import Run
 
 MANIFEST = "manifest.json"
@@ -20,6 +21,13 @@ FORMAT = 1
 PARTIAL = ".partial-"
 """How folders begin that are being written or removed."""
 DAMAGED = ".damaged-"
+"""Taken out of the way, and removed with the next save: its bytes are not those that were written."""
+UNREADABLE = ".unreadable-"
+"""Taken out of the way, and kept: its disk could not read it, and perhaps can again."""
+
+
+class Unreadable(ValueError):
+    """The system does not give out a checkpoint, which may be whole."""
 
 
 def manifest_text(content: dict[str, Any]) -> str:
@@ -41,18 +49,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: it is missing or damaged; the message says which file and how.
+        Unreadable: the system cannot read it.
+        Refused: a newer version of this package wrote it.
     """
     path = folder / MANIFEST
     try:
         text = path.read_bytes()
         content = json.loads(text)
-        if content["format"] > FORMAT:
-            raise ValueError(f"{MANIFEST} has format {content['format']}: it was written by a newer version")
         if text != manifest_text(content).encode():
             raise ValueError(f"{MANIFEST} was changed after it was written")
+        if content["format"] > FORMAT:
+            raise Refused(
+                f"{folder} was written by a newer version of train (format {content['format']}); use that one"
+            )
         return dict(content)
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing") from None
     except OSError as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from None
+        raise Unreadable(f"{MANIFEST} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(f"{MANIFEST} is damaged") from None
 
@@ -62,9 +76,14 @@ def verify(folder: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: it is not; the message names the file.
+        Unreadable: the system cannot read it.
+        Refused: a newer version of this package wrote it.
     """
     manifest = read_manifest(folder)
-    present = {name for name in os.listdir(folder) if name != MANIFEST}
+    try:
+        present = {name for name in os.listdir(folder) if name != MANIFEST}
+    except OSError as error:
+        raise Unreadable(f"it cannot be read: {error.strerror}") from None
     for name in sorted(manifest["files"].keys() - present):
         raise ValueError(f"{name} is missing")
     for name in sorted(present - manifest["files"].keys()):
@@ -77,19 +96,41 @@ def verify(folder: Path) -> dict[str, Any]:
             if file_digest(path) != written:
                 raise ValueError(f"{name} was changed after it was written")
         except OSError as error:
-            raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+            raise Unreadable(f"{name} cannot be read: {error.strerror}") from None
     return manifest
 
 
-def newest_valid(run: Run) -> tuple[int, dict[str, Any], list[str]] | None:
-    """Step and manifest of the newest whole checkpoint, and a line for each newer one that is damaged."""
-    damaged: list[str] = []
+class Unused(str):
+    """A line about a checkpoint that cannot be used, and the prefix under which it is taken out of the way."""
+
+    def __new__(cls, line: str, prefix: str) -> Unused:
+        made = super().__new__(cls, line)
+        made.prefix = prefix
+        return made
+
+    prefix: str
+
+
+def newest_valid(run: Run) -> tuple[int, dict[str, Any], list[Unused]] | None:
+    """Step and manifest of the newest whole checkpoint, and a line for each newer one that is not.
+
+    Raises:
+        Refused: none is whole and the system cannot read one of them, or a newer version of this package wrote it:
+            starting over would throw away what may be there.
+    """
+    unused: list[Unused] = []
     for step in run.steps_saved():
+        folder = run.checkpoint(step)
         try:
-            return step, verify(run.checkpoint(step)), damaged
+            return step, verify(folder), unused
+        except Unreadable as error:
+            unused.append(Unused(f"checkpoint {folder.name} is not used: {error}", UNREADABLE))
         except ValueError as error:
-            damaged.append(f"checkpoint {run.checkpoint(step).name} is damaged and not used: {error}")
-    return (0, {}, damaged) if damaged else None
+            unused.append(Unused(f"checkpoint {folder.name} is damaged and not used: {error}", DAMAGED))
+    for line in unused:
+        if line.prefix == UNREADABLE:
+            raise Refused(f"{line}, nor is there an older one; look at the disk, owner and mode of {run.checkpoints}")
+    return (0, {}, unused) if unused else None
 
 
 def clean(run: Run) -> None:
@@ -100,9 +141,9 @@ def clean(run: Run) -> None:
                 shutil.rmtree(run.checkpoints / name, ignore_errors=True)
 
 
-def set_aside(run: Run, step: int) -> None:
-    """Take a damaged checkpoint out of the way of the one that will be written at the same step."""
+def set_aside(run: Run, step: int, prefix: str = DAMAGED) -> None:
+    """Take a checkpoint out of the way of the one that will be written at the same step."""
     folder = run.checkpoint(step)
-    target = run.checkpoints / f"{DAMAGED}{folder.name}"
+    target = run.checkpoints / f"{prefix}{folder.name}"
     shutil.rmtree(target, ignore_errors=True)
     folder.rename(target)

@@ -30,11 +30,14 @@ class World:
         self.rank, self.size, self.local_rank, self.device = rank, size, local_rank, device
         self.group: Any = None
         """The process group of the collectives below; None is the default one."""
+        self.timeout: datetime.timedelta | None = None
+        """How long a collective may take; None is torch's default."""
 
     def with_own_group(self) -> World:
         """The same ranks with a group on the CPU of its own, for collectives of another thread. A collective."""
         other = World(self.rank, self.size, self.local_rank, torch.device("cpu"))
-        other.group = dist.new_group(backend="gloo") if self.size > 1 else None
+        other.timeout = self.timeout
+        other.group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
         return other
 
     @property
@@ -109,6 +112,7 @@ def join(config: Config, rank: int, size: int, local_rank: int, local_size: int,
     device = pick_device(config, local_size, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = datetime.timedelta(minutes=config.parallel.timeout_minutes)
     if size > 1:
         if local_size == size:
             # a host whose own name resolves to nothing reachable is common; its loopback always is
@@ -119,10 +123,12 @@ def join(config: Config, rank: int, size: int, local_rank: int, local_size: int,
             **({"init_method": init} if isinstance(init, str) else {"store": init}),
             rank=rank,
             world_size=size,
-            timeout=datetime.timedelta(minutes=config.parallel.timeout_minutes),
+            timeout=timeout,
             **options,
         )
-    return World(rank, size, local_rank, device)
+    world = World(rank, size, local_rank, device)
+    world.timeout = timeout
+    return world
 
 
 class _Forward(nn.Module):

@@ -212,7 +212,7 @@ def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, C
             config.data.root = str(Path(config.data.root).absolute())
         _check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
     found = manifests.newest_valid(run)
-    warnings = list(found[2]) if found else []
+    warnings: list[str] = list(found[2]) if found else []
     step, manifest = (found[0], found[1]) if found else (0, {})
     if manifest:
         _check_changes(

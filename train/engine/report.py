@@ -78,7 +78,8 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
-        self._good = path.stat().st_size
+        self._good = self._synced = path.stat().st_size
+        self._is_doubtful = False
         self._pending: list[bytes] = []
         self.problem = ""
         """Why the last flush or sync failed."""
@@ -109,11 +110,24 @@ class _Lines:
         if not self.flush():
             return False
         try:
+            if self._is_doubtful:
+                self._write_again()
             os.fsync(self._file.fileno())
         except OSError as error:
             self.problem = str(error.strerror)
+            self._is_doubtful = True
             return False
+        self._synced, self._is_doubtful = self._good, False
         return True
+
+    def _write_again(self) -> None:
+        """After a failed fsync Linux takes the pages for written, and the next one would succeed (fsync(2), EIO)."""
+        descriptor = self._file.fileno()
+        with Path(f"/proc/self/fd/{descriptor}").open("rb") as file:
+            file.seek(self._synced)
+            text = file.read()
+        os.ftruncate(descriptor, self._synced)
+        self._file.write(text)
 
     def close(self) -> None:
         self.flush()
@@ -207,10 +221,11 @@ class Report:
         """A line for people, from rank 0, that does not tear the bar."""
         if not self.world.is_first:
             return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        else:
-            log.info(text)
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stderr)
+            else:
+                log.info(text)
 
     def sync(self) -> str:
         """Make this rank's lines durable: a published checkpoint must find those of all steps before it.

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("train")
 
+_PATIENCE = 5.0
+"""Seconds in which rank 0 will have recorded a failure that all ranks have met."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
@@ -75,9 +78,12 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
     except (Refused, TrainingFailed) as error:
         heart.beat(heartbeat.ENDING, heart.step)
         refused = isinstance(error, Refused)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"train: {error}", file=sys.stderr, flush=True)
         if seat.rank == 0:
             run.note(state=store.FAILED, reason=str(error), ended=store.now())
-            print(f"train: {error}", file=sys.stderr, flush=True)
+        else:  # rank 0 may not have met it: this one's report is the reason then
+            leave_failure(run, seat, attempt, error)
         return REFUSED if refused else FAILED
     finally:
         if job is not None:
@@ -140,7 +146,7 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, he
         evaluation["step"] if evaluation else -1,
     )  # fmt: skip
     if world.is_first:
-        run.update(
+        run.note(
             lambda record: record["attempts"][-1].update(from_step=step, ready=store.now()),
             step=step, epoch=plan.epoch(step - 1) + 1 if step else 0, total_steps=total, samples=plan.length,
             steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type),
@@ -161,11 +167,10 @@ def _begin(run: Run) -> tuple[int, dict[str, Any]]:
 
     manifests.clean(run)
     found = manifests.newest_valid(run)
-    step, manifest, damaged = found or (0, {}, [])
-    for line in damaged:
+    step, manifest, unused = found or (0, {}, [])
+    for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
         log.warning("warning: %s", line)
-    for newer in run.steps_saved()[: len(damaged)]:
-        manifests.set_aside(run, newer)
+        manifests.set_aside(run, newer, line.prefix)
     cut(run, step)
     return step, manifest
 
@@ -224,6 +229,8 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
 
     from train.tasks import where
 
+    if isinstance(error, (Refused, TrainingFailed)):
+        return {"time": time.time(), "reason": str(error)[:600], "recurs": True, "traceback": traceback.format_exc()}
     text = one_line(f"{type(error).__name__}: {error}")
     passing = isinstance(error, (dist.DistError, OSError, EOFError, torch.OutOfMemoryError, MemoryError)) or any(
         word in text for word in ("gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "DataLoader worker")
@@ -253,13 +260,27 @@ def main() -> None:
     faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
     code = 1
     try:
-        run_rank(run, seat, attempt, stop, bar=False)
-        code = 0
+        code = exit_code(run, seat, run_rank(run, seat, attempt, stop, bar=False))
     except BaseException as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         leave_failure(run, seat, attempt, error)
     finally:
         leave(code)
+
+
+def exit_code(run: Run, seat: Seat, end: int) -> int:
+    """What a rank under an agent exits with: 0 for every end that is recorded and that a restart would not change.
+
+    Most failures meet all ranks at the same step, and rank 0 records them; one of this rank alone it knows nothing of.
+    """
+    if seat.rank and end in (FAILED, REFUSED):
+        deadline = time.monotonic() + _PATIENCE
+        while run.read()["state"] == store.RUNNING:
+            if time.monotonic() > deadline:
+                return 1
+            time.sleep(0.05)
+    return 0
 
 
 def leave_failure(run: Run, seat: Seat, attempt: int, error: BaseException) -> dict[str, Any]:
@@ -278,8 +299,9 @@ def leave(code: int) -> NoReturn:
     Not sys.exit: a process group whose peers are gone can hang in its destructor, and loader workers ignore the
     SIGTERM of Python's own clean-up. They die with us.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # a log on a disk that fails
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from train.engine.stop import StopRequest
 from train.errors import FAILED, Refused, one_line
-from train.runs import store
+from train.runs import recover, store
 from train.runs.follow import CODES, View
 from train.runs.launch import Order, session_of
 from train.runs.store import Lock, Run
@@ -188,6 +188,8 @@ def _reopen(order: Order, run: Run) -> tuple[Run, Lock, int, list[str]]:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
     try:
         record = run.read()
+        if order.by_keeper:
+            _check_still_wanted(run, record)
         gpus = order.gpus if order.gpus is not None else None
         nproc = order.nproc or (str(record["world_size"]) if gpus is None else None)
         ranks, visible = count_ranks(nproc, gpus)
@@ -208,6 +210,7 @@ def _reopen(order: Order, run: Run) -> tuple[Run, Lock, int, list[str]]:
         if order.flags:
             apply_resume(run, config)
         changes: dict[str, Any] = {"world_size": ranks, "gpus": visible, "tmux_session": session_of(run.name)}
+        changes["kept"] = recover.count_of(run, record) if order.by_keeper else None
         if order.max_restarts is not None:
             changes["max_restarts"] = order.max_restarts
         run.update(**changes, reason="", ended=None, state=store.CREATED)
@@ -215,6 +218,14 @@ def _reopen(order: Order, run: Run) -> tuple[Run, Lock, int, list[str]]:
     except BaseException:
         lock.release()
         raise
+
+
+def _check_still_wanted(run: Run, record: dict[str, Any]) -> None:
+    """What the keeper saw may have changed until the lock was held: stopped by its user, resumed and finished."""
+    if record["state"] in (store.FINISHED, store.FAILED):
+        raise Refused(f"{run.name} is {record['state']}")
+    if record["state"] == store.STOPPED and not recover.rests_by_itself(record):
+        raise Refused(f"{run.name} was stopped by its user")
 
 
 class Agent:
@@ -247,8 +258,11 @@ class Agent:
                 self._close(store.STOPPED if self.stop.asked else store.FINISHED)
                 break
             reason, recurs, rank = self._explain(attempt, failures)
-            if self.stop.asked:
-                self._close(store.STOPPED, reason)
+            if self.stop.asked and not recurs:
+                at_once = self.stop.reason == store.WHO[store.NOW]
+                started = self.run.read()["attempts"][-1].get("ready")
+                # a death while the ranks were saving has cost steps, and its reason must not be lost
+                self._close(store.STOPPED, "" if at_once or not started else reason)
                 break
             self.run.end_attempt("died", reason, last_lines=self._last_lines(attempt, rank))
             deaths = 1 if self._newest() > saved else deaths + 1
@@ -278,10 +292,13 @@ class Agent:
     def _newest(self) -> int:
         return next(iter(self.run.steps_saved()), 0)
 
-    def _close(self, state: str, reason: str = "") -> None:
+    def _close(self, state: str, death: str = "") -> None:
+        """End the run without an outcome of rank 0."""
+        reason = ""
         if state == store.STOPPED:
             newest = self._newest()
-            reason = f"stopped ({self.stop.reason})" + (f"; the last checkpoint is of step {newest}" if newest else "")
+            reason = f"stopped ({self.stop.reason})" + (f", and {death}" if death else "")
+            reason += f"; the last checkpoint is of step {newest}" if newest else ""
         self.run.end_attempt(state, reason, state)
 
     def _attempt(self, attempt: int) -> dict[int, int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from train.engine.prepare import Request, prepare
 from train.engine.stop import StopRequest
-from train.engine.worker import Seat, leave, leave_failure, log_to, run_rank, seat_of_environment
+from train.engine.worker import Seat, exit_code, leave, leave_failure, log_to, run_rank, seat_of_environment
 from train.errors import FAILED, REFUSED, Refused, one_line
 from train.runs import store
 from train.runs.spawn import keep_log
@@ -47,11 +47,14 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
     try:
         code = run_rank(made, Seat(), attempt, stop, bar=sys.stderr.isatty())
     except Exception as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            if not isinstance(error, OSError):  # a disk that fails is told in a line
+                traceback.print_exc()
         failure = leave_failure(made, Seat(), attempt, error)
         with contextlib.suppress(OSError, Refused):
             made.end_attempt(store.FAILED, failure["reason"], store.FAILED)
-        print(f"train: {failure['reason']}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"train: {failure['reason']}", file=sys.stderr)
         return FAILED
     _end(made)
     return FAILED if code == REFUSED else code
@@ -115,10 +118,10 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     seat = Seat(seat.rank, seat.size, seat.local_rank, seat.local_size, dist.PrefixStore("train/group", board))
     code = 1
     try:
-        run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
+        end = run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
         if lock is not None:
             _end(made)
-        code = 0
+        code = exit_code(made, seat, end)
     except BaseException as error:
         traceback.print_exc()
         leave_failure(made, seat, attempt, error)

@@ -5,21 +5,28 @@ Safe beside other keepers and beside users: whoever takes a run's lock first has
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
-from train.errors import FINISHED, Refused
-from train.runs import launch, store
-from train.runs.recover import resumable
+from train.errors import FINISHED, Refused, one_line
+from train.runs import launch, recover, store
 from train.runs.store import Run
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
 TIMES = 3
 """Resumes in a row without a new checkpoint after which a run is failed."""
+LONGEST_WAIT = 300.0
+"""A run that is refused, for example because its data is not there, is tried again after 2, 4, 8 … seconds, at most
+after so many."""
+
+_at_once = threading.Semaphore(8)
+"""So many runs are looked after at the same time."""
 
 
 class _Told:
@@ -45,60 +52,111 @@ def keep(runs: Path, once: bool) -> int:
     tell = _Told()
     if not once:
         print(f"{store.now()} keeping the runs in {runs}", file=sys.stderr, flush=True)
+    # each in a thread of its own: a run whose data set hangs while it is checked keeps nobody waiting
+    busy: dict[str, threading.Thread] = {}
+    waits: dict[str, _Wait] = {}
     while not ended.is_set():
         for run in store.every(runs):
-            if ended.is_set():
-                break
-            try:
-                _look_after(run, tell)
-            except Refused as error:
-                tell(run, f"cannot be resumed: {error}")
-            except OSError as error:
-                tell(run, f"cannot be looked after: {error}")
+            wait = waits.setdefault(run.name, _Wait())
+            if wait.is_over() and not (run.name in busy and busy[run.name].is_alive()):
+                busy[run.name] = threading.Thread(target=_look_after, args=(run, tell, ended, wait), daemon=True)
+                busy[run.name].start()
+                busy[run.name].join(0.1)  # most need nothing
         if once:
-            return FINISHED
+            break
         ended.wait(LOOK_EVERY)
-    return _stop_all(runs, tell)
+    for thread in busy.values():
+        thread.join()
+    return FINISHED if once and not ended.is_set() else _stop_all(runs, tell)
 
 
-def _look_after(run: Run, tell: _Told) -> None:
+class _Wait:
+    """When a run may be tried again."""
+
+    def __init__(self) -> None:
+        self._until, self._seconds = 0.0, LOOK_EVERY
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def begin(self) -> None:
+        self._until = time.monotonic() + self._seconds
+        self._seconds = min(2 * self._seconds, LONGEST_WAIT)
+
+    def forget(self) -> None:
+        self._seconds = LOOK_EVERY
+
+
+def _look_after(run: Run, tell: _Told, ended: threading.Event, wait: _Wait) -> None:
+    """Resume a run if it needs it. Nothing that is wrong with one run concerns the others."""
+    try:
+        with _at_once:
+            _resume_if_interrupted(run, tell, ended)
+        wait.forget()
+    except Refused as error:
+        wait.begin()
+        tell(run, f"cannot be resumed: {error}")
+    except Exception as error:
+        wait.begin()
+        tell(run, f"cannot be looked after: {one_line(error) or type(error).__name__}")
+
+
+def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> None:
     record = run.read()
     # between its creation and its first attempt a run is nobody's for a moment
-    is_stillborn = record["state"] == store.CREATED and not run.alive() and _age(record["created"]) > 30
-    if not (resumable(run) or is_stillborn):
+    is_stillborn = record["state"] == store.CREATED and not run.alive() and _age(record.get("created")) > 30
+    if ended.is_set() or not (recover.resumable(run) or is_stillborn):
         return
-    saved = next(iter(run.steps_saved()), 0)
-    kept = record.get("kept") or {"step": -1, "times": 0}
-    times = kept["times"] + 1 if kept["step"] == saved else 1
-    if times > TIMES:
+    count = recover.count_of(run, run.read())
+    if count["times"] > TIMES:
         lock = run.acquire()
-        if lock is not None:
-            reason = f"interrupted {TIMES} times in a row without a new checkpoint after step {saved}"
-            run.update(state=store.FAILED, reason=reason, ended=store.now())
+        if lock is None:
+            return
+        try:
+            record = run.read()  # it may have been resumed since
+            if record["state"] in (store.RUNNING, store.CREATED) and recover.count_of(run, record)["times"] > TIMES:
+                reason = f"interrupted {TIMES} times in a row without a new checkpoint after step {count['step']}"
+                run.update(state=store.FAILED, reason=reason, ended=store.now())
+                tell(run, f"{reason}; not resumed any more")
+        finally:
             lock.release()
-            tell(run, f"{reason}; not resumed any more")
         return
-    run.update(durable=False, kept={"step": saved, "times": times})
-    for line in launch.start(launch.Order(kind="resume", runs=str(run.folder.parent), name=run.name)):
+    order = launch.Order(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
+    for line in launch.start(order, ended.is_set):
         tell(run, f"warning: {line}")
-    tell(run, f"resumed after step {saved}" + (f" for the {times}th time" if times > 1 else ""))
+    times = f" for the {count['times']}th time" if count["times"] > 1 else ""
+    tell(run, f"resumed after step {count['step']}{times}")
 
 
-def _age(stamp: str) -> float:
+def _age(stamp: str | None) -> float:
     import datetime
 
+    if not stamp:
+        return 0.0
     return (datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(stamp)).total_seconds()
 
 
 def _stop_all(runs: Path, tell: _Told) -> int:
     """Stop the live runs of this host, all at once, and wait until they have saved."""
-    mine = [run for run in store.every(runs) if run.alive() and run.read().get("host") == socket.gethostname()]
-    waiting = [threading.Thread(target=run.stop, args=(store.KEEPER,)) for run in mine]
+
+    def stop(run: Run) -> None:
+        try:
+            if not run.alive() or run.read().get("host") != socket.gethostname():
+                return
+            try:
+                run.stop(store.KEEPER)
+            except OSError:  # the disk takes no request: by signal then
+                os.kill(run.read()["pids"]["agent"], signal.SIGTERM)
+                while run.alive():
+                    time.sleep(0.1)
+            record = run.shown()
+            tell(run, f"{record['state']}: {record['reason']}" if record["reason"] else record["state"])
+        except Exception as error:
+            tell(run, f"cannot be stopped: {one_line(error) or type(error).__name__}")
+
+    waiting = [threading.Thread(target=stop, args=(run,)) for run in store.every(runs)]
     for thread in waiting:
         thread.start()
     for thread in waiting:
         thread.join()
-    for run in mine:
-        record = run.shown()
-        tell(run, f"{record['state']}: {record['reason']}" if record["reason"] else record["state"])
     return FINISHED

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class Order:
     nproc: str | None = None
     gpus: str | None = None
     max_restarts: int | None = None
+    by_keeper: bool = False
+    """With resume: nobody asked for it, so it must still be wanted when the run's lock is held."""
 
 
 def tmux(runs: Path, *arguments: str) -> list[str]:
@@ -60,11 +63,11 @@ def _has_session(runs: Path, session: str) -> bool:
     return done.returncode == 0
 
 
-def start(order: Order) -> list[str]:
-    """Start the session and wait until the run is recorded in it. Returns warnings.
+def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
+    """Start the session and wait until the run is recorded in it, or until `cancelled`. Returns warnings.
 
     Raises:
-        Refused: tmux is missing, or what the process inside refuses; nothing is left behind.
+        Refused: tmux is missing, or what the process inside refuses, or cancelled; nothing is left behind.
     """
     runs, session = Path(order.runs), session_of(order.name)
     tmux(runs)  # refuses before there is anything to clear away
@@ -88,7 +91,7 @@ def start(order: Order) -> list[str]:
                 raise Refused(f"a tmux session {session} exists; is {order.name} running? train ls shows it")
             raise Refused(f"tmux cannot start a session: {said}")
         began = True
-        answer = _wait(desk, runs, session)
+        answer = _wait(desk, runs, session, cancelled)
         if "refused" in answer:
             raise Refused(answer["refused"])
         done = True
@@ -113,10 +116,12 @@ def _withdraw(desk: Path, order: Order) -> Path:
     return desk
 
 
-def _wait(desk: Path, runs: Path, session: str) -> dict[str, Any]:
+def _wait(desk: Path, runs: Path, session: str, cancelled: Callable[[], bool]) -> dict[str, Any]:
     answer, checked = desk / "answer.json", time.monotonic()
     while not answer.exists():
         time.sleep(0.02)
+        if cancelled():
+            raise Refused("given up before it began")
         if time.monotonic() - checked > 0.5:
             checked = time.monotonic()
             if not _has_session(runs, session) and not answer.exists():

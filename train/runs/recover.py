@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 from train.errors import FAILED, FINISHED, Refused
 from train.runs import store
@@ -16,22 +17,44 @@ def resumable(run: Run) -> bool:
         record = run.shown()
     except Refused:
         return False
+    return record["state"] == store.INTERRUPTED or rests_by_itself(record)
+
+
+def rests_by_itself(record: dict[str, Any]) -> bool:
+    """Whether a run was stopped, and not by its user."""
     by_user = store.WHO[store.POLITE] in (record.get("reason") or "")
-    return record["state"] == store.INTERRUPTED or (record["state"] == store.STOPPED and not by_user)
+    return bool(record["state"] == store.STOPPED and not by_user)
+
+
+def count_of(run: Run, record: dict[str, Any]) -> dict[str, int]:
+    """The keeper's count for a run that it resumes now: deaths in a row without a new checkpoint. Stops are none."""
+    saved = next(iter(run.steps_saved()), 0)
+    kept = record.get("kept") or {"step": -1, "times": 0}
+    before = kept["times"] if kept["step"] == saved else 0
+    stopped = record["state"] == store.STOPPED
+    return {"step": saved, "times": before + (0 if stopped else 1)}
 
 
 def stop(run: Run, now: bool) -> tuple[int, str]:
     """Stop a run and wait until it has. Returns an exit code and a line that says how it stands."""
-    if run.alive():
-        run.stop(store.NOW if now else store.POLITE)
-    record = run.shown()
-    state = record["state"]
-    if state == store.INTERRUPTED:
+    while True:
+        if run.alive():
+            run.stop(store.NOW if now else store.POLITE)
+        record = run.shown()
+        state = record["state"]
+        if not (state == store.INTERRUPTED or rests_by_itself(record)):
+            break
+        lock = run.acquire()
+        if lock is None:  # somebody has just begun to resume it
+            continue
         # by the user's wish it rests now: nothing brings it back by itself
         step = next(iter(run.steps_saved()), 0)
         run.update(state=store.STOPPED, reason=f"stopped (train stop); the last checkpoint is of step {step}")
+        lock.release()
         record = run.shown()
-    elif state == store.FAILED:
+        state = record["state"]
+        break
+    if state == store.FAILED:
         return FAILED, f"{run.name} failed: {record['reason']}"
     elif state == store.FINISHED:
         return FINISHED, f"{run.name} has finished"

@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from train.engine.stop import StopRequest, die_with_parent
-from train.engine.worker import Seat, leave, leave_failure, log_to, run_rank
+from train.engine.stop import POLITE, StopRequest, die_with_parent
+from train.engine.worker import Seat, exit_code, leave, leave_failure, log_to, run_rank
 from train.errors import FAILED, FINISHED, STOPPED, Refused, one_line
 from train.runs import store
 from train.runs.store import Lock, Run
@@ -29,7 +29,7 @@ def warm_up() -> None:
     """
     from multiprocessing import forkserver, set_forkserver_preload
 
-    set_forkserver_preload(["train.engine.worker", "train.engine.loop", "train.engine.prepare"])
+    set_forkserver_preload(["train.runs.unmoved", "train.engine.worker", "train.engine.loop", "train.engine.prepare"])
     forkserver.ensure_running()
 
 
@@ -57,14 +57,14 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
         processes = start_ranks(made, lock, ranks, attempt, meeting)
         made.note(pids={"ranks": [process.pid for process in processes]})
         first: int | None = None
-        forwarded = False
+        forwarded = 0.0
         while any(process.is_alive() for process in processes):
             time.sleep(0.05)
             wanted = made.stop_asked()
             if wanted and not stop.asked:
                 stop.asked, stop.reason = True, store.WHO.get(wanted, wanted)
-            if stop.asked and not forwarded:
-                forwarded = True
+            if stop.asked and time.monotonic() > forwarded + 1:  # again: a rank that is starting does not listen yet
+                forwarded = time.monotonic()
                 for process in processes:
                     process.terminate()
             died = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
@@ -91,15 +91,21 @@ def _record_end(made: Run, attempt: int, stop: StopRequest, first: int | None, c
     if record["state"] != store.RUNNING:
         made.end_attempt(record["state"], record["reason"])
         return CODES.get(record["state"], FAILED)
-    if stop.asked:  # at once, or before the ranks could listen
-        made.end_attempt(store.STOPPED, f"stopped ({stop.reason})", store.STOPPED)
-        return STOPPED
     error = made.logs(attempt) / f"rank{first}.error.json"
+    how = f"died of {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+    if stop.asked and not error.exists():  # at once, or before the ranks could listen, or while they saved
+        newest = next(iter(made.steps_saved()), 0)
+        reason = f"stopped ({stop.reason})"
+        if first is not None and stop.reason != store.WHO[store.NOW]:
+            reason += f", and rank {first} {how}"
+        made.end_attempt(
+            store.STOPPED, reason + (f"; the last checkpoint is of step {newest}" if newest else ""), store.STOPPED
+        )
+        return STOPPED
     if error.exists():
         reason = json.loads(error.read_text())["reason"]
         made.end_attempt(store.FAILED, f"rank {first}: {reason}", store.FAILED)
     else:
-        how = f"died of {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
         reason = f"rank {first} {how}; continue with: train resume {made.name}"
         made.end_attempt("died", reason)
         made.update(reason=reason)
@@ -126,7 +132,7 @@ def _spawned(folder: str, seat: Seat, attempt: int, held: _Held, environment: di
     os.environ.update(environment)
     # forked by the fork server, which lives exactly as long as the process that asked for us
     die_with_parent(os.getppid())
-    stop = StopRequest()
+    stop = StopRequest((*POLITE, signal.SIGHUP))
     made = Run(Path(folder))
     if seat.rank:
         out = os.open(made.logs(attempt) / f"rank{seat.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -138,8 +144,8 @@ def _spawned(folder: str, seat: Seat, attempt: int, held: _Held, environment: di
         keep_log(made, attempt, 0)
     code = 1
     try:
-        run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
-        code = 0
+        end = run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
+        code = exit_code(made, seat, end)
     except BaseException as error:
         traceback.print_exc()
         leave_failure(made, seat, attempt, error)

@@ -187,12 +187,13 @@ class Run:
                 change(record)
             write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", durable)
         finally:
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a loader worker forked by another thread holds this file too
             os.close(folder)
 
-    def note(self, **values: Any) -> bool:
+    def note(self, change: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> bool:
         """`update` of what is not worth dying for. Whether the disk took it."""
         try:
-            self.update(durable=False, **values)
+            self.update(change, durable=False, **values)
         except (OSError, Refused):
             return False
         return True
@@ -231,7 +232,8 @@ class Run:
         record = self.read()
         if record.get("state") in (RUNNING, CREATED) and not self.alive():
             record = self.read()  # it may have ended between the two looks
-            if record.get("state") == RUNNING:
+            # one that was being resumed is recorded as created for a moment
+            if record.get("state") == RUNNING or (record.get("state") == CREATED and record["attempts"]):
                 record["state"] = INTERRUPTED
                 record["reason"] = record.get("reason") or "its processes died; train resume continues it"
         return record

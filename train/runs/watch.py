@@ -51,9 +51,21 @@ class Watch:
         allowed = 60 * self._allowed(beats)
         if not allowed or silent <= allowed:
             return None
+        if not self._can_write():  # nor can the ranks: that is no sign of a hang, and they may train on
+            self._at = now
+            return None
         behind = min((beat for beat in beats if beat), key=lambda beat: (beat.step, beat.count), default=None)
         doing = f" {heartbeat.NAMES[behind.phase]} after step {behind.step}" if behind else " starting"
         return f"no progress for {silent:.0f} s while{doing}; stacks of the ranks: {self._logs.name}/rank*.stack.txt"
+
+    def _can_write(self) -> bool:
+        probe = self._logs / ".probe"
+        try:
+            probe.write_bytes(b"1")
+            probe.unlink()
+        except OSError:
+            return False
+        return True
 
     def _is_routine(self, beats: tuple[Beat | None, ...]) -> bool:
         return bool(beats) and all(b and b.phase in (heartbeat.TRAINING, heartbeat.EVALUATING) for b in beats)

@@ -2,7 +2,7 @@
 
 Beside the copy in a run folder a file `script` may say what happens to a rank while it computes a step (counted from
 1 in each attempt): lines `STEP RANK ACTION`, where ACTION is the name of a signal, `limit`, after which this rank can
-write no file beyond 16 kB, or `sh` with a command line for a shell.
+write no file beyond 16 kB, `vector`, for a loss that is no scalar, or `sh` with a command line for a shell.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def loss(model: nn.Module, batch: Any) -> Any:
     if settings.counted:
         counts = (batch["id"] % 3 != 0).to(each.dtype)
         return (each * counts).sum(), counts.sum()
-    return each.mean()
+    return each if _state.get("vector") else each.mean()
 
 
 def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -123,6 +123,8 @@ def _act(step: int) -> None:
         _plan.remove(line)
         if line[2] == "limit":
             resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
+        elif line[2] == "vector":
+            _state["vector"] = True
         elif line[2] == "sh":
             subprocess.run(" ".join(line[3:]), shell=True, check=True)
         else:

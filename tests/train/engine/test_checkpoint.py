@@ -108,6 +108,52 @@ def test_export_and_resume_use_the_older_checkpoint_when_the_newest_is_damaged(s
     assert manifests.newest_valid(run)[0] == 10  # type: ignore[index]
 
 
+def test_what_the_disk_does_not_give_out_is_not_used_and_not_thrown_away(saved: Any) -> None:
+    run = Run(shutil.copytree(saved.station.runs / "saved", saved.station.runs / "unreadable"))
+    shard = next(run.checkpoint(10).glob("__1_*"))
+    content = shard.read_bytes()
+    shard.unlink()
+    shard.symlink_to(shard.name)  # too many levels of symbolic links: an error of the system, also for root
+    saved.resume("unreadable", 3)
+    assert saved.outcome("unreadable") == saved.outcome("saved")
+    kept = run.checkpoints / ".unreadable-step-00000010"
+    assert (kept / shard.name).is_symlink()
+    (kept / shard.name).unlink()
+    (kept / shard.name).write_bytes(content)
+    assert manifests.verify(kept)["step"] == 10
+
+
+def test_when_no_checkpoint_can_be_read_nothing_starts_over(copied: Run) -> None:
+    for step in copied.steps_saved():
+        (copied.checkpoint(step) / "manifest.json").unlink()
+        (copied.checkpoint(step) / "manifest.json").symlink_to("manifest.json")
+    with pytest.raises(Refused, match="symbolic links"):
+        manifests.newest_valid(copied)
+    assert copied.steps_saved() == [10, 8, 6]
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_and_kept(copied: Run) -> None:
+    manifest = manifests.read_manifest(copied.checkpoint(10))
+    text = manifests.manifest_text(manifest | {"format": manifests.FORMAT + 1})
+    (copied.checkpoint(10) / "manifest.json").write_text(text)
+    with pytest.raises(Refused, match="newer version"):
+        manifests.newest_valid(copied)
+
+
+def test_a_peer_killed_during_the_last_save_leaves_no_outcome_without_its_checkpoint(engine: Any) -> None:
+    station = engine.station
+    engine.run("last", 2)
+    flags = [part for key, value in engine.flags.items() for part in (f"--{key}", str(value))]
+    done = station(
+        "run", engine.task, "--name", "last-killed", "--spawn", 2, *flags, env={"TRAIN_FAULT": "save.shards@1:1"}
+    )
+    record = station.run("last-killed").shown()
+    assert (done.returncode, record["state"]) == (3, "interrupted"), done.stderr
+    assert station.run("last-killed").steps_saved() == []
+    engine.resume("last-killed", 2)
+    assert engine.outcome("last-killed") == engine.outcome("last")
+
+
 def test_when_all_are_damaged_a_resume_starts_over_and_says_so(saved: Any) -> None:
     run = Run(shutil.copytree(saved.station.runs / "saved", saved.station.runs / "hopeless"))
     for step in run.steps_saved():

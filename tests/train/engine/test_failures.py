@@ -44,6 +44,12 @@ def test_nan_is_refused_as_a_loss_as_well(engine: Any) -> None:
     assert engine.station.run("nan").steps_saved() == []
 
 
+def test_a_failure_that_only_another_rank_meets_is_the_reason(engine: Any) -> None:
+    record = engine.run("alone", 2, ["3 1 vector"])
+    assert (engine.code, record["state"]) == (3, "failed")
+    assert "rank 1: loss in" in record["reason"] and "scalar" in record["reason"]
+
+
 def test_the_command_exits_with_3_and_says_the_step_in_its_last_line(engine: Any) -> None:
     station = engine.station
     flags = [part for key, value in engine.flags.items() for part in (f"--{key}", str(value))]

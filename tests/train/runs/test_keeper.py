@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import train
 from tests.train.conftest import PATIENCE, Station
+from train.errors import Refused
+from train.runs import launch
 
 FIELDS = (
     "--epochs", 4, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
@@ -69,6 +73,34 @@ def test_sigterm_saves_all_runs_and_a_keeper_brings_them_back_but_not_those_of_a
     assert (record["state"], record["weights_sha256"]) == ("finished", undisturbed["weights_sha256"])
     assert station.record("rests")["state"] == "stopped"
     assert len(station.record("rests")["attempts"]) == 1
+
+
+def test_what_is_wrong_with_one_run_concerns_no_other(station: Station) -> None:
+    (station.runs / "broken").mkdir(parents=True)
+    (station.runs / "broken" / "run.json").write_text("{")
+    task = station.folder / "task.py"
+    text = (Path(train.__file__).parent / "tasks" / "digits.py").read_text()
+    hang = f"    while __import__('os').path.exists('{station.folder}/hang'):\n        __import__('time').sleep(0.1)\n"
+    head, rest = text.split("def datasets(", 1)
+    signature, body = rest.split(":\n", 1)
+    task.write_text(f"{head}def datasets({signature}:\n{hang}{body}")
+    station.ok("launch", task, "--name", "hangs", *FIELDS)
+    station.wait_for_step("hangs", 1)
+    (station.folder / "hang").touch()
+    kill_agent(station, "hangs")
+    station.ok("launch", "digits", "--name", "mine", *FIELDS)
+    station.wait_for_step("mine", 3)
+    keeper = station.start("keeper")
+    kill_agent(station, "mine")
+    station.wait("mine", lambda record: len(record["attempts"]) == 2 and record["step"] > 3, "resumed beside the other")
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(PATIENCE) == 0
+    assert station.record("mine")["state"] == "stopped"
+    assert station.run("hangs").state() == "interrupted"
+    assert not station.run("hangs").alive()
+    station.ok("stop", "mine")  # it has been, and now it is its user who wants it so
+    with pytest.raises(Refused, match="stopped by its user"):
+        launch.start(launch.Order(kind="resume", runs=str(station.runs), name="mine", by_keeper=True))
 
 
 def test_two_keepers_never_run_the_same_run_twice(station: Station, undisturbed: dict[str, Any]) -> None:
