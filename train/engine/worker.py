@@ -78,12 +78,13 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
     except (Refused, TrainingFailed) as error:
         heart.beat(heartbeat.ENDING, heart.step)
         refused = isinstance(error, Refused)
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"train: {error}", file=sys.stderr, flush=True)
         if seat.rank == 0:
             run.note(state=store.FAILED, reason=str(error), ended=store.now())
-        else:  # rank 0 may not have met it: this one's report is the reason then
+        else:
             leave_failure(run, seat, attempt, error)
+        if seat.rank == 0 or not _is_recorded(run):
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print(f"train: {error}", file=sys.stderr, flush=True)
         return REFUSED if refused else FAILED
     finally:
         if job is not None:
@@ -270,17 +271,25 @@ def main() -> None:
 
 
 def exit_code(run: Run, seat: Seat, end: int) -> int:
-    """What a rank under an agent exits with: 0 for every end that is recorded and that a restart would not change.
+    """What a rank under an agent exits with: 0 for every end that is recorded and that a restart would not change."""
+    return 1 if seat.rank and end in (FAILED, REFUSED) and _is_running(run) else 0
 
-    Most failures meet all ranks at the same step, and rank 0 records them; one of this rank alone it knows nothing of.
-    """
-    if seat.rank and end in (FAILED, REFUSED):
-        deadline = time.monotonic() + _PATIENCE
-        while run.read()["state"] == store.RUNNING:
-            if time.monotonic() > deadline:
-                return 1
-            time.sleep(0.05)
-    return 0
+
+def _is_recorded(run: Run) -> bool:
+    """Most failures meet all ranks at the same step, and rank 0 records them; of one rank's alone it knows nothing."""
+    deadline = time.monotonic() + _PATIENCE
+    while _is_running(run):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_running(run: Run) -> bool:
+    try:
+        return bool(run.read()["state"] == store.RUNNING)
+    except Refused:  # its folder is gone: rank 0 has met that too
+        return False
 
 
 def leave_failure(run: Run, seat: Seat, attempt: int, error: BaseException) -> dict[str, Any]:

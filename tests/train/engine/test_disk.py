@@ -172,4 +172,4 @@ def test_an_unmounted_disk_is_one_line_and_exit_code_3_on_the_command_line(volum
     done = station("run", task, "--name", "a", "--checkpoint.every_steps", 2, *flags)
     assert done.returncode == 3, done.stderr
     assert done.stderr.splitlines()[-1].startswith("train: the checkpoint of step 10 could not be saved")
-    assert done.stderr.count("training goes on") == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("training goes on") >= 2 and "Traceback" not in done.stderr
