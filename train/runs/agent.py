@@ -428,12 +428,8 @@ class Agent:
             # a rank that agent or peers ended shows SIGTERM; the first cause is another one
             if code < 0 and -code != signal.SIGTERM:
                 return f"rank {rank} died of {signal.Signals(-code).name}", False, rank
-        reports = []
-        for path in self.run.logs(attempt).glob("rank*.error.json"):
-            with contextlib.suppress(OSError, ValueError):
-                reports.append(json.loads(path.read_text()))
-        if reports:
-            first = min(reports, key=lambda report: (not report["recurs"], report["time"]))
+        first = self.run.first_failure(attempt)
+        if first is not None:
             return f"rank {first['rank']}: {first['reason']}", bool(first["recurs"]), first["rank"]
         if failures:
             rank, code = sorted(failures.items())[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -67,9 +66,9 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
                 forwarded = time.monotonic()
                 for process in processes:
                     process.terminate()
-            died = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
+            died = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
             if wanted == store.NOW or (died and first is None):
-                first = died[0] if died else None
+                first = min(died, key=died.__getitem__, default=None)  # killed ones, then those who met their end
                 time.sleep(0.2)  # let the others notice by themselves and say so in their logs
                 for process in processes:
                     process.kill()
@@ -91,9 +90,9 @@ def _record_end(made: Run, attempt: int, stop: StopRequest, first: int | None, c
     if record["state"] != store.RUNNING:
         made.end_attempt(record["state"], record["reason"])
         return CODES.get(record["state"], FAILED)
-    error = made.logs(attempt) / f"rank{first}.error.json"
+    error = made.first_failure(attempt) if first is not None and code > 0 else None
     how = f"died of {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
-    if stop.asked and not error.exists():  # at once, or before the ranks could listen, or while they saved
+    if stop.asked and error is None:  # at once, or before the ranks could listen, or while they saved
         newest = next(iter(made.steps_saved()), 0)
         reason = f"stopped ({stop.reason})"
         if first is not None and stop.reason != store.WHO[store.NOW]:
@@ -102,14 +101,14 @@ def _record_end(made: Run, attempt: int, stop: StopRequest, first: int | None, c
             store.STOPPED, reason + (f"; the last checkpoint is of step {newest}" if newest else ""), store.STOPPED
         )
         return STOPPED
-    if error.exists():
-        reason = json.loads(error.read_text())["reason"]
-        made.end_attempt(store.FAILED, f"rank {first}: {reason}", store.FAILED)
+    if error is not None:
+        reason = f"rank {error['rank']}: {error['reason']}"
+        made.end_attempt(store.FAILED, reason, store.FAILED)
     else:
         reason = f"rank {first} {how}; continue with: train resume {made.name}"
         made.end_attempt("died", reason)
         made.update(reason=reason)
-    print(f"train: rank {first}: {reason}" if error.exists() else f"train: {reason}", file=sys.stderr)
+    print(f"train: {reason}", file=sys.stderr)
     return FAILED
 
 
@@ -147,8 +146,11 @@ def _spawned(folder: str, seat: Seat, attempt: int, held: _Held, environment: di
         end = run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
         code = exit_code(made, seat, end)
     except BaseException as error:
-        traceback.print_exc()
         leave_failure(made, seat, attempt, error)
+        first = made.first_failure(attempt)
+        # rank 0 writes to the terminal, where a lost connection would hide why it was lost
+        if seat.rank or first is None or first["rank"] == seat.rank:
+            traceback.print_exc()
     finally:
         leave(code)
 

@@ -333,6 +333,17 @@ class Run:
         """Where the ranks of an attempt write their output, each into rankR.log."""
         return self.folder / "logs" / f"attempt-{attempt}"
 
+    def first_failure(self, attempt: int) -> dict[str, Any] | None:
+        """Of what the ranks of an attempt left behind about their ends (see `worker.failure_of`), the cause.
+
+        The peers of a rank that fails lose their connections and say so, maybe before it has ended.
+        """
+        reports = []
+        for path in self.logs(attempt).glob("rank*.error.json"):
+            with contextlib.suppress(OSError, ValueError):
+                reports.append(json.loads(path.read_text()))
+        return min(reports, key=lambda report: (not report["recurs"], report["time"]), default=None)
+
     def steps_saved(self) -> list[int]:
         """Steps of the published checkpoints, newest first. Whether one is whole is found out on loading."""
         try:

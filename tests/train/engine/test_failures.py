@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from tests.train.conftest import PATIENCE
 from train.data.order import order
 
 SAMPLES, BATCH = 55, 16
@@ -48,6 +52,24 @@ def test_a_failure_that_only_another_rank_meets_is_the_reason(engine: Any) -> No
     record = engine.run("alone", 2, ["3 1 vector"])
     assert (engine.code, record["state"]) == (3, "failed")
     assert "rank 1: loss in" in record["reason"] and "scalar" in record["reason"]
+
+
+def test_the_rank_that_failed_is_named_though_its_peers_were_seen_to_die_with_it(engine: Any) -> None:
+    station = engine.station
+    task = station.folder / "alone.py"
+    task.write_text(re.sub(r"(?m)^_plan = .*$", '_plan = [["3", "1", "vector"]]', engine.task.read_text()))
+    flags = [part for key, value in engine.flags.items() for part in (f"--{key}", str(value))]
+    started = station.start("run", task, "--name", "looked-away", "--spawn", 2, *flags)
+    station.wait_for_step("looked-away", 1)
+    started.send_signal(signal.SIGSTOP)  # it looks again when all is over
+    for pid in station.record("looked-away")["pids"]["ranks"]:
+        station.wait("looked-away", lambda _, pid=pid: not psutil.pid_exists(pid), "the end of its ranks")
+    started.send_signal(signal.SIGCONT)
+    said = started.communicate(timeout=PATIENCE)[0]
+    assert started.returncode == 3
+    assert "rank 1: loss in" in station.record("looked-away")["reason"]
+    assert "rank 1: loss in" in said.splitlines()[-1]
+    assert "Traceback" not in said  # of rank 0, whose connection was lost
 
 
 def test_the_command_exits_with_3_and_says_the_step_in_its_last_line(engine: Any) -> None:
