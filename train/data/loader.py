@@ -13,7 +13,7 @@ import math
 import os
 import random
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ class MicroBatch:
     number: int
     indices: npt.NDArray[np.int64]
     seed: int
+    of_evaluation: bool = False
 
 
 def micro_batches_of(plan: Plan, rank: int, world: int, first: int, last: int) -> Iterator[MicroBatch]:
@@ -102,7 +103,7 @@ def evaluation_micro_batches(plan: Plan, rank: int, world: int) -> Iterator[Micr
     for number in range(rank, math.ceil(plan.length / plan.micro_batch_size), world):
         low = number * plan.micro_batch_size
         indices = np.arange(low, min(low + plan.micro_batch_size, plan.length))
-        yield MicroBatch(0, number, indices, seed_of(plan.seed, "eval", number))
+        yield MicroBatch(0, number, indices, seed_of(plan.seed, "eval", number), of_evaluation=True)
 
 
 def seed_host(seed: int) -> None:
@@ -144,11 +145,20 @@ def fetcher(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Callabl
 class _Fetching(Dataset[Any]):
     """A data set whose items are whole micro batches: a MicroBatch is the index."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
-        self._fetch = fetcher(dataset, collate)
+    def __init__(self, train_set: Any, eval_set: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._fetch = [fetcher(dataset, collate) for dataset in (train_set, eval_set)]
 
     def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any]:
-        return micro, self._fetch(micro)
+        return micro, self._fetch[micro.of_evaluation](micro)
+
+
+class _Sampler:
+    """What DataLoader asks for indices; every pass over the loader takes the plan that stands here then."""
+
+    plan: Iterator[MicroBatch] = iter(())
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self.plan
 
 
 def _start_worker(_: int, rank: int) -> None:
@@ -161,39 +171,69 @@ def _start_worker(_: int, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def batches(
-    dataset: Any,
-    collate: Callable[[list[Any]], Any] | None,
-    plan: Iterator[MicroBatch],
-    workers: int,
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> Generator[tuple[MicroBatch, Any], None, None]:
-    """The batches of these micro batches, in their order, on the device.
+class Loader:
+    """Fetches micro batches of the training and the evaluation set, in this process or in workers.
 
-    Args:
-        dtype: floating point tensors are converted to it; None leaves them.
+    The workers are forked here, for the whole life of the loader, and not whenever an evaluation begins: a fork copies
+    one thread of its process and the locks of all. Where another thread held one at that moment (of the C library,
+    say, while a checkpoint was being written), a worker waited for it for ever, once in some thousand evaluations.
+    So make the loader before other threads have work.
     """
-    loader = DataLoader(
-        _Fetching(dataset, collate),
-        sampler=plan,  # an iterator is enough: it is consumed once
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=functools.partial(_start_worker, rank=os.getpid()),
-        prefetch_factor=4 if workers else None,
-        multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
-    )
-    iterator = iter(loader)
-    try:
-        for micro, batch in iterator:
-            yield micro, to_device(batch, device, dtype)
-    finally:
-        # not left to the garbage collector: a traceback may hold the iterator until Python ends, and Python would
-        # wait for ever for workers that ignore its SIGTERM
-        end_workers = getattr(iterator, "_shutdown_workers", None)
+
+    def __init__(
+        self,
+        train_set: Any,
+        eval_set: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        workers: int,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """
+        Args:
+            train_set: may be None, as may `eval_set`, where no micro batch of it is asked for.
+            dtype: floating point tensors are converted to it; None leaves them.
+        """
+        self._device, self._dtype = device, dtype
+        self._sampler = _Sampler()
+        self._loader = DataLoader(
+            _Fetching(train_set, eval_set, collate),
+            sampler=self._sampler,  # anything to iterate over is enough
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=functools.partial(_start_worker, rank=os.getpid()),
+            prefetch_factor=4 if workers else None,
+            persistent_workers=workers > 0,
+            multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
+        )
+        # a first pass over nothing starts the workers
+        self._iterator = iter(self._loader) if workers else None
+
+    def batches(self, plan: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        """The batches of these micro batches, in their order, on the device. They are fetched ahead.
+
+        One pass at a time: the next one ends it.
+        """
+        self._sampler.plan = plan
+        for micro, batch in self._loader:
+            yield micro, to_device(batch, self._device, self._dtype)
+
+    def close(self) -> None:
+        """End the workers.
+
+        Not left to the garbage collector: a traceback may hold the iterator until Python ends, and Python would wait
+        for ever for workers that ignore its SIGTERM.
+        """
+        end_workers = getattr(self._iterator, "_shutdown_workers", None)
         if end_workers is not None:
             end_workers()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from train.data.loader import Plan, batches, evaluation_micro_batches, seed_compute
+from train.data.loader import MicroBatch, Plan, seed_compute
 from train.engine.parallel import World
 from train.engine.precision import Precision
 from train.errors import TrainingFailed
@@ -36,31 +36,26 @@ def total_and_count(value: Any, samples: int, what: str) -> tuple[Tensor, Any]:
 def evaluate(
     task: Task,
     module: nn.Module,
-    dataset: Any,
     plan: Plan,
     world: World,
     precision: Precision,
-    workers: int = 0,
+    stream: Iterator[tuple[MicroBatch, Any]],
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float] | None:
     """Loss and metrics over the whole data set, weighted by true counts; None if a stop came in between.
 
     A collective: all ranks call it. Sums are made in the order of the data set, whatever the number of ranks.
+
+    Args:
+        plan: of the evaluation set.
+        stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
     """
     was_training = module.training
     module.eval()
     rows: list[list[Tensor | float]] = []
     names: list[str] = []
     micros = math.ceil(plan.length / plan.micro_batch_size)
-    mine = batches(
-        dataset,
-        task.collate,
-        evaluation_micro_batches(plan, world.rank, world.size),
-        workers,
-        world.device,
-        precision.inputs,
-    )
     try:
         with torch.no_grad():
             for slot in range(math.ceil(micros / world.size)):
@@ -69,7 +64,8 @@ def evaluate(
                 if slot * world.size + world.rank >= micros:
                     continue
                 beat()
-                micro, batch = next(mine)
+                micro, batch = next(stream)
+                assert micro.of_evaluation
                 seed_compute(micro.seed, world.device)
                 samples = len(micro.indices)
                 with precision.autocast():

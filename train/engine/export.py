@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from train.config import Config
+from train.data.loader import Loader, MicroBatch, evaluation_micro_batches, fetcher, to_device
 from train.engine import build, checkpoint, prepare
 from train.engine import manifest as manifests
 from train.engine.evaluate import evaluate
@@ -105,8 +106,6 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None
         raise Refused(
             "export to .onnx needs the packages onnx and onnxscript; pip install 'trainstation[onnx]'"
         ) from None
-    from train.data.loader import MicroBatch, fetcher, to_device
-
     train_set, eval_set = build.make_datasets(task, config)
     dataset = eval_set if eval_set is not None else train_set
     import numpy as np
@@ -150,8 +149,9 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
     plan = build.plan_of(config, len(eval_set))
     world = World(seat.rank, seat.size, seat.local_rank, device)
-    figures = evaluate(
-        task, model.to(device), eval_set, plan, world, precision, config.data.workers if workers is None else workers
-    )
+    workers = config.data.workers if workers is None else workers
+    with Loader(None, eval_set, task.collate, workers, device, precision.inputs) as loader:
+        stream = loader.batches(evaluation_micro_batches(plan, world.rank, world.size))
+        figures = evaluate(task, model.to(device), plan, world, precision, stream)
     assert figures is not None
     return step, len(eval_set), figures

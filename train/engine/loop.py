@@ -17,7 +17,7 @@ from torch import Tensor
 
 from train import config as configuration
 from train.config import Config
-from train.data.loader import Plan, batches, micro_batches_of, seed_compute
+from train.data.loader import Loader, MicroBatch, Plan, evaluation_micro_batches, micro_batches_of, seed_compute
 from train.engine import fault, schedule
 from train.engine.checkpoint import CannotSave, Saver
 from train.engine.evaluate import evaluate
@@ -31,6 +31,9 @@ from train.runs.heartbeat import Heart
 from train.runs.store import Run
 from train.tasks import Task
 
+_LOOK_AHEAD = 4096
+"""Steps among which the next evaluation is looked for at a time."""
+
 
 @dataclasses.dataclass
 class Job:
@@ -43,9 +46,10 @@ class Job:
     precision: Precision
     replica: Replica
     optimizer: torch.optim.Optimizer
-    train_set: Any
-    eval_set: Any
+    loader: Loader
     plan: Plan
+    evaluation: Plan | None
+    """The same of the evaluation set, if there is one."""
     total_steps: int
     saver: Saver
     report: Report
@@ -72,10 +76,7 @@ def train(job: Job, done: int) -> Done:
     """
     config, plan, world, report = job.config, job.plan, job.world, job.report
     rates = [group["lr"] * schedule.scale(config) for group in job.optimizer.param_groups]
-    mine = micro_batches_of(plan, world.rank, world.size, done, job.total_steps)
-    stream = batches(
-        job.train_set, job.task.collate, mine, config.data.workers, world.device, job.precision.inputs
-    )  # fmt: skip
+    stream = job.loader.batches(_micro_batches(job, done))
     readback = _Readback(world.device)
     clock = _Clock(config.checkpoint.every_minutes)
     meter = _Meter()
@@ -110,16 +111,16 @@ def train(job: Job, done: int) -> Done:
                 clock.restart()
             if not stopping and _evaluation_due(job, done):
                 fault.here("evaluate")
+                assert job.evaluation is not None
                 metrics = evaluate(
-                    job.task, job.replica.module, job.eval_set, dataclasses.replace(plan, length=len(job.eval_set)),
-                    world, job.precision, config.data.workers, lambda: job.stop.asked,
-                    functools.partial(job.heart.beat, heartbeat.EVALUATING, done),
+                    job.task, job.replica.module, job.evaluation, world, job.precision, stream,
+                    lambda: job.stop.asked, functools.partial(job.heart.beat, heartbeat.EVALUATING, done),
                 )  # fmt: skip
                 stopping |= metrics is None
                 if metrics is not None:
                     job.evaluated = done
                     if world.is_first:
-                        report.evaluation(done, _epoch(plan, done), len(job.eval_set), metrics)
+                        report.evaluation(done, _epoch(plan, done), job.evaluation.length, metrics)
                 if stopping and done > saved:
                     _save(job, done, is_last=True)
                 meter.restart()
@@ -132,9 +133,23 @@ def train(job: Job, done: int) -> Done:
         with contextlib.suppress(Exception):
             job.saver.settle()
         raise
-    finally:
-        stream.close()  # ends the loader's processes
     return Done(done, stopping and (done < job.total_steps or _evaluation_due(job, done)), metrics)
+
+
+def _micro_batches(job: Job, done: int) -> Iterator[MicroBatch]:
+    """All that this rank fetches after step `done`, evaluations among it, in the order in which `train` takes it."""
+    rank, size, evaluated = job.world.rank, job.world.size, job.evaluated
+    first = done
+    for step in range(done, job.total_steps + 1):
+        # by what was on record at the start: this runs ahead of the loop
+        is_evaluated = evaluated < step and _is_evaluated(job, step)
+        if is_evaluated or step - first == _LOOK_AHEAD:
+            yield from micro_batches_of(job.plan, rank, size, first, step)
+            first = step
+        if is_evaluated:
+            assert job.evaluation is not None
+            yield from evaluation_micro_batches(job.evaluation, rank, size)
+    yield from micro_batches_of(job.plan, rank, size, first, job.total_steps)
 
 
 def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool) -> Tensor:
@@ -163,6 +178,7 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool)
             continue
         before = time.perf_counter()
         micro, batch = next(stream)
+        assert micro.step == step and not micro.of_evaluation
         meter.waited += time.perf_counter() - before
         seen.append(micro.indices)
         seed_compute(micro.seed, world.device)
@@ -258,7 +274,12 @@ def _save_due(job: Job, done: int) -> bool:
 
 def _evaluation_due(job: Job, done: int) -> bool:
     """Whether step `done` ends with an evaluation that is not on record yet."""
-    if job.eval_set is None or done == 0 or job.evaluated >= done:
+    return job.evaluated < done and _is_evaluated(job, done)
+
+
+def _is_evaluated(job: Job, done: int) -> bool:
+    """Whether step `done` ends with an evaluation."""
+    if job.evaluation is None or done == 0:
         return False
     if done == job.total_steps:
         return True

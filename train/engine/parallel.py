@@ -107,11 +107,22 @@ def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.devic
     return torch.device("cuda", local_rank)
 
 
-def join(config: Config, rank: int, size: int, local_rank: int, local_size: int, init: Any = "env://") -> World:
-    """Meet the other ranks; `init` says where: an init_method of torch.distributed, or a store."""
-    device = pick_device(config, local_size, local_rank)
+def take_device(config: Config, ranks_here: int, local_rank: int) -> torch.device:
+    """`pick_device`, and what this process does on a GPU from now on it does on that one.
+
+    Raises:
+        Refused: see `pick_device`.
+    """
+    device = pick_device(config, ranks_here, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    return device
+
+
+def join(
+    config: Config, rank: int, size: int, local_rank: int, local_size: int, device: torch.device, init: Any = "env://"
+) -> World:
+    """Meet the other ranks; `init` says where: an init_method of torch.distributed, or a store."""
     timeout = datetime.timedelta(minutes=config.parallel.timeout_minutes)
     if size > 1:
         if local_size == size:

@@ -66,34 +66,35 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
 
     An exception that is not the run's own fault for certain is left to the caller: see `failure_of`.
     """
-    job: Job | None = None
     fault.arm(os.environ.get("TRAIN_FAULT"), seat.rank)
     heart = Heart(run.logs(attempt) / f"rank{seat.rank}.beat")
-    try:
-        job, done = _set_up(run, seat, attempt, stop, bar, heart)
-        from train.engine.loop import train
+    with contextlib.ExitStack() as held:
+        try:
+            job, done = _set_up(run, seat, attempt, stop, bar, heart, held)
+            from train.engine.loop import train
 
-        outcome = train(job, done)
-        return _conclude(job, outcome)
-    except (Refused, TrainingFailed) as error:
-        heart.beat(heartbeat.ENDING, heart.step)
-        refused = isinstance(error, Refused)
-        if seat.rank == 0:
-            run.note(state=store.FAILED, reason=str(error), ended=store.now())
-        else:
-            leave_failure(run, seat, attempt, error)
-        if seat.rank == 0 or not _is_recorded(run):
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                print(f"train: {error}", file=sys.stderr, flush=True)
-        return REFUSED if refused else FAILED
-    finally:
-        if job is not None:
-            job.report.close()
+            outcome = train(job, done)
+            return _conclude(job, outcome)
+        except (Refused, TrainingFailed) as error:
+            heart.beat(heartbeat.ENDING, heart.step)
+            refused = isinstance(error, Refused)
+            if seat.rank == 0:
+                run.note(state=store.FAILED, reason=str(error), ended=store.now())
+            else:
+                leave_failure(run, seat, attempt, error)
+            if seat.rank == 0 or not _is_recorded(run):
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    print(f"train: {error}", file=sys.stderr, flush=True)
+            return REFUSED if refused else FAILED
 
 
-def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, heart: Heart) -> tuple[Job, int]:
+def _set_up(
+    run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, heart: Heart, held: contextlib.ExitStack
+) -> tuple[Job, int]:
+    """Everything to train with, and the step to continue after. What must be closed at the end goes to `held`."""
     import torch
 
+    from train.data.loader import Loader
     from train.engine import build, checkpoint, parallel, prepare, report
     from train.engine.loop import Job
     from train.engine.precision import Precision
@@ -106,11 +107,15 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, he
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
-    world = parallel.join(config, seat.rank, seat.size, seat.local_rank, seat.local_size, seat.init)
-    precision = Precision(config.precision, world.device)
+    device = parallel.take_device(config, seat.local_size, seat.local_rank)
+    precision = Precision(config.precision, device)
 
     train_set, eval_set = build.make_datasets(task, config)
     plan = build.plan_of(config, len(train_set))
+    # before the others are met: their connections have threads, and the loader forks
+    loader = Loader(train_set, eval_set, task.collate, config.data.workers, device, precision.inputs)
+    held.callback(loader.close)
+    world = parallel.join(config, seat.rank, seat.size, seat.local_rank, seat.local_size, device, seat.init)
     total = build.total_steps(config, plan)
     model = build.make_model(task, config, precision.weights)
     if (run.folder / "init.safetensors").exists():
@@ -135,13 +140,15 @@ def _set_up(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, he
     replica = parallel.Replica(model, world, config, precision)
     evaluation = world.on_first(lambda: report.last_evaluation(run))
     told = report.Report(run, world, config, total, step, bar and world.is_first)
+    held.callback(told.close)
 
     def saved(at: int) -> None:
         told.say(f"saved {run.checkpoint(at).name}")
         run.note(saved_step=at)
 
     job = Job(
-        run, task, config, world, precision, replica, optimizer, train_set, eval_set, plan, total,
+        run, task, config, world, precision, replica, optimizer, loader,
+        plan, None if eval_set is None else build.plan_of(config, len(eval_set)), total,
         checkpoint.Saver(run, world, config, attempt, saved),
         told, stop, heart,
         evaluation["step"] if evaluation else -1,

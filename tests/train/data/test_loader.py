@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import itertools
+import multiprocessing
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +17,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from train.data.loader import (
+    Loader,
     MicroBatch,
     Plan,
-    batches,
     evaluation_micro_batches,
     fetcher,
     micro_batches_of,
@@ -126,8 +128,9 @@ def test_no_two_micro_batches_share_a_seed_and_another_run_seed_changes_them_all
 
 def fetched(rank: int, world: int, workers: int, first: int = 0) -> dict[tuple[int, int], Any]:
     plan = Plan(55, 16, 4, seed=2)
-    stream = batches(Noisy(), None, micro_batches_of(plan, rank, world, first, 9), workers, CPU, None)
-    return {(micro.step, micro.number): [part.tolist() for part in batch] for micro, batch in stream}
+    with Loader(Noisy(), None, None, workers, CPU, None) as loader:
+        stream = loader.batches(micro_batches_of(plan, rank, world, first, 9))
+        return {(micro.step, micro.number): [part.tolist() for part in batch] for micro, batch in stream}
 
 
 def test_batches_are_the_same_whoever_fetches_them() -> None:
@@ -208,6 +211,27 @@ def test_an_error_of_the_data_set_reaches_the_run(workers: int) -> None:
         def __getitem__(self, index: int) -> Any:
             raise KeyError(f"no sample {index}")
 
-    stream = batches(Broken(), None, micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1), workers, CPU, None)
-    with pytest.raises(KeyError, match="no sample"):
-        next(stream)
+    with Loader(Broken(), None, None, workers, CPU, None) as loader:
+        stream = loader.batches(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+        with pytest.raises(KeyError, match="no sample"):
+            next(stream)
+
+
+def test_both_data_sets_are_fetched_in_the_order_of_the_plan_and_a_pass_may_be_left_for_another() -> None:
+    plan, evaluation = Plan(55, 16, 4), Plan(9, 16, 4)
+    with Loader(range(100, 155), range(200, 209), tuple, 2, CPU, None) as loader:
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+
+        def both() -> Iterator[MicroBatch]:
+            yield from micro_batches_of(plan, 0, 1, 0, 1)
+            yield from evaluation_micro_batches(evaluation, 0, 1)
+            yield from micro_batches_of(plan, 0, 1, 1, 2)
+
+        first = [micro.indices + 100 for micro in micro_batches_of(plan, 0, 1, 0, 1)]
+        for _ in range(2):
+            stream = loader.batches(both())
+            got = [list(batch) for _, batch in itertools.islice(stream, 6)]  # the rest is under way when it is left
+            assert got == [*map(list, first), [200, 201, 202, 203], [204, 205, 206, 207]]
+        assert multiprocessing.active_children() == workers
+    assert not multiprocessing.active_children()

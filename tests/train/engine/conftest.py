@@ -55,13 +55,15 @@ class Engine:
             ]
         )
 
-    def run(self, name: str, ranks: int = 1, script: Iterable[str] = (), **flags: Any) -> dict[str, Any]:
+    def run(
+        self, name: str, ranks: int = 1, script: Iterable[str] = (), task: Path = TASK, **flags: Any
+    ) -> dict[str, Any]:
         """A new run of the test task, to its end; its effective record. A dot in a flag is written as two _."""
         merged = FLAGS | {key.replace("__", "."): value for key, value in flags.items()}
         if "steps" in merged:
             del merged["epochs"]
         texts = {key: str(value) for key, value in merged.items() if value is not None}
-        prepared = prepare.prepare(prepare.Request(str(TASK), texts, ranks=ranks))
+        prepared = prepare.prepare(prepare.Request(str(task), texts, ranks=ranks))
         made = store.create(self.station.runs, name, prepared.files, prepared.record)
         return self._train(made, ranks, script)
 

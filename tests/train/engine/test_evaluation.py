@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,34 @@ def test_train_eval_gives_the_figures_that_the_run_gave(evaluated: Any) -> None:
     step, samples, figures = evaluate_run(evaluated.station.run("eval1"), None)
     assert (step, samples) == (4, 23)
     assert figures == evaluated.evaluations("eval1")[0]
+
+
+def test_loader_workers_are_forked_before_the_ranks_meet_and_serve_all_evaluations(engine: Any, tmp_path: Path) -> None:
+    """A fork while another thread writes a checkpoint copies the locks that it holds."""
+    text = engine.task.read_text()
+    changes = {
+        "    def __getitem__(self, index: int) -> dict[str, Any]:\n": "        assert not dist.is_initialized()\n",
+        "def loss(model: nn.Module, batch: Any) -> Any:\n": "    _write_down(model.training)\n",
+    }
+    for place, more in changes.items():
+        assert text.count(place) == 1
+        text = text.replace(place, place + more)
+    text += """
+
+def _write_down(training: bool) -> None:
+    import multiprocessing
+
+    pids = sorted(child.pid for child in multiprocessing.active_children())
+    with Path(__file__).with_name(f"workers.rank{dist.get_rank()}").open("a") as file:
+        print(training, *pids, file=file)
+"""
+    task = tmp_path / "watched.py"
+    task.write_text(text)
+    flags = {"data__workers": 2, "checkpoint__every_steps": 1, "eval__every_epochs": 0.25}
+    assert engine.run("served", 2, task=task, **flags)["state"] == "finished"
+    assert len(engine.evaluations("served")) == 10
+    for rank in range(2):
+        lines = {tuple(line.split()) for line in (engine.station.runs / f"served/workers.rank{rank}").open()}
+        assert {line[0] for line in lines} == {"True", "False"}
+        (pids,) = {line[1:] for line in lines}
+        assert len(pids) == 2
