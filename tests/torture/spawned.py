@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
 from train.engine import manifest
@@ -40,12 +45,22 @@ def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: st
                 for process in processes:
                     process.kill()
             if time.monotonic() - began > PATIENCE:
+                where = stacks(processes)
                 for process in processes:
                     process.kill()
-                raise Failure(f"{run.name}: attempt {number} never ended\n{logs(run)}")
+                raise Failure(f"{run.name}: attempt {number} never ended\n{logs(run)}\n{where}")
     state = run.read()["state"]
     run.end_attempt("died" if state == store.RUNNING else state, "")
     return time.monotonic() - began
+
+
+def stacks(processes: list[Any]) -> str:
+    """Where the ranks and their loader workers are, by py-spy, down into the C library."""
+    ranks = [psutil.Process(process.pid) for process in processes if process.is_alive()]
+    family = [member for rank in ranks for member in (rank, *rank.children(recursive=True))]
+    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--native", "--pid"]
+    said = [subprocess.run([*command, str(each.pid)], capture_output=True, text=True, check=False) for each in family]
+    return "\n".join(one.stdout + one.stderr for one in said)
 
 
 def killed(run: Run, ranks: int, duration: float, random_: random.Random, kills: int) -> int:

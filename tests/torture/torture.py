@@ -63,6 +63,8 @@ class Table:
         self.hits += hits
         self.failures += failures
         self.row(seat[0], seat[1], saving, what, f"{hits}{note}", attempts, len(failures))
+        for failure in failures:  # at once: the rest takes an hour
+            os.write(self.out, f"\n{failure}\n\n".encode())
 
 
 class Torture:
@@ -229,14 +231,11 @@ def main() -> int:
                 torture.points(3 if 3 in options.ranks else options.ranks[-1])
             if options.launched_kills or options.launched_stops:
                 torture.launched(2, options.launched_kills, options.launched_stops)
-        except Failure as failure:  # of an undisturbed run: there is nothing to compare with
-            table.failures.append(str(failure))
-        except Exception:
+        except Exception:  # in an undisturbed run: there is nothing to compare with
             table.failures.append(traceback.format_exc())
+            os.write(table.out, f"\n{table.failures[-1]}\n".encode())
     minutes = (time.monotonic() - began) / 60
     os.write(table.out, f"\n{table.hits} hits, {len(table.failures)} mismatches, {minutes:.0f} minutes\n".encode())
-    for failure in table.failures:
-        os.write(table.out, f"\n{failure}\n".encode())
     return 1 if table.failures else 0
 
 
