@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -207,8 +208,15 @@ class Loader:
             persistent_workers=workers > 0,
             multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
         )
-        # a first pass over nothing starts the workers
-        self._iterator = iter(self._loader) if workers else None
+        self._iterator: Any = None
+        others = set(multiprocessing.active_children())
+        try:
+            if workers:
+                self._iterator = iter(self._loader)  # a first pass, over nothing, starts the workers
+        finally:
+            self._workers = [child for child in multiprocessing.active_children() if child not in others]
+            if workers and self._iterator is None:  # no memory for another process, perhaps
+                self.close()
 
     def batches(self, plan: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """The batches of these micro batches, in their order, on the device. They are fetched ahead.
@@ -223,11 +231,16 @@ class Loader:
         """End the workers.
 
         Not left to the garbage collector: a traceback may hold the iterator until Python ends, and Python would wait
-        for ever for workers that ignore its SIGTERM.
+        for ever for workers that ignore its SIGTERM, as would a worker that is stuck in a sample.
         """
-        end_workers = getattr(self._iterator, "_shutdown_workers", None)
-        if end_workers is not None:
-            end_workers()
+        try:
+            end_workers = getattr(self._iterator, "_shutdown_workers", None)
+            if end_workers is not None:
+                end_workers()
+        finally:
+            for worker in self._workers:
+                worker.kill()
+                worker.join(5)
 
     def __enter__(self) -> Loader:
         return self

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import errno
 import itertools
 import multiprocessing
+import os
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,4 +237,32 @@ def test_both_data_sets_are_fetched_in_the_order_of_the_plan_and_a_pass_may_be_l
             got = [list(batch) for _, batch in itertools.islice(stream, 6)]  # the rest is under way when it is left
             assert got == [*map(list, first), [200, 201, 202, 203], [204, 205, 206, 207]]
         assert multiprocessing.active_children() == workers
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_is_stuck_in_a_sample_is_ended_too() -> None:
+    class Stuck(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            if index == 0:
+                time.sleep(1e6)
+            raise KeyError("no sample")
+
+    micros = [MicroBatch(0, number, np.array([number]), 0) for number in (1, 0)]
+    with Loader(Stuck(), None, None, 2, CPU, None) as loader, pytest.raises(KeyError, match="no sample"):
+        next(loader.batches(iter(micros)))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made iterator
+def test_no_worker_is_left_where_the_system_has_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, forks = os.fork, itertools.count(1)
+
+    def limited() -> int:
+        if next(forks) == 3:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    with pytest.raises(BlockingIOError):
+        Loader(Noisy(), None, None, 4, CPU, None)
     assert not multiprocessing.active_children()
