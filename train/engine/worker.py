@@ -33,6 +33,8 @@ log = logging.getLogger("train")
 
 _PATIENCE = 5.0
 """Seconds in which rank 0 will have recorded a failure that all ranks have met."""
+_PASSING = ("gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "Wait timeout", "DataLoader worker (pid")
+"""What torch's RuntimeErrors about networks, devices and other processes have in their texts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,9 +242,9 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
     if isinstance(error, (Refused, TrainingFailed)):
         return {"time": time.time(), "reason": str(error)[:600], "recurs": True, "traceback": traceback.format_exc()}
     text = one_line(f"{type(error).__name__}: {error}")
-    passing = isinstance(error, (dist.DistError, OSError, EOFError, torch.OutOfMemoryError, MemoryError)) or any(
-        word in text for word in ("gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "DataLoader worker")
-    )
+    passing = isinstance(error, (dist.DistError, OSError, EOFError, torch.OutOfMemoryError, MemoryError))
+    if isinstance(error, RuntimeError) and "Original Traceback" not in text:  # that is a data set's own, in a worker
+        passing |= any(word in text for word in _PASSING)
     line = where(error, task_file) if task_file is not None else text
     return {"time": time.time(), "reason": line[:600], "recurs": not passing, "traceback": traceback.format_exc()}
 
@@ -278,8 +280,15 @@ def main() -> None:
 
 
 def exit_code(run: Run, seat: Seat, end: int) -> int:
-    """What a rank under an agent exits with: 0 for every end that is recorded and that a restart would not change."""
-    return 1 if seat.rank and end in (FAILED, REFUSED) and _is_running(run) else 0
+    """What a rank under an agent exits with: 0 for every end that is recorded and that a restart would not change.
+
+    Not 0 either where the others do not notice the end: they have not met this rank yet, and wait for it.
+    """
+    if end not in (FAILED, REFUSED) or seat.size == 1:
+        return 0
+    import torch.distributed as dist
+
+    return 1 if not dist.is_initialized() or (seat.rank and _is_running(run)) else 0
 
 
 def _is_recorded(run: Run) -> bool:

@@ -424,11 +424,12 @@ class Agent:
         """Why the attempt died, whether it would die again in the same way, and which rank died first."""
         if self._hang:
             return self._hang, False, None
-        for rank, code in sorted(failures.items()):
+        first = self.run.first_failure(attempt)
+        # a failure that would recur, of the task for example, may make peers abort by a signal
+        for rank, code in sorted(failures.items()) if first is None or not first["recurs"] else ():
             # a rank that agent or peers ended shows SIGTERM; the first cause is another one
             if code < 0 and -code != signal.SIGTERM:
                 return f"rank {rank} died of {signal.Signals(-code).name}", False, rank
-        first = self.run.first_failure(attempt)
         if first is not None:
             return f"rank {first['rank']}: {first['reason']}", bool(first["recurs"]), first["rank"]
         if failures:

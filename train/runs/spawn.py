@@ -90,7 +90,9 @@ def _record_end(made: Run, attempt: int, stop: StopRequest, first: int | None, c
     if record["state"] != store.RUNNING:
         made.end_attempt(record["state"], record["reason"])
         return CODES.get(record["state"], FAILED)
-    error = made.first_failure(attempt) if first is not None and code > 0 else None
+    error = made.first_failure(attempt) if first is not None else None
+    if error is not None and code < 0 and not error["recurs"]:  # its peers have lost a rank that was killed
+        error = None
     how = f"died of {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
     if stop.asked and error is None:  # at once, or before the ranks could listen, or while they saved
         newest = next(iter(made.steps_saved()), 0)
@@ -146,10 +148,10 @@ def _spawned(folder: str, seat: Seat, attempt: int, held: _Held, environment: di
         end = run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
         code = exit_code(made, seat, end)
     except BaseException as error:
-        leave_failure(made, seat, attempt, error)
+        own = leave_failure(made, seat, attempt, error)
         first = made.first_failure(attempt)
         # rank 0 writes to the terminal, where a lost connection would hide why it was lost
-        if seat.rank or first is None or first["rank"] == seat.rank:
+        if seat.rank or own["recurs"] or first is None or first["rank"] == seat.rank:
             traceback.print_exc()
     finally:
         leave(code)

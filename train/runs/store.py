@@ -339,9 +339,10 @@ class Run:
         The peers of a rank that fails lose their connections and say so, maybe before it has ended.
         """
         reports = []
-        for path in self.logs(attempt).glob("rank*.error.json"):
-            with contextlib.suppress(OSError, ValueError):
-                reports.append(json.loads(path.read_text()))
+        with contextlib.suppress(OSError):
+            for path in self.logs(attempt).glob("rank*.error.json"):
+                with contextlib.suppress(OSError, ValueError):
+                    reports.append(json.loads(path.read_text()))
         return min(reports, key=lambda report: (not report["recurs"], report["time"]), default=None)
 
     def steps_saved(self) -> list[int]:

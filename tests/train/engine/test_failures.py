@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from tests.train.conftest import PATIENCE
+from train.data.loader import Loader, MicroBatch
 from train.data.order import order
+from train.engine.worker import failure_of
 
 SAMPLES, BATCH = 55, 16
 
@@ -52,6 +57,42 @@ def test_a_failure_that_only_another_rank_meets_is_the_reason(engine: Any) -> No
     record = engine.run("alone", 2, ["3 1 vector"])
     assert (engine.code, record["state"]) == (3, "failed")
     assert "rank 1: loss in" in record["reason"] and "scalar" in record["reason"]
+
+
+def test_a_peer_that_aborts_because_a_rank_failed_is_not_the_reason(engine: Any) -> None:
+    record = engine.run("aborted", 2, ["3 1 vector", "3 0 sh (sleep 3; kill -ABRT $PPID) &"])
+    assert (engine.code, record["state"]) == (3, "failed")
+    assert "rank 1: loss in" in record["reason"]
+
+
+def test_the_others_do_not_wait_for_a_rank_that_failed_before_they_met_it(engine: Any, tmp_path: Path) -> None:
+    """Only rank 0, whose output is not its log file, in the run folder."""
+    task = tmp_path / "unlucky.py"
+    head = "def datasets(config: Any) -> tuple[Points, Points | None]:\n"
+    more = (
+        '    first = not os.readlink("/proc/self/fd/1").endswith("rank1.log")\n'
+        '    if first and Path(__file__).with_name("lock").exists():\n'
+        '        raise MemoryError("all at once")\n'
+    )
+    assert engine.task.read_text().count(head) == 1
+    task.write_text(engine.task.read_text().replace(head, head + more))
+    record = engine.run("unlucky", 2, task=task, parallel__timeout_minutes=10)
+    assert record["state"] == "failed" and "all at once" in record["reason"]
+    started, ended = (datetime.datetime.fromisoformat(record["attempts"][0][key]) for key in ("started", "ended"))
+    assert (ended - started).total_seconds() < 300  # half the time that ranks wait for each other
+
+
+def test_what_a_data_set_raises_in_a_worker_would_recur() -> None:
+    class Broken(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            raise RuntimeError("no Connection between these samples")
+
+    micros = iter([MicroBatch(0, 0, np.arange(2), 0)])
+    loader = Loader(Broken([1, 2]), None, None, 1, torch.device("cpu"), None)
+    with loader, pytest.raises(RuntimeError) as caught:
+        next(loader.batches(micros))
+    assert failure_of(caught.value, None)["recurs"]
+    assert not failure_of(RuntimeError("Connection closed by peer"), None)["recurs"]
 
 
 def test_the_rank_that_failed_is_named_though_its_peers_were_seen_to_die_with_it(engine: Any) -> None:
