@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -56,11 +57,19 @@ def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: st
 
 def stacks(processes: list[Any]) -> str:
     """Where the ranks and their loader workers are, by py-spy, down into the C library."""
-    ranks = [psutil.Process(process.pid) for process in processes if process.is_alive()]
-    family = [member for rank in ranks for member in (rank, *rank.children(recursive=True))]
-    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--native", "--pid"]
-    said = [subprocess.run([*command, str(each.pid)], capture_output=True, text=True, check=False) for each in family]
-    return "\n".join(one.stdout + one.stderr for one in said)
+    family: list[psutil.Process] = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            rank = psutil.Process(process.pid)
+            family += [rank, *rank.children(recursive=True)]
+    spy = str(Path(sys.executable).with_name("py-spy"))
+    said = []
+    for each in family:
+        command = [spy, "dump", "--native", "--pid", str(each.pid)]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+            said.append(done.stdout + done.stderr)
+    return "\n".join(said)
 
 
 def killed(run: Run, ranks: int, duration: float, random_: random.Random, kills: int) -> int:
