@@ -23,6 +23,9 @@ from typing import Any
 from train.errors import Refused
 from train.runs.store import NOW, Run, remove
 
+_TRIES = 50
+"""How often a session is asked for, ten times a second."""
+
 
 @dataclasses.dataclass
 class Order:
@@ -63,6 +66,25 @@ def _has_session(runs: Path, session: str) -> bool:
     return done.returncode == 0
 
 
+def new_session(runs: Path, session: str, command: list[str]) -> str:
+    """Start a command in a session of its own. Returns what tmux says when it cannot, or ''."""
+    for _ in range(_TRIES):
+        done = subprocess.run(
+            tmux(runs, "new-session", "-d", "-s", session, "-x", "160", "-y", "48", "--", *command),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return ""
+        said = " ".join(done.stderr.split())
+        # a server whose last session has just ended still takes calls, and then goes
+        if not any(word in said for word in ("server exited", "lost server", "no server running")):
+            break
+        time.sleep(0.1)
+    return said
+
+
 def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
     """Start the session and wait until the run is recorded in it, or until `cancelled`. Returns warnings.
 
@@ -79,14 +101,8 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
         request.touch(mode=0o600)
         request.write_text(json.dumps(content))
         command = [sys.executable, "-m", "train.runs.agent", str(desk)]
-        session_made = subprocess.run(
-            tmux(runs, "new-session", "-d", "-s", session, "-x", "160", "-y", "48", "--", *command),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if session_made.returncode != 0:
-            said = " ".join(session_made.stderr.split())
+        said = new_session(runs, session, command)
+        if said:
             if "duplicate session" in said:
                 raise Refused(f"a tmux session {session} exists; is {order.name} running? train ls shows it")
             raise Refused(f"tmux cannot start a session: {said}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from tests.train.conftest import PATIENCE
 from train.runs import launch, store
 
 if TYPE_CHECKING:
@@ -268,3 +269,14 @@ def test_of_two_launches_of_one_name_one_succeeds_and_its_run_is_whole(station: 
     outputs = [process.communicate()[0] for process in both]
     assert sorted(process.returncode for process in both) == [0, 2], outputs
     assert station.wait_for_end("two")["state"] == store.FINISHED
+
+
+def test_a_session_starts_while_the_server_of_the_last_one_is_leaving(tmp_path: Path) -> None:
+    """What `train resume` meets right after a stop: about one in six would be refused by tmux."""
+    for number in range(60):
+        assert launch.new_session(tmp_path, f"s{number}", ["sh", "-c", f"echo {number} >> {tmp_path}/begun"]) == ""
+    deadline = time.monotonic() + PATIENCE
+    while len((tmp_path / "begun").read_text().split()) < 60:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert sorted(map(int, (tmp_path / "begun").read_text().split())) == list(range(60))  # none twice
