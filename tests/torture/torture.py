@@ -70,8 +70,8 @@ class Table:
 class Torture:
     """The runs of one call."""
 
-    def __init__(self, runs: Path, seed: int, table: Table) -> None:
-        self.runs, self.random, self.table = runs, random.Random(seed), table
+    def __init__(self, runs: Path, seed: int, table: Table, only: str = "") -> None:
+        self.runs, self.random, self.table, self.only = runs, random.Random(seed), table, only
         self.wanted: dict[tuple[int, int], dict[str, Any]] = {}
         self.durations: dict[Seat, float] = {}
         self._number = 0
@@ -90,6 +90,8 @@ class Torture:
 
     def until(self, seat: Seat, what: str, count: int, act: Callable[[Run, int], tuple[int, int]], steps: int) -> None:
         """Disturb runs of this kind until `count` disturbances have hit."""
+        if self.only not in what:
+            return
         hits = lost = 0
         runs: list[Run] = []
         failures: list[str] = []
@@ -124,6 +126,8 @@ class Torture:
 
     def once(self, seat: Seat, what: str, act: Callable[[Run], bool], first: int, exactly: bool = True) -> None:
         """One disturbance of one run, created for `first` ranks, that ends on those of the seat."""
+        if self.only not in what:
+            return
         run = self.fresh((first, *seat[1:]), "once")
         hits, failures = 0, []
         try:
@@ -206,6 +210,7 @@ def main() -> int:
     parser.add_argument(
         "--points", action=argparse.BooleanOptionalAction, default=True, help="a kill at every named point; world sizes"
     )
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows with this text, to look into one again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
@@ -218,7 +223,7 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the ranks' own words are in their logs
     spawn.warm_up()
     with tempfile.TemporaryDirectory(prefix="train-torture-runs-") as temporary:
-        torture = Torture((options.runs or Path(temporary)).absolute(), options.seed, table)
+        torture = Torture((options.runs or Path(temporary)).absolute(), options.seed, table, options.only)
         seats = list(itertools.product(options.ranks, options.workers, (False, True)))
         try:
             for seat in seats:
