@@ -42,6 +42,8 @@ def launch(station: Station, name: str) -> None:
 def ends_as_if_nothing_had_happened(station: Station, name: str, undisturbed: dict[str, object]) -> None:
     ended = ("finished", "failed", "stopped")
     until(f"{name} goes on by itself and ends", lambda: station.show(name).get("state") in ended, 300)
+    # rank 0 says how the run ends, and its agent, a moment later, how the attempt did
+    until("the last attempt is over", lambda: record(station, name)["attempts"][-1]["end"] is not None, 60)
     run = record(station, name)
     assert run["state"] == "finished", run["reason"]
     assert run["weights_sha256"] == undisturbed["weights_sha256"]
