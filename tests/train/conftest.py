@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,9 @@ from train.runs.store import Run
 
 PATIENCE = 240
 """Seconds after which a command that should have ended counts as hanging. Never a measure of speed."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; what we start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Station:

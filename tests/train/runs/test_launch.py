@@ -256,7 +256,7 @@ def test_an_interrupted_launch_leaves_nothing(station: Station) -> None:
     ours = [pid for pid in inside if Path(f"/proc/{pid}/cwd").resolve() == station.folder.resolve()]
     assert ours
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate()
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in output
     assert gone(ours)
     assert sessions(station) == [] and not station.runs.exists()
