@@ -47,6 +47,8 @@ def test_a_notebook_cell_prints_torchs_version(station: Station, page: Page, kep
     cell = page.locator(".jp-Notebook .jp-CodeCell .cm-content").first
     cell.click()
     page.keyboard.type("import torch; print('torch', torch.__version__)")
+    # JupyterLab forgets what it is told to run before the kernel is there, which under load is seconds later.
+    expect(page.get_by_text("Python 3 (ipykernel) | Idle")).to_be_visible(timeout=90_000)
     page.keyboard.press("Shift+Enter")
     expect(page.locator(".jp-OutputArea-output").first).to_contain_text("torch 2.7.1", timeout=90_000)
     page.screenshot(path=kept / "notebook.png")
