@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import requests
 from conftest import OWNER, Station, Terminal, run, steps_on, until
 
 BATCH = ["-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-o", "ConnectTimeout=20"]
@@ -158,5 +159,16 @@ def test_a_root_owned_checkout_works_as_user_1000_and_says_so(make_station: Call
     assert mine.ssh("id -u").stdout == "1000\n"
     mine.ssh("touch /workspace/runs/made")
     assert (mine.folder / "runs" / "made").stat().st_uid == 1000
-    assert "/workspace belongs to root: working as user 1000, who now owns runs/" in mine.log
+    assert "/workspace belongs to root: working as user 1000, who now owns runs/ and notebooks/" in mine.log
+    # what JupyterLab's launcher does where it opens
+    session = requests.Session()
+    session.headers["Authorization"] = f"token {mine.token}"
+    opens = session.get(f"{mine.url}/lab").text.partition('"preferredPath": "')[2].partition('"')[0]
+    made = session.post(f"{mine.url}/api/contents/{opens}", json={"type": "notebook"})
+    assert made.ok, made.text
+    assert (mine.folder / "notebooks" / "Untitled.ipynb").stat().st_uid == 1000
+    content = session.get(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb").json()["content"]
+    body = {"type": "notebook", "format": "json", "content": content}
+    assert session.put(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb", json=body).ok
+    assert (mine.folder / "train" / "__init__.py").stat().st_uid == 0
     mine.make("down")

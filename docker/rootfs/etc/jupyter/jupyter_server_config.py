@@ -1,5 +1,6 @@
 # JupyterLab in the station. The port is published on 127.0.0.1 unless BIND_ADDRESS says otherwise.
 import hashlib
+import os
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,9 @@ c.ServerApp.port = 8888
 c.ServerApp.port_retries = 0
 c.ServerApp.open_browser = False
 c.ServerApp.root_dir = "/workspace"
+if not os.access("/workspace", os.W_OK) and os.access("/workspace/notebooks", os.W_OK):
+    # root's checkout: the launcher's notebooks go to where they can be saved
+    c.ServerApp.preferred_dir = "/workspace/notebooks"
 c.ServerApp.allow_remote_access = True  # the host's name is the user's affair: an address, a tunnel, a machine's name
 c.ServerApp.terminals_enabled = True
 c.ServerApp.quit_button = False
