@@ -30,7 +30,7 @@ COMMANDS = {
     "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
     "eval": "evaluate a run's newest checkpoint",
     "export": "write a run's weights to .safetensors, .pt or .onnx",
-    "bench": "measure this machine: bench checkpoint, bench resume",
+    "bench": "measure this machine: bench checkpoint, bench resume, bench stop",
     "plot": "draw loss, learning rate and throughput of runs",
 }
 WITH_FIELDS = ("run", "launch", "resume")
@@ -83,10 +83,11 @@ def parser(command: str) -> argparse.ArgumentParser:
     if command == "keeper":
         add("--once", action="store_true", help="resume what was interrupted, then exit")
     if command == "bench":
-        add("subject", metavar="checkpoint|resume", choices=["checkpoint", "resume"], help="what to measure")
+        subjects = ["checkpoint", "resume", "stop"]
+        add("subject", metavar="|".join(subjects), choices=subjects, help="what to measure")
         add("--mb", metavar="N", action="append", help="checkpoint: MB of state; may be repeated (100, 1000)")
         add("--samples", metavar="N", default="1000000000", help="resume: size of the virtual data set (1000000000)")
-        add("--times", metavar="N", help="repetitions; medians are shown (checkpoint 5, resume 25)")
+        add("--times", metavar="N", help="repetitions; medians are shown (checkpoint 5, resume 25, stop 40)")
     if command == "stop":
         add("--now", action="store_true", help="do not save; the last checkpoint stays")
     if command in ("eval", "export"):
@@ -462,6 +463,10 @@ def _bench(options: Any, runs: Path, flags: dict[str, str]) -> int:
         from train.bench import resume
 
         print(resume.bench(runs, samples, times or 25))
+    elif options.subject == "stop":
+        from train.bench import stop
+
+        print(stop.bench(runs, times or 40))
     else:
         from train.bench import checkpoint
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -23,6 +22,7 @@ from train.engine.checkpoint import CannotSave, Saver
 from train.engine.evaluate import evaluate
 from train.engine.parallel import TAIL, Replica, World
 from train.engine.precision import Precision
+from train.engine.readback import Readback
 from train.engine.report import Report
 from train.engine.stop import StopRequest
 from train.errors import TrainingFailed
@@ -77,7 +77,7 @@ def train(job: Job, done: int) -> Done:
     config, plan, world, report = job.config, job.plan, job.world, job.report
     rates = [group["lr"] * schedule.scale(config) for group in job.optimizer.param_groups]
     stream = job.loader.batches(_micro_batches(job, done))
-    readback = _Readback(world.device)
+    readback = Readback[_Step](world.device)
     clock = _Clock(config.checkpoint.every_minutes)
     meter = _Meter()
     saved, stopping, metrics = done, False, None
@@ -343,29 +343,6 @@ class _Step:
     number: int
     rate: float
     samples: int
-
-
-class _Readback:
-    """Brings the sums of a step to the host: at once from a CPU, a step later from a GPU, so that it never waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._lag = 1 if device.type == "cuda" else 0
-        self._pending: collections.deque[tuple[_Step, Tensor, Any]] = collections.deque()
-
-    def put(self, step: _Step, sums: Tensor) -> None:
-        event = None
-        if self._lag:
-            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((step, sums, event))
-
-    def take(self, everything: bool) -> Iterator[tuple[_Step, list[float]]]:
-        while len(self._pending) > (0 if everything else self._lag):
-            step, sums, event = self._pending.popleft()
-            if event is not None:
-                event.synchronize()
-            yield step, sums.tolist()
 
 
 class _Clock:

@@ -107,27 +107,32 @@ class _Lines:
 
     def sync(self) -> bool:
         """Make the lines durable. Whether they are."""
-        if not self.flush():
-            return False
         try:
             if self._is_doubtful:
-                self._write_again()
+                self._take_back()
+            if not self.flush():
+                return False
             os.fsync(self._file.fileno())
         except OSError as error:
             self.problem = str(error.strerror)
             self._is_doubtful = True
             return False
-        self._synced, self._is_doubtful = self._good, False
+        self._synced = self._good
         return True
 
-    def _write_again(self) -> None:
-        """After a failed fsync Linux takes the pages for written, and the next one would succeed (fsync(2), EIO)."""
-        descriptor = self._file.fileno()
-        with Path(f"/proc/self/fd/{descriptor}").open("rb") as file:
+    def _take_back(self) -> None:
+        """What a failed fsync left is no longer counted on: it is cut off and written anew.
+
+        Linux takes the pages for written then, and the next fsync would succeed (fsync(2), EIO). Nor would the same
+        bytes over the same place help: on ext4 the blocks still count as never written, and read as zeros later.
+        """
+        with Path(f"/proc/self/fd/{self._file.fileno()}").open("rb") as file:
             file.seek(self._synced)
             text = file.read()
-        os.ftruncate(descriptor, self._synced)
-        self._file.write(text)
+        self._file.truncate(self._synced)
+        self._pending.insert(0, text)
+        self._good = self._synced
+        self._is_doubtful = False
 
     def close(self) -> None:
         self.flush()

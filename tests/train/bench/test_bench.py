@@ -26,3 +26,11 @@ def test_resume_compares_the_begin_of_an_epoch_with_its_end(station: Station) ->
     assert [row[0] for row in rows[2:]] == ["1", "95"]
     assert all(float(row[2]) > 0 for row in rows[2:])
     assert os.listdir(station.runs) == []
+
+
+def test_stop_compares_the_flag_that_rides_along_with_plain_ddp(station: Station) -> None:
+    rows = table(station.ok("bench", "stop", "--times", 2).stdout)
+    assert [row[0] for row in rows[2:]] == ["plain DDP, no stop", "train: rides along", "a reduction of its own"]
+    assert all(float(row[1]) > 0 for row in rows[2:])
+    assert rows[2][2] == "1.000"
+    assert os.listdir(station.runs) == []

@@ -13,7 +13,7 @@ import pytest
 
 from tests.train.conftest import Station
 from tests.train.engine.conftest import Engine
-from train.engine import disk, manifest
+from train.engine import disk, manifest, report
 from train.engine.disk import DurableFile
 
 SYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
@@ -173,3 +173,25 @@ def test_an_unmounted_disk_is_one_line_and_exit_code_3_on_the_command_line(volum
     assert done.returncode == 3, done.stderr
     assert done.stderr.splitlines()[-1].startswith("train: the checkpoint of step 10 could not be saved")
     assert done.stderr.count("training goes on") >= 2 and "Traceback" not in done.stderr
+
+
+def test_lines_whose_fsync_failed_are_written_again(mount: Mount, tmp_path: Path) -> None:
+    # a disk on a file without room to grow: writes succeed, their fsync does not, as on a thin volume that is full
+    below, folder = mount("-t tmpfs -o size=4m none", tmp_path / "below"), tmp_path / "folder"
+    sh(f"truncate -s 16M {below}/image && mkfs.ext4 -q -O ^has_journal {below}/image")
+    mount(f"-o loop {below}/image", folder)
+    path = folder / "lines"
+    path.touch()
+    lines = report._Lines(path)
+    lines.add("first" * 2000)
+    assert lines.sync()
+    sh(f"head -c 16M /dev/zero > {below}/filler || true")
+    lines.add("second" * 20000)
+    assert lines.flush() and not lines.sync() and lines.problem
+    assert not lines.sync()
+    (below / "filler").unlink()
+    lines.add("third")
+    assert lines.sync()
+    lines.close()
+    sh(f"umount {folder} && mount -o loop {below}/image {folder}")  # what is on the disk, not in the cache
+    assert path.read_text().splitlines() == ["first" * 2000, "second" * 20000, "third"]

@@ -1,0 +1,123 @@
+"""`train bench stop`: what it costs a step that all ranks agree whether somebody asked for a stop.
+
+Three ways to train the same small model on the same ranks: plain DDP, which agrees on nothing; the engine's, where the
+flag (and the loss, and whether to save) rides in the reduction of the gradients and is read from there; and DDP with a
+reduction of its own for the flag, as it is written by hand. Small, for there the cost of a message shows most.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from train.config import Config
+from train.engine.parallel import TAIL, Replica, World, join
+from train.engine.precision import Precision
+from train.engine.readback import Readback
+
+RANKS = 2
+STEPS = 50
+"""Steps a block; the ways take turns block by block, so that a slow moment meets all of them."""
+
+
+def bench(folder: Path, times: int) -> str:
+    """Measure with this many blocks of each way. Returns a table in Markdown."""
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
+        torch.multiprocessing.spawn(_rank, (name, times), nprocs=RANKS)
+        blocks: dict[str, list[float]] = torch.load(Path(name) / "blocks")
+    lines = ["| way | ms a step | / plain DDP | quartiles |", "|---|---|---|---|"]
+    plain = blocks["plain DDP, no stop"]
+    for way, seconds in blocks.items():
+        # each block beside the plain one of the same turn: the machine's moods cancel
+        ratios = [one / other for one, other in zip(seconds, plain, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        milliseconds = 1000 * statistics.median(seconds) / STEPS
+        lines.append(f"| {way} | {milliseconds:.3f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
+    return "\n".join(lines)
+
+
+def _rank(rank: int, folder: str, times: int) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if torch.cuda.device_count() >= RANKS else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    world = join(Config(), rank, RANKS, rank, RANKS, device, store)
+    ways = {"plain DDP, no stop": _ddp, "train: rides along": _riding, "a reduction of its own": _own}
+    steps = {name: make(world) for name, make in ways.items()}
+    blocks: dict[str, list[float]] = {name: [] for name in ways}
+    for count in range(times + 2):
+        for name, step in steps.items():
+            world.barrier()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if count > 1:  # DDP lays out its buckets at first
+                blocks[name].append(time.perf_counter() - began)
+    if world.is_first:
+        torch.save(blocks, f"{folder}/blocks")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _parts(world: World) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return model.to(world.device), torch.randn(32, 64).to(world.device), torch.randint(10, (32,)).to(world.device)
+
+
+def _ddp(world: World) -> Callable[[], None]:
+    model, images, classes = _parts(world)
+    parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        cross_entropy(parallel(images), classes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _own(world: World) -> Callable[[], None]:
+    step = _ddp(world)
+
+    def step_and_ask() -> None:
+        step()
+        world.any(False)
+
+    return step_and_ask
+
+
+def _riding(world: World) -> Callable[[], None]:
+    model, images, classes = _parts(world)
+    config = Config()
+    replica = Replica(model, world, config, Precision("fp32", world.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    replica.settle()
+    readback = Readback[None](world.device)
+
+    def step() -> None:
+        loss = cross_entropy(replica.call(images), classes)
+        flags = torch.zeros(len(TAIL), device=world.device)
+        replica.backward(loss, 1 / RANKS, flags)
+        sums = replica.reduced(flags)
+        optimizer.step()
+        readback.put(None, sums)
+        replica.clear()
+        for _, values in readback.take(everything=False):
+            assert not values[TAIL.index("stop")]
+
+    return step
