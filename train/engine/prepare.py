@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +121,8 @@ def prepare(request: Request) -> Prepared:
     train_set, _ = build.make_datasets(task, config)
     _check_sync_batchnorm(config, device, ranks, len(train_set))
     model = build.make_model(task, config, precision.weights)
-    build.make_optimizer(task, model, config)
+    with _without_compiler():
+        build.make_optimizer(task, model, config)
     files: dict[str, str | bytes] = {}
     if request.init is not None:
         from safetensors.torch import save
@@ -143,6 +146,24 @@ def prepare(request: Request) -> Prepared:
         "git_revision": _git_revision(),
     }
     return Prepared(task, config, files, record)
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Making an optimizer loads torch's compiler, which takes longer than all else here and compiles nothing.
+
+    Its method is marked as torch marks it when the compiler is loaded (torch/_compile.py, `_disable_dynamo`); with a
+    torch that does it otherwise, this does nothing.
+    """
+    method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if method is None or hasattr(method, "__dynamo_disable"):
+        yield
+        return
+    setattr(method, "__dynamo_disable", method)
+    try:
+        yield
+    finally:
+        delattr(method, "__dynamo_disable")
 
 
 def _check_ranks(config: Config, ranks: int) -> None:
