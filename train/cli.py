@@ -87,7 +87,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         add("subject", metavar="|".join(subjects), choices=subjects, help="what to measure")
         add("--mb", metavar="N", action="append", help="checkpoint: MB of state; may be repeated (100, 1000)")
         add("--samples", metavar="N", default="1000000000", help="resume: size of the virtual data set (1000000000)")
-        add("--times", metavar="N", help="repetitions; medians are shown (checkpoint 5, resume 25, stop 40)")
+        add("--times", metavar="N", help="repetitions; medians are shown (checkpoint 5, resume 25, stop 200)")
     if command == "stop":
         add("--now", action="store_true", help="do not save; the last checkpoint stays")
     if command in ("eval", "export"):
@@ -466,7 +466,7 @@ def _bench(options: Any, runs: Path, flags: dict[str, str]) -> int:
     elif options.subject == "stop":
         from train.bench import stop
 
-        print(stop.bench(runs, times or 40))
+        print(stop.bench(runs, times or 200))
     else:
         from train.bench import checkpoint
 
