@@ -7,6 +7,7 @@ reduction of its own for the flag, as it is written by hand. Small, for there th
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
@@ -21,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import Config
-from train.engine.parallel import TAIL, Replica, World, join
+from train.engine.parallel import TAIL, Replica, World, join, take_device
 from train.engine.precision import Precision
 from train.engine.readback import Readback
 
@@ -34,7 +35,7 @@ def bench(folder: Path, times: int) -> str:
     """Measure with this many blocks of each way. Returns a table in Markdown."""
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
         torch.multiprocessing.spawn(_rank, (name, times), nprocs=RANKS)
-        blocks: dict[str, list[float]] = torch.load(Path(name) / "blocks")
+        blocks: dict[str, list[float]] = json.loads((Path(name) / "blocks.json").read_text())
     lines = ["| way | ms a step | / plain DDP | quartiles |", "|---|---|---|---|"]
     plain = blocks["plain DDP, no stop"]
     for way, seconds in blocks.items():
@@ -48,11 +49,9 @@ def bench(folder: Path, times: int) -> str:
 
 def _rank(rank: int, folder: str, times: int) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if torch.cuda.device_count() >= RANKS else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    world = join(Config(), rank, RANKS, rank, RANKS, device, store)
+    config = Config(device="auto" if torch.cuda.device_count() >= RANKS else "cpu")
+    device = take_device(config, RANKS, rank)
+    world = join(config, rank, RANKS, rank, RANKS, device, f"file://{folder}/store")
     ways = {"plain DDP, no stop": _ddp, "train: rides along": _riding, "a reduction of its own": _own}
     steps = {name: make(world) for name, make in ways.items()}
     blocks: dict[str, list[float]] = {name: [] for name in ways}
@@ -67,8 +66,8 @@ def _rank(rank: int, folder: str, times: int) -> None:
             if count > 1:  # DDP lays out its buckets at first
                 blocks[name].append(time.perf_counter() - began)
     if world.is_first:
-        torch.save(blocks, f"{folder}/blocks")
-    dist.barrier()
+        Path(folder, "blocks.json").write_text(json.dumps(blocks))
+    world.barrier()
     dist.destroy_process_group()
 
 
@@ -103,8 +102,7 @@ def _own(world: World) -> Callable[[], None]:
 
 def _riding(world: World) -> Callable[[], None]:
     model, images, classes = _parts(world)
-    config = Config()
-    replica = Replica(model, world, config, Precision("fp32", world.device))
+    replica = Replica(model, world, Config(), Precision("fp32", world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     replica.settle()
     readback = Readback[None](world.device)
