@@ -90,20 +90,23 @@ RUN useradd --create-home --uid 1000 --user-group --shell /bin/bash --comment "w
     # A star is no password that fits; the exclamation mark useradd leaves would lock the account for keys too.
     usermod -p '*' dev; \
     mkdir -p /workspace /datasets /etc/trainstation/hostkeys; \
+    mkdir -m 700 /etc/trainstation/private; \
     chown dev:dev /workspace
 COPY docker/rootfs/ /
 COPY entrypoint.sh /usr/local/bin/entrypoint
 COPY train/ /opt/trainstation/train/
 # The mounted package comes first on Python's path, the copy made here second: a change in the checkout needs no build,
-# and the image works without a checkout.
-RUN printf '/workspace\n/opt/trainstation\n' >/usr/local/lib/python3.11/dist-packages/trainstation.pth; \
-    python3 -m compileall -q /opt/trainstation/train
+# and the image works without a checkout. Root's Python gets the copy alone: user dev can write to /workspace.
+RUN echo 'import os, sys; sys.path += ["/workspace"] * (os.geteuid() != 0) + ["/opt/trainstation"]' \
+        >/usr/local/lib/python3.11/dist-packages/trainstation.pth; \
+    python3 -I -m compileall -q /opt/trainstation/train /usr/local/lib/trainstation
 
 # The same variables reach every way in (docker exec, ssh, Jupyter, tmux): what is set here is there for all of them,
 # see docker/rootfs/usr/local/lib/trainstation/steps/60-environment.
+# The home folder is last in PATH: `docker exec` is root by default, and finds there what nothing else is called.
 # No CUDA folder is in LD_LIBRARY_PATH: it would take precedence over the libraries PyTorch was built with.
 # NVIDIA_REQUIRE_CUDA: PyTorch's CUDA 12.6 libraries run on every driver of the 12 series, from 525 on.
-ENV PATH=/home/dev/.local/bin:/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+ENV PATH=/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/home/dev/.local/bin \
     LANG=C.UTF-8 \
     TRAINSTATION_IMAGE=1 \
     TRAIN_RUNS=/workspace/runs \

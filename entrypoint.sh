@@ -1,14 +1,18 @@
-#!/bin/bash
+#!/bin/bash -p
 # What a container does when it starts: each step in docker/rootfs/usr/local/lib/trainstation/steps in its order,
 # then the services. The first step only looks; nothing is changed unless everything asked for can be had.
+#
+# Root trusts only what root alone can write: -p, so that no variable names a file for this shell to read; a PATH of
+# its own; and services that start with a short list of variables. What people gave the container is for user dev,
+# who gets all of it (as-dev). docs/security.md lists what runs as root.
 set -euo pipefail
 
-# The PATH people get begins with a folder that user dev can write to; root does not search there.
-export STATION_PATH=$PATH
+mapfile -d '' -t given </proc/self/environ # NAME=VALUE, as the container was started
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
 readonly station=/usr/local/lib/trainstation
-say() { printf 'trainstation: %s\n' "$*"; }
+# On stderr: `docker run IMAGE COMMAND` has stdout for what the command prints.
+say() { printf 'trainstation: %s\n' "$*" >&2; }
 die() { printf 'trainstation: error: %s\n' "$*" >&2; exit 2; }
 
 for step in "$station"/steps/*; do
@@ -20,4 +24,10 @@ done
 if [ $# -gt 0 ]; then
     exec "$station/as-dev" "$@"
 fi
-exec supervisord -n -c /etc/trainstation/supervisord.conf
+cd /
+for name in LANG TZ TRAIN_RUNS; do
+    [ -z "${!name:-}" ] || kept+=("$name=${!name}")
+done
+# -I: Python takes no module from the current folder, a user's folder or PYTHONPATH.
+exec /usr/bin/env -i PATH="$PATH" TMPDIR=/run/trainstation "${kept[@]}" \
+    /usr/bin/python3 -I /usr/bin/supervisord -n -c /etc/trainstation/supervisord.conf
