@@ -7,6 +7,7 @@
 # who gets all of it (as-dev). docs/security.md lists what runs as root.
 set -euo pipefail
 
+# shellcheck disable=SC2034 # steps read it
 mapfile -d '' -t given </proc/self/environ # NAME=VALUE, as the container was started
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 

@@ -12,6 +12,7 @@ scripts/engine.sh
 missing=()
 command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
 command -v ssh >/dev/null || missing+=(openssh-client)
+command -v strace >/dev/null || missing+=(strace)
 if [ ${#missing[@]} -gt 0 ]; then
     command -v apt-get >/dev/null || die "missing: ${missing[*]}"
     [ "$(id -u)" = 0 ] || die "missing: ${missing[*]}; please run: sudo apt-get install -y ${missing[*]}"

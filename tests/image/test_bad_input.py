@@ -1,5 +1,6 @@
 """What is wrong is said in one line that names the remedy, and nothing half made is left."""
 
+import json
 import os
 import socket
 import subprocess
@@ -175,3 +176,72 @@ def test_secret_files_that_cannot_be_meant(fresh: Station, tmp_path: Path, name:
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
     assert [path.name for path in (tmp_path / "workspace").rglob("*")] == [".secrets", name]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--user", "1234"), "the services are started by root, who becomes user dev: leave out --user"),
+        (("--cap-drop", "ALL"), "root may do too little in here: add --cap-add CHOWN --cap-add DAC_OVERRIDE"),
+        (("--cap-drop", "SETUID"), "root may do too little in here: add --cap-add SETUID, as"),
+        (("--read-only",), "is read-only: leave out --read-only"),
+        (("--tmpfs", "/workspace:ro"), "/workspace is not writable: is it mounted read-only? Runs need a folder"),
+        (("-e", "LD_LIBRARY_PATH=/usr/lib:/workspace/lib"), "LD_LIBRARY_PATH names /workspace/lib, which root"),
+        (("-e", "LD_PRELOAD=/home/dev/x.so"), "LD_PRELOAD names /home/dev/x.so, which root"),
+    ],
+)
+def test_services_that_cannot_be_started_say_why(fresh: Station, options: tuple[str, ...], said: str) -> None:
+    done = run("docker", "run", "--rm", *options, "trainstation:runtime", check=False, timeout=60)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("ERROR: ld.so")]
+    assert (done.returncode, len(lines)) == (2, 1), done.stderr
+    assert said in lines[0]
+    assert done.stdout == ""
+
+
+NEEDED = ("SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SYS_CHROOT")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--user", "1234"),
+        ("--user", "1234", "--cap-drop", "ALL", "--read-only"),
+        ("--cap-drop", "ALL", *(f"--cap-add={name}" for name in NEEDED), "--security-opt", "no-new-privileges"),
+        ("--tmpfs", "/tmp:size=4k", "--env", "HTTP_PROXY=http://proxy.invalid:3128"),
+        (
+            "--env",
+            "BASH_ENV=/nowhere",
+            "--env",
+            "PYTHONPATH=/nowhere",
+            "--env",
+            "TRAIN_RUNS=/tmp/runs",
+            "--tmpfs",
+            "/tmp",
+        ),
+    ],
+)
+def test_what_a_command_prints_is_all_that_is_on_stdout(fresh: Station, options: tuple[str, ...]) -> None:
+    line = "echo $((6 * 7)) as $(id -u); cd /workspace"
+    done = run("docker", "run", "--rm", *options, "trainstation:runtime", "bash", "-c", line, timeout=60)
+    assert done.stdout == f"42 as {'1234' if '--user' in options else '1000'}\n"
+
+
+def test_full_places_inside_do_not_keep_the_services_from_starting(make_station: Callable[..., Station]) -> None:
+    """/tmp and the home folder are full to the last byte; the way in is needed all the more."""
+    station = make_station("full")
+    full = {"tmpfs": ["/tmp:size=64k", "/run:mode=755,size=64m,nosuid,nodev"]}
+    home = {"driver": "local", "driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": "size=1m"}}
+    override = station.folder.parent / "full.yml"
+    override.write_text(json.dumps({"services": {"station": full}, "volumes": {"home": home}}))
+    files = [word for f in ("docker-compose.yml", "docker-compose.cpu.yml", str(override)) for word in ("-f", f)]
+    up = ("docker", "compose", *files, "up", "-d", "--no-build")
+    run(*up, cwd=station.folder, env=station.env)
+    station.wait_healthy()
+    fill = "for place in /tmp /home/dev; do dd if=/dev/zero of=$place/full bs=1k 2>/dev/null; done; true"
+    station.dev("bash", "-c", fill)
+    run("docker", "restart", "--time", "5", station.container)  # /tmp is empty again, home is not
+    station.dev("bash", "-c", fill)
+    station.wait_healthy()
+    assert station.ssh("echo in").stdout == "in\n"
+    assert station.dev("bash", "-c", "echo x >/home/dev/more", check=False).returncode != 0

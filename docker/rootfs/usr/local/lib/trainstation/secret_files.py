@@ -5,9 +5,9 @@
     secret_files.py FOLDER NAME pair     keeps the pair on its standard input, private part first: its owner may log in
     secret_files.py FOLDER NAME token    prints JupyterLab's token; makes one where there is none
 
-NAME is what a person calls the folder. Who owns it may put anything there, links to root's own files among them. So the folder is opened once, and all
-else is done as its owner, by names inside it: a link is refused, a new file is written beside its place and renamed
-into it. Exit code 2 with a line on stderr where something is wrong.
+NAME is what a person calls the folder. Who owns it may put anything there, links to root's own files among them. So the
+folder is opened once, and all else is done as its owner, by names inside it: a link is refused, a new file is written
+beside its place and renamed into it. Exit code 2 with a line on stderr where something is wrong.
 """
 
 import base64
@@ -17,6 +17,7 @@ import secrets
 import stat
 import sys
 import tempfile
+from pathlib import Path
 
 PAIR = ("id_ed25519", "id_ed25519.pub")
 FILES = ("authorized_keys", "jupyter_token", *PAIR, "known_hosts")
@@ -49,7 +50,7 @@ def become_owner(folder: str) -> None:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise Wrong(f"{folder_name()} has to be a folder, and no link ({os.strerror(error.errno)})") from error
-    info, home = os.fstat(fd), os.stat("/workspace")
+    info, home = os.fstat(fd), Path("/workspace").stat()
     # The engine has just made it, as root; it becomes what the checkout's owner would have made.
     if sys.argv[3] != "check" and info.st_uid == 0 and home.st_uid != 0 and not os.listdir(fd):
         os.fchmod(fd, 0o700)
@@ -72,9 +73,9 @@ def read(name: str) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        kind = "is a link" if os.path.islink(name) else f"cannot be read ({os.strerror(error.errno)})"
+        kind = "is a link" if Path(name).is_symlink() else f"cannot be read ({os.strerror(error.errno)})"
         raise Wrong(f"{folder_name()}/{name} {kind}: it has to be a file; remove it to have one made") from error
-    with open(fd, "rb") as file:
+    with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise Wrong(f"{folder_name()}/{name} cannot be read: it has to be a file; remove it to have one made")
@@ -88,15 +89,15 @@ def read(name: str) -> str | None:
 def write(name: str, text: str) -> None:
     """Puts a file into the folder: never through what stands there, and whole or not at all."""
     fd, path = tempfile.mkstemp(prefix=f".{name}-", dir=".")
-    beside = os.path.basename(path)  # the way to this folder is root's alone
+    beside = Path(path).name  # the way to this folder is root's alone
     try:
-        with open(fd, "w", encoding="utf-8") as file:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(fd)
-        os.rename(beside, name)
+        Path(beside).rename(name)
     except BaseException:
-        os.unlink(beside)
+        Path(beside).unlink()
         raise
 
 

@@ -1,0 +1,353 @@
+"""Root executes, reads and follows only what root alone can write: whoever holds the token or a key stays dev."""
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, Station, run, until
+from traced import Opened, opened_by_root, strace_folder
+
+# Run by root it leaves a mark and a shell that makes anybody root; run by dev it does nothing.
+PYTHON = """
+import os, shutil
+if os.geteuid() == 0:
+    with open("/workspace/runs/was-root", "a") as mark:
+        mark.write(__file__ + chr(10))
+    shutil.copy("/bin/sh", "/workspace/runs/shell")
+    os.chmod("/workspace/runs/shell", 0o4755)
+"""
+SHELL = '[ "$(/usr/bin/id -u)" != 0 ] || { echo "$0 $BASH_SOURCE" >>/workspace/runs/was-root; }\n'
+MODULES = ("usercustomize", "sitecustomize", "supervisor", "pkg_resources", "json", "os", "train_evil", "secrets")
+COMMANDS = ("awk", "bash", "cat", "cut", "curl", "df", "env", "find", "grep", "id", "install", "nvidia-smi", "python3")
+COMMANDS += ("sh", "ssh-keygen", "sshd", "stat", "supervisord", "tini", "train")
+STARTUP = (".bashrc", ".bash_profile", ".profile", ".bash_logout", ".ssh/rc", ".curlrc", ".inputrc", ".tmux.conf")
+
+
+@pytest.fixture(scope="module")
+def mine(make_station: Callable[..., Station]) -> Station:
+    station = make_station("root")
+    station.make("up")
+    return station
+
+
+def write_as_dev(station: Station, path: str, text: str, mode: str = "644") -> None:
+    line = f'mkdir -p "$(dirname {path})" && cat >{path} && chmod {mode} {path}'
+    run("docker", "exec", "-i", "--user", "dev", station.container, "bash", "-c", line, input=text)
+
+
+@pytest.fixture(scope="class")
+def planted(mine: Station) -> Iterator[Station]:
+    """A station in which dev has put something at every place that somebody's start has ever looked at."""
+    site = "/home/dev/.local/lib/python3.11/site-packages"
+    for folder in ("/workspace", site, "/tmp", "/home/dev", "/workspace/runs"):
+        for name in MODULES:
+            write_as_dev(mine, f"{folder}/{name}.py", PYTHON)
+    write_as_dev(mine, f"{site}/planted.pth", "import usercustomize\n")
+    for name in COMMANDS:
+        write_as_dev(mine, f"/home/dev/.local/bin/{name}", f"#!/usr/bin/env -S -i /bin/bash\n{SHELL}exit 0\n", "755")
+    for name in STARTUP:
+        write_as_dev(mine, f"/home/dev/{name}", SHELL if "rc" in name or "profile" in name else "")
+    yield mine
+    mine.dev("bash", "-c", f"cd /home/dev && rm -rf .local {' '.join(STARTUP)} *.py /tmp/*.py /workspace/runs/*.py")
+    mine.dev("bash", "-c", f"cd /workspace && rm -f {' '.join(f'{name}.py' for name in MODULES)}")
+
+
+def was_root(station: Station) -> str:
+    runs = station.folder / "runs"
+    assert not (runs / "shell").exists()
+    mark = runs / "was-root"
+    return mark.read_text() if mark.exists() else ""
+
+
+class TestWhatDevLeft:
+    def test_the_trap_works_where_root_steps_into_it(self, planted: Station) -> None:
+        planted.root("python3", "-c", "import runpy; runpy.run_path('/workspace/usercustomize.py')")
+        runs = planted.folder / "runs"
+        assert (runs / "was-root").read_text().endswith("usercustomize.py\n")
+        assert (runs / "shell").stat().st_mode & stat.S_ISUID
+        for name in ("was-root", "shell"):
+            (runs / name).unlink()
+
+    def test_nothing_dev_left_runs_as_root_at_the_next_start(self, planted: Station) -> None:
+        run("docker", "restart", "--time", "10", planted.container)
+        planted.wait_healthy()
+        planted.root("station-health")
+        assert was_root(planted) == ""
+
+    def test_nothing_dev_left_runs_as_root_when_the_owner_looks_after_the_station(self, planted: Station) -> None:
+        for target in ("status", "url", "ssh-command", "up"):
+            planted.make(target)
+        for command in (["train", "ls"], ["python3", "-c", "pass"], ["id"], ["supervisorctl", "--help"]):
+            planted.root(*command)
+        assert was_root(planted) == ""
+
+
+def test_train_started_by_root_runs_as_dev(mine: Station) -> None:
+    mine.root("train", "launch", "digits", "--name", "by-root", "--nproc", "1", "--steps", "2", "--follow", timeout=120)
+    owners = {path.stat().st_uid for path in (mine.folder / "runs" / "by-root").rglob("*")}
+    assert owners == {mine.folder.stat().st_uid}
+
+
+@pytest.fixture(scope="module")
+def trace(make_station: Callable[..., Station]) -> list[Opened]:
+    """What processes of root opened and executed, from the container's start to healthy and in a health check."""
+    station = make_station("traced")
+    room = strace_folder(station.folder.parent / "strace")
+    strace = ["/strace/ld.so", "--library-path", "/strace", "/strace/strace", "-ff", "-y", "-s", "300"]
+    strace += ["-e", "trace=%file,%process,setuid,setreuid,setresuid,setfsuid"]
+    override = {
+        "services": {
+            "station": {
+                "entrypoint": [
+                    *strace,
+                    "-o",
+                    "/strace/out/start",
+                    "/usr/bin/tini",
+                    "-s",
+                    "--",
+                    "/usr/local/bin/entrypoint",
+                ],
+                "cap_add": ["SYS_PTRACE"],
+                "volumes": [f"{room}:/strace"],
+            }
+        }
+    }
+    (station.folder.parent / "traced.yml").write_text(yaml.safe_dump(override))
+    station.make("up")  # makes secrets and volumes; then once more, watched
+    station.make("down")
+    files = [word for f in ("docker-compose.yml", "docker-compose.cpu.yml", "../traced.yml") for word in ("-f", f)]
+    run("docker", "compose", *files, "up", "-d", "--no-build", cwd=station.folder, env=station.env)
+    until("the watched station is healthy", station.healthy, 120)
+    station.root(*strace, "-o", "/strace/out/health", "/usr/local/bin/station-health")
+    run("docker", "compose", *files, "down", "--volumes", "-t", "5", cwd=station.folder, env=station.env)
+    seen = opened_by_root(room / "out", "start") + opened_by_root(room / "out", "health")
+    shutil.rmtree(room)
+    return seen
+
+
+# Folders that dev can write to, or to what lies in them. Files under /run/trainstation are root's but for one folder.
+DEVS = re.compile(r"/(workspace|home|tmp|var/tmp|dev/shm|datasets|run/trainstation/jupyter)(/|$)")
+
+
+def test_root_opens_and_executes_nothing_that_dev_can_write(trace: list[Opened]) -> None:
+    assert len(trace) > 300
+    assert {"/usr/sbin/sshd", "/usr/bin/supervisord"} & {seen.path for seen in trace}
+    assert any(seen.path.startswith("/etc/trainstation/private/secrets") for seen in trace)
+    wrong = sorted({f"{seen.call} {seen.path}" for seen in trace if DEVS.match(seen.path)})
+    assert not wrong
+
+
+def test_what_root_opens_cannot_be_written_by_dev(mine: Station, trace: list[Opened]) -> None:
+    """The list above is a list; here every path is looked at inside, with what leads to it."""
+    places: set[str] = set()
+    for seen in trace:
+        path = Path(seen.path)
+        places |= {str(path), *map(str, path.parents)}
+    skipped = re.compile(r"/(proc|dev|strace|etc/trainstation/private)(/|$)")
+    listed = sorted(place for place in places if not skipped.match(place))
+    line = 'while IFS= read -r place; do [ ! -e "$place" ] || [ ! -w "$place" ] || echo "$place"; done'
+    done = run("docker", "exec", "-i", "--user", "dev", mine.container, "bash", "-c", line, input="\n".join(listed))
+    assert len(listed) > 200
+    assert done.stdout == ""
+
+
+def test_dev_can_write_only_where_dev_is_meant_to(mine: Station) -> None:
+    """All of the image, as dev: what is not dev's home, the workspace or a place for everybody is root's."""
+    allowed = "/proc /sys /dev /tmp /var/tmp /home/dev /workspace /datasets /run/trainstation/jupyter"
+    pruned = " -o ".join(f"-path {place}" for place in allowed.split())
+    done = mine.dev(
+        "bash", "-c", f"find / \\( {pruned} \\) -prune -o ! -type l -writable -print 2>/dev/null; true", timeout=300
+    )
+    assert done.stdout == ""
+    found = mine.dev(
+        "bash", "-c", "find / -xdev -perm -4000 -newer /etc/hostname -print 2>/dev/null; true", timeout=300
+    )
+    assert found.stdout == ""
+
+
+def test_the_secrets_are_not_seen_from_inside(mine: Station) -> None:
+    assert mine.dev("ls", "-A", "/workspace/.secrets", check=False).stdout == ""
+    for path in ("/etc/trainstation/private/secrets/id_ed25519", "/etc/trainstation/hostkeys/ssh_host_ed25519_key"):
+        assert mine.dev("cat", path, check=False).returncode != 0
+    assert mine.dev("bash", "-c", "echo key >/workspace/.secrets/authorized_keys", check=False).returncode != 0
+    key = (mine.folder / ".secrets" / "id_ed25519").read_text().splitlines()[1]
+    assert mine.dev("grep", "-rqsF", "--", key, "/workspace", "/run", "/etc", "/home", check=False).returncode != 0
+
+
+def test_keys_that_dev_adds_do_not_count(mine: Station, tmp_path: Path) -> None:
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other"))
+    write_as_dev(mine, "/home/dev/.ssh/authorized_keys", (tmp_path / "other.pub").read_text(), "600")
+    words = [w if not w.endswith("/id_ed25519") else str(tmp_path / "other") for w in mine.ssh_words]
+    done = run(*words, "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "true", check=False)
+    assert done.returncode == 255
+    assert "Permission denied (publickey)" in done.stderr
+
+
+# --- what the owner of the checkout executes
+
+
+def protected() -> list[str]:
+    path = ROOT / "docker/rootfs/usr/local/lib/trainstation/protected"
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+def test_the_two_lists_of_what_is_protected_agree() -> None:
+    service = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["station"]
+    mounted = {v["target"]: str(v.get("read_only")) for v in service["volumes"] if isinstance(v, dict)}
+    kept = [t.removeprefix("/workspace/") for t, read_only in mounted.items() if "PROTECT_CHECKOUT" in read_only]
+    assert sorted(kept) == sorted(protected())
+
+
+def test_every_file_of_the_checkout_that_the_station_is_made_by_is_protected() -> None:
+    """What lies at the root is on the list, or is known to be read by nobody outside."""
+    harmless = {"README.md", "train", "tests", "notebooks", "docs", "datasets", ".gitignore", "deploy"}
+    listed = {name.split("/")[0] for name in run("git", "ls-files", cwd=ROOT).stdout.splitlines()}
+    assert listed - harmless <= set(protected())
+
+
+ATTACKS = """
+cd /workspace
+for name in {names}; do
+    echo evil 2>/dev/null >"$name" && echo "wrote $name"
+    mv "$name" gone 2>/dev/null && echo "moved $name"
+    rm -rf "$name" 2>/dev/null
+    ln -sfn /home/dev "$name" 2>/dev/null && [ -L "$name" ] && echo "replaced $name"
+    [ ! -d "$name" ] || {{ echo evil 2>/dev/null >"$name/evil" && echo "wrote into $name"; }}
+    chmod 777 "$name" 2>/dev/null && echo "opened $name"
+done
+for name in runs datasets .secrets; do
+    mv "$name" gone 2>/dev/null && echo "moved $name"
+    rmdir "$name" 2>/dev/null && echo "removed $name"
+done
+true
+"""
+
+
+def test_what_the_owner_executes_cannot_be_changed_from_inside(mine: Station) -> None:
+    before = {path: path.read_bytes() for path in sorted(mine.folder.rglob("*")) if path.is_file()}
+    # without an .env there is only the null device, which swallows what is written
+    said = mine.dev("bash", "-c", ATTACKS.format(names=" ".join(protected()))).stdout
+    assert said.replace("wrote .env\n", "") == ""
+    for name in protected():
+        path = mine.folder / name
+        files = [path] if path.is_file() else path.rglob("*")
+        assert all(file.read_bytes() == before[file] for file in files if file.is_file())
+    assert "can be changed" not in mine.log
+    assert mine.dev("bash", "-c", "touch /workspace/mine.py && rm /workspace/mine.py").returncode == 0
+
+
+def test_health_tells_of_a_file_that_lost_its_protection(mine: Station) -> None:
+    """Git and editors replace a file by another of its name; the mount goes with the old one, by the kernel's rule."""
+    path = mine.folder / "Makefile"
+    owner = path.stat()
+    (mine.folder / "Makefile.new").write_bytes(path.read_bytes())
+    os.chown(mine.folder / "Makefile.new", owner.st_uid, owner.st_gid)
+    (mine.folder / "Makefile.new").rename(path)
+    try:
+        until("health says so", lambda: "Makefile was replaced from outside" in mine.log, 60)
+    finally:
+        mine.compose("up", "--detach", "--force-recreate", "--no-build")
+    mine.wait_healthy()
+
+
+def test_health_tells_of_a_file_that_docker_compose_or_make_would_take(mine: Station) -> None:
+    write_as_dev(mine, "/workspace/compose.yaml", "services: {}\n")
+    try:
+        until("health says so", lambda: "compose.yaml" in mine.log, 60)
+    finally:
+        mine.dev("rm", "/workspace/compose.yaml")
+    mine.wait_healthy()
+
+
+def test_one_setting_lifts_the_protection_and_is_warned_of(mine: Station) -> None:
+    env = {**mine.env, "PROTECT_CHECKOUT": "false"}
+    done = run("make", "-s", "up", cwd=mine.folder, env=env, timeout=300)
+    try:
+        assert "PROTECT_CHECKOUT=false" in done.stdout + done.stderr
+        assert "warning: user dev can change" in mine.log
+        assert mine.dev("bash", "-c", "cd /workspace && cp Makefile m && cat m >Makefile && rm m").returncode == 0
+        mine.wait_healthy()
+    finally:
+        mine.make("up")
+
+
+# --- the folder with token and keys
+
+SECRETS = "/etc/trainstation/private/secrets"
+
+
+def start(workspace: Path, *options: str, mounted: bool) -> tuple[int, str]:
+    """The services, in a container as compose starts it, or with nothing but the workspace mounted."""
+    words = ["-v", f"{workspace}:/workspace"]
+    if mounted:
+        words += ["-v", f"{workspace}/.secrets:{SECRETS}", "--tmpfs", "/workspace/.secrets:mode=500"]
+    done = run("docker", "run", "--rm", *words, *options, "trainstation:runtime", check=False, timeout=60)
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    folder = tmp_path / "workspace"
+    (folder / ".secrets").mkdir(parents=True)
+    for path in (folder, folder / ".secrets"):
+        os.chown(path, 4321, 4321)
+    (folder / ".secrets").chmod(0o700)
+    return folder
+
+
+TARGETS = ("/etc/ld.so.preload", "/etc/shadow", "/etc/trainstation/hostkeys/ssh_host_ed25519_key", "/workspace/.env")
+
+
+@pytest.mark.parametrize("mounted", [True, False])
+@pytest.mark.parametrize("name", ["jupyter_token", "authorized_keys", "id_ed25519", "id_ed25519.pub", "known_hosts"])
+def test_a_link_among_the_secrets_is_refused_by_name(workspace: Path, name: str, mounted: bool) -> None:
+    for target in TARGETS[:: 1 if mounted else 2]:
+        link = workspace / ".secrets" / name
+        link.symlink_to(target)
+        code, said = start(workspace, mounted=mounted)
+        assert (code, said.count("\n")) == (2, 1), said
+        assert f".secrets/{name} is a link" in said
+        link.unlink()
+    assert sorted(path.name for path in workspace.rglob("*")) == [".secrets"]
+
+
+def test_a_folder_of_secrets_that_is_a_link_is_refused(workspace: Path) -> None:
+    (workspace / ".secrets").rmdir()
+    (workspace / ".secrets").symlink_to("/root")
+    code, said = start(workspace, mounted=False)
+    assert (code, said.count("\n")) == (2, 1), said
+    assert ".secrets has to be a folder, and no link" in said
+
+
+def test_a_pipe_or_a_second_name_among_the_secrets_is_refused(workspace: Path) -> None:
+    os.mkfifo(workspace / ".secrets" / "jupyter_token")
+    code, said = start(workspace, mounted=True)
+    assert (code, said.count("\n")) == (2, 1), said
+    (workspace / ".secrets" / "jupyter_token").unlink()
+    (workspace / "file").write_text("0123456789abcdef0123456789\n")
+    os.chown(workspace / "file", 4321, 4321)
+    (workspace / ".secrets" / "jupyter_token").hardlink_to(workspace / "file")
+    code, said = start(workspace, mounted=True)
+    assert (code, said.count("\n")) == (2, 1), said
+    assert "is a second name of another file" in said
+
+
+def test_only_lines_that_are_public_keys_count(mine: Station, tmp_path: Path) -> None:
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "more"))
+    keys = mine.folder / ".secrets" / "authorized_keys"
+    before = keys.read_text()
+    more = (tmp_path / "more.pub").read_text()
+    keys.write_text(f'# mine\n{before}not a key\nssh-ed25519 AAAA\nroot:x:0:0\nno-pty,from="127.0.0.1,*" {more}')
+    try:
+        mine.compose("up", "--detach", "--force-recreate", "--no-build")
+        mine.wait_healthy()
+        used = mine.root("cat", "/run/trainstation/authorized_keys").stdout
+        assert used == f'{before.strip()}\nno-pty,from="127.0.0.1,*" {more.strip()}\n'
+        assert "3 line(s) of .secrets/authorized_keys are no public key" in mine.log
+    finally:
+        keys.write_text(before)
