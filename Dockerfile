@@ -91,6 +91,8 @@ RUN useradd --create-home --uid 1000 --user-group --shell /bin/bash --comment "w
     usermod -p '*' dev; \
     mkdir -p /workspace /datasets /etc/trainstation/hostkeys; \
     mkdir -m 700 /etc/trainstation/private; \
+    # /etc/gitconfig lets git work in /workspace, whoever owns it; not for root, who would run dev's hooks there.
+    printf '[safe]\n\tdirectory =\n' >/root/.gitconfig; \
     chown dev:dev /workspace
 COPY docker/rootfs/ /
 COPY entrypoint.sh /usr/local/bin/entrypoint

@@ -26,9 +26,9 @@ if [ $# -gt 0 ]; then
     exec "$station/as-dev" "$@"
 fi
 cd /
-for name in LANG TZ TRAIN_RUNS; do
-    [ -z "${!name:-}" ] || kept+=("$name=${!name}")
-done
+kept=()
+[[ ! ${TZ:-} =~ ^[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*$ ]] || kept+=("TZ=$TZ") # a name, and no path to a file of anybody's
+[[ ! ${LANG:-} =~ ^[A-Za-z0-9_.@-]+$ ]] || kept+=("LANG=$LANG")
 # -I: Python takes no module from the current folder, a user's folder or PYTHONPATH.
-exec /usr/bin/env -i PATH="$PATH" TMPDIR=/run/trainstation "${kept[@]}" \
+exec /usr/bin/env -i PATH="$PATH" TMPDIR=/run/trainstation ${kept[@]+"${kept[@]}"} \
     /usr/bin/python3 -I /usr/bin/supervisord -n -c /etc/trainstation/supervisord.conf
