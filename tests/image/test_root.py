@@ -351,3 +351,25 @@ def test_only_lines_that_are_public_keys_count(mine: Station, tmp_path: Path) ->
         assert "3 line(s) of .secrets/authorized_keys are no public key" in mine.log
     finally:
         keys.write_text(before)
+
+
+@pytest.mark.parametrize("mounted", [True, False])
+def test_token_and_keys_are_made_where_there_are_none(workspace: Path, mounted: bool) -> None:
+    """As docker compose without make finds it: a folder that the engine made, or none at all."""
+    name = f"station-test-{os.getpid()}-fresh"
+    options = ("-d", "--name", name)
+    if mounted:
+        os.chown(workspace / ".secrets", 0, 0)
+    else:
+        (workspace / ".secrets").rmdir()
+    try:
+        start(workspace, *options, mounted=mounted)
+        files = [
+            workspace / ".secrets" / f for f in ("authorized_keys", "id_ed25519", "id_ed25519.pub", "jupyter_token")
+        ]
+        until("they are made", lambda: all(path.exists() for path in files), 30)
+        assert {path.stat().st_uid for path in [workspace / ".secrets", *files]} == {4321}
+        assert {path.stat().st_mode & 0o077 for path in [workspace / ".secrets", *files]} == {0}
+        assert files[0].read_text() == files[2].read_text()
+    finally:
+        run("docker", "rm", "-f", name)

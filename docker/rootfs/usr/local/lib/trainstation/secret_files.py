@@ -16,7 +16,6 @@ import re
 import secrets
 import stat
 import sys
-import tempfile
 from pathlib import Path
 
 PAIR = ("id_ed25519", "id_ed25519.pub")
@@ -88,8 +87,8 @@ def read(name: str) -> str | None:
 
 def write(name: str, text: str) -> None:
     """Puts a file into the folder: never through what stands there, and whole or not at all."""
-    fd, path = tempfile.mkstemp(prefix=f".{name}-", dir=".")
-    beside = Path(path).name  # the way to this folder is root's alone
+    beside = f".{name}-{secrets.token_hex(8)}"  # tempfile would open it by its whole path, which is root's alone
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
