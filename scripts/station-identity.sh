@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154 # mode, devices: from station.sh
+# shellcheck shell=bash disable=SC2154 # image: from station-image.sh
 # Which station is this checkout's, and what of the engine belongs to it. Sourced by station.sh.
 #
 # A checkout's station is a compose project whose name .env remembers, with the path of the checkout it was given to:
@@ -95,7 +95,8 @@ find_project() {
         [[ $name =~ ^[a-z0-9][a-z0-9_-]*$ ]] ||
             die "COMPOSE_PROJECT_NAME=$name in .env: lower-case letters, digits, - and _, the first a letter or digit"
         project=$name named_by=file
-        if [ -z "$path" ] || [ "$path" -ef . ] || ! still_in "$path" "$name"; then return; fi
+        if [ -z "$path" ] || [ "$path" -ef . ]; then return; fi
+        if ! still_in "$path" "$name"; then moved_from=$path; return; fi
         copied_from=$path
     fi
     named_by=engine

@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154 # copied_from: from station.sh
 # How .env is read and written, and how secrets are. Sourced by station.sh.
 #
 # User dev inside has the number of the checkout's owner. So nothing that lies here is trusted to be the file it was:
@@ -136,9 +136,10 @@ public_keys() {
 }
 
 made="" made_runs=""
-# Makes what is missing: .env, the token, who may log in. What was made goes again if not all of it could be.
+# Makes what is missing: .env, the token, who may log in. What was made goes again if not all of it could be. A copy of
+# another checkout gets a token and a pair of its own.
 make_missing_files() {
-    local key keys work runs
+    local key keys work runs token=.secrets/jupyter_token allowed=.secrets/authorized_keys
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     if [ ! -e "$runs" ]; then
         case $runs in /*) mkdir -p "$runs" ;; *) as_owner mkdir -p "$runs" ;; esac || die "$runs cannot be made"
@@ -161,16 +162,17 @@ make_missing_files() {
         as_owner mkdir -m 700 .secrets || die ".secrets cannot be made here"
         made+=" .secrets/"
     fi
-    if [ ! -s .secrets/jupyter_token ]; then
-        made+=" .secrets/jupyter_token"
+    if [ ! -s "$token" ] || [ -n "$copied_from" ]; then
+        [ -s "$token" ] || made+=" $token"
         secret jupyter_token < <(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
     fi
     key=$(expand "$(setting SSH_PUBLIC_KEY)")
     if [ -n "$key" ]; then
         secret authorized_keys < <(public_keys <"$key")
-    elif [ ! -s .secrets/authorized_keys ] && command -v ssh-keygen >/dev/null; then
+    elif [ ! -s "$allowed" ] || { [ -n "$copied_from" ] && cmp -s "$allowed" .secrets/id_ed25519.pub; }; then
+        command -v ssh-keygen >/dev/null || return 0 # the station makes a pair when it starts
         keys=$({ cat "$HOME"/.ssh/id_*.pub 2>/dev/null || :; } | public_keys)
-        made+=" .secrets/authorized_keys"
+        [ -s "$allowed" ] || made+=" $allowed"
         if [ -n "$keys" ]; then
             secret authorized_keys <<<"$keys"
             say "ssh: your own keys in ~/.ssh may log in (.secrets/authorized_keys)"
@@ -178,13 +180,13 @@ make_missing_files() {
             if ! { work=$(mktemp -d) && ssh-keygen -q -t ed25519 -N '' -C trainstation -f "$work/id_ed25519"; } </dev/null; then
                 die "no ssh key could be made in ${TMPDIR:-/tmp}"
             fi
-            made+=" .secrets/id_ed25519 .secrets/id_ed25519.pub"
+            [ -s .secrets/id_ed25519 ] || made+=" .secrets/id_ed25519 .secrets/id_ed25519.pub"
             secret id_ed25519 <"$work/id_ed25519"
             secret id_ed25519.pub <"$work/id_ed25519.pub"
             secret authorized_keys <"$work/id_ed25519.pub"
             rm -rf "$work"
         fi
-    fi # without ssh-keygen the station makes a pair when it starts
+    fi
 }
 files_are_made() {
     [ -z "$made" ] || say "made:$made"

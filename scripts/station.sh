@@ -27,10 +27,11 @@ compose() {
     [ "$mode" != cpu ] || files+=(--file docker-compose.cpu.yml)
     [ -z "$devices" ] || files+=(--file -)
     while IFS= read -r file; do files+=(--file "$file"); done < <(more_files)
+    # What GPUS says in this call is in the files and devices; inside is what .env says, as with docker compose alone.
     if [ -n "$devices" ]; then
-        docker compose --project-name "$project" "${files[@]}" "$@" <<<"$devices"
+        env -u GPUS docker compose --project-name "$project" "${files[@]}" "$@" <<<"$devices"
     else
-        docker compose --project-name "$project" "${files[@]}" "$@"
+        env -u GPUS docker compose --project-name "$project" "${files[@]}" "$@"
     fi
 }
 compose_files() { # the same for .env, where docker compose alone finds it
@@ -138,6 +139,7 @@ up() {
     [ -z "$id" ] || fresh=no
     [ "$(setting PROTECT_CHECKOUT true)" = true ] ||
         say "warning: PROTECT_CHECKOUT=false: who works inside can change what make and docker compose do on this machine"
+    [ -z "$moved_from" ] || say "this checkout was moved here from $moved_from: its station comes along"
     [ -z "$copied_from" ] || say "this checkout is a copy of $copied_from, whose station is left alone: it gets one of its own"
     choose_ports "$id"
     [ -n "$mode" ] || choose_mode
@@ -227,7 +229,7 @@ shell() {
 }
 
 id=""
-copied_from=""
+copied_from="" moved_from="" # by find_project
 trap unmake EXIT
 command=${1:-}
 [ $# -eq 0 ] || shift
