@@ -31,7 +31,7 @@ first=$(seconds scripts/station.sh up)
 again=$(seconds scripts/station.sh up)
 down=$(seconds scripts/station.sh down)
 second=$(seconds scripts/station.sh up)
-id=$(docker compose ps --quiet station)
+id=$(scripts/station.sh id)
 up=$(docker inspect -f '{{.State.StartedAt}} {{(index .State.Health.Log 0).End}}' "$id" | awk '{print $1}')
 healthy=$(docker inspect -f '{{range .State.Health.Log}}{{.ExitCode}} {{.End.UTC.Format "2006-01-02T15:04:05.000Z"}}{{"\n"}}{{end}}' "$id" |
     awk '$1 == 0 {print $2; exit}')

@@ -1,11 +1,6 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154 # jupyter_set, ssh_set: from station-ports.sh
 # What can be wrong before the station starts, each in one line that says what to do. Sourced by station.sh, which
 # runs these before it makes or changes anything.
-
-owner_of() { stat -c %u "$1" 2>/dev/null || stat -f %u "$1"; } # GNU, or BSD and macOS
-group_of() { stat -c %g "$1" 2>/dev/null || stat -f %g "$1"; }
-# A path as a person writes it in .env; the shell never saw its tilde.
-expand() { printf '%s' "${1/#\~\//$HOME/}"; }
 
 check_engine() {
     local answer
@@ -25,6 +20,49 @@ check_compose() {
     case $version in
         1.* | 2.[0-9].* | 2.1[0-9].* | 2.2[0-3].*) die "docker compose $version is too old, 2.24 or newer is needed: make engine, as root" ;;
     esac
+}
+
+# The Dockerfile's cache and secret mounts are BuildKit's.
+check_buildx() {
+    local server
+    server=$(docker version --format '{{range .Server.Components}}{{.Name}} {{end}}' 2>/dev/null)
+    case $server in *[Pp]odman*) die "this engine is Podman, which builds without BuildKit: build with Docker Engine 20.10 or newer (make engine)" ;; esac
+    docker buildx version >/dev/null 2>&1 ||
+        die "Docker's buildx plugin is missing, which building the image takes: make engine installs it, as root"
+}
+
+# Compose files besides this checkout's own, from COMPOSE_FILE. One that dev can write to would be dev's way out.
+more_files() {
+    local IFS=: file
+    for file in $(setting COMPOSE_FILE); do
+        case $file in '' | docker-compose.yml | docker-compose.cpu.yml | ./docker-compose.yml | ./docker-compose.cpu.yml) ;; *) printf '%s\n' "$file" ;; esac
+    done
+}
+check_compose_files() {
+    local file folder said
+    while IFS= read -r file; do
+        [ -n "$file" ] || continue
+        [ -f "$file" ] || die "COMPOSE_FILE names $file, which is not there"
+        folder=$(cd -P "$(dirname "$file")" && printf '%s/' "$PWD")
+        if [[ $folder == "$PWD"/* && $folder != "$PWD"/docker/* && $folder != "$PWD"/scripts/* ]] && [ "$(setting PROTECT_CHECKOUT true)" = true ]; then
+            die "COMPOSE_FILE names $file, which user dev inside can change: move it to docker/, which is read-only inside, or out of the checkout"
+        fi
+    done < <(more_files)
+    said=$(compose config --quiet 2>&1) || die "docker compose cannot read the settings: $(tail -n 1 <<<"$said")"
+}
+
+# check_folder NAME FOLDER: a folder in the checkout is dev's to replace, so there a link is not followed: it could lead to
+# the host's root.
+check_folder() {
+    local path=$2 rest
+    case $path in "$PWD"/*) path=${path#"$PWD"/} ;; /*) return ;; esac
+    rest=$path path=.
+    while [ -n "$rest" ]; do
+        [ "${rest%%/*}" != .. ] || return 0
+        path+=/${rest%%/*}
+        [ ! -L "$path" ] || die "${path#./} is a link to $(readlink "$path"): name that folder itself in .env, as $1, if it is what you mean"
+        case $rest in */*) rest=${rest#*/} ;; *) rest="" ;; esac
+    done
 }
 
 check_number() { # NAME DEFAULT MOST
@@ -58,16 +96,22 @@ check_settings() {
     fi
     check_number JUPYTER_PORT 8888 65535
     check_number SSH_PORT 2222 65535
-    [ "$(setting JUPYTER_PORT 8888)" != "$(setting SSH_PORT 2222)" ] || die "JUPYTER_PORT and SSH_PORT are the same port"
+    find_set_ports
+    [ -z "$ssh_set" ] || [ "$jupyter_set" != "$ssh_set" ] || die "JUPYTER_PORT and SSH_PORT are the same port"
+    case $(setting PROTECT_CHECKOUT true) in
+        true | false) ;;
+        *) die "PROTECT_CHECKOUT=$(setting PROTECT_CHECKOUT): it is true or false" ;;
+    esac
     check_number MIN_FREE_MB 500 100000000
 
     data=$(expand "$(setting DATASETS_DIR ./datasets)")
+    check_folder DATASETS_DIR "$data"
     [ -d "$data" ] || die "DATASETS_DIR=$data is no folder: make it, or name the one with your data in .env"
     key=$(expand "$(setting SSH_PUBLIC_KEY)")
     if [ -n "$key" ]; then
         [ -r "$key" ] && [ -f "$key" ] || die "SSH_PUBLIC_KEY=$key cannot be read"
         ! grep -q 'PRIVATE KEY' "$key" || die "SSH_PUBLIC_KEY=$key is a private key: name the file that ends in .pub"
-        ssh-keygen -l -f "$key" >/dev/null 2>&1 || die "SSH_PUBLIC_KEY=$key holds no public key"
+        [ -n "$(public_keys <"$key")" ] || die "SSH_PUBLIC_KEY=$key holds no public key"
     fi
     if [ -n "$(setting CA_BUNDLE)" ]; then
         grep -qs 'BEGIN CERTIFICATE' "$(setting CA_BUNDLE)" || die "CA_BUNDLE=$(setting CA_BUNDLE) holds no certificate (PEM)"
@@ -77,40 +121,43 @@ check_settings() {
     [[ ! $index =~ ://[^/]*@ ]] || die "PIP_INDEX_URL holds a password, which the image's history would show: use an index without one"
 
     runs=$(expand "$(setting RUNS_DIR ./runs)")
+    check_folder RUNS_DIR "$runs"
     if [ -e "$runs" ]; then
         [ -d "$runs" ] || die "RUNS_DIR=$runs is no folder"
-        [ -w "$runs" ] || die "$runs is not writable for you: sudo chown -R $(id -u):$(id -g) $runs"
+        if [ ! -w "$runs" ]; then
+            [ "$(owner_of "$runs")" != "$(id -u)" ] && [ "$(id -u)" != 0 ] || die "$runs is read-only: name another folder in RUNS_DIR, or mount it writable"
+            die "$runs is not writable for you: sudo chown -R $(id -u):$(id -g) $runs"
+        fi
     else
         [ -w "$(dirname "$runs")" ] || die "$(dirname "$runs") is not writable: $runs cannot be made there"
         runs=$(dirname "$runs")
     fi
-    free=$(df -Pm "$runs" | awk 'NR == 2 {print $4}')
+    free=$(disk_free "$runs")
     [ "$free" -ge "$(setting MIN_FREE_MB 500)" ] ||
         die "the disk with $runs has $free MB left, less than MIN_FREE_MB=$(setting MIN_FREE_MB 500): free some or lower it"
+    [ "$(disk_free .)" -gt 0 ] || die "the disk with $PWD is full: free some"
 }
-
-# Only when the station is not there yet: a port that it holds itself is no obstacle.
-check_ports() {
-    local name port host
-    host=$(address)
-    host=${host#[}
-    host=${host%]}
-    for name in JUPYTER_PORT:8888 SSH_PORT:2222; do
-        port=$(setting "${name%:*}" "${name#*:}")
-        if (exec 3<>"/dev/tcp/$host/$port") 2>/dev/null; then
-            die "port $port is taken on $host: stop what holds it, or set ${name%:*} in .env to a free one"
-        fi
-    done
+disk_free() { df -Pm "$1" | awk 'NR == 2 {print $4}'; }
+# Megabytes left where the engine keeps images; nothing where that is another machine.
+engine_disk_free() {
+    local folder
+    folder=$(docker info -f '{{.DockerRootDir}}' 2>/dev/null)
+    [ ! -d "$folder" ] || disk_free "$folder"
 }
-
-have_image() { docker image inspect "$1" >/dev/null 2>&1 || docker pull --quiet "$1" >/dev/null 2>&1; }
+# Before a first build: it takes 6 GB for the image, as much while its layers are made, and the base.
+check_engine_disk() {
+    local free
+    [ -z "$(docker image ls --quiet trainstation)" ] || return 0
+    free=$(engine_disk_free)
+    [ -z "$free" ] || [ "$free" -ge 9000 ] || die "the engine's disk has $free MB left, and building the image takes 9000: docker system df shows what may go"
+}
 
 # Succeeds where a container gets NVIDIA devices from this engine; else prints why not. It is the engine that counts,
 # not the machine: a GPU without NVIDIA's container toolkit is of no use in here. An empty image is enough to ask: with
 # devices at hand the engine comes as far as not finding the command.
 engine_gives_gpus() {
     local answer
-    docker image inspect trainstation-probe >/dev/null 2>&1 || tar -cf - -T /dev/null | docker import - trainstation-probe >/dev/null
+    probe_image
     answer=$(docker run --rm --network none --gpus all trainstation-probe /nothing 2>&1) && return
     case $answer in
         *'/nothing'*) return 0 ;;

@@ -2,40 +2,61 @@
 # The station from outside: up, down, shell, ssh, ssh-command, logs, url, status, rebuild, clean.
 # `make up` and its siblings (docker/station.mk) call this; settings are in .env, explained in .env.example.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf '%s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
-# A setting: the environment first, then .env, then the default; as docker compose itself reads them.
-setting() {
-    local name=$1 value
-    if [ -n "${!name:-}" ]; then printf '%s' "${!name}"; return; fi
-    value=$([ ! -r .env ] || sed -n "s/^$name=//p" .env | tail -n 1 | sed -E "s/^(['\"])(.*)\1\$/\2/")
-    printf '%s' "${value:-${2:-}}"
-}
-
+# shellcheck source=scripts/station-settings.sh
+. scripts/station-settings.sh
+# shellcheck source=scripts/station-identity.sh
+. scripts/station-identity.sh
+# shellcheck source=scripts/station-ports.sh
+. scripts/station-ports.sh
+# shellcheck source=scripts/station-image.sh
+. scripts/station-image.sh
 # shellcheck source=scripts/station-checks.sh
 . scripts/station-checks.sh
 
 mode=""             # gpu or cpu
 devices=""          # the devices of a GPU station, as compose wants them: a list, which its file cannot hold
 gpu_ids=all
+# Every file is named: compose would take others that lie in the checkout before these, and dev can put them there.
 compose() {
-    if [ "$mode" = cpu ]; then
-        docker compose -f docker-compose.yml -f docker-compose.cpu.yml "$@"
-    elif [ -n "$devices" ]; then
-        docker compose -f docker-compose.yml -f - "$@" <<<"$devices"
+    local file files=(--file docker-compose.yml)
+    [ "$mode" != cpu ] || files+=(--file docker-compose.cpu.yml)
+    [ -z "$devices" ] || files+=(--file -)
+    while IFS= read -r file; do files+=(--file "$file"); done < <(more_files)
+    # What GPUS says in this call is in the files and devices; inside is what .env says, as with docker compose alone.
+    if [ -n "$devices" ]; then
+        env -u GPUS docker compose --project-name "$project" "${files[@]}" "$@" <<<"$devices"
     else
-        docker compose -f docker-compose.yml "$@"
+        env -u GPUS docker compose --project-name "$project" "${files[@]}" "$@"
     fi
 }
-container() { docker compose ps --all --quiet station 2>/dev/null | head -n 1; }
+compose_files() { # the same for .env, where docker compose alone finds it
+    printf docker-compose.yml
+    [ "$mode" != cpu ] || printf :docker-compose.cpu.yml
+    more_files | while IFS= read -r file; do printf ':%s' "$file"; done
+}
 state() { docker inspect -f '{{.State.Status}} {{if .State.Health}}{{.State.Health.Status}}{{end}} {{.RestartCount}}' "$1" 2>/dev/null || echo gone; }
-need_running() {
+
+# What a command speaks of is this checkout's own station, in $id, or nothing.
+find_station() {
     check_engine
-    id=$(container)
-    [ -n "$id" ] && [ "$(docker inspect -f '{{.State.Running}}' "$id")" = true ] || die "the station is not running: make up"
+    find_project
+    id=$(station_id)
+}
+need_station() {
+    local other
+    find_station
+    [ -z "$id" ] || return 0
+    other=$(other_checkout)
+    die "this checkout has no station: make up${other:+ (COMPOSE_PROJECT_NAME=$project is the station of $other)}"
+}
+need_running() {
+    need_station
+    [ "$(docker inspect -f '{{.State.Running}}' "$id")" = true ] || die "the station is not running: make up"
 }
 
 # GPU or CPU, and why. GPUS in the environment or .env decides; without it the engine is asked.
@@ -65,73 +86,6 @@ choose_mode() {
     export GPU_IDS=$gpu_ids
 }
 
-# What the image is made of. The package train/ is not: it is mounted, and a change in it needs no build.
-inputs() {
-    {
-        cat Dockerfile entrypoint.sh requirements.lock
-        find docker -type f ! -name '*.mk' | LC_ALL=C sort | while read -r file; do cksum "$file"; done
-        for name in BASE_IMAGE CUDA_IMAGE APT_MIRROR EXTRA_APT PIP_INDEX_URL; do setting "$name"; echo; done
-    } | cksum | tr ' ' -
-}
-image() { if [ "$mode" = cpu ]; then say trainstation:runtime; else say "trainstation:$(setting STATION_TARGET cuda)"; fi; }
-
-build() {
-    local base toolkit
-    base=$(setting BASE_IMAGE debian:bookworm-slim)
-    if ! have_image "$base"; then
-        [ "$base" = debian:bookworm-slim ] || die "BASE_IMAGE=$base is neither here nor in a registry that answers"
-        say "no image registry answers: building the base image from Debian's package archive instead"
-        scripts/base.sh
-        base=trainstation-base:bookworm
-    fi
-    toolkit=$(setting CUDA_IMAGE nvidia/cuda:12.1.1-devel-ubuntu22.04@sha256:7012e535a47883527d402da998384c30b936140c05e2537158c80b8143ee7425)
-    if [ "$mode" = gpu ] && [ "$(setting STATION_TARGET cuda)" = cuda ] && ! have_image "$toolkit"; then
-        [ -z "$(setting CUDA_IMAGE)" ] || die "CUDA_IMAGE=$toolkit is neither here nor in a registry that answers"
-        say "NVIDIA's toolkit image cannot be had: building without the CUDA compiler (CUDA_IMAGE can name a mirror's copy)"
-        export STATION_TARGET=runtime
-    fi
-    say "building $(image) (a few minutes the first time)"
-    BASE_IMAGE=$base STATION_VERSION=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' train/__init__.py) \
-        STATION_REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown) STATION_INPUTS=$(inputs) \
-        DOCKER_BUILDKIT=1 compose build "$@" || die "the image could not be built, see above; behind a mirror or proxy: .env.example has the settings"
-}
-
-make_missing_files() {
-    local key made=""
-    mkdir -p "$(expand "$(setting RUNS_DIR ./runs)")"
-    [ -e .env ] || { cp .env.example .env; made+=" .env"; }
-    # What this machine trusts the station trusts: a network may check TLS by certificates of its own.
-    if ! grep -q '^CA_BUNDLE=' .env && [ -s /etc/ssl/certs/ca-certificates.crt ]; then
-        echo "CA_BUNDLE=/etc/ssl/certs/ca-certificates.crt" >>.env
-    fi
-    if ! grep -q '^DEV_UID=' .env && [ "$(owner_of .)" != 0 ]; then
-        printf 'DEV_UID=%s\nDEV_GID=%s\n' "$(owner_of .)" "$(group_of .)" >>.env
-    fi
-    [ -d .secrets ] || { mkdir -m 700 .secrets; made+=" .secrets/"; }
-    if [ ! -s .secrets/jupyter_token ]; then
-        (umask 077; od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >.secrets/jupyter_token)
-        made+=" .secrets/jupyter_token"
-    fi
-    key=$(expand "$(setting SSH_PUBLIC_KEY)")
-    if [ -n "$key" ]; then
-        cat "$key" >.secrets/authorized_keys
-    elif [ ! -s .secrets/authorized_keys ]; then
-        if compgen -G "$HOME/.ssh/id_*.pub" >/dev/null; then
-            cat "$HOME"/.ssh/id_*.pub >.secrets/authorized_keys
-            say "ssh: your own keys in ~/.ssh may log in (.secrets/authorized_keys)"
-        elif command -v ssh-keygen >/dev/null; then
-            rm -f .secrets/id_ed25519 .secrets/id_ed25519.pub
-            ssh-keygen -q -t ed25519 -N '' -C trainstation -f .secrets/id_ed25519
-            cp .secrets/id_ed25519.pub .secrets/authorized_keys
-            made+=" .secrets/id_ed25519"
-        fi # else the station makes a pair when it starts
-    fi
-    # With sudo in a person's checkout, the person still owns what is made.
-    [ "$(id -u)" != 0 ] || chown -R "$(owner_of .):$(group_of .)" .env .secrets
-    [ -z "$made" ] || say "made:$made"
-}
-
-volumes() { docker volume ls --quiet --filter "label=com.docker.compose.project=$(setting COMPOSE_PROJECT_NAME trainstation)"; }
 # After a first start that failed: what it made goes again, and what was there before stays.
 take_back() {
     [ "$fresh" = yes ] || return 0
@@ -157,103 +111,176 @@ wait_healthy() {
     die "the station was not healthy within a minute: make logs"
 }
 
+# Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.
+start() {
+    local output skip="" try
+    for try in 1 2 3 4 5; do
+        if output=$(compose up --detach --no-build --remove-orphans 2>&1); then return; fi
+        case $output in *'already allocated'* | *'already in use'* | *'ports are not available'*) ;; *) break ;; esac
+        [ -z "$jupyter_set" ] || [ -z "$ssh_set" ] || break
+        [ "$try" != 5 ] || break
+        skip+=" $JUPYTER_PORT  $SSH_PORT "
+        choose_ports "$(station_id)" "$skip"
+        remember_identity
+    done
+    take_back
+    die "the engine did not start the station: $(tail -n 1 <<<"$output" | sed 's/^Error response from daemon: //')"
+}
+
 up() {
-    local id output fresh=yes had_volumes
-    check_engine
+    local fresh=yes had_volumes other found=""
+    find_station
     check_compose
     check_settings
-    id=$(container)
+    check_compose_files
+    other=$(other_checkout)
+    [ -z "$other" ] || die "COMPOSE_PROJECT_NAME=$project is the name of the station of $other: take another, or leave it out"
     had_volumes=$(volumes)
-    if [ -n "$id" ]; then
-        fresh=no
-    else
-        check_ports
-    fi
+    [ -z "$id" ] || fresh=no
+    [ "$(setting PROTECT_CHECKOUT true)" = true ] ||
+        say "warning: PROTECT_CHECKOUT=false: who works inside can change what make and docker compose do on this machine"
+    [ -z "$moved_from" ] || say "this checkout was moved here from $moved_from: its station comes along"
+    [ -z "$copied_from" ] || say "this checkout is a copy of $copied_from, whose station is left alone: it gets one of its own"
+    choose_ports "$id"
     [ -n "$mode" ] || choose_mode
+    if find_image || [ "${REBUILD:-}" = no ]; then found=yes; else check_engine_disk; fi
     make_missing_files
-    if [ "$(docker image inspect -f '{{index .Config.Labels "trainstation.inputs"}}' "$(image)" 2>/dev/null)" != "$(inputs)" ]; then
-        if [ "${REBUILD:-}" != no ]; then build; fi
+    remember_identity
+    files_are_made
+    if [ -z "$found" ]; then
+        build
+        remember_identity
     fi
-    # Without root the engine would make this folder as root; here it is made as it should be.
-    if ! output=$(compose up --detach --no-build --remove-orphans 2>&1); then
-        take_back
-        die "the engine did not start the station: $(tail -n 1 <<<"$output" | sed 's/^Error response from daemon: //')"
-    fi
-    id=$(container)
+    export STATION_IMAGE=$image
+    start
+    id=$(station_id)
     wait_healthy "$id"
+    claim_volumes "$id"
+    keep_image
     cat <<TEXT
 
   JupyterLab   $(url)
-  ssh          $(ssh_command)
+  ssh          $(ssh_line)
 
   A first run, in either:  train launch digits --name first --follow
   All commands:            make help
 TEXT
 }
 
-address() {
-    local bind
-    bind=$(setting BIND_ADDRESS 127.0.0.1)
-    case $bind in 0.0.0.0 | '[::]') say 127.0.0.1 ;; *) say "$bind" ;; esac
+# Address and port of a service as the running container has them, whatever the settings say by now.
+where() {
+    local at
+    at=$(published "$id" "$1")
+    say "$(reachable "${at% *}") ${at##* }"
 }
-url() { say "http://$(address):$(setting JUPYTER_PORT 8888)/lab?token=$(cat .secrets/jupyter_token)"; }
-
-# One line to paste. The station's host key is fetched through the engine, so ssh has nothing to ask the first time.
-ssh_command() {
-    local port host
-    port=$(setting SSH_PORT 2222)
-    host=$(address)
-    host=${host#[}
-    host=${host%]}
-    printf '[%s]:%s %s\n' "$host" "$port" \
-        "$(docker exec "$(container)" cut -d' ' -f1,2 /etc/trainstation/hostkeys/ssh_host_ed25519_key.pub)" >.secrets/known_hosts
-    printf 'ssh -p %s' "$port"
-    [ ! -e .secrets/id_ed25519 ] || printf ' -i %q' "$PWD/.secrets/id_ed25519"
-    printf ' -o UserKnownHostsFile=%q dev@%s\n' "$PWD/.secrets/known_hosts" "$host"
+url() {
+    local host port token
+    read -r host port < <(where 8888)
+    token=$(as_owner cat .secrets/jupyter_token 2>/dev/null) || token=""
+    [[ $token =~ ^[A-Za-z0-9_-]{16,}$ ]] || die ".secrets/jupyter_token holds no token, or is not yours to read"
+    case $host in *:*) host="[$host]" ;; esac
+    say "http://$host:$port/lab?token=$token"
 }
 
+# In the way of ssh's own files: in quotes, for it splits at blanks, and with its own signs doubled.
+for_ssh() { local p=${1//\\/\\\\}; p=${p//\"/\\\"}; printf '"%s"' "${p//%/%%}"; }
+# One line to paste, in any shell. The station's host key is fetched through the engine, so ssh has nothing to ask.
+ssh_command() { # sets ssh_words
+    local port host key
+    read -r host port < <(where 2222)
+    key=$(docker exec "$id" cat /etc/trainstation/hostkeys/ssh_host_ed25519_key.pub | public_keys | cut -d' ' -f1,2)
+    [ -n "$key" ] || die "the station has no host key yet: make status says how it is"
+    secret known_hosts <<<"[$host]:$port $key"
+    # shellcheck disable=SC2016
+    [[ $PWD != *'${'* ]] || die "ssh takes the \${ in $PWD for a variable: move the checkout to another path"
+    ssh_words=(ssh -p "$port")
+    if [ -e .secrets/id_ed25519 ]; then
+        case $PWD in *[%\\\"]*) ssh_words+=(-o "IdentityFile=$(for_ssh "$PWD/.secrets/id_ed25519")") ;; *) ssh_words+=(-i "$PWD/.secrets/id_ed25519") ;; esac
+    fi
+    case $PWD in
+        *[[:space:]%\\\"\']*) ssh_words+=(-o "UserKnownHostsFile=$(for_ssh "$PWD/.secrets/known_hosts")") ;;
+        *) ssh_words+=(-o "UserKnownHostsFile=$PWD/.secrets/known_hosts") ;;
+    esac
+    ssh_words+=("dev@$host")
+}
+ssh_line() {
+    local word line=""
+    ssh_command
+    for word in "${ssh_words[@]}"; do
+        [[ $word =~ ^[A-Za-z0-9_./:=@,+-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+        line+=" $word"
+    done
+    say "${line# }"
+}
+
+terminal=(--interactive)
+if [ -t 0 ] && [ -t 1 ]; then terminal+=(--tty); fi
+inside=(--user dev --workdir /workspace --env HOME=/home/dev --env USER=dev)
+# A login shell, unless the files in the home folder end it or hang: then one that does not read them. They are tried
+# with a command on stdin, as if in a tmux, for files that start one.
+shell() {
+    local tried
+    tried=$(docker exec -i "${inside[@]}" --env TMUX=tried,0,0 "$id" timeout -s KILL 5 bash -li <<<'echo "a shell: $((40 + 2))"' 2>/dev/null) || :
+    case $tried in
+        *'a shell: 42'*) exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash -l "$@" ;;
+    esac
+    say "what ~/.bashrc or ~/.profile does ends the shell or hangs: this one has not read them; mend them and come again" >&2
+    exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --noprofile --norc "$@"
+}
+
+id=""
+copied_from="" moved_from="" # by find_project
+trap unmake EXIT
 command=${1:-}
 [ $# -eq 0 ] || shift
+case $command in up | down | rebuild | shell | exec | ssh | ssh-command | logs | url | status | clean) check_own_files ;; esac
 case $command in
     up) up ;;
     down)
-        check_engine
-        # Also a container that was started with other settings: the project's name is what counts.
-        docker compose down --remove-orphans "$@"
+        find_station
+        if [ -z "$id" ] && [ $# -eq 0 ]; then
+            say "this checkout has no station"
+        elif [ -z "$(other_checkout)" ]; then
+            compose down --remove-orphans "$@"
+        fi
         ;;
     rebuild)
-        check_engine
+        find_station
         check_compose
         check_settings
+        check_compose_files
         choose_mode
         make_missing_files
+        files_are_made
+        find_image || :
         build "$@"
         REBUILD=no up
         ;;
-    shell) need_running; exec docker compose exec --user dev --workdir /workspace --env HOME=/home/dev --env USER=dev station bash -l "$@" ;;
+    shell) need_running; shell "$@" ;;
     exec)
         need_running
-        tty=()
-        [ -t 0 ] && [ -t 1 ] || tty=(--no-TTY)
-        exec docker compose exec ${tty[@]+"${tty[@]}"} --user dev --workdir /workspace --env HOME=/home/dev --env USER=dev station "$@"
+        exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$@"
         ;;
-    ssh) need_running; eval "exec $(ssh_command) \"\$@\"" ;;
-    ssh-command) need_running; ssh_command ;;
-    logs) check_engine; exec docker compose logs --tail 200 "$@" station ;;
+    ssh) need_running; ssh_command; exec "${ssh_words[@]}" "$@" ;;
+    ssh-command) need_running; ssh_line ;;
+    logs) need_station; compose logs --tail 200 "$@" station ;;
     url) need_running; url ;;
     inputs) inputs ;; # what an image has to be built from to be taken as it is
+    id) find_station; say "$id" ;;
     status)
         need_running
-        say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id")"
+        say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id"), on $(where 8888 | tr ' ' :) and $(where 2222 | tr ' ' :)"
         say "health   $(docker inspect -f '{{range .State.Health.Log}}{{.Output}}{{end}}' "$id" | grep . | tail -n 1)"
         say "runs"
-        docker compose exec --no-TTY --user dev --env HOME=/home/dev station train ls
+        docker exec "${inside[@]}" "$id" train ls
         ;;
     clean)
-        check_engine
-        docker compose -f docker-compose.yml down --volumes --remove-orphans
-        docker image rm trainstation:cuda trainstation:runtime 2>/dev/null || true
-        say "removed: container, volumes (home folder, host keys), images. Still here: runs, data, .env, .secrets"
+        find_station
+        [ -z "$(other_checkout)" ] || die "this checkout has no station"
+        if [ -n "$id" ]; then image=$(docker inspect -f '{{.Image}}' "$id"); else image=$(setting STATION_IMAGE); fi
+        compose down --volumes --remove-orphans
+        [ -z "$image" ] || release_image "$image"
+        say "removed: container, volumes (home folder, host keys), and the image where no other station uses it. Still here: runs, data, .env, .secrets"
         ;;
     *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|status|clean" ;;
 esac

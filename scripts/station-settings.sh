@@ -1,0 +1,206 @@
+# shellcheck shell=bash disable=SC2154 # copied_from: from station.sh
+# How .env is read and written, and how secrets are. Sourced by station.sh.
+#
+# User dev inside has the number of the checkout's owner. So nothing that lies here is trusted to be the file it was:
+# a link is refused by name, and what is written appears whole under its name, in the place of whatever lay there.
+
+owner_of() { stat -c %u "$1" 2>/dev/null || stat -f %u "$1"; } # GNU, or BSD and macOS
+group_of() { stat -c %g "$1" 2>/dev/null || stat -f %g "$1"; }
+names_of() { stat -c %h "$1" 2>/dev/null || stat -f %l "$1"; }
+mode_of() { stat -c %a "$1" 2>/dev/null || stat -f %Lp "$1"; }
+# A path as a person writes it in .env; the shell never saw its tilde.
+expand() { printf '%s' "${1/#\~\//$HOME/}"; }
+
+# env_value NAME [FILE]: the value in .env, as docker compose reads it (byte order mark, line ends of Windows, export,
+# quotes, comments, ${VARIABLE}); fails where it is not set.
+env_value() {
+    local value quote variable
+    [ -r "${2:-.env}" ] || return 1
+    value=$(LC_ALL=C awk -v name="$1" '
+        NR == 1 { sub(/^\357\273\277/, "") }
+        { sub(/\r$/, ""); sub(/^[ \t]*(export[ \t]+)?/, "") }
+        index($0, name) != 1 { next }
+        {
+            rest = substr($0, length(name) + 1)
+            if (rest !~ /^[ \t]*[=:]/) next
+            sub(/^[ \t]*[=:][ \t]*/, "", rest)
+            quote = substr(rest, 1, 1)
+            if (quote == "\"" || quote == "\047") {
+                value = ""
+                for (i = 2; i <= length(rest) && (c = substr(rest, i, 1)) != quote; i++) {
+                    if (c == "\\" && quote == "\"") c = substr(rest, ++i, 1)
+                    value = value c
+                }
+            } else {
+                quote = " "
+                sub(/[ \t]+#.*/, "", rest)
+                sub(/[ \t]+$/, "", rest)
+                value = rest
+            }
+            found = quote value
+        }
+        END { if (found == "") exit 1; print found }' "${2:-.env}") || return 1
+    quote=${value:0:1} value=${value:1}
+    if [ "$quote" != "'" ]; then
+        while [[ $value =~ \$(\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*)) ]]; do
+            variable=${BASH_REMATCH[2]}${BASH_REMATCH[3]}
+            value=${value/"${BASH_REMATCH[0]}"/${!variable:-}}
+        done
+    fi
+    printf '%s' "$value"
+}
+
+# A setting: the environment first, then .env, then the default; as docker compose itself reads them.
+setting() {
+    local name=$1 value
+    if [ -n "${!name+set}" ]; then value=${!name}; else value=$(env_value "$name") || value=""; fi
+    printf '%s' "${value:-${2:-}}"
+}
+
+# What can be another file than it seems, before anything is read or written there.
+check_own_files() {
+    local file
+    for file in .env .secrets .secrets/jupyter_token .secrets/authorized_keys .secrets/id_ed25519 \
+        .secrets/id_ed25519.pub .secrets/known_hosts; do
+        [ ! -L "$file" ] || die "$file is a link, which is not followed: put the file itself there, or remove it (rm $file)"
+        [ -e "$file" ] || continue
+        if [ "$file" = .secrets ]; then
+            [ -d "$file" ] || die "$file is no folder: move it away, make up makes one"
+            continue
+        fi
+        [ -f "$file" ] || die "$file is no file: remove it, make up makes one"
+        [ "$(names_of "$file")" = 1 ] ||
+            die "$file is known under another name too (a hard link), which is not trusted: make it anew with cp and mv, or remove it"
+    done
+    [ ! -e .env ] || [ -r .env ] || die ".env cannot be read: it belongs to user $(owner_of .env)"
+}
+
+# Runs a command as the checkout's owner, also under sudo: whatever a link in a person's checkout leads to, root does
+# not write there.
+as_owner() {
+    local uid gid
+    uid=$(owner_of .) gid=$(group_of .)
+    if [ "$(id -u)" != 0 ] || [ "$uid" = 0 ]; then
+        "$@"
+    elif command -v setpriv >/dev/null; then
+        setpriv --reuid="$uid" --regid="$gid" --clear-groups -- "$@"
+    else
+        sudo -n -u "#$uid" -g "#$gid" -- "$@"
+    fi
+}
+
+# put FOLDER NAME MODE <CONTENT: the file with that content, or the old one and an error; never half of it. The folder
+# is entered first and then looked at: no link can take its place in between.
+put() {
+    local said
+    # shellcheck disable=SC2016 # for the inner shell
+    said=$(as_owner bash -c '
+        umask 077
+        cd -P -- "$1" && [ "$PWD" = "$4" ] || { echo "its folder is not $4"; exit 1; }
+        new=$(mktemp "./.$2.XXXXXX") || exit 1
+        trap "rm -f -- $new" EXIT
+        cat >"$new" && chmod "$3" "$new" || exit 1
+        sync "$new" 2>/dev/null || :
+        mv -f -- "$new" "$2"' - "$1" "$2" "$3" "$(cd -P . && printf '%s' "$PWD${1#.}")" 2>&1) ||
+        die "$2 cannot be written: $(tail -n 1 <<<"$said" | sed 's/.*: //')"
+}
+secret() { put ./.secrets "$1" 600; }
+
+# remember NAME VALUE …: puts settings into .env, each in the place of what was there; one without a value is removed.
+remember() {
+    local names=" " lines="" changed=""
+    while [ $# -gt 0 ]; do
+        names+="$1 "
+        [ -z "$2" ] || lines+="$1=$(in_quotes "$2")"$'\n'
+        [ "$(env_value "$1")" = "$2" ] || changed=yes
+        shift 2
+    done
+    [ -n "$changed" ] || return 0
+    put . .env "$(mode_of .env)" < <(
+        LC_ALL=C awk -v names="$names" '
+            { key = $0; sub(/^\357\273\277/, "", key); sub(/^[ \t]*(export[ \t]+)?/, "", key); sub(/[ \t]*[=:].*/, "", key) }
+            key == "" || index(names, " " key " ") == 0' .env
+        printf '%s' "$lines"
+    )
+}
+in_quotes() { if [[ $1 =~ ^[A-Za-z0-9_./:,-]*$ ]]; then printf '%s' "$1"; else printf "'%s'" "$1"; fi; }
+
+# The lines of a file that are public keys, options before them included; anything else would be for sshd to skip.
+public_keys() {
+    local line
+    while IFS= read -r line || [ -n "$line" ]; do
+        line=${line%$'\r'}
+        case $line in '' | '#'*) continue ;; esac
+        ! ssh-keygen -l -f /dev/stdin <<<"$line" >/dev/null 2>&1 || printf '%s\n' "$line"
+    done
+}
+
+made="" made_runs=""
+# Makes what is missing: .env, the token, who may log in. What was made goes again if not all of it could be. A copy of
+# another checkout gets a token and a pair of its own.
+make_missing_files() {
+    local key keys work runs token=.secrets/jupyter_token allowed=.secrets/authorized_keys
+    runs=$(expand "$(setting RUNS_DIR ./runs)")
+    if [ ! -e "$runs" ]; then
+        case $runs in /*) mkdir -p "$runs" ;; *) as_owner mkdir -p "$runs" ;; esac || die "$runs cannot be made"
+        made_runs=$runs
+    fi
+    if [ ! -s .env ]; then # an empty one is what an engine leaves that mounted it before it was there
+        made+=" .env"
+        put . .env "$(printf %o $((0666 & ~$(umask))))" <.env.example
+    fi
+    # What this machine trusts the station trusts: a network may check TLS by certificates of its own.
+    if ! env_value CA_BUNDLE >/dev/null && [ -s /etc/ssl/certs/ca-certificates.crt ]; then
+        remember CA_BUNDLE /etc/ssl/certs/ca-certificates.crt
+    fi
+    if ! env_value DEV_UID >/dev/null && [ "$(owner_of .)" != 0 ]; then
+        remember DEV_UID "$(owner_of .)" DEV_GID "$(group_of .)"
+    fi
+    env_value STATION_ENV >/dev/null || remember STATION_ENV ./.env
+
+    if [ ! -d .secrets ]; then
+        as_owner mkdir -m 700 .secrets || die ".secrets cannot be made here"
+        made+=" .secrets/"
+    fi
+    if [ ! -s "$token" ] || [ -n "$copied_from" ]; then
+        [ -s "$token" ] || made+=" $token"
+        secret jupyter_token < <(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
+    fi
+    key=$(expand "$(setting SSH_PUBLIC_KEY)")
+    if [ -n "$key" ]; then
+        secret authorized_keys < <(public_keys <"$key")
+    elif [ ! -s "$allowed" ] || { [ -n "$copied_from" ] && cmp -s "$allowed" .secrets/id_ed25519.pub; }; then
+        command -v ssh-keygen >/dev/null || return 0 # the station makes a pair when it starts
+        keys=$({ cat "$HOME"/.ssh/id_*.pub 2>/dev/null || :; } | public_keys)
+        [ -s "$allowed" ] || made+=" $allowed"
+        if [ -n "$keys" ]; then
+            secret authorized_keys <<<"$keys"
+            say "ssh: your own keys in ~/.ssh may log in (.secrets/authorized_keys)"
+        else
+            if ! { work=$(mktemp -d) && ssh-keygen -q -t ed25519 -N '' -C trainstation -f "$work/id_ed25519"; } </dev/null; then
+                die "no ssh key could be made in ${TMPDIR:-/tmp}"
+            fi
+            [ -s .secrets/id_ed25519 ] || made+=" .secrets/id_ed25519 .secrets/id_ed25519.pub"
+            secret id_ed25519 <"$work/id_ed25519"
+            secret id_ed25519.pub <"$work/id_ed25519.pub"
+            secret authorized_keys <"$work/id_ed25519.pub"
+            rm -rf "$work"
+        fi
+    fi
+}
+files_are_made() {
+    [ -z "$made" ] || say "made:$made"
+    made="" made_runs=""
+}
+# When make up ends here, what was only just made is taken away again.
+unmake() {
+    local file
+    for file in $made; do
+        if [ "$file" = .secrets/ ]; then as_owner rm -rf .secrets
+        else as_owner rm -f "$file"
+        fi
+    done
+    [ -z "$made_runs" ] || rmdir "$made_runs" 2>/dev/null || :
+    made="" made_runs=""
+    return 0
+}
