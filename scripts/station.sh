@@ -235,7 +235,7 @@ command=${1:-}
 [ $# -eq 0 ] || shift
 case $command in up | down | rebuild | shell | exec | ssh | ssh-command | logs | url | status | clean) check_own_files ;; esac
 case $command in
-    up) up ;;
+    up) one_at_a_time; up ;;
     down)
         find_station
         if [ -z "$id" ] && [ $# -eq 0 ]; then
@@ -245,6 +245,7 @@ case $command in
         fi
         ;;
     rebuild)
+        one_at_a_time
         find_station
         check_compose
         check_settings
@@ -277,7 +278,11 @@ case $command in
     clean)
         find_station
         [ -z "$(other_checkout)" ] || die "this checkout has no station"
-        if [ -n "$id" ]; then image=$(docker inspect -f '{{.Image}}' "$id"); else image=$(setting STATION_IMAGE); fi
+        if [ -z "$(docker image ls --quiet "trainstation:used-by-$project")" ] && ! in_use "$project"; then
+            say "this checkout has no station"
+            exit
+        fi
+        if [ -n "$id" ]; then image=$(docker inspect -f '{{.Config.Image}}' "$id"); else image=$(setting STATION_IMAGE); fi
         compose down --volumes --remove-orphans
         [ -z "$image" ] || release_image "$image"
         say "removed: container, volumes (home folder, host keys), and the image where no other station uses it. Still here: runs, data, .env, .secrets"
