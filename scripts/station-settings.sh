@@ -102,7 +102,7 @@ put() {
         cat >"$new" && chmod "$3" "$new" || exit 1
         sync "$new" 2>/dev/null || :
         mv -f -- "$new" "$2"' - "$1" "$2" "$3" "$(cd -P . && printf '%s' "$PWD${1#.}")" 2>&1) ||
-        die "$2 cannot be written: $(tail -n 1 <<<"$said" | sed 's/.*: //')"
+        die "$PWD${1#.}/$2 cannot be written: $(tail -n 1 <<<"$said" | sed 's/.*: //')"
 }
 secret() { put ./.secrets "$1" 600; }
 
@@ -180,7 +180,8 @@ make_missing_files() {
     if [ -n "$key" ]; then
         secret authorized_keys < <(public_keys <"$key")
     elif [ ! -s "$allowed" ] || { [ -n "$copied_from" ] && cmp -s "$allowed" .secrets/id_ed25519.pub; }; then
-        command -v ssh-keygen >/dev/null || return 0 # the station makes a pair when it starts
+        # The station makes a pair when it starts where this cannot: ssh-keygen works for users with a name only.
+        { command -v ssh-keygen && id -un; } >/dev/null 2>&1 || return 0
         keys=$({ cat "$HOME"/.ssh/id_*.pub 2>/dev/null || :; } | public_keys)
         [ -s "$allowed" ] || made+=" $allowed"
         if [ -n "$keys" ]; then
