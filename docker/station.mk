@@ -7,8 +7,8 @@ up: ## start the station: JupyterLab on 8888, ssh on 2222 (GPUS=none, all, 2 or 
 down: ## stop it, saving runs; runs, home folder and host keys stay
 	@scripts/station.sh down
 
-shell: ## a shell inside
-	@scripts/station.sh shell
+shell: ## a shell inside (ARGS=--noprofile: without the files in the home folder)
+	@scripts/station.sh shell $(ARGS)
 
 ssh: ## log in over ssh
 	@scripts/station.sh ssh $(ARGS)

@@ -8,7 +8,7 @@ check_engine() {
         die "no Docker here. make engine installs and starts it (Debian, Ubuntu, as root); make demo trains without one"
     answer=$(docker version --format '{{.Server.Version}}' 2>&1) && return
     case $answer in
-        *'permission denied'*) die "you may not use the Docker engine: sudo usermod -aG docker $(id -un), then log in again" ;;
+        *'permission denied'*) die "you may not use the Docker engine: sudo usermod -aG docker $(id -un 2>/dev/null || id -u), then log in again" ;;
         *) die "no Docker engine answers. make engine installs and starts one (Debian, Ubuntu, as root); make demo trains without one" ;;
     esac
 }

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154 # image: from station-image.sh
+# shellcheck shell=bash disable=SC2154,SC2034 # moved_from: for station.sh; image: from station-image.sh
 # Which station is this checkout's, and what of the engine belongs to it. Sourced by station.sh.
 #
 # A checkout's station is a compose project whose name .env remembers, with the path of the checkout it was given to:

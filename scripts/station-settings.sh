@@ -102,7 +102,7 @@ put() {
         cat >"$new" && chmod "$3" "$new" || exit 1
         sync "$new" 2>/dev/null || :
         mv -f -- "$new" "$2"' - "$1" "$2" "$3" "$(cd -P . && printf '%s' "$PWD${1#.}")" 2>&1) ||
-        die "$2 cannot be written: $(tail -n 1 <<<"$said" | sed 's/.*: //')"
+        die "$PWD${1#.}/$2 cannot be written: $(tail -n 1 <<<"$said" | sed 's/.*: //')"
 }
 secret() { put ./.secrets "$1" 600; }
 
@@ -136,6 +136,19 @@ public_keys() {
 }
 
 made="" made_runs=""
+make_secrets_folder() {
+    [ ! -d .secrets ] || return 0
+    if as_owner mkdir -m 700 .secrets 2>/dev/null; then made+=" .secrets/"; else [ -d .secrets ] || die ".secrets cannot be made here"; fi
+}
+# One make up at a time. The lock is on a folder that nobody inside can see, and so cannot hold.
+one_at_a_time() {
+    make_secrets_folder
+    command -v flock >/dev/null && [ -r .secrets ] || return 0
+    exec 9<.secrets
+    flock --nonblock 9 && return
+    say "another make up is at work in this checkout; waiting for it"
+    flock 9
+}
 # Makes what is missing: .env, the token, who may log in. What was made goes again if not all of it could be. A copy of
 # another checkout gets a token and a pair of its own.
 make_missing_files() {
@@ -158,10 +171,7 @@ make_missing_files() {
     fi
     env_value STATION_ENV >/dev/null || remember STATION_ENV ./.env
 
-    if [ ! -d .secrets ]; then
-        as_owner mkdir -m 700 .secrets || die ".secrets cannot be made here"
-        made+=" .secrets/"
-    fi
+    make_secrets_folder
     if [ ! -s "$token" ] || [ -n "$copied_from" ]; then
         [ -s "$token" ] || made+=" $token"
         secret jupyter_token < <(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
@@ -170,7 +180,8 @@ make_missing_files() {
     if [ -n "$key" ]; then
         secret authorized_keys < <(public_keys <"$key")
     elif [ ! -s "$allowed" ] || { [ -n "$copied_from" ] && cmp -s "$allowed" .secrets/id_ed25519.pub; }; then
-        command -v ssh-keygen >/dev/null || return 0 # the station makes a pair when it starts
+        # The station makes a pair when it starts where this cannot: ssh-keygen works for users with a name only.
+        { command -v ssh-keygen && id -un; } >/dev/null 2>&1 || return 0
         keys=$({ cat "$HOME"/.ssh/id_*.pub 2>/dev/null || :; } | public_keys)
         [ -s "$allowed" ] || made+=" $allowed"
         if [ -n "$keys" ]; then

@@ -190,7 +190,7 @@ ssh_command() { # sets ssh_words
     read -r host port < <(where 2222)
     key=$(docker exec "$id" cat /etc/trainstation/hostkeys/ssh_host_ed25519_key.pub | public_keys | cut -d' ' -f1,2)
     [ -n "$key" ] || die "the station has no host key yet: make status says how it is"
-    secret known_hosts <<<"[$host]:$port $key"
+    [ "$(as_owner cat .secrets/known_hosts 2>/dev/null)" = "[$host]:$port $key" ] || secret known_hosts <<<"[$host]:$port $key"
     # shellcheck disable=SC2016
     [[ $PWD != *'${'* ]] || die "ssh takes the \${ in $PWD for a variable: move the checkout to another path"
     ssh_words=(ssh -p "$port")
@@ -217,15 +217,17 @@ terminal=(--interactive)
 if [ -t 0 ] && [ -t 1 ]; then terminal+=(--tty); fi
 inside=(--user dev --workdir /workspace --env HOME=/home/dev --env USER=dev)
 # A login shell, unless the files in the home folder end it or hang: then one that does not read them. They are tried
-# with a command on stdin, as if in a tmux, for files that start one.
+# with a command on stdin, as if in a tmux, for files that start one. With arguments nothing is tried: --noprofile reads
+# none of them.
 shell() {
     local tried
+    [ $# -eq 0 ] || exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --login "$@"
     tried=$(docker exec -i "${inside[@]}" --env TMUX=tried,0,0 "$id" timeout -s KILL 5 bash -li <<<'echo "a shell: $((40 + 2))"' 2>/dev/null) || :
     case $tried in
-        *'a shell: 42'*) exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash -l "$@" ;;
+        *'a shell: 42'*) exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --login ;;
     esac
     say "what ~/.bashrc or ~/.profile does ends the shell or hangs: this one has not read them; mend them and come again" >&2
-    exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --noprofile --norc "$@"
+    exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --noprofile --norc
 }
 
 id=""
@@ -235,7 +237,7 @@ command=${1:-}
 [ $# -eq 0 ] || shift
 case $command in up | down | rebuild | shell | exec | ssh | ssh-command | logs | url | status | clean) check_own_files ;; esac
 case $command in
-    up) up ;;
+    up) one_at_a_time; up ;;
     down)
         find_station
         if [ -z "$id" ] && [ $# -eq 0 ]; then
@@ -245,6 +247,7 @@ case $command in
         fi
         ;;
     rebuild)
+        one_at_a_time
         find_station
         check_compose
         check_settings
@@ -269,7 +272,7 @@ case $command in
     id) find_station; say "$id" ;;
     status)
         need_running
-        say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id"), on $(where 8888 | tr ' ' :) and $(where 2222 | tr ' ' :)"
+        say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id"), ports $(where 8888 | cut -d' ' -f2) and $(where 2222 | cut -d' ' -f2) on $(where 8888 | cut -d' ' -f1)"
         say "health   $(docker inspect -f '{{range .State.Health.Log}}{{.Output}}{{end}}' "$id" | grep . | tail -n 1)"
         say "runs"
         docker exec "${inside[@]}" "$id" train ls
@@ -277,7 +280,11 @@ case $command in
     clean)
         find_station
         [ -z "$(other_checkout)" ] || die "this checkout has no station"
-        if [ -n "$id" ]; then image=$(docker inspect -f '{{.Image}}' "$id"); else image=$(setting STATION_IMAGE); fi
+        if [ -z "$(docker image ls --quiet "trainstation:used-by-$project")" ] && ! in_use "$project"; then
+            say "this checkout has no station"
+            exit
+        fi
+        if [ -n "$id" ]; then image=$(docker inspect -f '{{.Config.Image}}' "$id"); else image=$(setting STATION_IMAGE); fi
         compose down --volumes --remove-orphans
         [ -z "$image" ] || release_image "$image"
         say "removed: container, volumes (home folder, host keys), and the image where no other station uses it. Still here: runs, data, .env, .secrets"
