@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 import train
-from train.errors import FINISHED, REFUSED, Refused, nearest, one_line
-from train.runs import store
+from train.errors import FINISHED, INTERRUPTED, REFUSED, Refused, nearest, one_line, shortened
+from train.runs import screen, store
+from train.runs.best import checkpoint_named
 
 COMMANDS = {
     "run": "train here and now; under torchrun: be one of its ranks",
@@ -72,8 +74,13 @@ def parser(command: str) -> argparse.ArgumentParser:
     if command == "resume":
         add("name", metavar="NAME", nargs="?", help="a run; train ls lists them")
         add("--all", action="store_true", help="every run that was interrupted, or stopped by a signal")
-    if command in ("rm", "plot"):
-        add("names", metavar="NAME", nargs="+", help="runs; train ls lists them")
+    if command in ("rm", "plot", "ls"):
+        add("names", metavar="NAME", nargs="*" if command == "ls" else "+", help="runs, or quoted patterns: 'exp-*'")
+    if command == "ls":
+        add("--state", metavar="STATE", help="only these, with commas: running, stopped, interrupted, failed, …")
+        add("--sort", metavar="BY", help="created (the default), name, state, step (most first), loss (lowest first)")
+        add("--reverse", action="store_true", help="the other way round")
+        add("-n", "--limit", metavar="N", help="at most so many: the newest, or with --sort the first ones")
     if command in ("ls", "show", "eval"):
         add("--json", action="store_true", help="for machines")
     if command == "logs":
@@ -91,7 +98,7 @@ def parser(command: str) -> argparse.ArgumentParser:
     if command == "stop":
         add("--now", action="store_true", help="do not save; the last checkpoint stays")
     if command in ("eval", "export"):
-        add("--checkpoint", metavar="STEP", help="the checkpoint of this step; default: the newest whole one")
+        add("--checkpoint", metavar="STEP|best", help="the one of this step, or best; default: the newest whole one")
     if command in ("export", "plot"):
         suffixes = ".safetensors, .pt or .onnx" if command == "export" else ".png, .svg or .pdf"
         add("--to", metavar="FILE", required=True, help=f"the file to write: {suffixes}")
@@ -195,6 +202,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if argv is None else argv
     if sys.stdout is None:  # closed by who called us: a file opened later must not take its place
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    screen.tolerate_any_locale()
     try:
         code = _main(arguments)
         sys.stdout.flush()
@@ -206,11 +214,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = FINISHED
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
         where = f": {error.filename}" if error.filename else ""
-        print(f"train: {error.strerror or one_line(error)}{where}; look at its owner and mode", file=sys.stderr)
+        problem = shortened(f"{error.strerror or one_line(error)}{where}")
+        print(f"train: {problem}; look at its owner and mode", file=sys.stderr)
+        code = REFUSED
+    except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
+        what = shortened(ascii(error.object), 100)
+        print(f"train: {what} has letters that this locale has not; use another: LC_ALL=C.UTF-8", file=sys.stderr)
         code = REFUSED
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("train: interrupted", file=sys.stderr)
-        code = 130
+        code = INTERRUPTED
     sys.exit(code)
 
 
@@ -375,23 +389,32 @@ def _resume(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 
 def _ls(options: Any, runs: Path, flags: dict[str, str]) -> int:
+    from train.runs import select
     from train.runs.table import listing
 
+    limit = number("limit", options.limit, 1)
+    names = options.names
     records = []
-    for run in store.every(runs):
+    for run in select.matching(runs, names, must=False) if names else store.every(runs):
         try:
             records.append(run.shown())
         except Refused as error:
             print(f"train: {error}", file=sys.stderr)
-    print(json.dumps(records, indent=1) if options.json else listing(records, runs))
+    known = bool(records) and not names
+    records = select.chosen(records, options.state, options.sort, limit, options.reverse)
+    print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))
     return FINISHED
 
 
 def _show(options: Any, runs: Path, flags: dict[str, str]) -> int:
+    from train.runs import best
     from train.runs.table import story
 
     run = store.find(runs, options.name)
-    print(json.dumps(run.shown(), indent=1) if options.json else story(run))
+    record = run.shown()
+    if not record.get("script"):
+        record |= best.facts(run)
+    print(json.dumps(record, indent=1) if options.json else story(run))
     return FINISHED
 
 
@@ -424,17 +447,18 @@ def _keeper(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 
 def _rm(options: Any, runs: Path, flags: dict[str, str]) -> int:
-    found = [store.find(runs, name) for name in dict.fromkeys(options.names)]
-    alive = [run.name for run in found if run.alive()]
-    if alive:
-        raise Refused(f"{alive[0]} is running; first: train stop {alive[0]}")
-    for run in found:
-        store.remove(run)
+    from train.runs import select
+
+    found = select.matching(runs, options.names)
+    select.remove(found)
+    if any(map(select.is_pattern, options.names)):  # which ones that were is not in the command
+        print(f"removed {', '.join(run.name for run in found)}", file=sys.stderr)
     return FINISHED
 
 
 def _eval(options: Any, runs: Path, flags: dict[str, str]) -> int:
-    run, wanted = store.find(runs, options.name), number("checkpoint", options.checkpoint, 1)
+    run = store.find(runs, options.name)
+    wanted = checkpoint_named(run, options.checkpoint)
     from train.engine.export import evaluate_run
 
     step, samples, figures = evaluate_run(run, wanted)
@@ -446,7 +470,8 @@ def _eval(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 
 def _export(options: Any, runs: Path, flags: dict[str, str]) -> int:
-    run, wanted = store.find(runs, options.name), number("checkpoint", options.checkpoint, 1)
+    run = store.find(runs, options.name)
+    wanted = checkpoint_named(run, options.checkpoint)
     from train.engine.export import export
 
     step = export(run, Path(options.to), wanted)
@@ -476,8 +501,9 @@ def _bench(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 def _plot(options: Any, runs: Path, flags: dict[str, str]) -> int:
     from train.plot import plot
+    from train.runs import select
 
-    plot([store.find(runs, name) for name in dict.fromkeys(options.names)], Path(options.to))
+    plot(select.matching(runs, options.names), Path(options.to))
     print(f"wrote {options.to}", file=sys.stderr)
     return FINISHED
 

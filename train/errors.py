@@ -14,12 +14,36 @@ STOPPED = 75
 """Stopped early with a checkpoint (EX_TEMPFAIL of sysexits.h): resume to continue."""
 
 
+INTERRUPTED = 130
+"""Ended by Ctrl-C, nothing saved: 128 and the number of SIGINT, as shells have it."""
+
+_LONGEST_WORD, _LONGEST_LINE = 160, 1200
+"""Characters of a message that are shown: what a user gives may be of any length, and is quoted in it."""
+
+
+def shortened(text: str, longest: int = _LONGEST_LINE) -> str:
+    """The text with every word, and then the whole, cut in its middle where it is too long."""
+    words = (_cut(word, min(_LONGEST_WORD, longest)) for word in text.split(" "))
+    return _cut(" ".join(words), longest)
+
+
+def _cut(text: str, longest: int) -> str:
+    tail = longest // 3
+    return text if len(text) <= longest else f"{text[: longest - tail - 1]}…{text[-tail:]}"
+
+
 class Refused(Exception):
     """The request is wrong. The message is one line that names the remedy."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(shortened(str(message)))
 
 
 class TrainingFailed(Exception):
     """Training cannot go on and would fail again in the same way."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(shortened(str(message)))
 
 
 def one_line(text: object) -> str:

@@ -17,7 +17,7 @@ def read_metrics(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     training: list[dict[str, Any]] = []
     evaluations: list[dict[str, Any]] = []
     if run.metrics.exists():
-        for text in run.metrics.read_text().splitlines():
+        for text in run.metrics.read_text(encoding="utf-8").splitlines():
             try:
                 line = json.loads(text)
             except ValueError:

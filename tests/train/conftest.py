@@ -102,7 +102,11 @@ class Station:
 
     def logs(self, name: str) -> str:
         """Everything the ranks wrote, for messages of failed assertions."""
-        return "\n".join(f"{p}\n{p.read_text()}" for p in sorted((self.runs / name / "logs").rglob("*")) if p.is_file())
+        return "\n".join(
+            f"{p}\n{p.read_text(errors='replace')}"
+            for p in sorted((self.runs / name / "logs").rglob("*"))
+            if p.is_file()
+        )
 
     def samples(self, name: str) -> dict[int, list[int]]:
         """Data set indices by step, over all ranks, sorted: needs --log.samples true."""

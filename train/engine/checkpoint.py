@@ -36,8 +36,8 @@ from train.engine import fault
 from train.engine.disk import DurableWriter
 from train.engine.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
 from train.engine.parallel import World
-from train.engine.report import evaluations
 from train.errors import one_line
+from train.runs.best import pick, scores_of
 from train.runs.store import Run, sync_folder
 
 log = logging.getLogger("train")
@@ -229,13 +229,10 @@ class Stage:
 
 def prune(run: Run, keep: int, best: str) -> None:
     """Remove all checkpoints but the newest `keep` and the one with the best value of the metric `best`."""
-    kept = set(run.steps_saved()[:keep])
+    kept: set[int | None] = set(run.steps_saved()[:keep])
     if best:
-        scores = {line["step"]: line["eval"].get(best) for line in evaluations(run)}
-        known = [(step, scores[step]) for step in run.steps_saved() if scores.get(step) is not None]
-        if known:
-            pick = min if best == "loss" else max
-            kept.add(pick(known, key=lambda pair: pair[1])[0])
+        scores, saved = scores_of(run, best), run.steps_saved()
+        kept |= {pick(best, {step: score for step, score in scores.items() if step in saved})}
     for step in run.steps_saved():
         if step in kept:
             continue

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from train.data.loader import MicroBatch, Plan, seed_compute
+from train.engine import uneven
 from train.engine.parallel import World
 from train.engine.precision import Precision
+from train.engine.quiet import quiet
 from train.errors import TrainingFailed
 from train.tasks import Task
 
@@ -56,9 +58,11 @@ def evaluate(
     rows: list[list[Tensor | float]] = []
     names: list[str] = []
     micros = math.ceil(plan.length / plan.micro_batch_size)
+    slots = math.ceil(micros / world.size)
+    without = uneven.idle(micros, world.size)
     try:
         with torch.no_grad():
-            for slot in range(math.ceil(micros / world.size)):
+            for slot in range(slots):
                 if slot % _ASK_EVERY == 0 and world.any(stop()):
                     return None
                 if slot * world.size + world.rank >= micros:
@@ -68,7 +72,9 @@ def evaluate(
                 assert micro.of_evaluation
                 seed_compute(micro.seed, world.device)
                 samples = len(micro.indices)
-                with precision.autocast():
+                is_risky = without and slot in (0, slots - 1)
+                waits_for = f"{uneven.names(without)}, without data in an evaluation" if is_risky else ""
+                with precision.autocast(), quiet("loss or metrics", task.file, waits_for):
                     row = [*total_and_count(task.loss(module, batch), samples, "loss")]
                     found = task.metrics(module, batch) if task.metrics else {}
                 if not isinstance(found, dict):

@@ -17,11 +17,12 @@ from torch import Tensor
 from train import config as configuration
 from train.config import Config
 from train.data.loader import Loader, MicroBatch, Plan, evaluation_micro_batches, micro_batches_of, seed_compute
-from train.engine import fault, schedule
+from train.engine import fault, schedule, uneven
 from train.engine.checkpoint import CannotSave, Saver
 from train.engine.evaluate import evaluate
 from train.engine.parallel import TAIL, Replica, World
 from train.engine.precision import Precision
+from train.engine.quiet import quiet
 from train.engine.readback import Readback
 from train.engine.report import Report
 from train.engine.stop import StopRequest
@@ -80,7 +81,7 @@ def train(job: Job, done: int) -> Done:
     readback = Readback[_Step](world.device)
     clock = _Clock(config.checkpoint.every_minutes)
     meter = _Meter()
-    saved, stopping, metrics = done, False, None
+    begun, saved, stopping, metrics = done, done, False, None
     job.replica.module.train()
     job.replica.settle()
 
@@ -90,7 +91,7 @@ def train(job: Job, done: int) -> Done:
                 factor = schedule.factor(config, done, plan.steps_per_epoch, job.total_steps)
                 for group, rate in zip(job.optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * factor
-                sums = _step(job, done, stream, meter, save=clock.is_due())
+                sums = _step(job, done, stream, meter, save=clock.is_due(), is_first=done == begun)
                 done += 1
                 job.heart.beat(heartbeat.TRAINING, done)
                 if not job.saver.is_prepared:
@@ -152,7 +153,7 @@ def _micro_batches(job: Job, done: int) -> Iterator[MicroBatch]:
     yield from micro_batches_of(job.plan, rank, size, first, job.total_steps)
 
 
-def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool) -> Tensor:
+def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool, is_first: bool) -> Tensor:
     """One optimizer update (counted from 0). Returns TAIL summed over the ranks, still on the device."""
     replica, world, plan, precision = job.replica, job.world, job.plan, job.precision
     samples = plan.samples(step)
@@ -183,7 +184,8 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool)
         seen.append(micro.indices)
         seed_compute(micro.seed, world.device)
         with replica.accumulating(more=not is_last):
-            with precision.autocast():
+            waits_for = uneven.doubt(plan, world.size, step, job.total_steps, is_first, is_last)
+            with precision.autocast(), quiet("loss", job.task.file, waits_for):
                 value = job.task.loss(replica.call, batch)
             if isinstance(value, tuple) and len(value) == 2:
                 value, own_count = value

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from train.config import Config
 from train.engine.parallel import World
+from train.runs.screen import Bar
 from train.runs.store import Run
 
 log = logging.getLogger("train")
@@ -55,22 +56,6 @@ def cut(run: Run, step: int) -> None:
                 end += len(line)
         if end < path.stat().st_size:
             os.truncate(path, end)
-
-
-def evaluations(run: Run) -> list[dict[str, Any]]:
-    """The evaluation lines of metrics.jsonl, in their order. A line that is being written right now is left out."""
-    found = []
-    if run.metrics.exists():
-        for line in run.metrics.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                if '"eval"' in line:
-                    found.append(json.loads(line))
-    return found
-
-
-def last_evaluation(run: Run) -> dict[str, Any] | None:
-    """The last evaluation line of metrics.jsonl."""
-    return next(iter(reversed(evaluations(run))), None)
 
 
 class _Lines:
@@ -147,7 +132,7 @@ class Report:
         self._metrics: _Lines | None = None
         self._samples: _Lines | None = None
         self._board: Any = None
-        self._bar: Any = None
+        self._bar: Bar | None = None
         self._next_progress = self._next_line = 0.0
         if config.log.samples:
             self._samples = _Lines(run.folder / f"samples.rank{world.rank}.log")
@@ -160,11 +145,7 @@ class Report:
             _hush_tensorboard()
             self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=done + 1)
         if bar:
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=total_steps, initial=done, desc=run.name, unit="step", dynamic_ncols=True, file=sys.stderr
-            )
+            self._bar = Bar(run.name, total_steps, done, sys.stderr)
 
     def samples(self, step: int, indices: list[npt.NDArray[np.int64]]) -> None:
         """Note which samples this rank consumed in a step (counted from 1)."""
@@ -208,8 +189,7 @@ class Report:
         """Show how far it is: the bar or a line now and then, and run.json for other processes. Rank 0 only."""
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.set_postfix_str(f"epoch {epoch}  loss {loss:.4f}  {samples_per_s:.0f} samples/s", refresh=False)
-            self._bar.update(step - self._bar.n)
+            self._bar.show(step, self.total_steps, epoch, loss, samples_per_s)
         elif now >= self._next_line:
             self._next_line = now + _LINE_EVERY
             log.info(
@@ -228,7 +208,7 @@ class Report:
             return
         with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
             if self._bar is not None:
-                self._bar.write(text, file=sys.stderr)
+                self._bar.write(text)
             else:
                 log.info(text)
 

@@ -19,12 +19,18 @@ class StopRequest:
 
     def __init__(self, signals: Iterable[signal.Signals] = POLITE) -> None:
         self.asked = False
+        self.at_once = False
+        """Whether it is not to be waited for: see runs/interrupt.py."""
         self.reason = ""
+        self.interrupts = 0
+        """How often Ctrl-C was typed."""
         for number in signals:
-            signal.signal(number, self._note)
+            signal.signal(number, self.note)
 
-    def _note(self, number: int, frame: object) -> None:
+    def note(self, number: int, frame: object) -> None:
+        """The handler."""
         self.asked = True
+        self.interrupts += number == signal.SIGINT
         self.reason = signal.Signals(number).name
 
 

@@ -97,9 +97,10 @@ def _set_up(
     import torch
 
     from train.data.loader import Loader
-    from train.engine import build, checkpoint, parallel, prepare, report
+    from train.engine import build, checkpoint, parallel, prepare, report, uneven
     from train.engine.loop import Job
     from train.engine.precision import Precision
+    from train.runs import best
 
     task = prepare.task_of(run)
     config = prepare.config_of(run, task)
@@ -140,7 +141,7 @@ def _set_up(
     if config.compile:
         model.compile()
     replica = parallel.Replica(model, world, config, precision)
-    evaluation = world.on_first(lambda: report.last_evaluation(run))
+    evaluation = world.on_first(lambda: best.last_evaluation(run))
     told = report.Report(run, world, config, total, step, bar and world.is_first)
     held.callback(told.close)
 
@@ -160,6 +161,7 @@ def _set_up(
             lambda record: record["attempts"][-1].update(from_step=step, ready=store.now()),
             step=step, epoch=plan.epoch(step - 1) + 1 if step else 0, total_steps=total, samples=plan.length,
             steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type),
+            without_data=uneven.survey(plan, job.evaluation, world.size),
         )  # fmt: skip
         per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
         job.report.say(
@@ -167,6 +169,8 @@ def _set_up(
             f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
             + (f", continuing after step {step}" if step else "")
         )
+        if uneven.survey(plan, job.evaluation, world.size):
+            job.report.say(uneven.sentence(plan, job.evaluation, world.size))
     return job, step
 
 
@@ -192,14 +196,14 @@ def _conclude(job: Job, outcome: Done) -> int:
         TrainingFailed: it cannot be recorded; a resume will find the last checkpoint and do so.
     """
     from train.engine import checkpoint
-    from train.engine.report import last_evaluation
+    from train.runs.best import facts, last_evaluation
 
     job.report.sync()
     job.heart.beat(heartbeat.ENDING, outcome.step)
     if not job.world.is_first:
         return STOPPED if outcome.stopped else FINISHED
     epoch = job.plan.epoch(outcome.step - 1) + 1 if outcome.step else 0
-    record: dict[str, Any] = {"step": outcome.step, "epoch": epoch, "ended": store.now()}
+    record: dict[str, Any] = {"step": outcome.step, "epoch": epoch, "ended": store.now(), **facts(job.run)}
     if outcome.stopped:
         reason = job.stop.reason or "another rank was asked to"
         _record_end(job, state=store.STOPPED, reason=f"stopped after step {outcome.step} ({reason})", **record)

@@ -22,10 +22,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from train.engine import uneven
 from train.engine.stop import StopRequest
 from train.errors import FAILED, Refused, one_line
 from train.runs import recover, store
 from train.runs.follow import CODES, View
+from train.runs.heartbeat import Beat
 from train.runs.launch import Order, session_of
 from train.runs.store import Lock, Run
 from train.runs.watch import Watch
@@ -42,7 +44,7 @@ _GRACE = 3.0
 def main() -> None:
     """Carry out the order that lies in the folder given as argument."""
     desk = Path(sys.argv[1])
-    content = json.loads((desk / "request.json").read_text())
+    content = json.loads((desk / "request.json").read_text(encoding="utf-8"))
     if "--ready" not in sys.argv:
         environment = content["env"] | {k: os.environ[k] for k in ("TMUX", "TMUX_PANE", "TERM") if k in os.environ}
         os.chdir(content["cwd"])
@@ -320,7 +322,7 @@ class Agent:
                     traceback.print_exc()
 
         logs = self.run.logs(attempt)
-        watch = Watch(logs, self.ranks, *self._allowances()) if not self.script else None
+        watch = Watch(logs, self.ranks, *self._allowances(), self._remark) if not self.script else None
         dead_since: float | None = None
         thread = threading.Thread(target=host, name="torchrun")
         thread.start()
@@ -328,7 +330,8 @@ class Agent:
         recorded: list[int] = []
         while thread.is_alive():
             thread.join(0.2)
-            wanted = self.run.stop_asked()
+            # a second Ctrl-C in the attached terminal waits for nothing
+            wanted = store.NOW if self.stop.interrupts > 1 else self.run.stop_asked()
             if wanted and not self.stop.asked:
                 self.stop.asked, self.stop.reason = True, store.WHO.get(wanted, wanted)
             ranks = recorded or self._ranks()  # an attempt starts its ranks once; looking costs a walk through /proc
@@ -364,9 +367,14 @@ class Agent:
         return failures
 
     def _allowances(self) -> tuple[float | None, float]:
-        content = tomllib.loads((self.run.folder / "config.toml").read_text())
+        content = tomllib.loads((self.run.folder / "config.toml").read_text(encoding="utf-8"))
         watch = content.get("watch", {})
         return watch.get("hang_minutes"), float(watch.get("start_minutes", 30.0))
+
+    def _remark(self, behind: Beat | None) -> str:
+        with contextlib.suppress(OSError, Refused):
+            return uneven.remark(self.run.read(), behind)
+        return ""
 
     def _ranks(self) -> list[int]:
         import psutil
@@ -445,7 +453,7 @@ def record_threads(run: Run, script: list[str], ranks: int) -> None:
         if ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         return
-    threads = tomllib.loads((run.folder / "config.toml").read_text()).get("cpu_threads", 1)
+    threads = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")).get("cpu_threads", 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import IO, Any
 
-from train.errors import FAILED, FINISHED, STOPPED
+from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
 from train.runs import store
+from train.runs.screen import Bar
 from train.runs.store import Run
 
 CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED, store.FAILED: FAILED, store.INTERRUPTED: FAILED}
@@ -20,7 +22,7 @@ class View:
 
     def __init__(self, run: Run, stream: IO[str], show_log: bool = False) -> None:
         self.run, self.stream, self.show_log = run, stream, show_log
-        self._bar: Any = None
+        self._bar: Bar | None = None
         self._metrics_at = run.metrics.stat().st_size if run.metrics.exists() else 0
         self._log: tuple[Path, int] | None = None
 
@@ -31,28 +33,10 @@ class View:
             return
         total = record.get("total_steps")
         if self._bar is None and total and self.stream.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=total,
-                initial=record["step"],
-                desc=self.run.name,
-                unit="step",
-                dynamic_ncols=True,
-                file=self.stream,
-            )
-        if self._bar is not None:
-            if total:
-                self._bar.total = total
-            if record.get("loss") is not None:
-                speed = record.get("samples_per_s", 0)
-                self._bar.set_postfix_str(
-                    f"epoch {record['epoch']}  loss {record['loss']:.4f}  {speed:.0f} samples/s", refresh=False
-                )
-            if self._bar.n == self._bar.initial and record["step"] > self._bar.n:
-                self._bar.unpause()  # starting the ranks is no part of the speed
-            self._bar.n = record["step"]
-            self._bar.refresh()
+            self._bar = Bar(self.run.name, total, record["step"], self.stream)
+        if self._bar is not None and total:
+            loss, speed = record.get("loss"), record.get("samples_per_s", 0)
+            self._bar.show(record["step"], total, record.get("epoch"), loss, speed)
         for line in self._new_metrics():
             if "eval" in line:
                 figures = "  ".join(f"{k} {v:.4f}" for k, v in line["eval"].items() if v is not None)
@@ -61,7 +45,7 @@ class View:
     def say(self, text: str) -> None:
         """A line that does not tear the bar."""
         if self._bar is not None:
-            self._bar.write(text, file=self.stream)
+            self._bar.write(text)
         else:
             print(text, file=self.stream, flush=True)
 
@@ -122,9 +106,10 @@ def follow(run: Run) -> int:
         record = run.shown()
         view.update(record)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types it twice means the same
         view.close()
         print(f"\n{run.name} goes on; follow it again with: train logs {run.name} --follow", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     view.close()
     state, step = record["state"], record.get("step", 0)
     reason = f": {record['reason']}" if record.get("reason") else ""

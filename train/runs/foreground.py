@@ -16,10 +16,13 @@ from train.engine.prepare import Request, prepare
 from train.engine.stop import StopRequest
 from train.engine.worker import Seat, exit_code, leave, leave_failure, log_to, run_rank, seat_of_environment
 from train.errors import FAILED, REFUSED, Refused, one_line
-from train.runs import store
+from train.runs import interrupt, store
 from train.runs.spawn import keep_log
 from train.runs.spawn import spawn as spawn_ranks
 from train.runs.store import Lock, Run
+
+_GRACE = 5.0
+"""Seconds in which the process that started ranks will have ended them."""
 
 
 def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> int:
@@ -41,12 +44,14 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
     stop = StopRequest((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
     attempt = made.begin_attempt(request.ranks, pids={"ranks": [os.getpid()]})
     keep_log(made, attempt, 0)
+    interrupt.listen(made, stop, lambda: interrupt.end_at_once(made), grace=0.0 if spawn is None else _GRACE)
     if spawn is not None:
         return spawn_ranks(made, lock, spawn, attempt, stop)
     watch_stop_file(made, stop)
     try:
         code = run_rank(made, Seat(), attempt, stop, bar=sys.stderr.isatty())
     except Exception as error:
+        interrupt.hold(stop)
         with contextlib.suppress(OSError):  # the terminal may be gone
             if not isinstance(error, OSError):  # a disk that fails is told in a line
                 traceback.print_exc()

@@ -99,7 +99,7 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
         content = {"order": dataclasses.asdict(order), "env": dict(os.environ), "cwd": os.getcwd()}
         request = desk / "request.json"
         request.touch(mode=0o600)
-        request.write_text(json.dumps(content))
+        request.write_text(json.dumps(content), encoding="utf-8")
         command = [sys.executable, "-m", "train.runs.agent", str(desk)]
         said = new_session(runs, session, command)
         if said:
@@ -124,7 +124,7 @@ def _withdraw(desk: Path, order: Order) -> Path:
     what it has reported already is undone here. Returns where the folder lies now."""
     desk = desk.rename(desk.with_name(desk.name + "-withdrawn"))  # from here on no answer can be written
     answer = desk / "answer.json"
-    if answer.exists() and "refused" not in json.loads(answer.read_text()):
+    if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
         run = Run(Path(order.runs) / order.name)
         run.stop(NOW)
         if order.kind != "resume":
@@ -142,7 +142,7 @@ def _wait(desk: Path, runs: Path, session: str, cancelled: Callable[[], bool]) -
             checked = time.monotonic()
             if not _has_session(runs, session) and not answer.exists():
                 raise Refused("the process inside tmux died before the run began; train run, with the same, shows why")
-    return dict(json.loads(answer.read_text()))
+    return dict(json.loads(answer.read_text(encoding="utf-8")))
 
 
 def attach(run: Run) -> None:

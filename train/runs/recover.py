@@ -22,7 +22,8 @@ def resumable(run: Run) -> bool:
 
 def rests_by_itself(record: dict[str, Any]) -> bool:
     """Whether a run was stopped, and not by its user."""
-    by_user = store.WHO[store.POLITE] in (record.get("reason") or "")
+    reason = record.get("reason") or ""
+    by_user = store.WHO[store.POLITE] in reason or reason.startswith(store.TWICE)
     return bool(record["state"] == store.STOPPED and not by_user)
 
 

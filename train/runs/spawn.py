@@ -14,8 +14,8 @@ from typing import Any
 
 from train.engine.stop import POLITE, StopRequest, die_with_parent
 from train.engine.worker import Seat, exit_code, leave, leave_failure, log_to, run_rank
-from train.errors import FAILED, FINISHED, STOPPED, Refused, one_line
-from train.runs import store
+from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED, Refused, one_line
+from train.runs import interrupt, store
 from train.runs.store import Lock, Run
 
 CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED}
@@ -67,8 +67,11 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
                 for process in processes:
                     process.terminate()
             died = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
-            if wanted == store.NOW or (died and first is None):
+            if stop.at_once or wanted == store.NOW or (died and first is None):
                 first = min(died, key=died.__getitem__, default=None)  # killed ones, then those who met their end
+                if stop.at_once:  # whatever they wait for
+                    interrupt.end_processes()
+                    break
                 time.sleep(0.2)  # let the others notice by themselves and say so in their logs
                 for process in processes:
                     process.kill()
@@ -77,6 +80,9 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
     made.clear_stop()
     code = processes[first].exitcode if first is not None else 0
     try:
+        if stop.at_once and made.read()["state"] == store.RUNNING:
+            interrupt.record(made)
+            return INTERRUPTED
         return _record_end(made, attempt, stop, first, code)
     except (OSError, Refused) as error:
         if first is not None:  # otherwise rank 0 has said on the terminal how it ended
@@ -164,6 +170,6 @@ class _LogFile(logging.FileHandler):
 
 def keep_log(made: Run, attempt: int, rank: int) -> None:
     """Write this process's lines into the log of its rank too."""
-    handler = _LogFile(made.logs(attempt) / f"rank{rank}.log")
+    handler = _LogFile(made.logs(attempt) / f"rank{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.getLogger("train").addHandler(handler)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from train.errors import Refused, nearest
+from train.errors import Refused, nearest, shortened
 from train.runs import heartbeat
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
@@ -28,6 +28,8 @@ POLITE, NOW, KEEPER = "polite", "now", "keeper"
 """Requests to stop: save first; at once; save first, on the keeper's behalf, which will continue the run."""
 WHO = {POLITE: "train stop", NOW: "train stop --now", KEEPER: "the keeper"}
 """What run.json says of them."""
+TWICE = "stopped at once (Ctrl-C twice)"
+"""How the reason begins where a user did not wait for a foreground run to save."""
 INTERRUPTED = "interrupted"
 """Effective only: recorded as running, but no process of the run is alive."""
 
@@ -68,7 +70,8 @@ def check_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise Refused(
-            f"{name!r} is not a legal run name: use up to 64 letters, digits, - and _, beginning with a letter or digit"
+            f"{shortened(name, 64)!r} is not a legal run name: use up to 64 letters, digits, - and _, "
+            "beginning with a letter or digit"
         )
     return name
 
@@ -249,7 +252,7 @@ class Run:
     def stop_asked(self) -> str:
         """POLITE, NOW or KEEPER, or '' when nobody asked by file."""
         try:
-            return (self.folder / "stop").read_text().strip()
+            return (self.folder / "stop").read_text(encoding="utf-8").strip()
         except OSError:
             return ""
 
@@ -342,7 +345,7 @@ class Run:
         with contextlib.suppress(OSError):
             for path in self.logs(attempt).glob("rank*.error.json"):
                 with contextlib.suppress(OSError, ValueError):
-                    reports.append(json.loads(path.read_text()))
+                    reports.append(json.loads(path.read_text(encoding="utf-8")))
         return min(reports, key=lambda report: (not report["recurs"], report["time"]), default=None)
 
     def steps_saved(self) -> list[int]:
@@ -401,11 +404,18 @@ def find(runs: Path, name: str) -> Run:
     if not name:
         raise Refused("the run's name is empty; train ls lists the runs")
     run = Run(runs / name)
-    if name in (".", "..") or "/" in name or not (run.folder / "run.json").exists():
+    if name in (".", "..") or "/" in name or not _exists(run):
         names = [other.name for other in every(runs)]
         hint = nearest(name, names, "; train ls lists the runs" if names else "; there are no runs yet")
-        raise Refused(f"there is no run {name} in {runs}{hint}")
+        raise Refused(f"there is no run {shortened(name, 80)} in {runs}{hint}")
     return run
+
+
+def _exists(run: Run) -> bool:
+    try:
+        return (run.folder / "run.json").exists()
+    except OSError:  # a name longer than any file's
+        return False
 
 
 def every(runs: Path) -> Iterator[Run]:
@@ -427,10 +437,20 @@ def remove(run: Run) -> None:
     if lock is None:
         raise Refused(f"{run.name} is running; first: train stop {run.name}")
     try:
+        bury(run)
+    finally:
+        lock.release()
+
+
+def bury(run: Run) -> None:
+    """Delete a run folder. For the holder of its lock.
+
+    Raises:
+        Refused: it cannot be removed.
+    """
+    try:
         grave = run.folder.with_name(f".removing-{run.name}-{os.getpid()}")
         run.folder.rename(grave)
         shutil.rmtree(grave)
     except OSError as error:
         raise Refused(f"cannot remove {run.folder}: {error.strerror}") from None
-    finally:
-        lock.release()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
+from train.runs import screen
+from train.runs.best import best
 from train.runs.store import Run
 
 
@@ -40,8 +43,10 @@ def _done(record: dict[str, Any]) -> str:
     return f"{record['step']}/{record['total_steps']}" if record.get("total_steps") else "-"
 
 
-def listing(records: list[dict[str, Any]], runs: Path) -> str:
-    """A table of runs, the oldest first."""
+def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) -> str:
+    """A table of runs in their order. `is_part`: others were left out."""
+    if not records and is_part:
+        return f"none of the runs in {runs} is such a one"
     if not records:
         return f"no runs in {runs}; a first one: train launch digits --follow"
     rows = [["NAME", "STATE", "STEP", "RANKS", "STARTED", "RESULT"]]
@@ -50,10 +55,7 @@ def listing(records: list[dict[str, Any]], runs: Path) -> str:
             [record["name"], record["state"], _done(record), str(record.get("world_size") or "-"),
              _ago(record.get("started")), _figures(record)]
         )  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return screen.table(rows, screen.width(sys.stdout), dispensable=[3, 4], elastic=[5, 0])
 
 
 def story(run: Run) -> str:
@@ -77,6 +79,14 @@ def story(run: Run) -> str:
     line("folder", run.folder)
     steps = sorted(run.steps_saved())
     line("checkpoints", ", ".join(map(str, steps)))
+    found = best(run)
+    if found is not None:
+        lost = (
+            f"; step {found.lost} was better and is not kept: --checkpoint.best {found.metric} does"
+            if found.lost
+            else ""
+        )
+        line("best", f"step {found.step}, {found.metric} {found.value:.4f}{lost}")
     attempts = record.get("attempts") or []
     for attempt in attempts:
         end = attempt.get("end") or (
@@ -92,7 +102,8 @@ def story(run: Run) -> str:
     line("steps redone", redone)
     if again or away:
         line("time lost", f"{again + away:.1f} s: {away:.1f} s until training again, {again:.1f} s for those steps")
-    return "\n".join(lines)
+    columns = screen.width(sys.stdout)
+    return "\n".join(screen.wrapped(text, columns, indent=15) for text in lines)
 
 
 def losses(attempts: list[dict[str, Any]]) -> tuple[int, float, float]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from train.runs import heartbeat
@@ -25,10 +26,19 @@ class Watch:
 
     `hang_minutes` is how long ranks may show none between two steps: None takes the larger of LEAST_MINUTES and
     TIMES_SLOWEST times the slowest gap seen in this attempt; 0 never finds a hang. Starting, with its first step and
-    compilation, and saving have an allowance of their own, `start_minutes`.
+    compilation, and saving have an allowance of their own, `start_minutes`. `remark` adds to the reason what is known
+    of the step in which the rank that is behind stands.
     """
 
-    def __init__(self, logs: Path, ranks: int, hang_minutes: float | None, start_minutes: float) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        ranks: int,
+        hang_minutes: float | None,
+        start_minutes: float,
+        remark: Callable[[Beat | None], str] = lambda _: "",
+    ) -> None:
+        self._remark = remark
         self._logs, self._ranks = logs, ranks
         self._hang, self._start = hang_minutes, start_minutes
         self._seen: tuple[Beat | None, ...] = ()
@@ -56,7 +66,8 @@ class Watch:
             return None
         behind = min((beat for beat in beats if beat), key=lambda beat: (beat.step, beat.count), default=None)
         doing = f" {heartbeat.NAMES[behind.phase]} after step {behind.step}" if behind else " starting"
-        return f"no progress for {silent:.0f} s while{doing}; stacks of the ranks: {self._logs.name}/rank*.stack.txt"
+        reason = f"no progress for {silent:.0f} s while{doing}; stacks of the ranks: {self._logs.name}/rank*.stack.txt"
+        return "; ".join(filter(None, [reason, self._remark(behind)]))
 
     def _can_write(self) -> bool:
         probe = self._logs / ".probe"
@@ -98,7 +109,7 @@ class Watch:
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
                     if done.returncode == 0:
-                        target.write_text(done.stdout)
+                        target.write_text(done.stdout, encoding="utf-8")
                         continue
             with contextlib.suppress(ProcessLookupError):
                 os.kill(beat.pid, signal.SIGQUIT)  # its handler appends to the same file: see engine/worker.py

@@ -1,0 +1,213 @@
+"""Ctrl-C in a foreground run, as a terminal sends it, to the whole group. The second one waits for nothing."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from train.runs import store
+
+if TYPE_CHECKING:
+    from conftest import Station
+
+TASK = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+class Data(Dataset):
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        {item}
+        return torch.ones(4)
+
+def model(config):
+    return nn.Linear(4, 1)
+
+def datasets(config):
+    return Data(), {evaluation}
+
+calls = []
+
+def loss(model, batch):
+    calls.append(1)
+    {loss}
+    return model(batch).square().mean()
+"""
+FUNCTIONAL = (
+    "from torch.distributed import _functional_collectives as fc; "
+    "dist.is_initialized() and fc.all_gather_tensor(torch.zeros(64), 0, dist.group.WORLD).sum().item()"
+)
+"""A collective that reaches no Python method of a process group."""
+SLOW = "time.sleep(0.05)"
+QUICK = ["--epochs", "1000", "--batch_size", "16", "--log.every_steps", "1", "--log.tensorboard", "false",
+         "--cpu_threads", "1"]  # fmt: skip
+
+
+OWN = "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv(sys.argv[1], sys.argv[1:])"
+"""Take the terminal as one's own, then be the command."""
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, station: Station, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self.output = ""
+        self._fd, inner = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWN, sys.executable, "-m", "train", *arguments], cwd=station.folder,
+            env=station.environment() | (environment or {}), stdin=inner, stdout=inner, stderr=inner,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(inner)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                text = os.read(self._fd, 4096)
+            except OSError:
+                return
+            self.output += text.decode(errors="replace")
+
+    def ctrl_c(self) -> None:
+        os.write(self._fd, b"\x03")
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 120
+        while text not in self.output:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.output
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        return self.process.wait(60)
+
+
+def write(station: Station, item: str = "pass", loss: str = SLOW, evaluation: str = "None") -> None:
+    (station.folder / "task.py").write_text(TASK.format(item=item, loss=loss, evaluation=evaluation))
+
+
+def check_gone(station: Station, name: str) -> None:
+    assert not station.run(name).alive()
+    here = [
+        process for process in psutil.process_iter(["cwd", "status"])
+        if process.info["cwd"] == str(station.folder) and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]  # fmt: skip
+    assert not here, here
+
+
+@pytest.mark.parametrize("case", ["collective", "loader worker", "one rank", "evaluation", "python"])
+def test_a_second_ctrl_c_ends_a_hanging_run_at_once_with_all_its_ranks(station: Station, case: str) -> None:
+    ranks: list[str] = ["--spawn", "3"]
+    if case == "collective":  # ranks 1 and 2 have no data in step 2
+        write(station, loss=FUNCTIONAL)
+    elif case == "loader worker":
+        write(station, item="index == 3 and time.sleep(10000)")
+        ranks = ["--data.workers", "1"]
+    elif case == "one rank":
+        write(station, loss="dist.get_rank() == 1 and len(calls) > 1 and time.sleep(10000)")
+    elif case == "evaluation":
+        write(station, evaluation="Data()", loss="torch.is_grad_enabled() or time.sleep(10000)")
+        ranks = []
+    else:
+        write(station, loss="time.sleep(10000) if len(calls) > 1 else None")
+        ranks = []
+    terminal = Terminal(station, "run", "task.py", "--name", "h", *ranks, *QUICK)
+    terminal.wait_for("samples, ")
+    time.sleep(3)  # into what hangs
+    terminal.ctrl_c()
+    terminal.wait_for("h: stopping after this step; again: at once")
+    assert terminal.process.poll() is None
+    time.sleep(0.3)
+    terminal.ctrl_c()
+    assert terminal.end() == 130, terminal.output
+    assert "without saving; train resume h starts at step 1" in terminal.output
+    assert ("ranks 1 and 2 had no data in step 2" in terminal.output) == (case == "collective"), terminal.output
+    assert "Traceback" not in terminal.output
+    record = station.run("h").shown()
+    assert (record["state"], record["attempts"][-1]["end"]) == (store.STOPPED, "stopped")
+    assert record["reason"] == "stopped at once (Ctrl-C twice); there is no checkpoint"
+    check_gone(station, "h")
+
+
+def test_a_run_ended_at_once_goes_on_from_its_last_checkpoint_when_its_user_says_so(station: Station) -> None:
+    write(station, loss="time.sleep(10000 if len(calls) == 12 and calls.append(1) is None else 0.01)")
+    terminal = Terminal(station, "run", "task.py", "--name", "c", *QUICK, "--checkpoint.every_steps", "2")
+    station.wait("c", lambda _: 10 in station.run("c").steps_saved(), "the checkpoint of step 10")
+    time.sleep(1)
+    terminal.ctrl_c()
+    terminal.wait_for("again: at once")
+    time.sleep(0.3)
+    terminal.ctrl_c()
+    assert terminal.end() == 130, terminal.output
+    step = station.run("c").steps_saved()[0]
+    assert f"train resume c continues after step {step}" in terminal.output
+    station.ok("resume", "--all")
+    station.ok("keeper", "--once")
+    assert len(station.record("c")["attempts"]) == 1
+    station.ok("resume", "c", "--steps", step + 2, "--follow")
+    assert station.record("c")["attempts"][-1]["from_step"] == step
+
+
+@pytest.mark.parametrize("ranks", [[], ["--spawn", "2"]])
+def test_one_ctrl_c_saves_and_two_signals_in_one_instant_are_one(station: Station, ranks: list[str]) -> None:
+    write(station)
+    terminal = Terminal(station, "run", "task.py", "--name", "p", *ranks, *QUICK)
+    station.wait_for_step("p", 2)
+    terminal.process.send_signal(signal.SIGINT)  # as timeout(1): to the process, and then to its group
+    os.killpg(terminal.process.pid, signal.SIGINT)
+    assert terminal.end() == 75, terminal.output
+    assert terminal.output.count("again: at once") == 1
+    assert station.run("p").steps_saved() == [station.record("p")["step"]]
+
+
+@pytest.mark.parametrize("phase", ["start", "saving"])
+def test_ctrl_c_twice_while_starting_or_saving_ends_it_too(station: Station, phase: str) -> None:
+    write(station)
+    fault = {"start": "start", "saving": "save.begin"}[phase]
+    environment = {"TRAIN_FAULT": f"{fault}@1:1:stop"}
+    terminal = Terminal(station, "run", "task.py", "--name", "s", "--spawn", "2", *QUICK, environment=environment)
+    station.wait("s", lambda record: bool(record["pids"]), "its ranks")
+    if phase == "saving":
+        station.wait_for_step("s", 2)
+    else:
+        time.sleep(4)
+    terminal.ctrl_c()
+    terminal.wait_for("again: at once")
+    time.sleep(1)
+    terminal.ctrl_c()
+    assert terminal.end() == 130, terminal.output
+    check_gone(station, "s")
+
+
+def test_ctrl_c_twice_ends_the_following_of_a_launched_run_and_not_the_run(station: Station) -> None:
+    write(station)
+    terminal = Terminal(station, "launch", "task.py", "--name", "f", "--follow", *QUICK)
+    station.wait_for_step("f", 2)
+    terminal.ctrl_c()
+    terminal.ctrl_c()
+    assert terminal.end() == 130
+    assert "Traceback" not in terminal.output and "f goes on" in terminal.output
+    assert station.run("f").shown()["state"] == store.RUNNING
+    station.ok("stop", "f")
+
+
+def test_a_hang_where_a_rank_had_no_data_says_which(station: Station) -> None:
+    write(station, loss=FUNCTIONAL)
+    done = station("launch", "task.py", "--name", "w", "--nproc", 2, *QUICK, "--watch.hang_minutes", 0.05,
+                   "--max-restarts", 0, "--follow")  # fmt: skip
+    assert done.returncode == 3
+    assert "rank 1 had no data in step 2" in station.record("w")["reason"], station.record("w")
+    assert "rank 1 in the last batch of an epoch" in station.logs("w")

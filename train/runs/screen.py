@@ -1,0 +1,151 @@
+"""What a terminal can show: its characters, its width, a progress bar that fits. Imports no torch."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import shutil
+import sys
+import textwrap
+import time
+from typing import IO, Any
+
+_PLAIN = {"…": "...", "→": "->", "“": '"', "”": '"', "µ": "u", "·": "*"}
+"""What stands for a character that an ASCII locale cannot show."""
+
+
+def _in_plain_letters(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(letter) or ascii(letter)[1:-1] for letter in letters), error.end
+
+
+codecs.register_error("train.plain", _in_plain_letters)
+
+
+def tolerate_any_locale() -> None:
+    """Let everything be printed in any locale: what it cannot show is written in plain letters."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="train.plain")
+
+
+def width(stream: IO[str]) -> int | None:
+    """Columns of a terminal; None where there is none to fit into."""
+    try:
+        is_terminal = stream.isatty()
+    except ValueError:  # closed
+        return None
+    return shutil.get_terminal_size().columns or None if is_terminal else None
+
+
+def cut(text: str, columns: int) -> str:
+    """The text, or its beginning with an ellipsis where it is longer."""
+    return text if len(text) <= columns else text[: max(columns - 1, 0)] + "…"
+
+
+def wrapped(line: str, columns: int | None, indent: int) -> str:
+    """A line folded to so many columns; what is without a blank, as paths are, stays whole to be copied."""
+    if columns is None or len(line) <= columns:
+        return line
+    indent = indent if columns > 2 * indent else 4
+    head = re.match(r" *\S+ +", line)
+    begin = head[0] if head else ""
+    return textwrap.fill(
+        line[len(begin) :], columns, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
+        break_on_hyphens=False, drop_whitespace=True, replace_whitespace=False,
+    )  # fmt: skip
+
+
+def table(rows: list[list[str]], columns: int | None, dispensable: list[int], elastic: list[int]) -> str:
+    """Rows as aligned text. On a narrow terminal columns are left out, and what remains is cut.
+
+    Args:
+        rows: the heading first.
+        dispensable: columns in the order in which they are left out.
+        elastic: columns to cut after that, the first one first; none below 8 letters.
+    """
+    kept = list(range(len(rows[0])))
+    widths = [max(len(row[column]) for row in rows) for column in kept]
+
+    def needed() -> int:
+        return sum(widths[column] + 2 for column in kept) - 2
+
+    if columns is not None:
+        for column in dispensable:
+            if needed() > columns:
+                kept.remove(column)
+        for column in elastic:
+            widths[column] = max(widths[column] - max(needed() - columns, 0), min(widths[column], 8))
+    return "\n".join("  ".join(cut(row[c], widths[c]).ljust(widths[c]) for c in kept).rstrip() for row in rows)
+
+
+_LAYOUTS = (
+    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}, EPOCH  LOSS  SPEED]",
+    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, EPOCH  LOSS  SPEED]",
+    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left, EPOCH  LOSS]",
+    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left, LOSS]",
+    "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{remaining} left, LOSS]",
+    "{percentage:3.0f}% {n_fmt}/{total_fmt} [{remaining} left, LOSS]",
+    "{percentage:3.0f}% {n_fmt}/{total_fmt} LOSS",
+    "{percentage:.0f}% LOSS",
+    "LOSS",
+)
+"""What a bar shows, from wide terminals to narrow ones: the loss goes last."""
+
+
+_DRAW_EVERY = 0.1
+"""Seconds between two drawings of a bar."""
+
+
+class Bar:
+    """A progress bar of a run's steps that shows what fits into its terminal, and always the loss."""
+
+    def __init__(self, name: str, total: int, done: int, stream: IO[str]) -> None:
+        from tqdm import tqdm
+
+        self._figures = ("", "", "")
+        self._step, self._drawn = done, 0.0
+        self._bar: Any = tqdm(total=total, initial=done, desc=name, unit="step", dynamic_ncols=True, file=stream,
+                              bar_format=self._filled(_LAYOUTS[3]))  # fmt: skip
+
+    def show(self, step: int, total: int, epoch: int | None, loss: float | None, speed: float) -> None:
+        """Show how far it is; step and epoch counted from 1, speed in samples per second."""
+        if loss is not None:
+            self._figures = (f"epoch {epoch}", f"loss {loss:.4f}", f"{speed:.0f} samples/s")
+        self._step, self._bar.total = step, total
+        if step >= total or time.monotonic() - self._drawn >= _DRAW_EVERY:
+            self._draw()
+
+    def _draw(self) -> None:
+        bar = self._bar
+        self._drawn = time.monotonic()
+        if bar.n == bar.initial and self._step > bar.n:
+            bar.unpause()  # starting the ranks is no part of the speed
+        bar.bar_format = self._fitting()
+        bar.update(self._step - bar.n)
+        bar.refresh()
+
+    def _filled(self, layout: str) -> str:
+        for word, figure in zip(("EPOCH", "LOSS", "SPEED"), self._figures, strict=True):
+            layout = layout.replace(word, figure)
+        return re.sub(r",? *\]$", "]", layout).rstrip()
+
+    def _fitting(self) -> str:
+        known = self._bar.format_dict
+        columns = known["ncols"]
+        for layout in map(self._filled, _LAYOUTS):
+            if not columns or len(self._bar.format_meter(**known | {"ncols": None, "bar_format": layout})) <= columns:
+                return layout
+        return self._filled(_LAYOUTS[-1]) or "{percentage:.0f}%"
+
+    def write(self, text: str) -> None:
+        """A line above the bar."""
+        self._bar.write(text, file=self._bar.fp)
+
+    def close(self) -> None:
+        if self._bar.n != self._step:
+            self._draw()
+        self._bar.close()
