@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from train.config import Config
-from train.data.loader import Plan, seed_host
+from train.data.loader import Plan
 from train.data.order import seed_of
+from train.data.seeds import seed_host
 from train.errors import Refused, one_line
 from train.tasks import Task, where
 
@@ -130,9 +131,25 @@ def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> N
 
 
 def plan_of(config: Config, length: int) -> Plan:
-    """How the training set is cut."""
+    """How the training set is cut.
+
+    Raises:
+        Refused: it has not even one whole batch, and a short one is to be left out.
+    """
     assert config.micro_batch_size is not None
-    return Plan(length, config.batch_size, config.micro_batch_size, config.seed)
+    if config.data.drop_last and length < config.batch_size:
+        raise Refused(
+            f"--data.drop_last true leaves nothing to train on: the training set has {length} samples, fewer than "
+            f"--batch_size {config.batch_size}; lower it, or leave out --data.drop_last"
+        )
+    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, config.data.drop_last)
+
+
+def evaluation_plan(config: Config, length: int) -> Plan:
+    """How the evaluation set is cut, and how much of it is evaluated."""
+    assert config.micro_batch_size is not None
+    limit = config.eval.limit_batches * config.batch_size
+    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, limit=limit)
 
 
 def total_steps(config: Config, plan: Plan) -> int:

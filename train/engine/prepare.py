@@ -182,12 +182,12 @@ def _check_sync_batchnorm(config: Config, device: torch.device, ranks: int, leng
     if device.type == "cpu":
         raise Refused("sync_batchnorm needs GPUs: torch has none for CPUs; leave it out")
     assert config.micro_batch_size is not None
-    share = config.micro_batch_size * ranks
-    if config.batch_size % share or length % config.batch_size % share:
+    share, rest = config.micro_batch_size * ranks, length % config.batch_size
+    if config.batch_size % share or (rest % share and not config.data.drop_last):
         raise Refused(
             f"sync_batchnorm needs every global batch to divide evenly among the ranks: batch_size "
-            f"{config.batch_size} and the rest of an epoch, {length % config.batch_size}, must be multiples of "
-            f"micro_batch_size x ranks = {share}"
+            f"{config.batch_size} and the rest of an epoch, {rest}, must be multiples of "
+            f"micro_batch_size x ranks = {share}; --data.drop_last true leaves out the rest"
         )
 
 
@@ -284,7 +284,7 @@ def _check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> 
         name = forbidden[0]
         raise Refused(
             f"{what}: {name} was {before.get(name)} and is {after.get(name)} now; put it back, or start a new run "
-            "(a resume may change epochs, steps, data.workers, data.root, log.*, checkpoint.*, eval.*)"
+            "(a resume may change epochs, steps, data.workers, data.root, data.on_error, log.*, checkpoint.*, eval.*)"
         )
 
 

@@ -138,8 +138,12 @@ def where(error: BaseException, path: Path) -> str:
     """An exception of a user's file in one line, with the last line of that file that led to it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     what = f"{type(error).__name__}: {error}"
-    if "Original Traceback" in what:  # of a loader's process: torch sends it as the message of another error
-        lines = [int(number) for number in re.findall(rf'File "{re.escape(str(path))}", line (\d+)', what)]
+    trace = getattr(error, "trace", what)  # of a loader's process: torch sends it as the message of another error
+    if trace is not what or "Original Traceback" in what:
+        lines = [int(number) for number in re.findall(rf'File "{re.escape(str(path))}", line (\d+)', trace)]
+    if "Original Traceback" in what:
         what = what.strip().splitlines()[-1]
+    if hasattr(error, "sample"):  # see data/fetch.py
+        what = f"{error.sample}: {what}"
     place = f"{path}, line {lines[-1]}: " if lines else f"{path}: "
     return one_line(f"{place}{what}")[:600]
