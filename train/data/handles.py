@@ -30,7 +30,7 @@ def check() -> None:
             os.close(_opened_again(fd))
         except OSError as error:
             raise Refused(
-                f"{os.readlink(f'/proc/self/fd/{fd}')} is open here and cannot be opened by loader processes "
+                f"{Path(f'/proc/self/fd/{fd}').readlink()} is open here and cannot be opened by loader processes "
                 f"({error.strerror}); open it in __getitem__ instead of datasets(), or use --data.workers 0"
             ) from None
 
@@ -58,7 +58,7 @@ def _with_position() -> list[int]:
 
 def _is_lock_of_run(fd: int) -> bool:
     """A lock is held by all who inherit the open file, and must not be let go by opening it anew."""
-    path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+    path = Path(f"/proc/self/fd/{fd}").readlink()
     return path.name == "lock" and path.with_name("run.json").exists()
 
 

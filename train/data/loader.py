@@ -132,9 +132,7 @@ def evaluation_micro_batches(plan: Plan, rank: int, world: int) -> Iterator[Micr
 class _Fetching(Dataset[Any]):
     """A data set whose items are whole micro batches: a MicroBatch is the index."""
 
-    def __init__(
-        self, train_set: Any, eval_set: Any, collate: Callable[[list[Any]], Any] | None, skip: bool
-    ) -> None:
+    def __init__(self, train_set: Any, eval_set: Any, collate: Callable[[list[Any]], Any] | None, skip: bool) -> None:
         self._gather = [gatherer(dataset, collate, skip) for dataset in (train_set, eval_set)]
 
     def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any, Sequence[Bad]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from train.config import Config
+from train.data.fingerprint import Files, Fingerprint, of_sets
 from train.data.loader import Plan
 from train.data.order import seed_of
 from train.data.seeds import seed_host
@@ -40,6 +42,18 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
         if _call_on(task, f"len() of the {part} set", len, dataset) == 0:
             raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
     return made[0], made[1]
+
+
+def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> Fingerprint:
+    """What the data of a run are: what the task says of them, or what can be seen in its data sets.
+
+    Raises:
+        Refused: the task's own fingerprint() fails, or returns what JSON cannot hold.
+    """
+    own = _call(task, "fingerprint", config) if task.fingerprint is not None else None
+    if own is not None and not isinstance(own, Files):
+        _call_on(task, "fingerprint()", json.dumps, own)
+    return of_sets(config.data.root, own, train_set, eval_set)
 
 
 def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32) -> nn.Module:

@@ -58,7 +58,9 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
     try:
         checkpoint.load(run.checkpoint(step), model)
     except ValueError as error:
-        raise Refused(str(error)) from None
+        differs = prepare.data_differs(run, task, config, *build.make_datasets(task, config))
+        why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
+        raise Refused(f"{error}{why}") from None
     return task, config, model, step
 
 
@@ -151,9 +153,12 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     torch.set_num_threads(config.cpu_threads)
     device = pick_device(config, 1, 0)
     precision = Precision(config.precision, device)
-    _, eval_set = build.make_datasets(task, config)
+    train_set, eval_set = build.make_datasets(task, config)
     if eval_set is None:
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
+    differs = prepare.data_differs(run, task, config, train_set, eval_set)
+    if differs:
+        log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
     plan = build.evaluation_plan(config, len(eval_set))
     world = World(seat.rank, seat.size, seat.local_rank, device)
     workers = config.data.workers if workers is None else workers

@@ -27,6 +27,7 @@ from train.engine.readback import Readback
 from train.engine.report import Report
 from train.engine.skipped import FILE as SKIPPED
 from train.engine.stop import StopRequest
+from train.engine.wait import DataWait
 from train.errors import TrainingFailed
 from train.runs import heartbeat
 from train.runs.heartbeat import Heart
@@ -88,7 +89,7 @@ def train(job: Job, done: int) -> Done:
     stream = job.loader.batches(_micro_batches(job, done))
     readback = Readback[_Step](world.device)
     clock = _Clock(config.checkpoint.every_minutes)
-    meter = _Meter()
+    meter = _Meter(DataWait(job.run.name, config.data.workers, world.size))
     saved, stopping = done, False
     metrics: dict[str, float] | None = None
     job.replica.module.train()
@@ -280,6 +281,10 @@ def _digest(job: Job, step: _Step, values: list[float], meter: _Meter) -> tuple[
         line = {"step": step.number, "epoch": epoch, "loss": loss, "lr": step.rate, **meter.read(job.world.device)}
         job.report.training(line)
         job.report.progress(step.number, epoch, loss, line["samples_per_s"])
+        advice = meter.wait.advice(step.number == job.total_steps)
+        if advice:
+            job.report.say(f"warning: {advice}")
+            job.run.note(data_wait=advice)
     return named["stop"] > 0, named["save"] > 0
 
 
@@ -386,7 +391,8 @@ class _Clock:
 class _Meter:
     """Speed since the last line."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: DataWait) -> None:
+        self.wait = wait
         self.empty = 0
         """Steps in a row of which no sample could be read."""
         self.restart()
@@ -400,6 +406,7 @@ class _Meter:
         """samples_per_s; data_wait and step_time in seconds per step; memory in bytes, the highest so far."""
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         steps = max(self.steps, 1)
+        self.wait.add(self.waited, elapsed)
         if device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(device)
         else:

@@ -16,13 +16,17 @@ import torch
 import train
 from train import config as configuration
 from train.config import Config
+from train.data import fingerprint
 from train.engine import build
 from train.engine import manifest as manifests
 from train.engine.parallel import pick_device
 from train.engine.precision import Precision
-from train.errors import Refused
+from train.errors import Refused, one_line
 from train.runs.store import FINISHED, Run
 from train.tasks import Task, load
+
+_SAID = 3
+"""Differences of the data that are named."""
 
 
 @dataclasses.dataclass
@@ -118,7 +122,7 @@ def prepare(request: Request) -> Prepared:
         )
     if config.cpu_threads is None:
         config.cpu_threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    train_set, _ = build.make_datasets(task, config)
+    train_set, eval_set = build.make_datasets(task, config)
     _check_sync_batchnorm(config, device, ranks, len(train_set))
     model = build.make_model(task, config, precision.weights)
     with _without_compiler():
@@ -132,6 +136,7 @@ def prepare(request: Request) -> Prepared:
     files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
         files["task.py"] = task.file.read_bytes()
+    files |= build.fingerprint(task, config, train_set, eval_set).files()
     plan = build.plan_of(config, len(train_set))
     record = {
         "task": task.name if task.is_built_in else "task.py",
@@ -248,7 +253,13 @@ def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, C
     if config.micro_batch_size is None or config.cpu_threads is None:
         raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
     _check_ranks(config, ranks)
-    train_set, _ = build.make_datasets(task, config)
+    train_set, eval_set = build.make_datasets(task, config)
+    differs = data_differs(run, task, config, train_set, eval_set)
+    if differs:
+        raise Refused(
+            f"the data differ from those that {run.name} began with: {differs}; put them back as they were, "
+            "or start a new run"
+        )
     if len(train_set) != record.get("samples", len(train_set)):
         raise Refused(
             f"the training set has {len(train_set)} samples now and had {record['samples']} when {run.name} "
@@ -269,6 +280,19 @@ def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, C
         if hashlib.sha256(Path(source).read_bytes()).hexdigest() != record.get("task_sha256"):
             warnings.append(f"{source} has changed since; {run.name} goes on with its own copy")
     return task, config, warnings
+
+
+def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_set: Any) -> str:
+    """In what these data differ from those that a run began with; '' where they do not, or it is not known.
+
+    Raises:
+        Refused: what is known of the first ones is damaged.
+    """
+    if not (run.folder / fingerprint.FACTS).exists():
+        return ""
+    said = fingerprint.differences(run.folder, build.fingerprint(task, config, train_set, eval_set))
+    more = f"; and {len(said) - _SAID} more differences" if len(said) > _SAID else ""
+    return one_line("; ".join(said[:_SAID]) + more)
 
 
 def apply_resume(run: Run, config: Config) -> None:

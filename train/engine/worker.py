@@ -161,7 +161,7 @@ def _set_up(
         run.note(
             lambda record: record["attempts"][-1].update(from_step=step, ready=store.now()),
             step=step, epoch=plan.epoch(step - 1) + 1 if step else 0, total_steps=total, samples=plan.length,
-            steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type),
+            steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="",
         )  # fmt: skip
         per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
         job.report.say(

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from train.config import Count, Share
 from train.data.corpus import Corpus
+from train.data.fingerprint import Files
 from train.errors import Refused
 
 DEFAULTS = {
@@ -100,6 +101,14 @@ def datasets(config: Any) -> tuple[Blocks, Blocks]:
     if not len(train) or not len(held_out):
         raise Refused(f"{root} holds too little text for --task.context {task.context}; add text or lower it")
     return train, held_out
+
+
+def fingerprint(config: Any) -> Files:
+    """The files that samples are cut from."""
+    root = _root(config)
+    divided = (root / "train").is_dir() and (root / "val").is_dir()
+    folders = [root / "train", root / "val"] if divided else [root]
+    return Files(root, [path for folder in folders for path, _ in _files(folder)])
 
 
 class Block(nn.Module):
