@@ -26,7 +26,7 @@ class DataWait:
         self._told = False
 
     def add(self, waited: float, elapsed: float) -> None:
-        """Take in a stretch of training, in seconds. The first one is that of starting and counts only without others."""
+        """Take in a stretch of training, in seconds. The first one, that of starting, counts only without others."""
         if self._first is None:
             self._first = waited, elapsed
             return
