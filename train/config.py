@@ -78,6 +78,10 @@ class Data:
     """Name of a torchvision data set that lies in root (CIFAR10, MNIST, …); empty: class folders."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Loader processes per rank; 0 loads in the training process. Does not change the result."""
+    drop_last: bool = False
+    """Leave out the short last batch of every epoch (other samples each time). Evaluations see everything."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What a sample that cannot be read does: stop the run, named; or be left out, counted and listed."""
 
 
 @dataclass(config=_STRICT)
@@ -109,6 +113,8 @@ class Log:
 class Eval:
     every_epochs: NotNegative = 1.0
     """Evaluate every so many epochs, and at the end; 0: at the end only. Fractions are fine."""
+    limit_batches: Annotated[int, Field(ge=0, le=2**62)] = 0
+    """Evaluate at most so many global batches: a random choice of samples, always the same; 0: all of them."""
 
 
 @dataclass(config=_STRICT)
@@ -160,7 +166,7 @@ class Config:
 
 MAY_CHANGE = ("epochs", "steps", "device", "parallel.timeout_minutes")
 """Fields that a resume may change, besides the groups in MAY_CHANGE_GROUPS."""
-MAY_CHANGE_GROUPS = ("log.", "checkpoint.", "watch.", "data.workers", "data.root", "eval.")
+MAY_CHANGE_GROUPS = ("log.", "checkpoint.", "watch.", "data.workers", "data.root", "data.on_error", "eval.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,7 +428,11 @@ def from_toml(path: Path, settings: type | None) -> Config:
 
 
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The dotted names of fields that differ and that a resume may not change."""
+    """The dotted names of fields that differ and that a resume may not change.
+
+    A field that was not there yet when `before` was written had its default.
+    """
+    before = {name: info.default for name, info in fields().items()} | before
 
     def may(name: str) -> bool:
         return name in MAY_CHANGE or name.startswith(MAY_CHANGE_GROUPS)

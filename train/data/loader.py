@@ -12,21 +12,28 @@ import functools
 import math
 import multiprocessing
 import os
-import random
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from train.data import handles
+from train.data.fetch import Bad, fetcher, gatherer
 from train.data.order import order, seed_of
+from train.data.seeds import seed_compute, seed_host
+
+__all__ = ["Loader", "MicroBatch", "Plan", "evaluation_micro_batches", "fetcher", "micro_batches_of", "seed_compute",
+           "seed_host", "to_device"]  # fmt: skip
 
 _CHUNK = 16384
 """Positions whose order is computed at a time: a vectorised call costs little more for many than for one."""
+_EVALUATION = -1
+"""Stands for the epoch in the order by which samples of an evaluation are chosen."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +41,25 @@ class Plan:
     """How a data set is cut into epochs, global batches and micro batches. All arithmetic, no state.
 
     Steps and epochs count from 0 here. The last global batch of an epoch is short when the division leaves a rest;
-    no sample is dropped or repeated.
+    no sample is dropped or repeated, unless `drop_last` leaves out that batch.
     """
 
     length: int
     batch_size: int
     micro_batch_size: int
     seed: int = 0
+    drop_last: bool = False
+    limit: int = 0
+    """Of an evaluation set: at most so many samples are evaluated; 0: all."""
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.length / self.batch_size)
+        return self.length // self.batch_size if self.drop_last else math.ceil(self.length / self.batch_size)
+
+    @property
+    def evaluated(self) -> int:
+        """Number of samples that one evaluation of this set sees."""
+        return min(self.length, self.limit) if self.limit else self.length
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -100,57 +115,31 @@ def micro_batches_of(plan: Plan, rank: int, world: int, first: int, last: int) -
 
 
 def evaluation_micro_batches(plan: Plan, rank: int, world: int) -> Iterator[MicroBatch]:
-    """The micro batches of one evaluation that are rank r's of W: every sample once, in the data set's order."""
-    for number in range(rank, math.ceil(plan.length / plan.micro_batch_size), world):
+    """The micro batches of one evaluation that are rank r's of W: every sample once, in the data set's order.
+
+    With a limit, always the same random choice: the first samples of class folders are all of one class.
+    """
+    chosen: npt.NDArray[np.int64] | None = None
+    if plan.evaluated < plan.length:
+        chosen = np.sort(order(plan.seed, _EVALUATION, np.arange(plan.evaluated), plan.length))
+    for number in range(rank, math.ceil(plan.evaluated / plan.micro_batch_size), world):
         low = number * plan.micro_batch_size
-        indices = np.arange(low, min(low + plan.micro_batch_size, plan.length))
+        high = min(low + plan.micro_batch_size, plan.evaluated)
+        indices = np.arange(low, high) if chosen is None else chosen[low:high]
         yield MicroBatch(0, number, indices, seed_of(plan.seed, "eval", number), of_evaluation=True)
-
-
-def seed_host(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generators."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed & (2**63 - 1))
-
-
-def seed_compute(seed: int, device: torch.device) -> None:
-    """Seed every generator that a forward pass may draw from, apart from those of fetching."""
-    seed = seed_of(seed, "compute")
-    seed_host(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed & (2**63 - 1))
-
-
-def fetcher(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Callable[[MicroBatch], Any]:
-    """The function that turns a micro batch's indices into a batch."""
-    if collate is None and type(dataset) is TensorDataset:
-        tensors = dataset.tensors  # indexing once is ten times faster than item by item and collation
-
-        def fetch_tensors(micro: MicroBatch) -> Any:
-            indices = torch.from_numpy(micro.indices)
-            return [tensor[indices] for tensor in tensors]
-
-        return fetch_tensors
-    join = collate or default_collate
-    many = getattr(dataset, "__getitems__", None)
-
-    def fetch(micro: MicroBatch) -> Any:
-        seed_host(micro.seed)
-        indices = micro.indices.tolist()
-        return join(many(indices) if many is not None else [dataset[index] for index in indices])
-
-    return fetch
 
 
 class _Fetching(Dataset[Any]):
     """A data set whose items are whole micro batches: a MicroBatch is the index."""
 
-    def __init__(self, train_set: Any, eval_set: Any, collate: Callable[[list[Any]], Any] | None) -> None:
-        self._fetch = [fetcher(dataset, collate) for dataset in (train_set, eval_set)]
+    def __init__(self, train_set: Any, eval_set: Any, collate: Callable[[list[Any]], Any] | None, skip: bool) -> None:
+        self._gather = [gatherer(dataset, collate, skip) for dataset in (train_set, eval_set)]
 
-    def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any]:
-        return micro, self._fetch[micro.of_evaluation](micro)
+    def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any, Sequence[Bad]]:
+        batch, bad = self._gather[micro.of_evaluation](micro)
+        if bad and get_worker_info() is not None:
+            bad = [one.portable() for one in bad]
+        return micro, batch, bad
 
 
 class _Sampler:
@@ -170,6 +159,7 @@ def _start_worker(_: int, rank: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != rank:  # it was killed before the line above
         os.kill(os.getpid(), signal.SIGKILL)
+    handles.open_own()
 
 
 class Loader:
@@ -189,16 +179,23 @@ class Loader:
         workers: int,
         device: torch.device,
         dtype: torch.dtype | None,
+        skipped: Callable[[Sequence[Bad]], None] | None = None,
     ) -> None:
         """
         Args:
             train_set: may be None, as may `eval_set`, where no micro batch of it is asked for.
             dtype: floating point tensors are converted to it; None leaves them.
+            skipped: samples that cannot be read are left out and told to it; None raises what the first one raised.
+
+        Raises:
+            Refused: a file that is open here cannot be opened by workers too.
         """
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._skipped = device, dtype, skipped
+        if workers:
+            handles.check()
         self._sampler = _Sampler()
         self._loader = DataLoader(
-            _Fetching(train_set, eval_set, collate),
+            _Fetching(train_set, eval_set, collate, skipped is not None),
             sampler=self._sampler,  # anything to iterate over is enough
             batch_size=None,
             num_workers=workers,
@@ -221,10 +218,18 @@ class Loader:
     def batches(self, plan: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """The batches of these micro batches, in their order, on the device. They are fetched ahead.
 
-        One pass at a time: the next one ends it.
+        One pass at a time: the next one ends it. Where samples were left out, the indices are those of the others;
+        without any, the batch is None.
         """
         self._sampler.plan = plan
-        for micro, batch in self._loader:
+        for planned, batch, bad in self._loader:
+            micro = planned
+            if bad:
+                if self._skipped is None:
+                    raise bad[0].raised()
+                self._skipped(bad)
+                left_out = np.isin(planned.indices, [one.index for one in bad])
+                micro = replace(planned, indices=planned.indices[~left_out])
             yield micro, to_device(batch, self._device, self._dtype)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from train.config import Config
-from train.data.loader import Plan, seed_host
+from train.data.fingerprint import Files, Fingerprint, of_sets
+from train.data.loader import Plan
 from train.data.order import seed_of
+from train.data.seeds import seed_host
 from train.errors import Refused, one_line
 from train.tasks import Task, where
 
@@ -39,6 +42,18 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
         if _call_on(task, f"len() of the {part} set", len, dataset) == 0:
             raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
     return made[0], made[1]
+
+
+def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> Fingerprint:
+    """What the data of a run are: what the task says of them, or what can be seen in its data sets.
+
+    Raises:
+        Refused: the task's own fingerprint() fails, or returns what JSON cannot hold.
+    """
+    own = _call(task, "fingerprint", config) if task.fingerprint is not None else None
+    if own is not None and not isinstance(own, Files):
+        _call_on(task, "fingerprint()", json.dumps, own)
+    return of_sets(config.data.root, own, train_set, eval_set)
 
 
 def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32) -> nn.Module:
@@ -130,9 +145,25 @@ def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> N
 
 
 def plan_of(config: Config, length: int) -> Plan:
-    """How the training set is cut."""
+    """How the training set is cut.
+
+    Raises:
+        Refused: it has not even one whole batch, and a short one is to be left out.
+    """
     assert config.micro_batch_size is not None
-    return Plan(length, config.batch_size, config.micro_batch_size, config.seed)
+    if config.data.drop_last and length < config.batch_size:
+        raise Refused(
+            f"--data.drop_last true leaves nothing to train on: the training set has {length} samples, fewer than "
+            f"--batch_size {config.batch_size}; lower it, or leave out --data.drop_last"
+        )
+    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, config.data.drop_last)
+
+
+def evaluation_plan(config: Config, length: int) -> Plan:
+    """How the evaluation set is cut, and how much of it is evaluated."""
+    assert config.micro_batch_size is not None
+    limit = config.eval.limit_batches * config.batch_size
+    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, limit=limit)
 
 
 def total_steps(config: Config, plan: Plan) -> int:

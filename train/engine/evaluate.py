@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.data.loader import MicroBatch, Plan, seed_compute
+from train.data.loader import MicroBatch, Plan
+from train.data.seeds import seed_compute
 from train.engine import uneven
 from train.engine.parallel import World
 from train.engine.precision import Precision
@@ -44,8 +45,10 @@ def evaluate(
     stream: Iterator[tuple[MicroBatch, Any]],
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
-) -> dict[str, float] | None:
-    """Loss and metrics over the whole data set, weighted by true counts; None if a stop came in between.
+) -> tuple[dict[str, float], int] | None:
+    """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
+
+    None if a stop came in between.
 
     A collective: all ranks call it. Sums are made in the order of the data set, whatever the number of ranks.
 
@@ -56,8 +59,9 @@ def evaluate(
     was_training = module.training
     module.eval()
     rows: list[list[Tensor | float]] = []
+    """Of each micro batch: the number of its samples, then total and count of the loss and of each metric."""
     names: list[str] = []
-    micros = math.ceil(plan.length / plan.micro_batch_size)
+    micros = math.ceil(plan.evaluated / plan.micro_batch_size)
     slots = math.ceil(micros / world.size)
     without = uneven.idle(micros, world.size)
     try:
@@ -70,12 +74,15 @@ def evaluate(
                 beat()
                 micro, batch = next(stream)
                 assert micro.of_evaluation
-                seed_compute(micro.seed, world.device)
                 samples = len(micro.indices)
+                if not samples:  # none of them could be read
+                    rows.append([])
+                    continue
+                seed_compute(micro.seed, world.device)
                 is_risky = without and slot in (0, slots - 1)
                 waits_for = f"{uneven.names(without)}, without data in an evaluation" if is_risky else ""
                 with precision.autocast(), quiet("loss or metrics", task.file, waits_for):
-                    row = [*total_and_count(task.loss(module, batch), samples, "loss")]
+                    row = [samples, *total_and_count(task.loss(module, batch), samples, "loss")]
                     found = task.metrics(module, batch) if task.metrics else {}
                 if not isinstance(found, dict):
                     raise TrainingFailed(
@@ -88,9 +95,12 @@ def evaluate(
                 rows.append(row)
     finally:
         module.train(was_training)
-    names = world.share(names if world.is_first else None)
-    table = torch.zeros(micros, 2 * (1 + len(names)), dtype=torch.float64, device=world.device)
+    # rank 0 may have read nothing
+    names = max(world.gather(names), key=bool)
+    table = torch.zeros(micros, 3 + 2 * len(names), dtype=torch.float64, device=world.device)
     for index, row in enumerate(rows):
+        if not row:
+            continue
         if len(row) != table.shape[1]:
             raise TrainingFailed("metrics must return the same names for every batch")
         table[world.rank + index * world.size] = torch.stack(
@@ -98,7 +108,8 @@ def evaluate(
         )
     columns = world.add(table).cpu().T.tolist()  # each row is one rank's alone: adding zeros rounds nothing
     sums = [math.fsum(column) for column in columns]
-    return {
-        name: sums[2 * place] / sums[2 * place + 1] if sums[2 * place + 1] else math.nan
+    figures = {
+        name: sums[2 * place + 1] / sums[2 * place + 2] if sums[2 * place + 2] else math.nan
         for place, name in enumerate(["loss", *names])
     }
+    return figures, round(sums[0])

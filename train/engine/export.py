@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from train.config import Config
-from train.data.loader import Loader, MicroBatch, evaluation_micro_batches, fetcher, to_device
+from train.data.fetch import Bad, fetcher
+from train.data.loader import Loader, MicroBatch, evaluation_micro_batches, to_device
 from train.engine import build, checkpoint, prepare
 from train.engine import manifest as manifests
 from train.engine.evaluate import evaluate
@@ -56,7 +58,9 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
     try:
         checkpoint.load(run.checkpoint(step), model)
     except ValueError as error:
-        raise Refused(str(error)) from None
+        differs = prepare.data_differs(run, task, config, *build.make_datasets(task, config))
+        why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
+        raise Refused(f"{error}{why}") from None
     return task, config, model, step
 
 
@@ -132,6 +136,11 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None
         raise Refused(f"the model cannot be exported to .onnx: {one_line(error)[:300]}") from None
 
 
+def _tell(bad: Sequence[Bad]) -> None:
+    for one in bad:
+        log.warning("warning: left out: %s: %s", one, one.reason)
+
+
 def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tuple[int, int, dict[str, float]]:
     """Evaluate a checkpoint of a run in this process. Returns its step, the number of samples and the figures.
 
@@ -144,14 +153,19 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     torch.set_num_threads(config.cpu_threads)
     device = pick_device(config, 1, 0)
     precision = Precision(config.precision, device)
-    _, eval_set = build.make_datasets(task, config)
+    train_set, eval_set = build.make_datasets(task, config)
     if eval_set is None:
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
-    plan = build.plan_of(config, len(eval_set))
+    differs = prepare.data_differs(run, task, config, train_set, eval_set)
+    if differs:
+        log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
+    plan = build.evaluation_plan(config, len(eval_set))
     world = World(seat.rank, seat.size, seat.local_rank, device)
     workers = config.data.workers if workers is None else workers
-    with Loader(None, eval_set, task.collate, workers, device, precision.inputs) as loader:
+    skipped = _tell if config.data.on_error == "skip" else None
+    with Loader(None, eval_set, task.collate, workers, device, precision.inputs, skipped) as loader:
         stream = loader.batches(evaluation_micro_batches(plan, world.rank, world.size))
-        figures = evaluate(task, model.to(device), plan, world, precision, stream)
-    assert figures is not None
-    return step, len(eval_set), figures
+        evaluated = evaluate(task, model.to(device), plan, world, precision, stream)
+    assert evaluated is not None
+    figures, samples = evaluated
+    return step, samples, figures

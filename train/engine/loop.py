@@ -16,7 +16,8 @@ from torch import Tensor
 
 from train import config as configuration
 from train.config import Config
-from train.data.loader import Loader, MicroBatch, Plan, evaluation_micro_batches, micro_batches_of, seed_compute
+from train.data.loader import Loader, MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
+from train.data.seeds import seed_compute
 from train.engine import fault, schedule, uneven
 from train.engine.checkpoint import CannotSave, Saver
 from train.engine.evaluate import evaluate
@@ -25,7 +26,9 @@ from train.engine.precision import Precision
 from train.engine.quiet import quiet
 from train.engine.readback import Readback
 from train.engine.report import Report
+from train.engine.skipped import FILE as SKIPPED
 from train.engine.stop import StopRequest
+from train.engine.wait import DataWait
 from train.errors import TrainingFailed
 from train.runs import heartbeat
 from train.runs.heartbeat import Heart
@@ -34,6 +37,8 @@ from train.tasks import Task
 
 _LOOK_AHEAD = 4096
 """Steps among which the next evaluation is looked for at a time."""
+_EMPTY_STEPS = 10
+"""Steps in a row without a sample that can be read after which a run has failed."""
 
 
 @dataclasses.dataclass
@@ -59,6 +64,11 @@ class Job:
     evaluated: int
     """Last step after which an evaluation is on record; -1 without one."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether samples that cannot be read are left out, so that the true counts are known after a step only."""
+        return self.config.data.on_error == "skip"
+
 
 @dataclasses.dataclass
 class Done:
@@ -80,8 +90,9 @@ def train(job: Job, done: int) -> Done:
     stream = job.loader.batches(_micro_batches(job, done))
     readback = Readback[_Step](world.device)
     clock = _Clock(config.checkpoint.every_minutes)
-    meter = _Meter()
-    begun, saved, stopping, metrics = done, done, False, None
+    meter = _Meter(DataWait(job.run.name, config.data.workers, world.size))
+    begun, saved, stopping = done, done, False
+    metrics: dict[str, float] | None = None
     job.replica.module.train()
     job.replica.settle()
 
@@ -113,15 +124,16 @@ def train(job: Job, done: int) -> Done:
             if not stopping and _evaluation_due(job, done):
                 fault.here("evaluate")
                 assert job.evaluation is not None
-                metrics = evaluate(
+                evaluated = evaluate(
                     job.task, job.replica.module, job.evaluation, world, job.precision, stream,
                     lambda: job.stop.asked, functools.partial(job.heart.beat, heartbeat.EVALUATING, done),
                 )  # fmt: skip
-                stopping |= metrics is None
-                if metrics is not None:
+                stopping |= evaluated is None
+                if evaluated is not None:
+                    metrics, samples = evaluated
                     job.evaluated = done
                     if world.is_first:
-                        report.evaluation(done, _epoch(plan, done), job.evaluation.length, metrics)
+                        report.evaluation(done, _epoch(plan, done), samples, metrics)
                 if stopping and done > saved:
                     _save(job, done, is_last=True)
                 meter.restart()
@@ -163,6 +175,7 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool,
     count: Any = 0.0
     counted = 0.0
     seen = []
+    fed = False
 
     def tail() -> Tensor:
         flags = [float(job.stop.asked), float(save and world.is_first), counted]
@@ -182,6 +195,11 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool,
         assert micro.step == step and not micro.of_evaluation
         meter.waited += time.perf_counter() - before
         seen.append(micro.indices)
+        if not len(micro.indices):  # none of its samples could be read
+            if is_last:
+                replica.backward_without_data(tail())
+            continue
+        fed = True
         seed_compute(micro.seed, world.device)
         with replica.accumulating(more=not is_last):
             waits_for = uneven.doubt(plan, world.size, step, job.total_steps, is_first, is_last)
@@ -207,7 +225,7 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool,
             replica.backward(value, weight, tail() if is_last else None)
     sums = replica.reduced(tail())
     # a rank without data does not know whether its task counts by itself: ask the others' answer in that rare case
-    if counted or (not seen and sums[TAIL.index("counted")].item() > 0):
+    if job.leaves_out or counted or (not fed and sums[TAIL.index("counted")].item() > 0):
         true_count = sums[TAIL.index("count")]
         replica.scale_gradients(torch.where(true_count > 0, samples / true_count, 0.0))
     _update(job)
@@ -246,11 +264,18 @@ def _check_scalar(value: Any, task: Task) -> None:
 def _digest(job: Job, step: _Step, values: list[float], meter: _Meter) -> tuple[bool, bool]:
     """Look at the sums of a step; write its line. Returns whether to stop and whether to save."""
     named = dict(zip(TAIL, values, strict=True))
-    loss = named["loss"] / (named["count"] if named["counted"] else step.samples) if named["count"] else 0.0
+    by_count = named["counted"] or job.leaves_out
+    loss = named["loss"] / (named["count"] if by_count else step.samples) if named["count"] else 0.0
     if not math.isfinite(loss):
         raise TrainingFailed(
             f"the loss is {loss} at step {step.number}; lower --optim.lr or set --clip_grad_norm, "
             "and look at the data of that step (--log.samples true)"
+        )
+    meter.empty = 0 if named["count"] or not job.leaves_out else meter.empty + 1
+    if meter.empty == _EMPTY_STEPS or (meter.empty and step.number == meter.empty == job.total_steps):
+        raise TrainingFailed(
+            f"not one sample could be read in {meter.empty} steps in a row, up to step {step.number}; "
+            f"why, says {SKIPPED} in the run folder"
         )
     plan, config = job.plan, job.config
     epoch = _epoch(plan, step.number)
@@ -258,6 +283,10 @@ def _digest(job: Job, step: _Step, values: list[float], meter: _Meter) -> tuple[
         line = {"step": step.number, "epoch": epoch, "loss": loss, "lr": step.rate, **meter.read(job.world.device)}
         job.report.training(line)
         job.report.progress(step.number, epoch, loss, line["samples_per_s"])
+        advice = meter.wait.advice(step.number == job.total_steps)
+        if advice:
+            job.report.say(f"warning: {advice}")
+            job.run.note(data_wait=advice)
     return named["stop"] > 0, named["save"] > 0
 
 
@@ -364,7 +393,10 @@ class _Clock:
 class _Meter:
     """Speed since the last line."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: DataWait) -> None:
+        self.wait = wait
+        self.empty = 0
+        """Steps in a row of which no sample could be read."""
         self.restart()
 
     def restart(self) -> None:
@@ -376,6 +408,7 @@ class _Meter:
         """samples_per_s; data_wait and step_time in seconds per step; memory in bytes, the highest so far."""
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         steps = max(self.steps, 1)
+        self.wait.add(self.waited, elapsed)
         if device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(device)
         else:

@@ -249,6 +249,9 @@ class Replica:
         """The last backward of a step in which this rank has no micro batch left: weight 0, no buffer changes."""
         if self._ddp is not None:
             self._idle_backward(tail)
+        elif all(parameter.grad is None for parameter in self.trainable):  # as several ranks would have them
+            for parameter in self.trainable:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _idle_backward(self, tail: Tensor) -> None:
         assert self._ddp is not None

@@ -16,13 +16,17 @@ import torch
 import train
 from train import config as configuration
 from train.config import Config
+from train.data import fingerprint
 from train.engine import build
 from train.engine import manifest as manifests
 from train.engine.parallel import pick_device
 from train.engine.precision import Precision
-from train.errors import Refused
+from train.errors import Refused, one_line
 from train.runs.store import FINISHED, Run
 from train.tasks import Task, load
+
+_SAID = 3
+"""Differences of the data that are named."""
 
 
 @dataclasses.dataclass
@@ -118,7 +122,7 @@ def prepare(request: Request) -> Prepared:
         )
     if config.cpu_threads is None:
         config.cpu_threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    train_set, _ = build.make_datasets(task, config)
+    train_set, eval_set = build.make_datasets(task, config)
     _check_sync_batchnorm(config, device, ranks, len(train_set))
     model = build.make_model(task, config, precision.weights)
     with _without_compiler():
@@ -132,6 +136,7 @@ def prepare(request: Request) -> Prepared:
     files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
         files["task.py"] = task.file.read_bytes()
+    files |= build.fingerprint(task, config, train_set, eval_set).files()
     plan = build.plan_of(config, len(train_set))
     record = {
         "task": task.name if task.is_built_in else "task.py",
@@ -182,12 +187,12 @@ def _check_sync_batchnorm(config: Config, device: torch.device, ranks: int, leng
     if device.type == "cpu":
         raise Refused("sync_batchnorm needs GPUs: torch has none for CPUs; leave it out")
     assert config.micro_batch_size is not None
-    share = config.micro_batch_size * ranks
-    if config.batch_size % share or length % config.batch_size % share:
+    share, rest = config.micro_batch_size * ranks, length % config.batch_size
+    if config.batch_size % share or (rest % share and not config.data.drop_last):
         raise Refused(
             f"sync_batchnorm needs every global batch to divide evenly among the ranks: batch_size "
-            f"{config.batch_size} and the rest of an epoch, {length % config.batch_size}, must be multiples of "
-            f"micro_batch_size x ranks = {share}"
+            f"{config.batch_size} and the rest of an epoch, {rest}, must be multiples of "
+            f"micro_batch_size x ranks = {share}; --data.drop_last true leaves out the rest"
         )
 
 
@@ -248,7 +253,13 @@ def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, C
     if config.micro_batch_size is None or config.cpu_threads is None:
         raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
     _check_ranks(config, ranks)
-    train_set, _ = build.make_datasets(task, config)
+    train_set, eval_set = build.make_datasets(task, config)
+    differs = data_differs(run, task, config, train_set, eval_set)
+    if differs:
+        raise Refused(
+            f"the data differ from those that {run.name} began with: {differs}; put them back as they were, "
+            "or start a new run"
+        )
     if len(train_set) != record.get("samples", len(train_set)):
         raise Refused(
             f"the training set has {len(train_set)} samples now and had {record['samples']} when {run.name} "
@@ -271,6 +282,19 @@ def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, C
     return task, config, warnings
 
 
+def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_set: Any) -> str:
+    """In what these data differ from those that a run began with; '' where they do not, or it is not known.
+
+    Raises:
+        Refused: what is known of the first ones is damaged.
+    """
+    if not (run.folder / fingerprint.FACTS).exists():
+        return ""
+    said = fingerprint.differences(run.folder, build.fingerprint(task, config, train_set, eval_set))
+    more = f"; and {len(said) - _SAID} more differences" if len(said) > _SAID else ""
+    return one_line("; ".join(said[:_SAID]) + more)
+
+
 def apply_resume(run: Run, config: Config) -> None:
     """Write the changes of a resume into the run folder."""
     from train.runs.store import write_atomically
@@ -284,7 +308,7 @@ def _check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> 
         name = forbidden[0]
         raise Refused(
             f"{what}: {name} was {before.get(name)} and is {after.get(name)} now; put it back, or start a new run "
-            "(a resume may change epochs, steps, data.workers, data.root, log.*, checkpoint.*, eval.*)"
+            "(a resume may change epochs, steps, data.workers, data.root, data.on_error, log.*, checkpoint.*, eval.*)"
         )
 
 

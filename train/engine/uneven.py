@@ -28,7 +28,9 @@ def survey(plan: Plan, evaluation: Plan | None, world: int) -> dict[str, list[in
     found = {
         EVERY: idle(plan.micro_batches(0), world) if plan.steps_per_epoch > 1 else range(0),
         LAST: idle(plan.micro_batches(plan.steps_per_epoch - 1), world),
-        EVALUATION: idle(math.ceil(evaluation.length / evaluation.micro_batch_size), world) if evaluation else range(0),
+        EVALUATION: idle(math.ceil(evaluation.evaluated / evaluation.micro_batch_size), world)
+        if evaluation
+        else range(0),
     }
     return {place: list(ranks) for place, ranks in found.items() if ranks}
 

@@ -100,6 +100,7 @@ def _set_up(
     from train.engine import build, checkpoint, parallel, prepare, report, uneven
     from train.engine.loop import Job
     from train.engine.precision import Precision
+    from train.engine.skipped import Skipped
     from train.runs import best
 
     task = prepare.task_of(run)
@@ -116,7 +117,8 @@ def _set_up(
     train_set, eval_set = build.make_datasets(task, config)
     plan = build.plan_of(config, len(train_set))
     # before the others are met: their connections have threads, and the loader forks
-    loader = Loader(train_set, eval_set, task.collate, config.data.workers, device, precision.inputs)
+    skipped = Skipped(run) if config.data.on_error == "skip" else None
+    loader = Loader(train_set, eval_set, task.collate, config.data.workers, device, precision.inputs, skipped)
     held.callback(loader.close)
     world = parallel.join(config, seat.rank, seat.size, seat.local_rank, seat.local_size, device, seat.init)
     total = build.total_steps(config, plan)
@@ -151,7 +153,7 @@ def _set_up(
 
     job = Job(
         run, task, config, world, precision, replica, optimizer, loader,
-        plan, None if eval_set is None else build.plan_of(config, len(eval_set)), total,
+        plan, None if eval_set is None else build.evaluation_plan(config, len(eval_set)), total,
         checkpoint.Saver(run, world, config, attempt, saved),
         told, stop, heart,
         evaluation["step"] if evaluation else -1,
@@ -160,7 +162,7 @@ def _set_up(
         run.note(
             lambda record: record["attempts"][-1].update(from_step=step, ready=store.now()),
             step=step, epoch=plan.epoch(step - 1) + 1 if step else 0, total_steps=total, samples=plan.length,
-            steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type),
+            steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="",
             without_data=uneven.survey(plan, job.evaluation, world.size),
         )  # fmt: skip
         per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
@@ -246,8 +248,12 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
     if isinstance(error, (Refused, TrainingFailed)):
         return {"time": time.time(), "reason": str(error)[:600], "recurs": True, "traceback": traceback.format_exc()}
     text = one_line(f"{type(error).__name__}: {error}")
+    of_sample = getattr(error, "sample", "")
     passing = isinstance(error, (dist.DistError, OSError, EOFError, torch.OutOfMemoryError, MemoryError))
-    if isinstance(error, RuntimeError) and "Original Traceback" not in text:  # that is a data set's own, in a worker
+    if of_sample:  # and of nothing that may pass: see data/fetch.py
+        passing = False
+        text = f"{of_sample}: {text}"
+    elif isinstance(error, RuntimeError) and "Original Traceback" not in text:  # that is a data set's own, in a worker
         passing |= any(word in text for word in _PASSING)
     line = where(error, task_file) if task_file is not None else text
     return {"time": time.time(), "reason": line[:600], "recurs": not passing, "traceback": traceback.format_exc()}

@@ -98,12 +98,20 @@ def story(run: Run) -> str:
         lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {_with_reason(end, attempt.get('reason'))}")
     if attempts and attempts[-1].get("last_lines") and record["state"] in ("failed", "interrupted"):
         lines += [f"    | {text}" for text in attempts[-1]["last_lines"]]
+    line("data", record.get("data_wait"))
+    line("left out", _left_out(run, record.get("skipped") or {}))
     redone, again, away = losses(attempts)
     line("steps redone", redone)
     if again or away:
         line("time lost", f"{again + away:.1f} s: {away:.1f} s until training again, {again:.1f} s for those steps")
     columns = screen.width(sys.stdout)
     return "\n".join(screen.wrapped(text, columns, indent=15) for text in lines)
+
+
+def _left_out(run: Run, counts: dict[str, int]) -> str:
+    """How many samples could not be read, and where they are listed."""
+    parts = [f"{count} sample{'s' if count > 1 else ''} of the {part} set" for part, count in counts.items()]
+    return f"{', '.join(parts)}: {run.folder / 'skipped.jsonl'} says which and why" if parts else ""
 
 
 def losses(attempts: list[dict[str, Any]]) -> tuple[int, float, float]:

@@ -4,7 +4,8 @@
     def datasets(config) -> (train, evaluation or None)     # map-style data sets
     def loss(model, batch) -> Tensor                        # mean over the batch, or (total, count)
 
-and, optional, `metrics(model, batch) -> dict[str, Tensor]`, `collate(items)`, `optimizer(model, config)`, a dataclass
+and, optional, `metrics(model, batch) -> dict[str, Tensor]`, `collate(items)`, `optimizer(model, config)`,
+`fingerprint(config)` (anything JSON can hold that changes when the data do; a resume compares it), a dataclass
 `Settings`, and `DEFAULTS`, a dict from field names ("optim.lr") to the values this task starts from.
 """
 
@@ -38,6 +39,7 @@ class Task:
     metrics: Callable[..., Any] | None
     collate: Callable[..., Any] | None
     optimizer: Callable[..., Any] | None
+    fingerprint: Callable[..., Any] | None
     Settings: type | None
     DEFAULTS: dict[str, Any]
 
@@ -93,7 +95,7 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
     ):
         if not callable(getattr(module, function, None)):
             raise Refused(f"{path} has no function {function}; a task needs {form}")
-    for function in ("metrics", "collate", "optimizer"):
+    for function in ("metrics", "collate", "optimizer", "fingerprint"):
         if getattr(module, function, None) is not None and not callable(getattr(module, function)):
             raise Refused(f"{function} in {path} is no function; define it with def, or give it another name")
     defaults = getattr(module, "DEFAULTS", {})
@@ -112,6 +114,7 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
         metrics=getattr(module, "metrics", None),
         collate=getattr(module, "collate", None),
         optimizer=getattr(module, "optimizer", None),
+        fingerprint=getattr(module, "fingerprint", None),
         Settings=settings,
         DEFAULTS=dict(defaults),
     )
@@ -138,8 +141,12 @@ def where(error: BaseException, path: Path) -> str:
     """An exception of a user's file in one line, with the last line of that file that led to it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     what = f"{type(error).__name__}: {error}"
-    if "Original Traceback" in what:  # of a loader's process: torch sends it as the message of another error
-        lines = [int(number) for number in re.findall(rf'File "{re.escape(str(path))}", line (\d+)', what)]
+    trace = getattr(error, "trace", what)  # of a loader's process: torch sends it as the message of another error
+    if trace is not what or "Original Traceback" in what:
+        lines = [int(number) for number in re.findall(rf'File "{re.escape(str(path))}", line (\d+)', trace)]
+    if "Original Traceback" in what:
         what = what.strip().splitlines()[-1]
+    if hasattr(error, "sample"):  # see data/fetch.py
+        what = f"{error.sample}: {what}"
     place = f"{path}, line {lines[-1]}: " if lines else f"{path}: "
     return one_line(f"{place}{what}")[:600]

@@ -52,6 +52,8 @@ def datasets(config: Any) -> tuple[Any, Any]:
         return _named(config.data.name, root, True, train), _named(config.data.name, root, False, evaluation)
     from torchvision.datasets import ImageFolder
 
+    from train.data.picture import read
+
     found = {part: _classes_in(root / part) for part in ("train", "val")}
     if found["train"] != found["val"]:
         missing = [
@@ -65,7 +67,7 @@ def datasets(config: Any) -> tuple[Any, Any]:
         )
     try:
         return tuple(
-            ImageFolder(str(root / part), transform=transform, loader=_read)
+            ImageFolder(str(root / part), transform=transform, loader=read)
             for part, transform in (("train", train), ("val", evaluation))
         )
     except FileNotFoundError as error:  # a class folder without an image
@@ -90,20 +92,6 @@ def _classes_in(folder: Path) -> list[str]:
     if not classes:
         raise Refused(f"{folder} has no class folders; put the images of each class into a folder of its own")
     return classes
-
-
-def _read(path: str) -> Tensor:
-    """An image file as a uint8 RGB tensor (3, height, width). JPEG and PNG are decoded at three times PIL's speed."""
-    from torchvision import io
-    from torchvision.transforms.v2 import functional
-
-    try:
-        return io.decode_image(io.read_file(path), io.ImageReadMode.RGB)
-    except RuntimeError:  # a format, or a colour space, that only PIL knows
-        from PIL import Image
-
-        with Image.open(path) as image:
-            return functional.pil_to_tensor(image.convert("RGB"))
 
 
 def _transforms(config: Any) -> tuple[Any, Any]:

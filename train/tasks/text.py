@@ -8,6 +8,7 @@ Files in `train/` and `val/` are used as such; without these folders the last te
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from train.config import Count, Share
+from train.data.corpus import Corpus
+from train.data.fingerprint import Files
 from train.errors import Refused
 
 DEFAULTS = {
@@ -48,44 +51,64 @@ class Settings:
 class Blocks(Dataset[tuple[Tensor, Tensor]]):
     """Consecutive blocks of a text: item i is (bytes i*T … i*T+T-1, the same moved on by one), int64 of shape (T,)."""
 
-    def __init__(self, text: np.ndarray, context: int) -> None:
-        self.text, self.context = torch.from_numpy(text), context
+    def __init__(self, text: Corpus | np.ndarray, context: int) -> None:
+        """
+        Args:
+            text: bytes; of a Corpus none is in memory.
+        """
+        self.text, self.context = text, context
 
     def __len__(self) -> int:
         return max(len(self.text) - 1, 0) // self.context
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = index * self.context
-        block = self.text[start : start + self.context + 1].long()
+        block = torch.from_numpy(self.text[start : start + self.context + 1].astype(np.int64))
         return block[:-1], block[1:]
 
 
-def _read(folder: Path) -> list[np.ndarray]:
+def _files(folder: Path) -> list[tuple[Path, int]]:
+    """The text files of a folder in the order of their paths, with their sizes."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     if not files:
         raise Refused(f"{folder} has no files; put the text files there")
-    return [np.fromfile(path, dtype=np.uint8) for path in files]
+    for path in files:
+        if not os.access(path, os.R_OK):
+            raise Refused(f"{path} cannot be read; change its owner or mode, or take it out of --data.root")
+    return [(path, path.stat().st_size) for path in files]
+
+
+def _root(config: Any) -> Path:
+    if not config.data.root:
+        raise Refused("this task reads text files: give their folder with --data.root")
+    root = Path(config.data.root)
+    if not root.is_dir():
+        raise Refused(f"--data.root {root}: there is no such folder")
+    return root
 
 
 def datasets(config: Any) -> tuple[Blocks, Blocks]:
     task = config.task
     if task.width % task.heads:
         raise Refused(f"--task.heads {task.heads}: must divide --task.width {task.width}")
-    if not config.data.root:
-        raise Refused("this task reads text files: give their folder with --data.root")
-    root = Path(config.data.root)
-    if not root.is_dir():
-        raise Refused(f"--data.root {root}: there is no such folder")
+    root = _root(config)
     if (root / "train").is_dir() and (root / "val").is_dir():
-        parts = (_read(root / "train"), _read(root / "val"))
+        parts = [[(path, 0, size) for path, size in _files(root / part)] for part in ("train", "val")]
     else:
-        texts = _read(root)
-        cuts = [len(text) - len(text) // 10 for text in texts]
-        parts = ([t[:c] for t, c in zip(texts, cuts, strict=True)], [t[c:] for t, c in zip(texts, cuts, strict=True)])
-    train, held_out = (Blocks(np.concatenate(part), task.context) for part in parts)
+        cuts = [(path, size - size // 10, size) for path, size in _files(root)]
+        parts = [[(path, 0, cut) for path, cut, _ in cuts], cuts]
+    train, held_out = (Blocks(Corpus(part), task.context) for part in parts)
     if not len(train) or not len(held_out):
         raise Refused(f"{root} holds too little text for --task.context {task.context}; add text or lower it")
     return train, held_out
+
+
+def fingerprint(config: Any) -> Files:
+    """The files that samples are cut from."""
+    root = _root(config)
+    divided = (root / "train").is_dir() and (root / "val").is_dir()
+    folders = [root / "train", root / "val"] if divided else [root]
+    return Files(root, [path for folder in folders for path, _ in _files(folder)])
 
 
 class Block(nn.Module):

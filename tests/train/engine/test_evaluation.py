@@ -89,6 +89,22 @@ def test_evaluations_come_when_asked_for_and_at_the_end(engine: Any) -> None:
         assert [line["step"] for line in engine.station.metrics(name) if "eval" in line] == steps
 
 
+def test_an_evaluation_may_be_limited_to_the_same_samples_on_any_number_of_ranks(engine: Any) -> None:
+    flags = {"precision": "fp64", "steps": 2, "eval__every_epochs": 0, "eval__limit_batches": 1} | EVALUATED
+    for ranks in (1, 2, 3):
+        engine.run(f"limited{ranks}", ranks, **flags | {"steps": 2})
+        (line,) = [line for line in engine.station.metrics(f"limited{ranks}") if "eval" in line]
+        assert line["samples"] == 16
+        seen = [name for name, share in line["eval"].items() if name.startswith("id") and share > 0]
+        assert len(seen) == 16 and seen != [f"id{index}" for index in range(16)]  # 16 of 23, and not the first ones
+        assert line["eval"] == pytest.approx(engine.evaluations("limited1")[0], rel=1e-9)
+    engine.run("roomy", 2, **flags | {"steps": 2, "eval__limit_batches": 2})  # two batches are more than there is
+    assert [line["samples"] for line in engine.station.metrics("roomy") if "eval" in line] == [23]
+    from train.engine.export import evaluate_run
+
+    assert evaluate_run(engine.station.run("limited1"), None)[1:] == (16, engine.evaluations("limited1")[0])
+
+
 def test_batchnorm_is_evaluated_with_the_same_statistics_on_every_rank(engine: Any) -> None:
     engine.run("norm-eval", 3, ["4 0 SIGTERM"], steps=4, precision="fp64", task__batchnorm="true")
     engine.resume("norm-eval", 1)

@@ -1,0 +1,187 @@
+"""From the indices of a micro batch to a batch, and what becomes of a sample that cannot be read."""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from train.data.seeds import seed_host
+from train.errors import TrainingFailed, one_line
+
+if TYPE_CHECKING:
+    from train.data.loader import MicroBatch
+
+_OF_THE_FILE = {
+    None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL,
+    errno.ENAMETOOLONG,
+}  # fmt: skip
+"""Error numbers that a file gives again when it is asked again; all others are of the machine, a disk or a network."""
+_REASON = 300
+"""Characters of a reason that are kept."""
+
+
+@dataclass
+class Bad:
+    """A sample that cannot be read."""
+
+    index: int
+    of_evaluation: bool
+    file: str
+    """Where it lies, or '' where the data set does not tell."""
+    reason: str
+    error: Exception
+    trace: str = ""
+    """Of the process that read it, if that was another one."""
+
+    @property
+    def set(self) -> str:
+        return "evaluation" if self.of_evaluation else "training"
+
+    def __str__(self) -> str:
+        name = f"sample {self.index} of the {self.set} set"
+        return f"{name} ({self.file})" if self.file and self.file not in self.reason else name
+
+    def raised(self) -> Exception:
+        """What to raise where the run is to stop: what the data set raised, which knows the sample's name now."""
+        if isinstance(self.error, TrainingFailed):
+            return TrainingFailed(f"{self.reason} ({self}); to leave such samples out: --data.on_error skip")
+        self.error.sample = str(self)  # type: ignore[attr-defined]
+        if self.trace:
+            self.error.trace = self.trace  # type: ignore[attr-defined]
+            self.error.__cause__ = _OfAnotherProcess(self.trace)
+        return self.error
+
+    def portable(self) -> Bad:
+        """Itself, made fit to travel to another process."""
+        self.trace = "".join(traceback.format_exception(self.error))
+        try:
+            pickle.loads(pickle.dumps(self.error))
+        except Exception:  # with a constructor of its own, for example
+            self.error = RuntimeError(one_line(f"{type(self.error).__name__}: {self.error}"))
+        return self
+
+
+class _OfAnotherProcess(Exception):
+    """Shows the traceback of the process in which an exception came up."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def passes(error: BaseException) -> bool:
+    """Whether reading the same sample again may well succeed: memory, a disk, a network, too many open files."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError, ConnectionError, TimeoutError)):
+        return True
+    return isinstance(error, OSError) and error.errno not in _OF_THE_FILE
+
+
+def gatherer(
+    dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool
+) -> Callable[[MicroBatch], tuple[Any, Sequence[Bad]]]:
+    """The function that turns a micro batch's indices into a batch and those samples of it that cannot be read.
+
+    With `skip` the batch is made of the others, and None without any; else it is None where there is a bad one, and
+    only the first is named. What may pass (see `passes`) is raised, as is what `collate` raises.
+    """
+    if collate is None and type(dataset) is TensorDataset:
+        tensors = dataset.tensors  # indexing once is ten times faster than item by item and collation
+
+        def gather_tensors(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
+            indices = torch.from_numpy(micro.indices)
+            return [tensor[indices] for tensor in tensors], ()
+
+        return gather_tensors
+    join = collate or default_collate
+    many = getattr(dataset, "__getitems__", None)
+
+    def gather(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
+        seed_host(micro.seed)
+        indices = micro.indices.tolist()
+        if many is None:
+            items, bad = _one_by_one(dataset, micro, skip)
+        else:
+            try:
+                items, bad = many(indices), []
+            except Exception as error:
+                if passes(error):
+                    raise
+                seed_host(micro.seed)
+                items, bad = _one_by_one(dataset, micro, skip)
+                if not bad:  # no sample's own fault
+                    raise
+        if bad and not (skip and items):
+            return None, bad
+        return join(items), bad
+
+    return gather
+
+
+def _one_by_one(dataset: Any, micro: MicroBatch, skip: bool) -> tuple[list[Any], list[Bad]]:
+    items: list[Any] = []
+    bad: list[Bad] = []
+    for index in micro.indices.tolist():
+        try:
+            items.append(dataset[index])
+        except Exception as error:
+            if passes(error):
+                raise
+            bad.append(_bad(dataset, index, micro.of_evaluation, error))
+            if not skip:
+                break
+    return items, bad
+
+
+def fetcher(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Callable[[MicroBatch], Any]:
+    """The function that turns a micro batch's indices into a batch; a sample that cannot be read is an exception."""
+    gather = gatherer(dataset, collate, skip=False)
+
+    def fetch(micro: MicroBatch) -> Any:
+        batch, bad = gather(micro)
+        if bad:
+            raise bad[0].raised()
+        return batch
+
+    return fetch
+
+
+def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception) -> Bad:
+    known = isinstance(error, TrainingFailed)
+    reason = one_line(error if known else f"{type(error).__name__}: {error}")[: 2 * _REASON if known else _REASON]
+    try:
+        file = file_of(dataset, index)
+    except Exception:  # a data set that only looks like one of torch's
+        file = ""
+    return Bad(index, of_evaluation, file, reason, error)
+
+
+def file_of(dataset: Any, index: int) -> str:
+    """The file of a sample, '' where the data set does not tell.
+
+    Looks through torch's Subset and ConcatDataset, and for a list of paths as long as the data set: `samples` of an
+    ImageFolder, or whatever it is called.
+    """
+    while True:
+        if hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
+            dataset, index = dataset.dataset, int(dataset.indices[index])
+        elif hasattr(dataset, "datasets") and hasattr(dataset, "cumulative_sizes"):
+            part = bisect.bisect_right(dataset.cumulative_sizes, index)
+            index -= dataset.cumulative_sizes[part - 1] if part else 0
+            dataset = dataset.datasets[part]
+        else:
+            break
+    for value in [dataset, *getattr(dataset, "__dict__", {}).values()]:
+        if isinstance(value, (list, tuple)) and len(value) == len(dataset):
+            item = value[index][0] if isinstance(value[index], (list, tuple)) and value[index] else value[index]
+            if isinstance(item, Path) or (isinstance(item, str) and os.path.lexists(item)):
+                return str(item)
+    return ""

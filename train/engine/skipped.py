@@ -1,0 +1,67 @@
+"""The samples that a run left out because they cannot be read: each listed once, whatever rank met it how often."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from train.data.fetch import Bad
+from train.runs.store import Run
+
+log = logging.getLogger("train")
+
+FILE = "skipped.jsonl"
+"""In the run folder: a line a sample, {"set": "training", "index": 7, "file": "…", "reason": "…"}."""
+_TOLD = 20
+"""Samples that a rank names in its log; the list has all."""
+
+
+class Skipped:
+    """What a loader tells of samples that it leaves out. Ranks share one list, under the lock of run.json."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._told = run, 0
+        self._listed: set[tuple[str, int]] = set()
+        self._read_to = 0
+
+    def __call__(self, bad: Sequence[Bad]) -> None:
+        """Count and list those that are new."""
+        new = [one for one in bad if (one.set, one.index) not in self._listed]
+        if not new:
+            return
+        for one in new:
+            self._tell(one)
+        self._run.note(lambda record: self._add(record, new))  # a disk that takes nothing now is asked again later
+
+    def _tell(self, bad: Bad) -> None:
+        self._told += 1
+        if self._told <= _TOLD:
+            log.warning("warning: left out: %s: %s", bad, bad.reason)
+        elif self._told == _TOLD + 1:
+            log.warning("warning: more samples are left out; all of them: %s in the run folder", FILE)
+
+    def _add(self, record: dict[str, Any], new: list[Bad]) -> None:
+        with (self._run.folder / FILE).open("a+b") as file:
+            file.seek(self._read_to)
+            line = b"\n"
+            for line in file:  # what other ranks have met meanwhile, and attempts before
+                self._read_to += len(line)
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    entry = json.loads(line)
+                    self._listed.add((entry["set"], entry["index"]))
+            if not line.endswith(b"\n"):  # a kill cut it
+                file.write(b"\n")
+                self._read_to += 1
+            for one in new:
+                if (one.set, one.index) not in self._listed:
+                    entry = {"set": one.set, "index": one.index, "file": one.file, "reason": one.reason}
+                    line = json.dumps(entry).encode() + b"\n"
+                    file.write(line)
+                    file.flush()
+                    self._listed.add((one.set, one.index))
+                    self._read_to += len(line)
+        record["skipped"] = dict(Counter(part for part, _ in self._listed))
