@@ -19,7 +19,8 @@ ADVICE = "take a smaller (micro) batch, fewer loader workers or fewer ranks, or 
 """What a user can do about it."""
 
 _EXHAUSTED = re.compile(
-    r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|can't allocate memory|\bENOMEM\b|Unable to allocate .+ for an"
+    r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|can't allocate memory|\bENOMEM\b"
+    r"|Unable to allocate .+ for an array"
 )
 """What Python, C++, the C library, torch's CPU allocator and NumPy say when memory is refused to them."""
 _DEVICE_FULL = re.compile(r"Tried to allocate ([\d.]+) (\w+)\. GPU \d+ has a total capacity of ([\d.]+) (\w+)")
@@ -160,13 +161,8 @@ def refused_at() -> str:
 
 def size(count: float) -> str:
     """Bytes in words: 512 MiB, 1.5 GiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            break
-        count /= 1024
-    else:
-        unit = "TiB"
-    return f"{count:.1f}".removesuffix(".0") + f" {unit}"
+    unit = next((unit for unit in _UNITS if count < 1024 * 2 ** _UNITS[unit]), "TiB")
+    return f"{count / 2 ** _UNITS[unit]:.1f}".removesuffix(".0") + f" {unit}"
 
 
 def is_refused(text: str) -> bool:
@@ -182,7 +178,8 @@ def device_is_too_small(text: str) -> bool:
         return False
     try:
         wanted, total, used = (
-            float(number) * 2 ** _UNITS[unit] for number, unit in (asked.groups()[:2], asked.groups()[2:], ours.groups())
+            float(number) * 2 ** _UNITS[unit]
+            for number, unit in (asked.groups()[:2], asked.groups()[2:], ours.groups())
         )
     except (KeyError, ValueError):
         return False

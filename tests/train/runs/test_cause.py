@@ -13,7 +13,7 @@ from train.runs.cause import of_log
 
 OWN = {
     "an exception": "raise ValueError('bad shape')",
-    "one of a distributed program": "print('[rank1]: Traceback (most recent call last):\\n[rank1]:   File \"a.py\"\\n"
+    "one of a distributed program": 'print(\'[rank1]: Traceback (most recent call last):\\n[rank1]:   File "a.py"\\n'
     "[rank1]: KeyError: 3'); raise SystemExit(1)",
     "one that others led to": "try: {}['a']\nexcept KeyError: raise ValueError('no a')",
     "a file that is not there": "open('/nowhere/at/all')",
@@ -31,7 +31,7 @@ PASSING = {
     "a device": "raise RuntimeError('CUDA error: an illegal memory access was encountered')",
     "a collective": "import torch.distributed as d\nraise d.DistBackendError('NCCL error: unhandled system error')",
     "a refused connection": "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)",
-    "no room for a thread": "raise RuntimeError(\"can't start new thread\")",
+    "no room for a thread": 'raise RuntimeError("can\'t start new thread")',
     "no room for a process": "import errno, os\nraise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))",
     "what came from a peer that is gone": "try: raise ConnectionResetError('peer')\n"
     "except OSError as error: raise ValueError('lost a rank') from error",
@@ -90,7 +90,9 @@ def test_memory_that_is_refused_is_called_so_with_its_limit_and_what_to_do() -> 
 def test_memory_and_busy_machines_of_a_task_are_told_alike() -> None:
     refused = failure_of(MemoryError("Unable to allocate 7.11 PiB for an array"), None)
     assert refused["recurs"] and "out of memory" in refused["reason"] and "smaller" in refused["reason"]
-    allocator = failure_of(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), None)
+    allocator = failure_of(
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), None
+    )
     assert allocator["recurs"] and "out of memory" in allocator["reason"]
     assert not failure_of(RuntimeError("can't start new thread"), None)["recurs"]
     assert not failure_of(BlockingIOError(11, "Resource temporarily unavailable"), None)["recurs"]

@@ -23,7 +23,9 @@ print("after", flush=True)
 @pytest.fixture(scope="module")
 def bar() -> bytes:
     """What a program with a progress bar writes into a file."""
-    done = subprocess.run([sys.executable, "-u", "-c", BAR], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", BAR], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True
+    )
     assert done.stdout.count(b"\r") > 100
     return done.stdout
 
