@@ -23,6 +23,7 @@ _SESSION = re.compile(
     | (TMUX | SSH | TERM | XDG | DBUS | WAYLAND | VSCODE | VTE | GPG | SUDO | BASH | ZSH | JPY | KITTY) (_ .*)?
     | HIST(FILE | SIZE | FILESIZE | CONTROL | IGNORE | TIMEFORMAT) | (GNOME | DESKTOP | ITERM | SYSTEMD | WATCHDOG)_ .*
     | LISTEN_(PID | FDS | FDNAMES) | INVOCATION_ID | JOURNAL_STREAM | NOTIFY_SOCKET | MAINPID
+    | LC_CTYPE  # Python sets it by itself (PEP 538)
     | CREDENTIALS_DIRECTORY | PYTEST_CURRENT_TEST | PYTEST_VERSION
     # of this package; of a rank, as torchrun sets it
     | TRAIN_.* | TORCHELASTIC_.* | RANK | WORLD_SIZE | (LOCAL | GROUP | ROLE | NODE) _ (RANK | WORLD_SIZE | NAME)
@@ -47,8 +48,10 @@ _IN_ADDRESS = (
     re.compile(r"(?i)\b((?:password|passwd|pwd|secret|token|sig|signature|(?:api_?|access_?)?key)=)[^&;\s,]+"),
 )
 """Passwords in addresses: what stands before them is kept."""
-_NAMES = 8
+_NAMES = 12
 """So many names a line of warning tells."""
+_WEIGHTY = ("PYTHON", "LD_", "PATH", "CUDA", "NVIDIA", "NCCL", "TORCH", "OMP", "MKL", "HF_")
+"""What the names begin with that are told first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +165,7 @@ def with_package(environment: dict[str, str], own: Mapping[str, str], root: Path
 
 
 def _list(names: Iterable[str]) -> str:
-    found = sorted(names)
+    found = sorted(names, key=lambda name: (not name.startswith(_WEIGHTY), name))
     more = f" and {len(found) - _NAMES} more" if len(found) > _NAMES else ""
     return ", ".join(found[:_NAMES]) + more
 
