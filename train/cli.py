@@ -24,7 +24,7 @@ COMMANDS = {
     "show": "everything about one run",
     "logs": "the output of a rank",
     "attach": "the live terminal of a run (detach: Ctrl-b d)",
-    "stop": "save and stop a run",
+    "stop": "save and stop a run; of a script: ask it by SIGTERM",
     "resume": "continue a stopped, interrupted or failed run",
     "rm": "delete runs that are not running",
     "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",

@@ -194,9 +194,7 @@ def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
 
     for name in flags:
         if not name.startswith("watch."):
-            raise Refused(
-                f"--{name}: a script has no configuration fields but watch.*; its own arguments stand after --"
-            )
+            raise Refused(f"--{name}: a script has no configuration fields but watch.*")
     known = config.fields()
     return {
         name.removeprefix("watch."): config.parse_value(name, known[name].annotation, text)
@@ -242,6 +240,7 @@ def _reopen(order: Order, run: Run, kept: environment.Kept) -> tuple[Run, Lock, 
         elif order.flags:
             apply_resume(run, config)
         if not order.by_keeper:  # what holds from now on, for the keeper too
+            kept = environment.after(environment.read(run.folder), kept)
             store.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
         changes["kept"] = recover.count_of(run, record) if order.by_keeper else None
         if order.max_restarts is not None:

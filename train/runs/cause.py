@@ -37,6 +37,8 @@ _LINKED = ("During handling of the above exception", "The above exception was th
 _SURVIVED = ("Exception in thread", "Exception ignored in")
 _NOISE = 40
 """So many lines may follow the last traceback: what libraries say at the end. With more, the process went on."""
+_LAST = 20
+"""So many of the last lines are looked at for a cause where there is no traceback."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +59,30 @@ def is_of_others(text: str) -> bool:
     return any(word in text for word in OF_OTHERS)
 
 
-def of_log(text: str, code: int) -> Cause | None:
+def of_log(text: str, code: int, noise: int = _NOISE) -> Cause | None:
     """What the end of a log says about a process that exited with this code; None: nothing that is certain.
 
     Args:
         text: the end of its output; lines as they stand after carriage returns.
         code: its exit code; of a signal: negative.
+        noise: so many lines may follow a traceback that ended it.
     """
     lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
     lines = [line for line in lines if line.strip()]
     if not lines:
         return None
-    chain = _uncaught(lines) if code > 0 else []
-    said = "\n".join(chain) if chain else "\n".join(lines[-_NOISE:])
-    what = one_line(chain[-1] if chain else next((line for line in reversed(lines) if _tells(line)), lines[-1]))[:400]
+    chain = _uncaught(lines, noise) if code > 0 else []
+    said = "\n".join(chain) if chain else "\n".join(lines[-_LAST:])
+    what = one_line(
+        chain[-1] if chain else next((line for line in reversed(lines[-_LAST:]) if _tells(line)), lines[-1])
+    )[:400]
     if _BUSY.search(said) and not memory.is_refused(said):
         return Cause(what, False)
     if memory.is_refused(said):
         return Cause(f"out of memory ({what}): {memory.refused_at()}; {memory.ADVICE}", True)
     if chain:
         return Cause(what, not any(map(_is_passing, chain)))
-    if code == 2 and any(line.startswith("usage:") for line in lines[-_NOISE:]):  # argparse
+    if code == 2 and any(line.startswith("usage:") for line in lines[-_LAST:]):  # argparse
         return Cause(what, True)
     if code == 2 and "can't open file" in lines[-1]:
         return Cause(what, True)
@@ -101,7 +106,7 @@ def _is_passing(raised: str) -> bool:
     return name in ("RuntimeError", "ChildFailedError", "ProcessExitedException") and is_of_others(message)
 
 
-def _uncaught(lines: list[str]) -> list[str]:
+def _uncaught(lines: list[str], noise: int) -> list[str]:
     """The exception that ended a program and those it came from, the last one last; [] if none did."""
     chain: list[str] = []
     linked = skipped = inside = False
@@ -125,4 +130,4 @@ def _uncaught(lines: list[str]) -> list[str]:
             after = 0
         else:
             after += 1
-    return chain if after <= _NOISE else []
+    return chain if after <= noise else []

@@ -105,6 +105,14 @@ def keep(environment: Mapping[str, str]) -> Kept:
     return Kept(values, withheld, cut)
 
 
+def after(before: Kept | None, now: Kept) -> Kept:
+    """What is kept from a resume on: names of secrets stay known, also where this resume lacked them."""
+    if before is None:
+        return now
+    withheld = sorted({*before.withheld, *now.withheld} - now.values.keys())
+    return Kept(now.values, withheld, sorted({*before.cut, *now.cut} & now.values.keys()))
+
+
 def to_json(kept: Kept) -> str:
     """As it lies in the run folder."""
     return json.dumps(dataclasses.asdict(kept), indent=1) + "\n"

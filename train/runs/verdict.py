@@ -13,6 +13,8 @@ LAST_LINES = 8
 """Lines of a dead rank's log that run.json keeps."""
 _TAIL = 1 << 16
 """Bytes at the end of a log that are read: a progress bar fills much of it."""
+_FEW = 5
+"""So many lines may follow the traceback of a rank that was still ending when a peer had noticed."""
 _KILLED = ("killed by signal: Killed", "exited unexpectedly")
 """What torch says of a loader's process that is gone."""
 
@@ -50,7 +52,7 @@ def explain(
     if hang:
         return Verdict(hang, False, None)
     if is_script:
-        return _of_script(run, failures, logs)
+        return _of_script(run, attempt, failures, logs)
     # a failure that would recur, of the task for example, may make peers abort by a signal
     for rank, code in sorted(failures.items()) if first is None or not first["recurs"] else ():
         # a rank that agent or peers ended shows SIGTERM; the first cause is another one
@@ -71,7 +73,7 @@ def explain(
     return Verdict("the ranks ended without saying how", False, 0)
 
 
-def _of_script(run: Run, failures: dict[int, int], logs: dict[int, str]) -> Verdict:
+def _of_script(run: Run, attempt: int, failures: dict[int, int], logs: dict[int, str]) -> Verdict:
     if not failures:
         return Verdict("the ranks ended without saying how", False, 0)
     causes = {rank: found for rank, code in failures.items() if (found := cause.of_log(logs[rank], code))}
@@ -79,6 +81,12 @@ def _of_script(run: Run, failures: dict[int, int], logs: dict[int, str]) -> Verd
     for rank, code in sorted(failures.items()):
         if code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
             return Verdict(f"rank {rank} died of {signal.Signals(-code).name}", False, rank)
+    if not any(found.recurs for found in causes.values()):
+        # its peers notice a rank that fails by losing it, maybe before it has ended
+        for rank in range(int(run.read()["world_size"])):
+            found = cause.of_log(log_of(run, attempt, rank), 1, noise=_FEW) if rank not in failures else None
+            if found and found.recurs:
+                return Verdict(f"rank {rank}: {found.reason}", True, rank)
     for rank, found in sorted(causes.items(), key=lambda item: (not item[1].recurs, item[0])):
         code = failures[rank]
         how = f" (died of {signal.Signals(-code).name})" if code < 0 else f" (exited with code {code})"

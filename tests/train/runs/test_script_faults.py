@@ -49,6 +49,19 @@ def test_an_exception_of_the_script_fails_the_run_at_once(station: Station) -> N
     assert station.ok("show", "a").stdout.count("ValueError: bad shape") == 3  # state, attempt, last lines
 
 
+def test_the_rank_that_failed_is_named_though_a_peer_noticed_before_it_had_ended(station: Station) -> None:
+    text = """
+    import atexit
+    if rank == 1:
+        atexit.register(time.sleep, 20)
+        raise ValueError("bad shape")
+    time.sleep(2)
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3")
+    """
+    record = run(station, text, "--nproc", 2)
+    assert record["state"] == store.FAILED and record["reason"] == "rank 1: ValueError: bad shape"
+
+
 @pytest.mark.parametrize(
     "fault",
     [
