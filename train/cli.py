@@ -26,7 +26,7 @@ COMMANDS = {
     "show": "everything about one run",
     "logs": "the output of a rank",
     "attach": "the live terminal of a run (detach: Ctrl-b d)",
-    "stop": "save and stop a run",
+    "stop": "save and stop a run; of a script: ask it by SIGTERM",
     "resume": "continue a stopped, interrupted or failed run",
     "rm": "delete runs that are not running",
     "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
@@ -74,6 +74,7 @@ def parser(command: str) -> argparse.ArgumentParser:
     if command == "resume":
         add("name", metavar="NAME", nargs="?", help="a run; train ls lists them")
         add("--all", action="store_true", help="every run that was interrupted, or stopped by a signal")
+        add("--script", metavar="FILE", help="of a script's run: from now on this file, not the copy in its folder")
     if command in ("rm", "plot", "ls"):
         add("names", metavar="NAME", nargs="*" if command == "ls" else "+", help="runs, or quoted patterns: 'exp-*'")
     if command == "ls":
@@ -85,7 +86,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         add("--json", action="store_true", help="for machines")
     if command == "logs":
         add("--rank", metavar="R", help="which rank (0)")
-        add("--attempt", metavar="N", help="which attempt; default: the last")
+        add("--attempt", metavar="N|all", help="which attempt; default: the last")
         add("--follow", action="store_true", help="go on until the run ends")
     if command == "keeper":
         add("--once", action="store_true", help="resume what was interrupted, then exit")
@@ -303,9 +304,11 @@ def _launch(options: Any, runs: Path, flags: dict[str, str]) -> int:
     if options.script is None and options.arguments:
         raise Refused(f"what is {options.arguments[0]}? a TASK takes flags only; see: train launch --help")
     if options.script is not None:
-        given = [*flags, *(name for name in ("config", "init") if getattr(options, name) is not None)]
+        given = [name for name in flags if not name.startswith("watch.")]
+        given += [name for name in ("config", "init") if getattr(options, name) is not None]
         if given:
             raise Refused(f"--{given[0]} is for tasks; arguments of a script stand after --")
+        _check_values(flags)
         if not Path(options.script).is_file():
             raise Refused(f"--script {options.script}: there is no such file")
     else:
@@ -318,6 +321,7 @@ def _launch(options: Any, runs: Path, flags: dict[str, str]) -> int:
             runs=str(runs),
             name=name,
             request=request,
+            flags=flags if options.script else {},
             script=[options.script, *options.arguments] if options.script else [],
             nproc=options.nproc,
             gpus=options.gpus,
@@ -331,9 +335,15 @@ def _launch(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 def _check_now(task: str, flags: dict[str, str]) -> None:
     """Find what can be found wrong without torch, at once: the task's name and the fields' values."""
-    from train import config, tasks
+    from train import tasks
 
     tasks.locate(task)
+    _check_values(flags)
+
+
+def _check_values(flags: dict[str, str]) -> None:
+    from train import config
+
     known = config.fields()
     for name, text in flags.items():
         if name in known:
@@ -360,8 +370,10 @@ def _resume(options: Any, runs: Path, flags: dict[str, str]) -> int:
     restarts = number("max-restarts", options.max_restarts)
     if (options.name is None) == (not options.all):
         raise Refused("give the NAME of a run, or --all; train ls lists the runs")
-    if options.all and (options.follow or flags):
-        raise Refused("--all takes neither --follow nor fields; resume that run by its name")
+    if options.all and (options.follow or flags or options.script is not None):
+        raise Refused("--all takes neither --follow nor --script nor fields; resume that run by its name")
+    if options.script is not None and not Path(options.script).is_file():
+        raise Refused(f"--script {options.script}: there is no such file")
     names = [run.name for run in store.every(runs) if resumable(run)] if options.all else [options.name]
     code = FINISHED
     for name in names:
@@ -374,7 +386,7 @@ def _resume(options: Any, runs: Path, flags: dict[str, str]) -> int:
                 continue
             order = launch.Order(
                 kind="resume", runs=str(runs), name=name, flags=flags, nproc=options.nproc, gpus=options.gpus,
-                max_restarts=restarts,
+                max_restarts=restarts, script=[options.script] if options.script is not None else [],
             )  # fmt: skip
             _warn(launch.start(order))
             print(name, flush=True)
@@ -419,9 +431,10 @@ def _show(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 
 def _logs(options: Any, runs: Path, flags: dict[str, str]) -> int:
-    from train.runs.recover import print_log
+    from train.runs.logs import ALL, print_log
 
-    rank, attempt = number("rank", options.rank), number("attempt", options.attempt, 1)
+    rank = number("rank", options.rank)
+    attempt = ALL if options.attempt == "all" else number("attempt", options.attempt, 1)
     return print_log(store.find(runs, options.name), rank or 0, attempt, options.follow)
 
 

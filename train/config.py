@@ -121,9 +121,11 @@ class Eval:
 class Watch:
     hang_minutes: NotNegative | None = None
     """A launched run in which no rank moves for so long is ended and started again; 0: never; none: 5, or 20 times the
-    slowest step so far if that is longer."""
+    slowest step so far if that is longer; with --script, where neither output nor use of the CPU is seen: 30."""
     start_minutes: Positive = 30.0
     """The same for starting, with the first step and compilation, and for saving."""
+    healthy_minutes: Positive = 10.0
+    """With --script: an attempt that ran for so long was no failure to start: deaths are counted anew after it."""
 
 
 @dataclass(config=_STRICT)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from train.engine import fault
 from train.engine.stop import StopRequest
 from train.errors import FAILED, FINISHED, REFUSED, STOPPED, Refused, TrainingFailed, one_line
-from train.runs import heartbeat, store
+from train.runs import cause, heartbeat, memory, store
 from train.runs.heartbeat import Heart
 from train.runs.store import Run
 
@@ -33,8 +33,6 @@ log = logging.getLogger("train")
 
 _PATIENCE = 5.0
 """Seconds in which rank 0 will have recorded a failure that all ranks have met."""
-_PASSING = ("gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "Wait timeout", "DataLoader worker (pid")
-"""What torch's RuntimeErrors about networks, devices and other processes have in their texts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,13 +247,18 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
         return {"time": time.time(), "reason": str(error)[:600], "recurs": True, "traceback": traceback.format_exc()}
     text = one_line(f"{type(error).__name__}: {error}")
     of_sample = getattr(error, "sample", "")
-    passing = isinstance(error, (dist.DistError, OSError, EOFError, torch.OutOfMemoryError, MemoryError))
+    passing = isinstance(error, (dist.DistError, OSError, EOFError))
     if of_sample:  # and of nothing that may pass: see data/fetch.py
         passing = False
         text = f"{of_sample}: {text}"
+    elif isinstance(error, torch.OutOfMemoryError):
+        passing = not memory.device_is_too_small(text)
     elif isinstance(error, RuntimeError) and "Original Traceback" not in text:  # that is a data set's own, in a worker
-        passing |= any(word in text for word in _PASSING)
+        passing |= cause.is_of_others(text)
+    passing |= isinstance(error, RuntimeError) and not of_sample and cause.is_busy(text)
     line = where(error, task_file) if task_file is not None else text
+    if isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
+        line, passing = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}", False
     return {"time": time.time(), "reason": line[:600], "recurs": not passing, "traceback": traceback.format_exc()}
 
 

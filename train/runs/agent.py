@@ -25,18 +25,21 @@ from typing import Any
 from train.engine import uneven
 from train.engine.stop import StopRequest
 from train.errors import FAILED, Refused, one_line
-from train.runs import recover, store
+from train.runs import environment, heartbeat, memory, recover, scripts, store
+from train.runs.cause import is_busy
 from train.runs.follow import CODES, View
 from train.runs.heartbeat import Beat
+from train.runs.idle import MINUTES, Idle, end, seats
 from train.runs.launch import Order, session_of
 from train.runs.store import Lock, Run
-from train.runs.watch import Watch
+from train.runs.verdict import Verdict, explain, last_lines
+from train.runs.watch import Watch, stack_of
 
 MAX_RESTARTS = 3
 """Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
 
-_LAST_LINES = 8
-"""Lines of a dead rank's log that run.json keeps."""
+_LONGEST_WAIT = 30.0
+"""Seconds, at most, until a run is started again for which the machine had no room."""
 _GRACE = 3.0
 """Seconds that ranks have to notice by themselves that one of them is dead."""
 
@@ -46,14 +49,14 @@ def main() -> None:
     desk = Path(sys.argv[1])
     content = json.loads((desk / "request.json").read_text(encoding="utf-8"))
     if "--ready" not in sys.argv:
-        environment = content["env"] | {k: os.environ[k] for k in ("TMUX", "TMUX_PANE", "TERM") if k in os.environ}
+        environ = content["env"] | {k: os.environ[k] for k in ("TMUX", "TMUX_PANE", "TERM") if k in os.environ}
         os.chdir(content["cwd"])
         # anew, so that what is read at a process's start (LD_LIBRARY_PATH, PYTHON…) is the caller's too
-        os.execve(sys.executable, [sys.executable, "-m", "train.runs.agent", str(desk), "--ready"], environment)
+        os.execve(sys.executable, [sys.executable, "-m", "train.runs.agent", str(desk), "--ready"], environ)
     stop = StopRequest()
     order = Order(**content["order"])
     try:
-        run, lock, ranks, warnings = _open(order)
+        run, lock, ranks, warnings = _open(order, environment.keep(content["env"]))
     except Refused as error:
         _answer(desk, {"refused": str(error)})
         sys.exit(2)
@@ -146,11 +149,11 @@ def _gpus_here(here: int) -> str:
     return f"{here} are usable here" if here != 1 else "1 is usable here"
 
 
-def _open(order: Order) -> tuple[Run, Lock, int, list[str]]:
+def _open(order: Order, kept: environment.Kept) -> tuple[Run, Lock, int, list[str]]:
     """Check the order, create or find its run, take the lock."""
     runs = Path(order.runs)
     if order.kind == "resume":
-        return _reopen(order, store.find(runs, order.name))
+        return _reopen(order, store.find(runs, order.name), kept)
     on_cpu = order.request.get("flags", {}).get("device") == "cpu"
     ranks, visible = count_ranks(order.nproc, order.gpus, on_cpu)
     if visible is not None:
@@ -162,14 +165,12 @@ def _open(order: Order) -> tuple[Run, Lock, int, list[str]]:
         "max_restarts": MAX_RESTARTS if order.max_restarts is None else order.max_restarts,
     }
     if order.kind == "script":
-        path = Path(order.script[0])
-        if not path.is_file():
-            raise Refused(f"--script {path}: there is no such file")
         from train.engine.prepare import versions
 
-        script = [str(path.absolute()), *order.script[1:]]
-        files: dict[str, str | bytes] = {"script.py": path.read_bytes()}
-        record = {"script": script[0], "script_arguments": script[1:], "cwd": os.getcwd(), "versions": versions()}
+        text, record = scripts.taken(Path(order.script[0]))
+        record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions()}
+        record["watch"] = _watch_flags(order.flags)
+        files: dict[str, str | bytes] = {scripts.COPY: text, environment.FILE: environment.to_json(kept)}
         _outlive_terminal()
         run = store.create(runs, order.name, files, record | extra)
     else:
@@ -177,14 +178,33 @@ def _open(order: Order) -> tuple[Run, Lock, int, list[str]]:
 
         prepared = prepare(Request(**order.request, ranks=ranks))
         _outlive_terminal()
-        run = store.create(runs, order.name, prepared.files, prepared.record | extra)
+        files = prepared.files | {environment.FILE: environment.to_json(kept)}
+        run = store.create(runs, order.name, files, prepared.record | extra)
     lock = run.acquire()
     if lock is None:
         raise Refused(f"{run.name} is running already")
-    return run, lock, ranks, []
+    return run, lock, ranks, kept.said
 
 
-def _reopen(order: Order, run: Run) -> tuple[Run, Lock, int, list[str]]:
+def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
+    """The limits of a script's run, as `--watch.NAME VALUE` gives them.
+
+    Raises:
+        Refused: another field, or no such value.
+    """
+    from train import config
+
+    for name in flags:
+        if not name.startswith("watch."):
+            raise Refused(f"--{name}: a script has no configuration fields but watch.*")
+    known = config.fields()
+    return {
+        name.removeprefix("watch."): config.parse_value(name, known[name].annotation, text)
+        for name, text in flags.items()
+    }
+
+
+def _reopen(order: Order, run: Run, kept: environment.Kept) -> tuple[Run, Lock, int, list[str]]:
     lock = run.acquire(patience=10.0 if run.read().get("state") in CODES else 1.0)
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -199,19 +219,31 @@ def _reopen(order: Order, run: Run) -> tuple[Run, Lock, int, list[str]]:
             visible = record["gpus"]
         if visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        here = Path.cwd()
         if record.get("cwd") and Path(record["cwd"]).is_dir():
             os.chdir(record["cwd"])
+        changes: dict[str, Any] = {"world_size": ranks, "gpus": visible, "tmux_session": session_of(run.name)}
         warnings: list[str] = []
         if not record.get("script"):
             from train.engine.prepare import apply_resume, prepare_resume
 
+            if order.script:
+                raise Refused(
+                    f"--script is for runs of scripts; {run.name} trains a task, and goes on with its own copy"
+                )
             _, config, warnings = prepare_resume(run, order.flags, ranks)
-        elif order.flags:
-            raise Refused(f"{run.name} runs a script: it has no configuration fields")
+        else:
+            changes["watch"] = (record.get("watch") or {}) | _watch_flags(order.flags)
         _outlive_terminal()
-        if order.flags:
+        if record.get("script") and order.script:
+            changes |= scripts.replace(run, here / order.script[0])
+        elif record.get("script"):
+            warnings += scripts.warnings(run, record)
+        elif order.flags:
             apply_resume(run, config)
-        changes: dict[str, Any] = {"world_size": ranks, "gpus": visible, "tmux_session": session_of(run.name)}
+        if not order.by_keeper:  # what holds from now on, for the keeper too
+            kept = environment.after(environment.read(run.folder), kept)
+            store.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
         changes["kept"] = recover.count_of(run, record) if order.by_keeper else None
         if order.max_restarts is not None:
             changes["max_restarts"] = order.max_restarts
@@ -236,10 +268,12 @@ class Agent:
     def __init__(self, run: Run, lock: Lock, order: Order, ranks: int, stop: StopRequest) -> None:
         self.run, self.lock, self.ranks, self.stop = run, lock, ranks, stop
         record = run.read()
-        self.script: list[str] = [record["script"], *record["script_arguments"]] if record.get("script") else []
+        self.is_script = bool(record.get("script"))
         self.max_restarts = int(record.get("max_restarts", MAX_RESTARTS))
         self._hang: str | None = None
-        self.view = View(run, sys.stderr, show_log=bool(self.script))
+        self._problem = ""
+        self._kills = memory.Kills()
+        self.view = View(run, sys.stderr, show_log=self.is_script)
 
     def supervise(self) -> int:
         """Run attempts until the run ends or is not to be started again. Returns the exit code of its end."""
@@ -247,7 +281,8 @@ class Agent:
         os.dup2(self.lock.fd, 0)  # how ranks inherit the lock: see runs/rank.py
         deaths = 0
         while True:
-            saved = self._newest()
+            saved, began = self._newest(), time.monotonic()
+            self._kills = memory.Kills()
             attempt = self.run.begin_attempt(self.ranks, pids={"agent": os.getpid(), "ranks": []})
             failures = self._attempt(attempt)
             record = self.run.read()
@@ -256,35 +291,59 @@ class Agent:
                     self.run.update(reason=f"stopped after step {record['step']} ({self.stop.reason})")
                 self.run.end_attempt(record["state"], self.run.read()["reason"])
                 break
-            if not failures and (self.script or self.stop.asked):
+            if not failures and (self.is_script or self.stop.asked):
                 self._close(store.STOPPED if self.stop.asked else store.FINISHED)
                 break
-            reason, recurs, rank = self._explain(attempt, failures)
-            if self.stop.asked and not recurs:
+            death = explain(self.run, attempt, failures, self._hang, self.is_script, self._kills.limit())
+            if self._problem and not self._hang:
+                death = Verdict(f"torchrun failed: {self._problem}", False, 0, is_busy(self._problem))
+            if self.stop.asked and not (death.recurs and not self.is_script):
                 at_once = self.stop.reason == store.WHO[store.NOW]
                 started = self.run.read()["attempts"][-1].get("ready")
                 # a death while the ranks were saving has cost steps, and its reason must not be lost
-                self._close(store.STOPPED, "" if at_once or not started else reason)
+                self._close(store.STOPPED, "" if at_once or not started else death.reason, failures)
                 break
-            self.run.end_attempt("died", reason, last_lines=self._last_lines(attempt, rank))
-            deaths = 1 if self._newest() > saved else deaths + 1
-            if recurs:
-                self.run.update(state=store.FAILED, reason=reason, ended=store.now())
+            self.run.end_attempt("died", death.reason, last_lines=last_lines(self.run, attempt, death.rank))
+            progress = self._newest() > saved or (self.is_script and self._ran_well(time.monotonic() - began))
+            deaths = 1 if progress else deaths + 1
+            if not self._begins_again(death, deaths, progress):
                 break
-            if self._newest() > saved and self.max_restarts == 0:
-                self.run.update(reason=f"{reason}; no restarts are left", ended=store.now())
-                break  # interrupted: a resume continues from the new checkpoint
-            if deaths > self.max_restarts:
-                times = f"{deaths} time{'s' if deaths > 1 else ''}"
-                self.run.update(
-                    state=store.FAILED, ended=store.now(), reason=f"died {times} without a new checkpoint: {reason}"
-                )
-                break
-            self.say(f"{reason}; starting again ({deaths} of {self.max_restarts} without progress)")
+            self.say(f"{death.reason}; starting again ({deaths} of {self.max_restarts} without progress)")
+            if death.is_busy:
+                self._wait(min(2.0**deaths, _LONGEST_WAIT))
         with contextlib.suppress(OSError):
             self.view.close()
         self.run.clear_stop()
         return CODES.get(self.run.read()["state"], 3)
+
+    def _begins_again(self, death: Verdict, deaths: int, progress: bool) -> bool:
+        """Whether a run that died so is started again; what it ends as is recorded."""
+        if death.recurs:
+            self.run.update(state=store.FAILED, reason=death.reason, ended=store.now())
+            return False
+        if progress and self.max_restarts == 0:
+            self.run.update(reason=f"{death.reason}; no restarts are left", ended=store.now())
+            return False  # interrupted: a resume continues
+        if deaths > self.max_restarts:
+            times = f"{deaths} time{'s' if deaths > 1 else ''}"
+            without = f"before it had run {self._healthy():g} minutes" if self.is_script else "without a new checkpoint"
+            reason = f"died {times} {without}: {death.reason}"
+            self.run.update(state=store.FAILED, ended=store.now(), reason=reason)
+            return False
+        return True
+
+    def _healthy(self) -> float:
+        return recover.healthy_minutes(self.run.read())
+
+    def _ran_well(self, seconds: float) -> bool:
+        """Whether an attempt of a script ran long enough to count as progress: its own checkpoints nobody knows."""
+        return seconds >= 60 * self._healthy()
+
+    def _wait(self, seconds: float) -> None:
+        """Let a busy machine come to rest, unless somebody asks for a stop."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.stop.asked and not self.run.stop_asked():
+            time.sleep(0.1)
 
     def say(self, text: str) -> None:
         """A line on the terminal, if it is still there: tmux may have been killed."""
@@ -294,20 +353,21 @@ class Agent:
     def _newest(self) -> int:
         return next(iter(self.run.steps_saved()), 0)
 
-    def _close(self, state: str, death: str = "") -> None:
+    def _close(self, state: str, death: str = "", failures: dict[int, int] | None = None) -> None:
         """End the run without an outcome of rank 0."""
         reason = ""
         if state == store.STOPPED:
             newest = self._newest()
             reason = f"stopped ({self.stop.reason})" + (f", and {death}" if death else "")
             reason += f"; the last checkpoint is of step {newest}" if newest else ""
+            reason += f"; {scripts.how_stopped(failures or {})}" if self.is_script else ""
         self.run.end_attempt(state, reason, state)
 
     def _attempt(self, attempt: int) -> dict[int, int]:
         """Start the ranks and wait for their end. Returns exit codes of those that failed first, by rank."""
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        self._hang = None
+        self._hang, self._problem = None, ""
         failures: dict[int, int] = {}
         problem: list[BaseException] = []
 
@@ -322,10 +382,15 @@ class Agent:
                     traceback.print_exc()
 
         logs = self.run.logs(attempt)
-        watch = Watch(logs, self.ranks, *self._allowances(), self._remark) if not self.script else None
+        watch = None if self.is_script else Watch(logs, self.ranks, *self._allowances(), self._remark)
+        idle = Idle(logs, self._idle_minutes()) if self.is_script else None
         dead_since: float | None = None
         thread = threading.Thread(target=host, name="torchrun")
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # no room for a thread: the machine is busy
+            self._problem = one_line(error)
+            return {0: 1}
         forwarded = False
         recorded: list[int] = []
         while thread.is_alive():
@@ -338,6 +403,7 @@ class Agent:
             if not recorded and len(ranks) == self.ranks:
                 recorded = ranks
                 self.run.note(pids={"agent": os.getpid(), "ranks": ranks})
+                self._kills.among(ranks)
             if self.stop.asked and (not forwarded or wanted == store.NOW) and ranks:
                 self.stop.reason = store.WHO[store.NOW] if wanted == store.NOW else self.stop.reason
                 for pid in ranks:
@@ -356,6 +422,14 @@ class Agent:
                     for pid in ranks:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
+            if idle is not None:
+                heartbeat.sign(logs)
+                if self._hang is None and not self.stop.asked and ranks:
+                    self._hang = idle.hangs(ranks)
+                    if self._hang:
+                        for rank, pid in seats(ranks).items():
+                            stack_of(pid, logs / f"rank{rank}.stack.txt")
+                        end(ranks)
             with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
                 self.view.update(self.run.read())
         for path in logs.glob("*.stack.txt"):
@@ -363,6 +437,7 @@ class Agent:
                 if not path.stat().st_size:
                     path.unlink()
         if problem and not failures:
+            self._problem = one_line(problem[0])
             failures[0] = 1
         return failures
 
@@ -376,12 +451,16 @@ class Agent:
             return uneven.remark(self.run.read(), behind)
         return ""
 
+    def _idle_minutes(self) -> float:
+        minutes = (self.run.read().get("watch") or {}).get("hang_minutes")
+        return MINUTES if minutes is None else float(minutes)
+
     def _ranks(self) -> list[int]:
         import psutil
 
         try:
             children = psutil.Process().children()
-            return sorted(p.pid for p in children if "train.runs.rank" in p.cmdline() or self.script)
+            return sorted(p.pid for p in children if "train.runs.rank" in p.cmdline() or self.is_script)
         except psutil.Error:
             return []
 
@@ -391,7 +470,7 @@ class Agent:
 
         # it misses signal handlers in a thread, for fear of orphans; both are our business (see runs/rank.py)
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
-        record_threads(self.run, self.script, self.ranks)
+        record_threads(self.run, self.is_script, self.ranks)
         os.environ["TRAIN_AGENT_PID"] = str(os.getpid())
         logs = self.run.logs(attempt)
         # NCCL's flight recorder, under the names of torch 2.7 and of later releases; runs/watch.py asks for its trace
@@ -403,7 +482,7 @@ class Agent:
             os.environ[file] = str(logs / "nccl-trace-rank")
         os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(logs / "nccl-rank")
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        rest = ["--", *self.script] if self.script else []
+        rest = ["--", *scripts.command(self.run, self.run.read())] if self.is_script else []
         arguments = ["-m", "train.runs.rank", str(self.run.folder), str(attempt), *rest]
         config = LaunchConfig(
             min_nodes=1,
@@ -420,36 +499,10 @@ class Agent:
             config.logs_specs = DefaultLogsSpecs(log_dir=desk)
             elastic_launch(config, sys.executable)(*arguments)
 
-    def _last_lines(self, attempt: int, rank: int | None) -> list[str]:
-        """What a rank said last, for the story of the run."""
-        try:
-            text = (self.run.logs(attempt) / f"rank{rank}.log").read_bytes()[-4096:]
-        except OSError:
-            return []
-        return [line.rstrip() for line in text.decode(errors="replace").splitlines() if line.strip()][-_LAST_LINES:]
 
-    def _explain(self, attempt: int, failures: dict[int, int]) -> tuple[str, bool, int | None]:
-        """Why the attempt died, whether it would die again in the same way, and which rank died first."""
-        if self._hang:
-            return self._hang, False, None
-        first = self.run.first_failure(attempt)
-        # a failure that would recur, of the task for example, may make peers abort by a signal
-        for rank, code in sorted(failures.items()) if first is None or not first["recurs"] else ():
-            # a rank that agent or peers ended shows SIGTERM; the first cause is another one
-            if code < 0 and -code != signal.SIGTERM:
-                return f"rank {rank} died of {signal.Signals(-code).name}", False, rank
-        if first is not None:
-            return f"rank {first['rank']}: {first['reason']}", bool(first["recurs"]), first["rank"]
-        if failures:
-            rank, code = sorted(failures.items())[0]
-            what = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            return f"rank {rank} {what}; see: train logs {self.run.name} --rank {rank}", False, rank
-        return "the ranks ended without saying how", False, 0
-
-
-def record_threads(run: Run, script: list[str], ranks: int) -> None:
+def record_threads(run: Run, is_script: bool, ranks: int) -> None:
     """Set OMP_NUM_THREADS for the ranks: the run's own number, or for a script what torchrun would set."""
-    if script:
+    if is_script:
         if ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         return

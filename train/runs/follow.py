@@ -11,10 +11,15 @@ from typing import IO, Any
 
 from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
 from train.runs import store
+from train.runs.folding import Folding
+from train.runs.recover import how_to_go_on
 from train.runs.screen import Bar
 from train.runs.store import Run
 
 CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED, store.FAILED: FAILED, store.INTERRUPTED: FAILED}
+
+_STATE_EVERY = 10.0
+"""Seconds between two lines about a script's progress bar where no terminal can draw it."""
 
 
 class View:
@@ -25,6 +30,7 @@ class View:
         self._bar: Bar | None = None
         self._metrics_at = run.metrics.stat().st_size if run.metrics.exists() else 0
         self._log: tuple[Path, int] | None = None
+        self._folding = Folding(_STATE_EVERY)
 
     def update(self, record: dict[str, Any]) -> None:
         """Show the record's progress."""
@@ -50,6 +56,7 @@ class View:
             print(text, file=self.stream, flush=True)
 
     def close(self) -> None:
+        self._end_log()
         if self._bar is not None:
             self._bar.close()
 
@@ -79,6 +86,7 @@ class View:
             return
         path = self.run.logs(attempts[-1]["number"]) / "rank0.log"
         if self._log is None or self._log[0] != path:
+            self._end_log()
             self._log = (path, 0)
         try:
             with path.open("rb") as file:
@@ -87,8 +95,17 @@ class View:
         except OSError:
             return
         self._log = (path, self._log[1] + len(text))
-        self.stream.write(text.decode(errors="replace"))
-        self.stream.flush()
+        self._put(text if self.stream.isatty() else self._folding.feed(text))
+
+    def _put(self, text: bytes) -> None:
+        if text:
+            self.stream.write(text.decode(errors="replace"))
+            self.stream.flush()
+
+    def _end_log(self) -> None:
+        """Show what is left of a line that nothing more comes to."""
+        left = self._folding.end()
+        self._put(left + b"\n" if left and not left.endswith(b"\n") else left)
 
 
 def follow(run: Run) -> int:
@@ -116,7 +133,7 @@ def follow(run: Run) -> int:
     metrics = "  ".join(f"{k} {v:.4f}" for k, v in (record.get("metrics") or {}).items() if v is not None)
     last = {
         store.FINISHED: f"{run.name} finished after {step} steps  {metrics}".rstrip(),
-        store.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; continue with: train resume {run.name}",
+        store.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {how_to_go_on(record)}",
         store.FAILED: f"{run.name} failed{reason}",
         store.INTERRUPTED: f"{run.name} was interrupted{reason}",
     }.get(state, f"{run.name} is {state}")

@@ -12,11 +12,11 @@ import time
 import traceback
 from pathlib import Path
 
-from train.engine.prepare import Request, prepare
+from train.engine.prepare import Prepared, Request, prepare
 from train.engine.stop import StopRequest
 from train.engine.worker import Seat, exit_code, leave, leave_failure, log_to, run_rank, seat_of_environment
 from train.errors import FAILED, REFUSED, Refused, one_line
-from train.runs import interrupt, store
+from train.runs import environment, interrupt, store
 from train.runs.spawn import keep_log
 from train.runs.spawn import spawn as spawn_ranks
 from train.runs.store import Lock, Run
@@ -38,7 +38,9 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
         return _under_torchrun(runs, name, request)
     request.ranks = spawn or 1
     prepared = prepare(request)
-    made = store.create(runs, name or store.fresh_name(runs, prepared.task.file.stem), prepared.files, prepared.record)
+    made = store.create(
+        runs, name or store.fresh_name(runs, prepared.task.file.stem), _files(prepared), prepared.record
+    )
     lock = made.acquire()
     assert lock is not None  # a folder that has just been made
     stop = StopRequest((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
@@ -63,6 +65,10 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
         return FAILED
     _end(made)
     return FAILED if code == REFUSED else code
+
+
+def _files(prepared: Prepared) -> dict[str, str | bytes]:
+    return prepared.files | {environment.FILE: environment.to_json(environment.keep(os.environ))}
 
 
 def _end(made: Run) -> None:
@@ -144,7 +150,7 @@ def _open_under_torchrun(runs: Path, name: str | None, request: Request) -> tupl
     if made is None:
         prepared = prepare(request)
         record = prepared.record | {"torchelastic": job}
-        made = store.create(runs, name or store.fresh_name(runs, prepared.task.file.stem), prepared.files, record)
+        made = store.create(runs, name or store.fresh_name(runs, prepared.task.file.stem), _files(prepared), record)
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
     if lock is None:
         raise Refused(f"{made.name} is running already")

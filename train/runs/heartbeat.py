@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,3 +61,23 @@ def read(path: Path) -> Beat | None:
         return Beat(*_FORM.unpack(path.read_bytes()))
     except (OSError, struct.error):
         return None
+
+
+SIGN = ".alive"
+"""In the folder of an attempt's logs: when it was last written is when a script was last seen alive."""
+
+
+def sign(logs: Path) -> None:
+    """Note that an attempt of a script lives, at most every few seconds."""
+    path = logs / SIGN
+    with contextlib.suppress(OSError):
+        if not path.exists() or time.time() - path.stat().st_mtime > 5:
+            path.touch()
+
+
+def last_sign(logs: Path) -> float:
+    """When an attempt of a script was last seen alive, in seconds since the epoch; 0.0: never."""
+    try:
+        return (logs / SIGN).stat().st_mtime
+    except OSError:
+        return 0.0

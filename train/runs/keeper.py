@@ -116,6 +116,9 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
             record = run.read()  # it may have been resumed since
             if record["state"] in (store.RUNNING, store.CREATED) and recover.count_of(run, record)["times"] > TIMES:
                 reason = f"interrupted {TIMES} times in a row without a new checkpoint after step {count['step']}"
+                if record.get("script"):
+                    minutes = recover.healthy_minutes(record)
+                    reason = f"interrupted {TIMES} times in a row before it had run {minutes:g} minutes"
                 run.update(state=store.FAILED, reason=reason, ended=store.now())
                 tell(run, f"{reason}; not resumed any more")
         finally:
@@ -125,7 +128,7 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
     for line in launch.start(order, ended.is_set):
         tell(run, f"warning: {line}")
     times = f" for the {count['times']}th time" if count["times"] > 1 else ""
-    tell(run, f"resumed after step {count['step']}{times}")
+    tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")
 
 
 def _age(stamp: str | None) -> float:

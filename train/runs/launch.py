@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
+from train.runs import environment
 from train.runs.store import NOW, Run, remove
 
 _TRIES = 50
@@ -38,9 +39,9 @@ class Order:
     request: dict[str, Any] = dataclasses.field(default_factory=dict)
     """With new: a prepare.Request without its ranks."""
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
-    """With resume: the fields that change."""
+    """With resume: the fields that change. With script: its watch.*."""
     script: list[str] = dataclasses.field(default_factory=list)
-    """With script: the file and its arguments."""
+    """With script: the file and its arguments. With resume: the file that takes the place of the run's copy."""
     nproc: str | None = None
     gpus: str | None = None
     max_restarts: int | None = None
@@ -96,7 +97,8 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
     desk = Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
     try:
-        content = {"order": dataclasses.asdict(order), "env": dict(os.environ), "cwd": os.getcwd()}
+        environ, differences = _environment(order)
+        content = {"order": dataclasses.asdict(order), "env": environ, "cwd": os.getcwd()}
         request = desk / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
@@ -111,12 +113,21 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
         if "refused" in answer:
             raise Refused(answer["refused"])
         done = True
-        return list(answer.get("warnings", []))
+        return [*differences, *answer.get("warnings", [])]
     finally:
         if began and not done:  # a session of that name that is another's stays
             subprocess.run(tmux(runs, "kill-session", "-t", f"={session}"), capture_output=True, check=False)
             desk = _withdraw(desk, order)
         shutil.rmtree(desk, ignore_errors=True)
+
+
+def _environment(order: Order) -> tuple[dict[str, str], list[str]]:
+    """What the run gets: our own environment; with a resume, laid over the one that it was started with."""
+    if order.kind != "resume":
+        return dict(os.environ), []
+    kept = environment.read(Path(order.runs) / order.name)
+    merged, warnings = environment.resumed(kept, os.environ, as_recorded=order.by_keeper)
+    return environment.with_package(merged, os.environ, Path(__file__).parents[2]), warnings
 
 
 def _withdraw(desk: Path, order: Order) -> Path:

@@ -17,8 +17,10 @@ def main() -> None:
     rank = os.environ["RANK"]
     # before anything is imported that takes time: an orphan must not outlive its agent, not even while starting
     from train.engine.stop import die_with_parent
+    from train.runs import memory
     from train.runs.store import Run
 
+    memory.lower_than_agent()
     die_with_parent(int(os.environ["TRAIN_AGENT_PID"]))
     lock = os.dup(0)
     os.set_inheritable(lock, True)  # a script that starts processes of its own stays alive as a whole

@@ -1,14 +1,18 @@
-"""What a user does to a run from outside: stop it, read its output, find those to resume. Imports no torch."""
+"""What a user does to a run from outside: stop it, find those to resume. Imports no torch."""
 
 from __future__ import annotations
 
+import datetime
 import sys
-import time
+import threading
 from typing import Any
 
 from train.errors import FAILED, FINISHED, Refused
-from train.runs import store
+from train.runs import heartbeat, scripts, store
 from train.runs.store import Run
+
+_PATIENCE = 15.0
+"""Seconds after which one who waits for a script to stop is told how to end it."""
 
 
 def resumable(run: Run) -> bool:
@@ -31,16 +35,37 @@ def count_of(run: Run, record: dict[str, Any]) -> dict[str, int]:
     """The keeper's count for a run that it resumes now: deaths in a row without a new checkpoint. Stops are none."""
     saved = next(iter(run.steps_saved()), 0)
     kept = record.get("kept") or {"step": -1, "times": 0}
-    before = kept["times"] if kept["step"] == saved else 0
+    before = kept["times"] if kept["step"] == saved and not _ran_well(run, record) else 0
     stopped = record["state"] == store.STOPPED
     return {"step": saved, "times": before + (0 if stopped else 1)}
 
 
+def healthy_minutes(record: dict[str, Any]) -> float:
+    """How long an attempt of a script must have run to be no failure to start (watch.healthy_minutes)."""
+    from train import config
+
+    return float((record.get("watch") or {}).get("healthy_minutes") or config.Watch.healthy_minutes)
+
+
+def _ran_well(run: Run, record: dict[str, Any]) -> bool:
+    """Whether the last attempt of a script ran so long that deaths before it do not count."""
+    if not record.get("script") or not record["attempts"]:
+        return False
+    attempt = record["attempts"][-1]
+    began = datetime.datetime.fromisoformat(attempt["started"]).timestamp()
+    ended = attempt.get("ended")
+    last = datetime.datetime.fromisoformat(ended).timestamp() if ended else 0.0
+    last = max(last, heartbeat.last_sign(run.logs(attempt["number"])))
+    return last - began >= 60 * healthy_minutes(record)
+
+
 def stop(run: Run, now: bool) -> tuple[int, str]:
     """Stop a run and wait until it has. Returns an exit code and a line that says how it stands."""
+    is_script = bool(run.read().get("script"))
     while True:
         if run.alive():
-            run.stop(store.NOW if now else store.POLITE)
+            with _Reminder(run, is_script and not now):
+                run.stop(store.NOW if now else store.POLITE)
         record = run.shown()
         state = record["state"]
         if not (state == store.INTERRUPTED or rests_by_itself(record)):
@@ -49,8 +74,10 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         if lock is None:  # somebody has just begun to resume it
             continue
         # by the user's wish it rests now: nothing brings it back by itself
-        step = next(iter(run.steps_saved()), 0)
-        run.update(state=store.STOPPED, reason=f"stopped (train stop); the last checkpoint is of step {step}")
+        reason = "stopped (train stop)"
+        if not is_script:
+            reason += f"; the last checkpoint is of step {next(iter(run.steps_saved()), 0)}"
+        run.update(state=store.STOPPED, reason=reason)
         lock.release()
         record = run.shown()
         state = record["state"]
@@ -59,49 +86,30 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         return FAILED, f"{run.name} failed: {record['reason']}"
     elif state == store.FINISHED:
         return FINISHED, f"{run.name} has finished"
-    return FINISHED, f"{run.name}: {record['reason'] or record['state']}; continue with: train resume {run.name}"
+    return FINISHED, f"{run.name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
 
 
-def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
-    """Print the output of a rank, and with `go_on` what comes until the run ends.
+def how_to_go_on(record: dict[str, Any]) -> str:
+    """What a user can do with a stopped run."""
+    if record.get("script"):
+        return f"train resume {record['name']} {scripts.AFTER_STOP}"
+    return f"continue with: train resume {record['name']}"
 
-    Raises:
-        Refused: there is no such attempt or rank.
-    """
 
-    def last() -> int:
-        return len(run.read().get("attempts") or [])
+class _Reminder:
+    """Says once, while one waits for a script that was asked to stop, how to end it: it may never listen."""
 
-    wanted = attempt or last()
-    if not wanted:
-        if not go_on:
-            raise Refused(f"{run.name} has not started yet; wait for it with: train logs {run.name} --follow")
-        while not last() and run.alive():
-            time.sleep(0.1)
-        wanted = last()
-    while True:
-        path = run.logs(wanted) / f"rank{rank}.log"
-        if not path.exists() and not (go_on and run.alive()):
-            known = sorted(p.stem.removeprefix("rank") for p in run.logs(wanted).glob("rank*.log"))
-            if not run.logs(wanted).is_dir():
-                raise Refused(f"{run.name} has no attempt {wanted}; its last is {last()}")
-            raise Refused(f"{run.name} has no output of rank {rank}; there is: {', '.join(known) or 'none'}")
-        if path.exists():
-            with path.open("rb") as file:
-                while True:
-                    text = file.read(1 << 16)
-                    if text:
-                        sys.stdout.buffer.write(text)
-                        sys.stdout.buffer.flush()
-                        continue
-                    if not go_on or last() > wanted or not run.alive():
-                        break
-                    time.sleep(0.2)
-        if go_on and attempt is None and (last() > wanted or run.alive()):
-            time.sleep(0.1)
-            wanted = last()
-            if path == run.logs(wanted) / f"rank{rank}.log" and run.alive():
-                continue
-            if last() >= wanted and path != run.logs(wanted) / f"rank{rank}.log":
-                continue
-        return FINISHED
+    def __init__(self, run: Run, wanted: bool) -> None:
+        self._timer = threading.Timer(_PATIENCE, self._say, args=(run.name,)) if wanted else None
+
+    def _say(self, name: str) -> None:
+        print(f"train: {name} has not ended yet; at once: train stop {name} --now", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> None:
+        if self._timer:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer:
+            self._timer.cancel()

@@ -15,7 +15,7 @@ from typing import Any
 from train.engine.stop import POLITE, StopRequest, die_with_parent
 from train.engine.worker import Seat, exit_code, leave, leave_failure, log_to, run_rank
 from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED, Refused, one_line
-from train.runs import interrupt, store
+from train.runs import interrupt, memory, store
 from train.runs.store import Lock, Run
 
 CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED}
@@ -52,6 +52,7 @@ def start_ranks(
 def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) -> int:
     """Train with so many ranks and wait for their end. Returns the exit code."""
     made.clear_stop()
+    kills = memory.Kills()
     with tempfile.TemporaryDirectory(prefix="train-spawn-") as meeting:
         processes = start_ranks(made, lock, ranks, attempt, meeting)
         made.note(pids={"ranks": [process.pid for process in processes]})
@@ -83,15 +84,21 @@ def spawn(made: Run, lock: Lock, ranks: int, attempt: int, stop: StopRequest) ->
         if stop.at_once and made.read()["state"] == store.RUNNING:
             interrupt.record(made)
             return INTERRUPTED
-        return _record_end(made, attempt, stop, first, code)
+        return _record_end(made, attempt, stop, first, code, kills.limit())
     except (OSError, Refused) as error:
         if first is not None:  # otherwise rank 0 has said on the terminal how it ended
             print(f"train: how {made.name} ended cannot be recorded: {one_line(error)}", file=sys.stderr)
         return FAILED
 
 
-def _record_end(made: Run, attempt: int, stop: StopRequest, first: int | None, code: int) -> int:
-    """Write down how an attempt ended, of which rank `first` died first, if any did. Returns the exit code."""
+def _record_end(
+    made: Run, attempt: int, stop: StopRequest, first: int | None, code: int, out_of_memory: str | None
+) -> int:
+    """Write down how an attempt ended, of which rank `first` died first, if any did. Returns the exit code.
+
+    Args:
+        out_of_memory: the limit at which the kernel has killed for lack of memory meanwhile.
+    """
     record = made.read()
     if record["state"] != store.RUNNING:
         made.end_attempt(record["state"], record["reason"])
@@ -109,7 +116,10 @@ def _record_end(made: Run, attempt: int, stop: StopRequest, first: int | None, c
             store.STOPPED, reason + (f"; the last checkpoint is of step {newest}" if newest else ""), store.STOPPED
         )
         return STOPPED
-    if error is not None:
+    if out_of_memory and code == -signal.SIGKILL:
+        reason = f"out of memory: rank {first} was killed at {out_of_memory}; {memory.ADVICE}"
+        made.end_attempt(store.FAILED, reason, store.FAILED)
+    elif error is not None:
         reason = f"rank {error['rank']}: {error['reason']}"
         made.end_attempt(store.FAILED, reason, store.FAILED)
     else:

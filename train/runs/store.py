@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, nearest, shortened
-from train.runs import heartbeat
+from train.runs import environment, heartbeat
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER = "polite", "now", "keeper"
@@ -36,6 +36,8 @@ INTERRUPTED = "interrupted"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _ESSENTIAL = {"state", "attempts", "step", "epoch", "world_size"}
 """Keys of run.json that are in it from the start."""
+_PRIVATE = (environment.FILE,)
+"""Files of a run folder that only its owner may read."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -114,7 +116,8 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
     """Replace a file as a whole: a reader sees the old text or the new one, a crash leaves one of them."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if path.name in _PRIVATE else 0o666)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
             if durable:
                 file.flush()
@@ -273,7 +276,8 @@ class Run:
         """Record that an attempt starts; returns its number, counted from 1. For the holder of the lock."""
         number = 0
         # a living run writes down its progress twice a second
-        last_written = _stamp((self.folder / "run.json").stat().st_mtime)
+        last_sign = heartbeat.last_sign(self.logs(len(self.read()["attempts"])))  # of a script; a task has none
+        last_written = _stamp(max((self.folder / "run.json").stat().st_mtime, last_sign))
 
         def change(record: dict[str, Any]) -> None:
             nonlocal number
@@ -287,7 +291,9 @@ class Run:
                 )  # fmt: skip
             record["attempts"].append(
                 {"number": number, "started": now(), "ready": None, "ended": None, "end": None, "reason": "",
-                 "world_size": world_size, "from_step": next(iter(self.steps_saved()), 0), "to_step": None}
+                 "world_size": world_size, "to_step": None,
+                 # the steps of a script are its own
+                 "from_step": None if record.get("script") else next(iter(self.steps_saved()), 0)}
             )  # fmt: skip
             record["started"] = record["started"] or now()
             record.update(state=RUNNING, reason="", ended=None, world_size=world_size, host=socket.gethostname())
@@ -320,9 +326,11 @@ class Run:
         self.update(change)
         self._forget_beats(number)
 
-    def _reached(self, record: dict[str, Any]) -> int:
-        """The last step that the last attempt made."""
+    def _reached(self, record: dict[str, Any]) -> int | None:
+        """The last step that the last attempt made; None: it runs a script."""
         attempt = record["attempts"][-1]
+        if attempt["from_step"] is None:
+            return None
         if not attempt.get("ready"):  # it never came to training
             return int(attempt["from_step"])
         return max(int(record["step"]), heartbeat.reached(self.logs(attempt["number"])))
@@ -375,7 +383,9 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
         for folder in ("logs", "checkpoints"):
             (staging / folder).mkdir()
         for file, content in files.items():
-            (staging / file).write_bytes(content.encode() if isinstance(content, str) else content)
+            fd = os.open(staging / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if file in _PRIVATE else 0o666)
+            with os.fdopen(fd, "wb") as opened:
+                opened.write(content.encode() if isinstance(content, str) else content)
         (staging / "lock").touch()
         base: dict[str, Any] = {
             "name": name, "state": CREATED, "reason": "", "world_size": None, "attempts": [], "step": 0, "epoch": 0,

@@ -53,7 +53,7 @@ def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) ->
     for record in records:
         rows.append(
             [record["name"], record["state"], _done(record), str(record.get("world_size") or "-"),
-             _ago(record.get("started")), _figures(record)]
+             _ago(record.get("started")), _figures(record) or "-"]
         )  # fmt: skip
     return screen.table(rows, screen.width(sys.stdout), dispensable=[3, 4], elastic=[5, 0])
 
@@ -92,18 +92,25 @@ def story(run: Run) -> str:
         end = attempt.get("end") or (
             "running" if record["state"] == "running" else "died with its machine or container"
         )
-        to = f"-{attempt['to_step']}" if attempt.get("to_step") is not None else "-"
-        made = f"steps {attempt['from_step']}{to}"
         ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
+        made = _made(attempt, bool(record.get("script")))
         lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {_with_reason(end, attempt.get('reason'))}")
     if attempts and attempts[-1].get("last_lines") and record["state"] in ("failed", "interrupted"):
         lines += [f"    | {text}" for text in attempts[-1]["last_lines"]]
+    if record.get("script"):
+        line("steps redone", "-")  # only the script knows
+        line("time lost", "-")
+        return _wrapped(lines)
     line("data", record.get("data_wait"))
     line("left out", _left_out(run, record.get("skipped") or {}))
     redone, again, away = losses(attempts)
     line("steps redone", redone)
     if again or away:
         line("time lost", f"{again + away:.1f} s: {away:.1f} s until training again, {again:.1f} s for those steps")
+    return _wrapped(lines)
+
+
+def _wrapped(lines: list[str]) -> str:
     columns = screen.width(sys.stdout)
     return "\n".join(screen.wrapped(text, columns, indent=15) for text in lines)
 
@@ -112,6 +119,22 @@ def _left_out(run: Run, counts: dict[str, int]) -> str:
     """How many samples could not be read, and where they are listed."""
     parts = [f"{count} sample{'s' if count > 1 else ''} of the {part} set" for part, count in counts.items()]
     return f"{', '.join(parts)}: {run.folder / 'skipped.jsonl'} says which and why" if parts else ""
+
+
+def _made(attempt: dict[str, Any], is_script: bool) -> str:
+    """What an attempt has made: steps; of a script only how long it ran is known."""
+    if is_script:
+        ended = attempt.get("ended")
+        return f"ran {_long(_seconds(attempt['started'], ended))}" if ended else f"began {_ago(attempt['started'])}"
+    to = f"-{attempt['to_step']}" if attempt.get("to_step") is not None else "-"
+    return f"steps {attempt['from_step']}{to}"
+
+
+def _long(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
 
 
 def losses(attempts: list[dict[str, Any]]) -> tuple[int, float, float]:

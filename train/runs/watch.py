@@ -99,18 +99,12 @@ class Watch:
 
     def dump(self) -> None:
         """Write down what every rank is doing: py-spy where it is there and allowed, faulthandler otherwise."""
-        spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
         for rank, beat in enumerate(self.beats()):
             if not beat or not _lives(beat.pid):
                 continue
             target = self._logs / f"rank{rank}.stack.txt"
-            if spy:
-                command = [spy, "dump", "--pid", str(beat.pid)]
-                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-                    if done.returncode == 0:
-                        target.write_text(done.stdout, encoding="utf-8")
-                        continue
+            if stack_of(beat.pid, target):
+                continue
             with contextlib.suppress(ProcessLookupError):
                 os.kill(beat.pid, signal.SIGQUIT)  # its handler appends to the same file: see engine/worker.py
             # NCCL's flight recorder writes its trace when something is written into this pipe
@@ -120,6 +114,20 @@ class Watch:
                 os.write(fd, b"1\n")
                 os.close(fd)
         time.sleep(1.0)  # handlers write while they still can
+
+
+def stack_of(pid: int, target: Path) -> bool:
+    """Write what a process is doing into a file, by py-spy. False where that is not there or not allowed."""
+    spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if spy is None:
+        return False
+    command = [spy, "dump", "--pid", str(pid)]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode == 0:
+            target.write_text(done.stdout)
+            return True
+    return False
 
 
 def _lives(pid: int) -> bool:

@@ -1,0 +1,133 @@
+"""What a process died of, read from its last words: would it come again, or was it passing? Pure functions.
+
+A script is any program, run as it is; what it wrote is all there is to judge by. Its own exceptions come again;
+what the network, a device, another rank's death or a busy machine did to it may not.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from train.errors import one_line
+from train.runs import memory
+
+OF_OTHERS = ("gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "Wait timeout", "DataLoader worker (pid")
+"""What torch's RuntimeErrors about networks, devices and other processes have in their texts."""
+_BUSY = re.compile(
+    r"Resource temporarily unavailable|can't start new thread|[Tt]hread creation failed|BlockingIOError|\bEAGAIN\b"
+)
+"""A fork or a thread that the machine had no room for at this moment (EAGAIN), in the words of Python, libgomp, C."""
+_PASSING_TYPES = re.compile(
+    r"(Connection\w*Error|BrokenPipeError|Timeout\w*|\w*TimeoutError|BlockingIOError|InterruptedError|EOFError"
+    r"|Dist\w*Error|AcceleratorError|KeyboardInterrupt)$"
+)
+_PASSING_ERRNO = re.compile(
+    r"\[Errno \d+\] (Input/output error|Stale file handle|Remote I/O error|Resource temporarily unavailable"
+    r"|Connection|Network is|No route to host|Host is down|Transport endpoint|Broken pipe|Interrupted system call"
+    r"|Too many open files in system|Device or resource busy)"
+)
+
+_HEADER = "Traceback (most recent call last)"
+_PREFIX = re.compile(r"^(\[rank\d+\]: ?| *[|+] ?)")
+"""What torch (for each rank) and exception groups put before each line of a traceback."""
+_RAISED = re.compile(r"([A-Za-z_][\w.]*)(?:: ?(.*))?$")
+_SYNTAX = re.compile(r"(SyntaxError|IndentationError|TabError): ")
+_LINKED = ("During handling of the above exception", "The above exception was the direct cause")
+_SURVIVED = ("Exception in thread", "Exception ignored in")
+_NOISE = 40
+"""So many lines may follow the last traceback: what libraries say at the end. With more, the process went on."""
+_LAST = 20
+"""So many of the last lines are looked at for a cause where there is no traceback."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a process ended, in one line, and whether it would end so again."""
+
+    reason: str
+    recurs: bool
+
+
+def is_busy(text: str) -> bool:
+    """Whether a message says that the machine had no room for one more process or thread."""
+    return bool(_BUSY.search(text))
+
+
+def is_of_others(text: str) -> bool:
+    """Whether a RuntimeError's text is about networks, devices or other processes."""
+    return any(word in text for word in OF_OTHERS)
+
+
+def of_log(text: str, code: int, noise: int = _NOISE) -> Cause | None:
+    """What the end of a log says about a process that exited with this code; None: nothing that is certain.
+
+    Args:
+        text: the end of its output; lines as they stand after carriage returns.
+        code: its exit code; of a signal: negative.
+        noise: so many lines may follow a traceback that ended it.
+    """
+    lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        return None
+    chain = _uncaught(lines, noise) if code > 0 else []
+    said = "\n".join(chain) if chain else "\n".join(lines[-_LAST:])
+    what = one_line(
+        chain[-1] if chain else next((line for line in reversed(lines[-_LAST:]) if _tells(line)), lines[-1])
+    )[:400]
+    if _BUSY.search(said) and not memory.is_refused(said):
+        return Cause(what, False)
+    if memory.is_refused(said):
+        return Cause(f"out of memory ({what}): {memory.refused_at()}; {memory.ADVICE}", True)
+    if chain:
+        return Cause(what, not any(map(_is_passing, chain)))
+    if code == 2 and any(line.startswith("usage:") for line in lines[-_LAST:]):  # argparse
+        return Cause(what, True)
+    if code == 2 and "can't open file" in lines[-1]:
+        return Cause(what, True)
+    return None
+
+
+def _tells(line: str) -> bool:
+    return is_busy(line) or memory.is_refused(line)
+
+
+def _is_passing(raised: str) -> bool:
+    """Whether an exception, as its traceback's last line has it, is no fault of the program."""
+    kind, _, message = raised.partition(":")
+    name = kind.rpartition(".")[2]
+    if name == "OutOfMemoryError":  # of a device: another process may have had its memory
+        return not memory.device_is_too_small(raised)
+    if _PASSING_TYPES.match(name):
+        return True
+    if name in ("OSError", "IOError"):
+        return bool(_PASSING_ERRNO.search(message))
+    return name in ("RuntimeError", "ChildFailedError", "ProcessExitedException") and is_of_others(message)
+
+
+def _uncaught(lines: list[str], noise: int) -> list[str]:
+    """The exception that ended a program and those it came from, the last one last; [] if none did."""
+    chain: list[str] = []
+    linked = skipped = inside = False
+    after = 0
+    for number, line in enumerate(lines):
+        before = lines[number - 1] if number else ""
+        if _HEADER in line:
+            if not linked:
+                chain = []
+            skipped, inside, linked = before.startswith(_SURVIVED), True, False
+        elif line.startswith(_LINKED):
+            linked = True
+        elif inside and not line[0].isspace() and line[0] not in "╭│╰┌└":
+            found = _RAISED.match(line)
+            inside = False
+            if found and not skipped:
+                chain.append(line)
+                after = 0
+        elif _SYNTAX.match(line) and before.startswith(" "):
+            chain.append(line)
+            after = 0
+        else:
+            after += 1
+    return chain if after <= noise else []

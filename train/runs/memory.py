@@ -1,0 +1,193 @@
+"""Out of memory: whether the kernel has killed for it, at which limit, and what to do. Imports no torch.
+
+The kernel kills with a plain SIGKILL; only its counters tell why. They lie in the control group (cgroup) of the process
+that was killed: `memory.events` in version 2, `memory.oom_control` in version 1 (kernel documentation,
+admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst); where a process has no such group, in /proc/vmstat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ADVICE = "take a smaller (micro) batch, fewer loader workers or fewer ranks, or raise the limit"
+"""What a user can do about it."""
+
+_EXHAUSTED = re.compile(
+    r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|can't allocate memory|\bENOMEM\b"
+    r"|Unable to allocate .+ for an array"
+)
+"""What Python, C++, the C library, torch's CPU allocator and NumPy say when memory is refused to them."""
+_DEVICE_FULL = re.compile(r"Tried to allocate ([\d.]+) (\w+)\. GPU \d+ has a total capacity of ([\d.]+) (\w+)")
+_DEVICE_OURS = re.compile(r"this process has ([\d.]+) (\w+) memory in use")
+_UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+_UNLIMITED = 2**60
+"""Version 1 has no word for it, but the largest number of pages."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A control group at one moment."""
+
+    folder: Path
+    limit: int | None
+    """Bytes that its processes may take; None: no limit."""
+    kills: int | None
+    """How many of its processes the kernel has killed for lack of memory; None: not counted."""
+    hits: int
+    """How often its limit was met."""
+
+
+def chain(process: Path = Path("/proc/self")) -> list[Group]:
+    """The control group that a process's memory counts in, and those around it as far as they can be seen.
+
+    Args:
+        process: its folder in /proc.
+    """
+    folder, top = _place(process)
+    groups = []
+    while folder is not None and top is not None:
+        groups.append(_look(folder))
+        if folder == top:
+            break
+        folder = folder.parent
+    return groups
+
+
+def _place(process: Path) -> tuple[Path | None, Path | None]:
+    """The folder of a process's memory group, and the topmost that is mounted here."""
+    try:
+        memberships = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return None, None
+    paths = {controllers: path for _, controllers, path in memberships}
+    kind = next((name for name in paths if "memory" in name.split(",")), "")  # version 1 where it has the controller
+    for mount in mounts:
+        end = mount.index("-")
+        filesystem, options = mount[end + 1], mount[-1].split(",")
+        if filesystem != ("cgroup" if kind else "cgroup2") or (kind and "memory" not in options) or kind not in paths:
+            continue
+        root, top = mount[3], Path(mount[4].replace("\\040", " "))
+        with contextlib.suppress(ValueError):
+            folder = top / Path(paths[kind]).relative_to(root)
+            if folder.is_dir():
+                return folder, top
+        return top, top  # a mount made elsewhere: in a container, its own group
+    return None, None
+
+
+def _look(folder: Path) -> Group:
+    events = _counters(folder / "memory.events") | _counters(folder / "memory.oom_control")
+    limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+    hits = events.get("oom", 0) + (_number(folder / "memory.failcnt") or 0)
+    return Group(folder, limit if limit and limit < _UNLIMITED else None, events.get("oom_kill"), hits)
+
+
+def _counters(path: Path) -> dict[str, int]:
+    try:
+        pairs = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None  # `max` is no limit
+
+
+class Kills:
+    """Counts the kernel's kills for lack of memory among processes, from its making on.
+
+    `among(pids)` adds the groups of processes that may live in others than this one.
+    """
+
+    def __init__(self) -> None:
+        self._before = {_key(groups): groups for groups in [chain()] if groups}
+        self._everywhere = _counters(Path("/proc/vmstat")).get("oom_kill", 0)
+
+    def among(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            groups = chain(Path("/proc") / str(pid))
+            if groups:
+                self._before.setdefault(_key(groups), groups)
+
+    def limit(self) -> str | None:
+        """The limit at which there was a kill, in words, or None if there was none."""
+        counted = [groups for groups in self._before.values() if groups[0].kills is not None]
+        for groups in counted:
+            after = [_look(group.folder) for group in groups]
+            if (after[0].kills or 0) > (groups[0].kills or 0):
+                met = [new for old, new in zip(groups, after, strict=True) if new.hits > old.hits and new.limit]
+                return _words(met[0]) if met else machine()
+        if not counted and _counters(Path("/proc/vmstat")).get("oom_kill", 0) > self._everywhere:
+            return machine()
+        return None
+
+
+def _key(groups: list[Group]) -> Path:
+    return groups[0].folder
+
+
+def _words(group: Group) -> str:
+    assert group.limit is not None
+    return f"the limit of {size(group.limit)} of its container or control group ({group.folder})"
+
+
+def machine() -> str:
+    """The machine's memory as a limit, in words."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"the {size(total)} of this machine"
+
+
+def refused_at() -> str:
+    """The limit that an allocation of this process, or of one that it starts, can be refused for, in words."""
+    for number, name in ((resource.RLIMIT_AS, "ulimit -v"), (resource.RLIMIT_DATA, "ulimit -d")):
+        soft = resource.getrlimit(number)[0]
+        if soft != resource.RLIM_INFINITY:
+            return f"the limit of {size(soft)} a process ({name})"
+    limited = [group for group in chain() if group.limit]
+    return _words(min(limited, key=lambda group: group.limit or 0)) if limited else machine()
+
+
+def size(count: float) -> str:
+    """Bytes in words: 512 MiB, 1.5 GiB."""
+    unit = next((unit for unit in _UNITS if count < 1024 * 2 ** _UNITS[unit]), "TiB")
+    return f"{count / 2 ** _UNITS[unit]:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def is_refused(text: str) -> bool:
+    """Whether a message says that memory of the host was refused."""
+    return bool(_EXHAUSTED.search(text)) and "CUDA" not in text
+
+
+def device_is_too_small(text: str) -> bool:
+    """Whether torch's message of a full GPU means that it would be full again: were all other processes gone, what
+    was asked for would not fit beside what this process has."""
+    asked, ours = _DEVICE_FULL.search(text), _DEVICE_OURS.search(text)
+    if not asked or not ours:
+        return False
+    try:
+        wanted, total, used = (
+            float(number) * 2 ** _UNITS[unit]
+            for number, unit in (asked.groups()[:2], asked.groups()[2:], ours.groups())
+        )
+    except (KeyError, ValueError):
+        return False
+    return wanted > total - used
+
+
+def lower_than_agent() -> None:
+    """Let the kernel take this process before the one that can say why: its score is raised by a tenth of all."""
+    path = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError, ValueError):
+        path.write_text(str(min(int(path.read_text()) + 100, 1000)))

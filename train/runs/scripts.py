@@ -1,0 +1,179 @@
+"""Programs of users' own: what is kept of them, whether they have changed since, what is executed. Imports no torch.
+
+An edited script must not slip into a run by itself: people edit a file while a run of it trains, and a rank that dies
+at night would come back as something else. So each attempt runs the file where it lies while it is the one that the
+run was started with, and otherwise the copy in the run folder, in the original's place (see runs/kept.py). `resume
+--script FILE` is how a user takes the edited one. Modules that it imports are not copied, for a package is more than
+its files; that they have changed is told.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train.errors import Refused
+from train.runs.store import Run
+
+COPY = "script.py"
+"""In the run folder."""
+_MOST = 500
+"""So many imported files are looked at."""
+
+
+def taken(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """A script's text for the run folder, and what run.json says of it.
+
+    Raises:
+        Refused: it is no file that can be read.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror if path.exists() else "there is no such file"
+        raise Refused(f"--script {path}: {reason}") from None
+    imports = {str(file): _digest(file) for file in imported(path.absolute())}
+    return text, {"script": str(path.absolute()), "script_imports": imports}
+
+
+def replace(run: Run, path: Path) -> dict[str, Any]:
+    """Let a run go on with another script; the copy of the one before stays beside. Returns what run.json says of it.
+
+    Raises:
+        Refused: it is no file that can be read, or the run folder cannot be written.
+    """
+    text, record = taken(path)
+    copy = run.folder / COPY
+    partial = copy.with_name(f".{COPY}.{os.getpid()}")
+    try:
+        if copy.exists() and copy.read_bytes() != text:
+            number = len(run.read()["attempts"])
+            copy.rename(copy.with_name(f"script.until-attempt-{number}.py"))
+        partial.write_bytes(text)
+        partial.replace(copy)
+    except OSError as error:
+        raise Refused(f"cannot write {copy}: {error.strerror}; change its owner or mode, or free space") from None
+    return record
+
+
+def differs(run: Run, record: dict[str, Any]) -> str:
+    """How the script differs from the one that the run was started with: 'has changed', 'is gone', or ''."""
+    copy = run.folder / COPY
+    if not copy.is_file():  # put away by somebody: there is the original alone
+        return ""
+    try:
+        return "" if Path(record["script"]).read_bytes() == copy.read_bytes() else "has changed since"
+    except OSError:
+        return "is gone"
+
+
+def warnings(run: Run, record: dict[str, Any]) -> list[str]:
+    """What is to be said about the script when a run goes on."""
+    lines = []
+    how = differs(run, record)
+    if how:
+        other = "" if how == "is gone" else f"; for the one of now: train resume {run.name} --script {record['script']}"
+        lines.append(f"{record['script']} {how}; {run.name} goes on with its own copy{other}")
+    known = record.get("script_imports") or {}
+    changed = [path for path, digest in known.items() if _digest(Path(path)) != digest]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        lines.append(
+            f"{', '.join(changed[:3])}{more}, imported by the script, changed since; no copy was kept, so {run.name} "
+            "runs with it as it is now"
+        )
+    return lines
+
+
+def command(run: Run, record: dict[str, Any]) -> list[str]:
+    """What follows `python -u`: the script where it lies, or its copy in its place."""
+    script, arguments = record["script"], record["script_arguments"]
+    if differs(run, record):
+        return ["-m", "train.runs.kept", str(run.folder / COPY), script, *arguments]
+    return [script, *arguments]
+
+
+def how_stopped(failures: dict[int, int]) -> str:
+    """How a script took a request to stop, from the exit codes of the ranks that did not exit with 0."""
+    codes = set(failures.values())
+    if codes == {-signal.SIGKILL}:
+        return "the script was killed"
+    if codes == {-signal.SIGTERM}:
+        return "the script died of SIGTERM, for it does not handle it"
+    if codes:
+        return f"the script ended by itself on SIGTERM, with {exit_words(sorted(codes)[-1])}"
+    return "the script ended by itself on SIGTERM, with code 0"
+
+
+def exit_words(code: int) -> str:
+    """An exit code in words."""
+    return f"code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+AFTER_STOP = "starts it again: it goes on from what it has saved by itself, if it has"
+"""What `train resume` does to a script that was stopped."""
+
+
+def imported(script: Path) -> list[Path]:
+    """The files that a script imports, and those that they import: from its own folder and from PYTHONPATH.
+
+    Found by reading, not by running: an import whose name is computed is not seen.
+    """
+    folders = [script.resolve().parent]
+    folders += [Path(part).absolute() for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    found: dict[Path, None] = {}
+    waiting = [script]
+    while waiting and len(found) < _MOST:
+        file = waiting.pop()
+        for name, base in _names(file):
+            for path in _files(name, [base] if base else folders):
+                if path not in found and path != script and not _is_ours(path):
+                    found[path] = None
+                    waiting.append(path)
+    return sorted(found)
+
+
+def _names(file: Path) -> Iterator[tuple[str, Path | None]]:
+    """Dotted names that a file imports, with the folder that a relative one starts from."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else None
+            module = node.module or ""
+            if module:
+                yield module, base
+            yield from ((f"{module}.{alias.name}".lstrip("."), base) for alias in node.names if alias.name != "*")
+
+
+def _files(name: str, folders: list[Path]) -> Iterator[Path]:
+    """The files that importing a dotted name executes, its packages first."""
+    parts = name.split(".")
+    for folder in folders:
+        files = []
+        for depth in range(1, len(parts) + 1):
+            place = folder.joinpath(*parts[:depth])
+            files += [path for path in (place / "__init__.py", place.with_name(place.name + ".py")) if path.is_file()]
+        if files:
+            yield from files
+            return
+
+
+def _is_ours(path: Path) -> bool:
+    return "site-packages" in path.parts or Path(__file__).parents[1] in path.parents
+
+
+def _digest(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return ""
