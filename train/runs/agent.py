@@ -295,7 +295,7 @@ class Agent:
                 self._close(store.STOPPED if self.stop.asked else store.FINISHED)
                 break
             death = explain(self.run, attempt, failures, self._hang, self.is_script, self._kills.limit())
-            if self._problem and not self._hang:
+            if self._problem and not (self._hang or death.recurs):
                 death = Verdict(f"torchrun failed: {self._problem}", False, 0, is_busy(self._problem))
             if self.stop.asked and not (death.recurs and not self.is_script):
                 at_once = self.stop.reason == store.WHO[store.NOW]
@@ -424,12 +424,7 @@ class Agent:
                             os.kill(pid, signal.SIGKILL)
             if idle is not None:
                 heartbeat.sign(logs)
-                if self._hang is None and not self.stop.asked and ranks:
-                    self._hang = idle.hangs(ranks)
-                    if self._hang:
-                        for rank, pid in seats(ranks).items():
-                            stack_of(pid, logs / f"rank{rank}.stack.txt")
-                        end(ranks)
+                self._end_if_idle(idle, logs, ranks)
             with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
                 self.view.update(self.run.read())
         for path in logs.glob("*.stack.txt"):
@@ -440,6 +435,16 @@ class Agent:
             self._problem = one_line(problem[0])
             failures[0] = 1
         return failures
+
+    def _end_if_idle(self, idle: Idle, logs: Path, ranks: list[int]) -> None:
+        """End a script that hangs, and write down what it was doing. One that was asked to stop may take its time."""
+        if self._hang or self.stop.asked or not ranks:
+            return
+        self._hang = idle.hangs(ranks)
+        if self._hang:
+            for rank, pid in seats(ranks).items():
+                stack_of(pid, logs / f"rank{rank}.stack.txt")
+            end(ranks)
 
     def _allowances(self) -> tuple[float | None, float]:
         content = tomllib.loads((self.run.folder / "config.toml").read_text(encoding="utf-8"))
