@@ -27,11 +27,10 @@ compose() {
     [ "$mode" != cpu ] || files+=(--file docker-compose.cpu.yml)
     [ -z "$devices" ] || files+=(--file -)
     while IFS= read -r file; do files+=(--file "$file"); done < <(more_files)
-    # What GPUS says in this call is in the files and devices; inside is what .env says, as with docker compose alone.
     if [ -n "$devices" ]; then
-        env -u GPUS docker compose --project-name "$project" "${files[@]}" "$@" <<<"$devices"
+        docker compose --project-name "$project" "${files[@]}" "$@" <<<"$devices"
     else
-        env -u GPUS docker compose --project-name "$project" "${files[@]}" "$@"
+        docker compose --project-name "$project" "${files[@]}" "$@"
     fi
 }
 compose_files() { # the same for .env, where docker compose alone finds it
