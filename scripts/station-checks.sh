@@ -22,6 +22,15 @@ check_compose() {
     esac
 }
 
+# An engine that maps everybody inside to users of its own lets nobody in there write to the checkout; and without the
+# mapping, for one container, the image's files are not root's.
+check_users() {
+    engine_options=$(docker info -f '{{.SecurityOptions}}' 2>/dev/null)
+    case $engine_options in
+        *name=userns*) die "this engine maps users (userns-remap), so nobody inside could write to this checkout: use an engine without, or a rootless one" ;;
+    esac
+}
+
 # The Dockerfile's cache and secret mounts are BuildKit's.
 check_buildx() {
     local server

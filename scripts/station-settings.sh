@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154 # copied_from: from station.sh
+# shellcheck shell=bash disable=SC2154 # copied_from, engine_options: from station.sh
 # How .env is read and written, and how secrets are. Sourced by station.sh.
 #
 # User dev inside has the number of the checkout's owner. So nothing that lies here is trusted to be the file it was:
@@ -125,9 +125,14 @@ remember() {
 }
 in_quotes() { if [[ $1 =~ ^[A-Za-z0-9_./:,-]*$ ]]; then printf '%s' "$1"; else printf "'%s'" "$1"; fi; }
 
-# The lines of a file that are public keys, options before them included; anything else would be for sshd to skip.
+# The lines of a file that are public keys, options before them included; anything else would be for sshd to skip. Where
+# ssh-keygen is not there, or does not know who is calling, they need only look like one: the station looks again.
 public_keys() {
     local line
+    if ! { command -v ssh-keygen && id -un; } >/dev/null 2>&1; then
+        tr -d '\r' | grep -E '(^|[ "])(ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[0-9A-Za-z+/]+=*( |$)' || :
+        return
+    fi
     while IFS= read -r line || [ -n "$line" ]; do
         line=${line%$'\r'}
         case $line in '' | '#'*) continue ;; esac
@@ -152,7 +157,7 @@ one_at_a_time() {
 # Makes what is missing: .env, the token, who may log in. What was made goes again if not all of it could be. A copy of
 # another checkout gets a token and a pair of its own.
 make_missing_files() {
-    local key keys work runs token=.secrets/jupyter_token allowed=.secrets/authorized_keys
+    local key keys work runs exceptions token=.secrets/jupyter_token allowed=.secrets/authorized_keys
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     if [ ! -e "$runs" ]; then
         case $runs in /*) mkdir -p "$runs" ;; *) as_owner mkdir -p "$runs" ;; esac || die "$runs cannot be made"
@@ -166,7 +171,11 @@ make_missing_files() {
     if ! env_value CA_BUNDLE >/dev/null && [ -s /etc/ssl/certs/ca-certificates.crt ]; then
         remember CA_BUNDLE /etc/ssl/certs/ca-certificates.crt
     fi
-    if ! env_value DEV_UID >/dev/null && [ "$(owner_of .)" != 0 ]; then
+    # The docker client's own settings may name a proxy, which every container then has, and exceptions to it.
+    exceptions=$(tr -d '\n' 2>/dev/null <"${DOCKER_CONFIG:-$HOME/.docker}/config.json" | sed -nE 's/.*"noProxy" *: *"([^"]*)".*/\1/p') || exceptions=""
+    if [ -n "$exceptions" ] && [ -z "$(setting NO_PROXY)$(setting no_proxy)" ]; then remember NO_PROXY "$exceptions"; fi
+    # In a rootless engine the owner's number is root's inside, which the station finds by itself.
+    if ! env_value DEV_UID >/dev/null && [ "$(owner_of .)" != 0 ] && [[ $engine_options != *name=rootless* ]]; then
         remember DEV_UID "$(owner_of .)" DEV_GID "$(group_of .)"
     fi
     env_value STATION_ENV >/dev/null || remember STATION_ENV ./.env

@@ -27,11 +27,10 @@ compose() {
     [ "$mode" != cpu ] || files+=(--file docker-compose.cpu.yml)
     [ -z "$devices" ] || files+=(--file -)
     while IFS= read -r file; do files+=(--file "$file"); done < <(more_files)
-    # What GPUS says in this call is in the files and devices; inside is what .env says, as with docker compose alone.
     if [ -n "$devices" ]; then
-        env -u GPUS docker compose --project-name "$project" "${files[@]}" "$@" <<<"$devices"
+        docker compose --project-name "$project" "${files[@]}" "$@" <<<"$devices"
     else
-        env -u GPUS docker compose --project-name "$project" "${files[@]}" "$@"
+        docker compose --project-name "$project" "${files[@]}" "$@"
     fi
 }
 compose_files() { # the same for .env, where docker compose alone finds it
@@ -131,6 +130,7 @@ up() {
     local fresh=yes had_volumes other found=""
     find_station
     check_compose
+    check_users
     check_settings
     check_compose_files
     other=$(other_checkout)
@@ -188,8 +188,8 @@ for_ssh() { local p=${1//\\/\\\\}; p=${p//\"/\\\"}; printf '"%s"' "${p//%/%%}"; 
 ssh_command() { # sets ssh_words
     local port host key
     read -r host port < <(where 2222)
-    key=$(docker exec "$id" cat /etc/trainstation/hostkeys/ssh_host_ed25519_key.pub | public_keys | cut -d' ' -f1,2)
-    [ -n "$key" ] || die "the station has no host key yet: make status says how it is"
+    key=$(docker exec "$id" cut -d' ' -f1,2 /etc/trainstation/hostkeys/ssh_host_ed25519_key.pub) || key=""
+    [[ $key =~ ^ssh-ed25519\ [A-Za-z0-9+/=]+$ ]] || die "the station has no host key yet: make status says how it is"
     [ "$(as_owner cat .secrets/known_hosts 2>/dev/null)" = "[$host]:$port $key" ] || secret known_hosts <<<"[$host]:$port $key"
     # shellcheck disable=SC2016
     [[ $PWD != *'${'* ]] || die "ssh takes the \${ in $PWD for a variable: move the checkout to another path"
@@ -231,6 +231,7 @@ shell() {
 }
 
 id=""
+engine_options="" # by check_users
 copied_from="" moved_from="" # by find_project
 trap unmake EXIT
 command=${1:-}
@@ -250,6 +251,7 @@ case $command in
         one_at_a_time
         find_station
         check_compose
+        check_users
         check_settings
         check_compose_files
         choose_mode

@@ -12,6 +12,8 @@ from jupyter import Client
 
 SAME = ("PATH", "CUDA", "NVIDIA_", "TRAIN", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 SAME += ("NO_PROXY", "LANG", "TZ", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "STATION_GPUS")
+# A proxy that answers nobody, and a list of exceptions that forgot the station itself: it is healthy all the same.
+PROXY = {"http_proxy": "http://127.0.0.1:9", "NO_PROXY": "here.invalid"}
 DUMP = 'python3 -c \'import json, os; json.dump(dict(os.environ), open("{0}", "w"))\' && mv {0} {1}'
 
 
@@ -22,7 +24,7 @@ def chosen(variables: dict[str, str]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def proxied(make_station: Callable[..., Station]) -> Station:
     """A station with a variable of every kind, values with blanks, quotes and backslashes among them."""
-    station = make_station("environment", HTTPS_PROXY="http://proxy.invalid:3128", no_proxy="localhost,127.0.0.1")
+    station = make_station("environment", HTTPS_PROXY="http://proxy.invalid:3128", **PROXY)
     environment = {"TRAIN_ODD": "a \"b\"  c\\d $$e 'f'", "HF_TOKEN": "hush-hush"}  # $$ is compose's way to write $
     override = {"services": {"station": {"environment": environment}}}
     (station.folder / "docker-compose.override.yml").write_text(json.dumps(override))
@@ -39,6 +41,7 @@ def expected(proxied: Station) -> dict[str, str]:
     variables = chosen(json.loads(printed))
     assert variables["TRAIN_ODD"] == "a \"b\"  c\\d $e 'f'"
     assert variables["HTTPS_PROXY"] == "http://proxy.invalid:3128"
+    assert variables["NO_PROXY"] == variables["no_proxy"] == "localhost,127.0.0.1,::1,here.invalid"
     assert {"PATH", "CUDA_HOME", "NVIDIA_VISIBLE_DEVICES", "TRAIN_RUNS"} <= set(variables)
     return variables
 

@@ -97,7 +97,18 @@ def gpu_station(make_station: Callable[..., Station], engine: Engine, base: str)
     station = make_station("gpus", DOCKER_HOST=engine.host, MEMLOCK="65536", CUDA_IMAGE=base)
     inputs = run("scripts/station.sh", "inputs", cwd=station.folder, env=station.env).stdout.strip()
     dockerfile = EMPTY.format(base=base, inputs=inputs)
-    build = ["docker", "--host", engine.host, "build", "-q", "--network", "none", "-t", "trainstation:cuda", "-"]
+    build = [
+        "docker",
+        "--host",
+        engine.host,
+        "build",
+        "-q",
+        "--network",
+        "none",
+        "-t",
+        f"trainstation:cuda-{inputs}",
+        "-",
+    ]
     run(*build, input=dockerfile)
     yield station
     station.make("down", check=False)

@@ -1,0 +1,75 @@
+"""People get in: past connections that say nothing, and past files in the home folder that let nobody in."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from conftest import Station, Terminal, until
+
+
+@pytest.fixture
+def crowd(station: Station) -> Iterator[list[socket.socket]]:
+    """Sixty connections to sshd's port that never say a word."""
+    station.make("ssh-command")
+    with ExitStack() as held:
+        yield [
+            held.enter_context(socket.create_connection(("127.0.0.1", station.ssh_port), timeout=20)) for _ in range(60)
+        ]
+    until("sshd has let them go", lambda: "sshd: [accepted]" not in station.root("ps", "-eo", "args").stdout, 60)
+
+
+def test_sixty_silent_connections_lock_nobody_out_and_health_stays(
+    station: Station, crowd: list[socket.socket]
+) -> None:
+    banners = [connection.recv(64) for connection in crowd]  # each of them was let in
+    assert {banner[:8] for banner in banners} == {b"SSH-2.0-"}
+    for _ in range(5):
+        assert station.ssh("id -un").stdout == "dev\n"
+        assert station.root("station-health", check=False).stdout == "healthy\n"
+    assert station.healthy()
+
+
+def test_the_health_check_opens_no_connection_to_sshd(station: Station) -> None:
+    """One from inside would be in the kernel's table for a minute, with 127.0.0.1:2222 at one end."""
+    station.root("station-health")
+    table = station.root("cat", "/proc/net/tcp").stdout
+    assert ":08AE" in table  # where sshd listens
+    assert "0100007F:08AE" not in table
+
+
+def test_health_notices_an_sshd_that_takes_no_connections(station: Station) -> None:
+    pid = str(station.service_pid("sshd"))
+    station.root("kill", "-STOP", pid)
+    try:
+        done = station.root("station-health", check=False)
+        assert done.returncode == 1
+        assert done.stdout.startswith("sshd does not")
+    finally:
+        station.root("kill", "-CONT", pid)
+    until("it is well again", lambda: station.root("station-health", check=False).returncode == 0, 30)
+    station.wait_healthy()
+
+
+@pytest.mark.parametrize("line", ["exit", "sleep 1000", "exec true", "while :; do :; done"])
+def test_make_shell_gets_in_whatever_bashrc_does(station: Station, line: str) -> None:
+    write = f"cp -n ~/.bashrc ~/.kept; mkdir -p ~/.ssh; echo '{line}' >~/.bashrc; echo '{line}' >~/.ssh/rc"
+    station.dev("sh", "-c", write)
+    try:
+        with Terminal("make", "-s", "shell", cwd=station.folder, env=station.env) as terminal:
+            terminal.wait_for("this one has not read them", 30)
+            terminal.wait_for("$ ", 30)
+            terminal.type("echo I am $(id -un), $((40 + 2))")
+            terminal.wait_for("I am dev, 42", 30)
+    finally:
+        station.dev("sh", "-c", "mv -f ~/.kept ~/.bashrc; rm -f ~/.ssh/rc")
+
+
+def test_make_shell_is_a_login_shell_where_nothing_is_wrong(station: Station) -> None:
+    with Terminal("make", "-s", "shell", cwd=station.folder, env=station.env) as terminal:
+        terminal.wait_for("$ ", 30)
+        terminal.type("shopt -q login_shell && echo log''in in $PWD")
+        terminal.wait_for("login in /workspace", 30)
+        assert "not read" not in terminal.read()

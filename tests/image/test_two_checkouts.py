@@ -1,0 +1,359 @@
+"""Every checkout has a station, volumes, network, names, ports and secrets of its own, and speaks of no other's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import OWNER, ROOT, Station, copy_checkout, run, until
+
+ODD = 'it\'s a "path" with $HOME, 50% ünd so'
+
+
+@dataclass
+class Checkout:
+    """A person's checkout, with nothing set: neither name nor ports."""
+
+    folder: Path
+    home: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        ours = ("TRAIN", "GPU", "MAKE", "ARGS", "MFLAGS", "COMPOSE", "JUPYTER_PORT", "SSH_PORT", "STATION")
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+        return {**kept, "HOME": str(self.home), "DOCKER_CONFIG": str(Path.home() / ".docker"), "GPUS": "none"}
+
+    def make(self, *words: str, check: bool = True, **settings: str) -> subprocess.CompletedProcess[str]:
+        return run("make", "-s", *words, cwd=self.folder, env={**self.env, **settings}, check=check, timeout=900)
+
+    def refused(self, *words: str, **settings: str) -> str:
+        done = self.make(*words, check=False, **settings)
+        assert done.returncode != 0
+        (line,) = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+        return line
+
+    def compose(self, *words: str, **settings: str) -> str:
+        return run("docker", "compose", *words, cwd=self.folder, env={**self.env, **settings}).stdout
+
+    def setting(self, name: str) -> str:
+        lines = (self.folder / ".env").read_text().splitlines()
+        return next((line.split("=", 1)[1] for line in lines if line.startswith(f"{name}=")), "")
+
+    @property
+    def container(self) -> str:
+        return run(str(self.folder / "scripts" / "station.sh"), "id", env=self.env).stdout.strip()
+
+    def inspect(self, template: str) -> str:
+        return run("docker", "inspect", "-f", template, self.container).stdout.strip()
+
+    @property
+    def belongings(self) -> dict[str, set[str]]:
+        """What in the engine and on the host is this station's, by kind."""
+        found = json.loads(self.inspect("{{json .}}"))
+        return {
+            "name": {found["Name"]},
+            "volumes": {mount["Name"] for mount in found["Mounts"] if mount["Type"] == "volume"},
+            "networks": set(found["NetworkSettings"]["Networks"]),
+            "ports": {binding[0]["HostPort"] for binding in found["HostConfig"]["PortBindings"].values()},
+            "host key": {(self.folder / ".secrets" / "known_hosts").read_text().split()[-1]},
+            "token": {(self.folder / ".secrets" / "jupyter_token").read_text()},
+            "key": {(self.folder / ".secrets" / "id_ed25519").read_text()},
+        }
+
+
+@pytest.fixture(scope="module")
+def checkout(station: Station, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Checkout]]:
+    """Makes checkouts, and takes away what they leave. The image is there, for `station` has built it."""
+    made: list[Checkout] = []
+    home = tmp_path_factory.mktemp("home")
+
+    def make(folder: Path, copied: bool = False) -> Checkout:
+        if not copied:
+            copy_checkout(folder)
+        made.append(Checkout(folder, home))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.folder.exists():
+            one.make("clean-station", check=False)
+            shutil.rmtree(one.folder)
+    assert station.healthy()
+    run("docker", "image", "inspect", station.inspect("{{.Image}}"))
+
+
+@pytest.fixture(scope="module")
+def first(checkout: Callable[..., Checkout], tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    one = checkout(tmp_path_factory.mktemp("first") / "trainstation")
+    one.make("up")
+    return one
+
+
+@pytest.fixture(scope="module")
+def second(first: Checkout, checkout: Callable[..., Checkout], tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """In a path with every sign that a shell or ssh could stumble over, and with an .env as Windows writes it."""
+    started = first.inspect("{{.State.StartedAt}}")
+    one = checkout(tmp_path_factory.mktemp("second") / ODD / "trainstation")
+    text = (one.folder / ".env.example").read_text().replace("#TZ=UTC", 'export TZ = "Asia/Tokyo" # here')
+    (one.folder / ".env").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    said = one.make("up").stdout
+    assert f"taken by the station of {first.folder}" in said
+    assert first.inspect("{{.State.StartedAt}}") == started
+    return one
+
+
+def apart(one: Checkout, other: Checkout) -> None:
+    mine, yours = one.belongings, other.belongings
+    assert {kind: mine[kind] & yours[kind] for kind in mine} == {kind: set() for kind in mine}
+
+
+def test_two_stations_share_nothing_and_are_both_healthy(first: Checkout, second: Checkout) -> None:
+    apart(first, second)
+    for one in (first, second):
+        assert one.inspect("{{.State.Health.Status}}") == "healthy"
+        (token,) = one.belongings["token"]
+        assert one.make("url").stdout.strip().endswith(f"?token={token}")
+        assert one.make("url").stdout.split(":")[2].split("/")[0] in one.belongings["ports"]
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_the_ssh_line_of_an_odd_path_can_be_pasted(second: Checkout, shell: str, tmp_path: Path) -> None:
+    line = second.make("ssh-command").stdout
+    assert line.count("\n") == 1
+    done = run(shell, "-c", f"{line.strip()} 'date +%Z; id -un'", cwd=tmp_path, env=second.env)
+    assert done.stdout == "JST\ndev\n"
+    assert done.stderr == ""
+    assert run(*shlex.split(line), "id -un", env=second.env).stdout == "dev\n"
+
+
+def test_the_other_ways_in_work_from_an_odd_path(second: Checkout) -> None:
+    assert second.make("ssh", "ARGS=id -un").stdout == "dev\n"
+    assert "health   healthy" in second.make("status").stdout
+    done = run(str(second.folder / "scripts" / "train"), "ls", env=second.env)
+    assert "no runs" in done.stdout + done.stderr
+
+
+def test_make_up_again_and_docker_compose_alone_find_the_same_station(second: Checkout) -> None:
+    before = second.container, (second.folder / ".env").read_bytes()
+    second.make("up")
+    second.compose("up", "--detach")
+    assert (second.container, (second.folder / ".env").read_bytes()) == before
+    assert second.compose("ps", "--quiet").strip() == second.container
+
+
+def test_docker_compose_alone_gives_two_fresh_clones_two_names(tmp_path: Path) -> None:
+    names = set()
+    for folder in (tmp_path / "a" / "trainstation", tmp_path / "b" / "trainstation"):
+        folder.mkdir(parents=True)
+        shutil.copy(ROOT / "docker-compose.yml", folder)
+        env = {key: value for key, value in os.environ.items() if key != "COMPOSE_PROJECT_NAME"}
+        done = run("docker", "compose", "config", "--format", "json", cwd=folder, env={**env, "PWD": str(folder)})
+        names.add(json.loads(done.stdout)["name"])
+    assert len(names) == 2
+
+
+def test_files_put_into_the_checkout_from_inside_are_not_obeyed(first: Checkout) -> None:
+    before = first.container
+    planted = {
+        "compose.yaml": "services: {evil: {image: trainstation:runtime, privileged: true}}\n",
+        "compose.override.yml": "services: {station: {privileged: true}}\n",
+        "docker-compose.override.yml": "services: {station: {privileged: true}}\n",
+        "makefile": "up:\n\techo EVIL\n",
+    }
+    for name, text in planted.items():
+        (first.folder / name).write_text(text)
+    try:
+        assert "EVIL" not in first.make("up").stdout
+        assert first.compose("config", "--services").split() == ["station"]
+        assert "privileged" not in first.compose("config")
+    finally:
+        for name in planted:
+            (first.folder / name).unlink()
+    assert first.container == before
+
+
+def test_a_compose_file_of_ones_own_lies_where_dev_cannot_change_it(first: Checkout) -> None:
+    mine = "services: {station: {environment: {MINE: here}}}\n"
+    (first.folder / "mine.yml").write_text(mine)
+    assert "user dev inside can change" in first.refused("up", COMPOSE_FILE="docker-compose.yml:mine.yml")
+    assert "which is not there" in first.refused("up", COMPOSE_FILE="docker-compose.yml:nothing.yml")
+    (first.folder / "mine.yml").rename(first.folder / "docker" / "mine.yml")
+    try:
+        first.make("up", COMPOSE_FILE="docker-compose.yml:docker/mine.yml")
+        assert "MINE=here" in first.inspect("{{.Config.Env}}")
+        assert first.setting("COMPOSE_FILE").endswith(":docker/mine.yml")
+        assert "MINE: here" in first.compose("config")  # .env remembers it
+    finally:
+        (first.folder / "docker" / "mine.yml").unlink()
+        first.make("up", COMPOSE_FILE="docker-compose.yml")
+    assert "MINE=here" not in first.inspect("{{.Config.Env}}")
+
+
+def test_a_port_a_person_set_is_refused_with_the_name_of_who_has_it(first: Checkout, second: Checkout) -> None:
+    (port, _) = sorted(first.belongings["ports"])
+    assert f"port {port} is taken on 127.0.0.1 by the station of {first.folder}" in second.refused("up", SSH_PORT=port)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = str(holder.getsockname()[1])
+        said = second.refused("up", JUPYTER_PORT=taken)
+    assert f"port {taken} is taken" in said
+    assert f"(process {os.getpid()})" in said
+    assert second.inspect("{{.State.Health.Status}}") == "healthy"
+
+
+def test_another_checkouts_name_is_refused(first: Checkout, second: Checkout) -> None:
+    name = first.setting("COMPOSE_PROJECT_NAME")
+    before = first.container
+    for words in (["up"], ["status"], ["url"], ["clean-station"]):
+        second.refused(*words, COMPOSE_PROJECT_NAME=name)
+    second.make("down", COMPOSE_PROJECT_NAME=name)
+    assert str(first.folder) in second.refused("up", COMPOSE_PROJECT_NAME=name)
+    assert first.container == before
+    assert first.inspect("{{.State.Running}}") == "true"
+
+
+def test_a_copy_gets_a_station_of_its_own(checkout: Callable[..., Checkout], first: Checkout) -> None:
+    folder = first.folder.parent / "copy"
+    run("cp", "-a", str(first.folder), str(folder))
+    copy = checkout(folder, copied=True)
+    for words in (["url"], ["status"], ["logs"], ["ssh-command"]):
+        assert "this checkout has no station" in copy.refused(*words)
+    assert "this checkout has no station" in copy.make("down").stdout
+    assert f"a copy of {first.folder}, whose station is left alone" in copy.make("up").stdout
+    apart(first, copy)
+    assert first.inspect("{{.State.Health.Status}}") == "healthy"
+    assert copy.container in (again := copy.make("up").stdout + copy.container)
+    assert "a copy of" not in again
+
+
+def test_a_moved_checkout_keeps_its_station_and_a_clone_in_its_place_does_not_get_it(
+    checkout: Callable[..., Checkout], first: Checkout
+) -> None:
+    before = first.belongings
+    run("docker", "exec", "--user", "dev", first.container, "sh", "-c", "echo mine >/home/dev/note")
+    there = first.folder
+    moved = checkout(there.parent / "moved", copied=True)
+    there.rename(moved.folder)
+    try:
+        assert "running" in moved.make("status").stdout
+        moved.make("down")
+        clone = checkout(there)
+        clone.make("up")
+        assert f"was moved here from {there}" in moved.make("up").stdout
+        assert {**moved.belongings, "ports": before["ports"]} == before
+        assert run("docker", "exec", moved.container, "cat", "/home/dev/note").stdout == "mine\n"
+        apart(moved, clone)
+    finally:
+        clone.make("clean-station", check=False)
+        shutil.rmtree(there, ignore_errors=True)
+        moved.make("down")
+        moved.folder.rename(there)
+    first.make("up")
+
+
+def test_a_lost_env_file_loses_no_station(first: Checkout) -> None:
+    before = first.belongings
+    for words in ([], ["down"]):  # up, and down: then the volumes say whose they are
+        if words:
+            first.make(*words)
+        (first.folder / ".env").write_text("")  # what an engine leaves that mounted it before it was there
+        first.make("up")
+        assert {**first.belongings, "ports": before["ports"]} == before
+        assert first.setting("STATION_ENV") == "./.env"
+
+
+def test_a_station_from_before_there_were_names_is_found_by_its_folder(
+    checkout: Callable[..., Checkout], tmp_path: Path
+) -> None:
+    """Every station was the project `trainstation` once. This one is a container that only has its labels."""
+    old = checkout(tmp_path / "trainstation")
+    labels = {
+        "com.docker.compose.project": "trainstation",
+        "com.docker.compose.service": "station",
+        "com.docker.compose.oneoff": "False",
+        "com.docker.compose.project.working_dir": str(old.folder),
+    }
+    words = [word for pair in labels.items() for word in ("--label", "=".join(pair))]
+    made = run("docker", "create", *words, "trainstation:runtime", "true").stdout.strip()
+    try:
+        assert old.container == made
+        assert "the station is not running" in old.refused("status")
+    finally:
+        run("docker", "rm", "--force", made)
+        shutil.rmtree(old.folder)
+
+
+def test_two_make_up_at_once(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
+    """In one checkout the second waits and finds the station up; in two each gets ports of its own."""
+    one, other = checkout(tmp_path / "one"), checkout(tmp_path / "other")
+    begun = [
+        subprocess.Popen(
+            ["make", "-s", "up"],
+            cwd=who.folder,
+            env=who.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for who in (one, one, other)
+    ]
+    said = [process.communicate(timeout=900)[0] for process in begun]
+    assert [process.returncode for process in begun] == [0, 0, 0], said
+    apart(one, other)
+    listed = run(
+        "docker",
+        "ps",
+        "--all",
+        "--quiet",
+        "--filter",
+        f"label=com.docker.compose.project={one.setting('COMPOSE_PROJECT_NAME')}",
+    )
+    assert listed.stdout.count("\n") == 1
+    for who in (one, other):
+        who.make("down")
+
+
+def test_a_checkout_at_another_revision_has_an_image_of_its_own(
+    checkout: Callable[..., Checkout], first: Checkout, tmp_path: Path
+) -> None:
+    def images() -> set[str]:
+        listed = run("docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}").stdout.split()
+        return {name for name in listed if name.startswith("trainstation:")}
+
+    friendly = run("docker", "image", "inspect", "-f", "{{.Id}}", "trainstation:runtime").stdout.strip()
+    other = checkout(tmp_path / "revision")
+    (other.folder / "docker" / "rootfs" / "etc" / "tmux.conf").write_text("# another revision\n")
+    before, running = images(), first.inspect("{{.Image}}")
+    other.make("up")
+    image = other.inspect("{{.Config.Image}}")
+    try:
+        assert image not in before
+        assert image != first.inspect("{{.Config.Image}}")
+        assert (
+            run("docker", "image", "inspect", "-f", "{{.Id}}", first.inspect("{{.Config.Image}}")).stdout.strip()
+            == running
+        )
+        first.make("down")  # a station that is down keeps its image too
+        other.make("clean-station")
+        assert image not in images()
+        assert first.setting("STATION_IMAGE") in images()
+    finally:
+        run("docker", "tag", friendly, "trainstation:runtime")
+    done = first.make("up")
+    assert "building" not in done.stdout
+    until("the first station is healthy", lambda: first.inspect("{{.State.Health.Status}}") == "healthy")
+
+
+def test_files_made_outside_belong_to_the_checkouts_owner(first: Checkout) -> None:
+    if os.getuid() == 0:
+        made = [first.folder / ".env", first.folder / ".secrets", *(first.folder / ".secrets").iterdir()]
+        assert {path.stat().st_uid for path in made} == {OWNER}
