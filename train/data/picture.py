@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import warnings
+import zlib
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ def _decoded(content: bytes) -> Tensor:
     if width * height > PIXELS:
         raise ValueError(f"{width} x {height} pixels are too many to be a picture (at most {PIXELS})")
     if content.startswith((_PNG, _JPEG)):
+        if content.startswith(_PNG):
+            _check_sums(content)
         try:
             # a copy, for torch takes only memory that may be written
             pixels = decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB)
@@ -59,6 +62,22 @@ def _decoded(content: bytes) -> Tensor:
         except RuntimeError:  # a colour space that only Pillow knows; of what is damaged Pillow says more
             pass
     return _by_pillow(content)
+
+
+def _check_sums(content: bytes) -> None:
+    """See that no part of a PNG was changed: Pillow overlooks some, and libpng prints lines of its own.
+
+    Raises:
+        ValueError: one was, or the end is missing.
+    """
+    at = len(_PNG)
+    while content[at + 4 : at + 8] != b"IEND":
+        end = at + 12 + int.from_bytes(content[at : at + 4], "big")
+        if end > len(content):
+            raise ValueError("the image is truncated")
+        if zlib.crc32(content[at + 4 : end - 4]) != int.from_bytes(content[end - 4 : end], "big"):
+            raise ValueError("the image is damaged: a check sum in it is wrong")
+        at = end
 
 
 def _by_pillow(content: bytes) -> Tensor:
