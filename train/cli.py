@@ -7,6 +7,7 @@ command itself knows; they may stand anywhere, are never abbreviated, and the la
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -216,7 +217,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
         where = f": {error.filename}" if error.filename else ""
         problem = shortened(f"{error.strerror or one_line(error)}{where}")
-        print(f"train: {problem}; look at its owner and mode", file=sys.stderr)
+        remedy = "give a shorter one" if error.errno == errno.ENAMETOOLONG else "look at its owner and mode"
+        print(f"train: {problem}; {remedy}", file=sys.stderr)
         code = REFUSED
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
         what = shortened(ascii(error.object), 100)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from train.errors import shortened
 from train.runs import screen
 from train.runs.best import best
 from train.runs.store import Run
@@ -46,9 +47,9 @@ def _done(record: dict[str, Any]) -> str:
 def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) -> str:
     """A table of runs in their order. `is_part`: others were left out."""
     if not records and is_part:
-        return f"none of the runs in {runs} is such a one"
+        return f"none of the runs in {shortened(str(runs))} is such a one"
     if not records:
-        return f"no runs in {runs}; a first one: train launch digits --follow"
+        return f"no runs in {shortened(str(runs))}; a first one: train launch digits --follow"
     rows = [["NAME", "STATE", "STEP", "RANKS", "STARTED", "RESULT"]]
     for record in records:
         rows.append(

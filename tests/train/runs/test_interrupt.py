@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
-import subprocess
-import sys
-import threading
 import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from tests.train.terminal import Terminal
 from train.runs import store
 
 if TYPE_CHECKING:
@@ -54,45 +51,6 @@ FUNCTIONAL = (
 SLOW = "time.sleep(0.05)"
 QUICK = ["--epochs", "1000", "--batch_size", "16", "--log.every_steps", "1", "--log.tensorboard", "false",
          "--cpu_threads", "1"]  # fmt: skip
-
-
-OWN = "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv(sys.argv[1], sys.argv[1:])"
-"""Take the terminal as one's own, then be the command."""
-
-
-class Terminal:
-    """A command in a terminal of its own."""
-
-    def __init__(self, station: Station, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        self.output = ""
-        self._fd, inner = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWN, sys.executable, "-m", "train", *arguments], cwd=station.folder,
-            env=station.environment() | (environment or {}), stdin=inner, stdout=inner, stderr=inner,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(inner)
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                text = os.read(self._fd, 4096)
-            except OSError:
-                return
-            self.output += text.decode(errors="replace")
-
-    def ctrl_c(self) -> None:
-        os.write(self._fd, b"\x03")
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 120
-        while text not in self.output:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.output
-            time.sleep(0.02)
-
-    def end(self) -> int:
-        return self.process.wait(60)
 
 
 def write(station: Station, item: str = "pass", loss: str = SLOW, evaluation: str = "None") -> None:
