@@ -67,10 +67,10 @@ started_from_here() {
 probe_image() { docker image inspect trainstation-probe >/dev/null 2>&1 || tar -cf - -T /dev/null | docker import - trainstation-probe >/dev/null; }
 
 # The name that docker compose alone gives a station in this folder.
-name_by_compose() { printf 'trainstation-%s' "$(printf '%s' "$PWD" | tr '[:upper:]' '[:lower:]' | tr -cd 'a-z0-9_-')"; }
+name_by_compose() { printf '%s' "${PWD##*/}" | tr '[:upper:]' '[:lower:]' | tr -cd 'a-z0-9_-' | sed 's/^[_-]*//'; }
 
 # volumes_are_ours NAME: do volumes with no container belong here? The one with the host key says for whom it was made;
-# others do not, but then .secrets/known_hosts has the same host key, or the name is of this folder and it has secrets.
+# older ones do not, but then .secrets/known_hosts has the same host key.
 volumes_are_ours() {
     local box made_for="" key=""
     docker volume inspect "$1_hostkeys" >/dev/null 2>&1 || return 1
@@ -80,11 +80,7 @@ volumes_are_ours() {
     made_for=$(docker cp "$box:/keys/checkout" - 2>/dev/null | tar -xO 2>/dev/null) || :
     key=$(docker cp "$box:/keys/ssh_host_ed25519_key.pub" - 2>/dev/null | tar -xO 2>/dev/null | cut -d' ' -f2) || :
     docker rm "$box" >/dev/null
-    if [ -n "$made_for" ]; then
-        [ "$made_for" -ef . ] || { [ -e "$made_for" ] && return 1; }
-    elif [ "$1" = "$(name_by_compose)" ] && [ -s .secrets/jupyter_token ]; then
-        return
-    fi
+    if [ -n "$made_for" ]; then [ "$made_for" -ef . ] || { [ -e "$made_for" ] && return 1; }; fi
     [ -n "$key" ] && grep -qsF "$key" .secrets/known_hosts
 }
 
