@@ -353,7 +353,7 @@ def test_a_checkout_at_another_revision_has_an_image_of_its_own(
 
     friendly = run("docker", "image", "inspect", "-f", "{{.Id}}", "trainstation:runtime").stdout.strip()
     other = checkout(tmp_path / "revision")
-    (other.folder / "docker" / "rootfs" / "etc" / "tmux.conf").write_text("# another revision\n")
+    (other.folder / "docker" / "rootfs" / "etc" / "tmux.conf").write_text(f"# {tmp_path}\n")
     before, running = images(), first.inspect("{{.Image}}")
     other.make("up")
     image = other.inspect("{{.Config.Image}}")
