@@ -66,6 +66,9 @@ started_from_here() {
 
 probe_image() { docker image inspect trainstation-probe >/dev/null 2>&1 || tar -cf - -T /dev/null | docker import - trainstation-probe >/dev/null; }
 
+# The name that docker compose alone gives a station in this folder.
+name_by_compose() { printf '%s' "${PWD##*/}" | tr '[:upper:]' '[:lower:]' | tr -cd 'a-z0-9_-' | sed 's/^[_-]*//'; }
+
 # volumes_are_ours NAME: do volumes with no container belong here? The one with the host key says for whom it was made;
 # older ones do not, but then .secrets/known_hosts has the same host key.
 volumes_are_ours() {
@@ -104,7 +107,7 @@ find_project() {
     candidate=trainstation-$(printf '%s' "$PWD" | checksum 6)
     if [ -z "${copied_from:-}" ]; then
         # made before checkouts had names of their own; by docker compose alone; or .env was lost
-        for project in trainstation "$candidate" "trainstation-$(printf '%s' "$PWD" | tr '[:upper:]' '[:lower:]' | tr -cd 'a-z0-9_-')"; do
+        for project in trainstation "$candidate" "$(name_by_compose)"; do
             if volumes_are_ours "$project"; then return; fi
         done
     fi

@@ -95,6 +95,7 @@ release_image() {
     for tag in $(docker image inspect -f '{{range .RepoTags}}{{println .}}{{end}}' "$id" | grep '^trainstation:'); do
         docker image rm "$tag" >/dev/null 2>&1 || :
     done
+    docker image rm "$id" >/dev/null 2>&1 || : # one whose tags have all gone to a newer build
 }
 # After a start: this checkout keeps the image it runs, and lets go of the one it ran before.
 keep_image() {

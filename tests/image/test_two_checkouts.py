@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import OWNER, ROOT, Station, copy_checkout, run, until
+from conftest import OWNER, ROOT, Station, copy_checkout, free_port, run, until
 
 ODD = 'it\'s a "path" with $HOME, 50% ünd so'
 
@@ -149,15 +149,18 @@ def test_make_up_again_and_docker_compose_alone_find_the_same_station(second: Ch
     assert second.compose("ps", "--quiet").strip() == second.container
 
 
-def test_docker_compose_alone_gives_two_fresh_clones_two_names(tmp_path: Path) -> None:
+def test_docker_compose_alone_takes_the_folders_name_from_wherever_it_is_called(tmp_path: Path) -> None:
+    """Not one that every checkout has: two fresh clones side by side are two stations without make, too."""
     names = set()
-    for folder in (tmp_path / "a" / "trainstation", tmp_path / "b" / "trainstation"):
-        folder.mkdir(parents=True)
+    for folder in (tmp_path / "mine", tmp_path / "yours"):
+        (folder / "notebooks").mkdir(parents=True)
         shutil.copy(ROOT / "docker-compose.yml", folder)
-        env = {key: value for key, value in os.environ.items() if key != "COMPOSE_PROJECT_NAME"}
-        done = run("docker", "compose", "config", "--format", "json", cwd=folder, env={**env, "PWD": str(folder)})
-        names.add(json.loads(done.stdout)["name"])
-    assert len(names) == 2
+        for cwd in (folder, folder / "notebooks"):
+            env = {key: value for key, value in os.environ.items() if key != "COMPOSE_PROJECT_NAME"}
+            names.add(
+                json.loads(run("docker", "compose", "config", "--format", "json", cwd=cwd, env=env).stdout)["name"]
+            )
+    assert names == {"mine", "yours"}
 
 
 def test_files_put_into_the_checkout_from_inside_are_not_obeyed(first: Checkout) -> None:
@@ -271,6 +274,25 @@ def test_a_lost_env_file_loses_no_station(first: Checkout) -> None:
         assert first.setting("STATION_ENV") == "./.env"
 
 
+def test_make_up_takes_over_what_docker_compose_alone_began(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
+    one = checkout(tmp_path / f"alone-{os.getpid()}")
+    ports = {"JUPYTER_PORT": str(free_port()), "SSH_PORT": str(free_port())}
+    files = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
+    one.compose(*files, "up", "--detach", "--no-build", **ports)
+    until("the station is healthy", lambda: one.inspect("{{.State.Health.Status}}") == "healthy")
+    name = one.inspect('{{index .Config.Labels "com.docker.compose.project"}}')
+    run("docker", "exec", "--user", "dev", one.container, "sh", "-c", "echo mine >/home/dev/note")
+    one.make("up", **ports)
+    assert one.setting("COMPOSE_PROJECT_NAME") == name == one.folder.name
+    one.make("down")
+    (one.folder / ".env").unlink()  # now the volumes alone can tell
+    one.make("up", **ports)
+    assert one.setting("COMPOSE_PROJECT_NAME") == name
+    assert run("docker", "exec", one.container, "cat", "/home/dev/note").stdout == "mine\n"
+    one.make("clean-station")
+    assert name not in run("docker", "volume", "ls").stdout
+
+
 def test_a_station_from_before_there_were_names_is_found_by_its_folder(
     checkout: Callable[..., Checkout], tmp_path: Path
 ) -> None:
@@ -331,7 +353,7 @@ def test_a_checkout_at_another_revision_has_an_image_of_its_own(
 
     friendly = run("docker", "image", "inspect", "-f", "{{.Id}}", "trainstation:runtime").stdout.strip()
     other = checkout(tmp_path / "revision")
-    (other.folder / "docker" / "rootfs" / "etc" / "tmux.conf").write_text("# another revision\n")
+    (other.folder / "docker" / "rootfs" / "etc" / "tmux.conf").write_text(f"# {tmp_path}\n")
     before, running = images(), first.inspect("{{.Image}}")
     other.make("up")
     image = other.inspect("{{.Config.Image}}")
