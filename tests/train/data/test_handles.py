@@ -37,7 +37,7 @@ class Rows(Dataset[Any]):
             self.handle = path.open("r+b", buffering=0)
         elif kind == "gz":
             path.write_bytes(gzip.compress(ROWS.tobytes(), 1))
-            self.handle = gzip.open(path)
+            self.handle = gzip.open(path)  # noqa: SIM115
         elif kind == "zip":
             with zipfile.ZipFile(path, "w") as file:
                 for name, row in content.items():
