@@ -434,9 +434,10 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
 
     A field that was not there yet when `before` was written had its default.
     """
-    before = {name: info.default for name, info in fields().items()} | before
+    defaults = {name: info.default for name, info in fields().items()}
 
     def may(name: str) -> bool:
         return name in MAY_CHANGE or name.startswith(MAY_CHANGE_GROUPS)
 
-    return [n for n in sorted(before.keys() | after.keys()) if before.get(n) != after.get(n) and not may(n)]
+    names = [name for name in sorted(before.keys() | after.keys()) if not may(name)]
+    return [name for name in names if before.get(name, defaults.get(name)) != after.get(name)]

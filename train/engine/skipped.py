@@ -64,4 +64,5 @@ class Skipped:
                     file.flush()
                     self._listed.add((one.set, one.index))
                     self._read_to += len(line)
-        record["skipped"] = dict(Counter(part for part, _ in self._listed))
+        counts = Counter(part for part, _ in self._listed)
+        record["skipped"] = {part: counts[part] for part in ("training", "evaluation") if counts[part]}
