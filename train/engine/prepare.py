@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import train
 from train import config as configuration
 from train.config import Config
 from train.data import fingerprint
-from train.engine import build
+from train.engine import build, threads
 from train.engine import manifest as manifests
 from train.engine.parallel import pick_device
 from train.engine.precision import Precision
@@ -121,12 +122,16 @@ def prepare(request: Request) -> Prepared:
             f"use --micro_batch_size {config.batch_size // ranks} or less"
         )
     if config.cpu_threads is None:
-        config.cpu_threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        torch.set_num_threads(1)  # or the process that measures would inherit a pool of threads without the threads
     train_set, eval_set = build.make_datasets(task, config)
     _check_sync_batchnorm(config, device, ranks, len(train_set))
     model = build.make_model(task, config, precision.weights)
     with _without_compiler():
         build.make_optimizer(task, model, config)
+    reason = ""
+    if config.cpu_threads is None:
+        rehearse = functools.partial(_rehearsal, task, config, precision, train_set, model)
+        config.cpu_threads, reason = threads.choose(ranks, device, rehearse)
     files: dict[str, str | bytes] = {}
     if request.init is not None:
         from safetensors.torch import save
@@ -147,10 +152,30 @@ def prepare(request: Request) -> Prepared:
         "total_steps": build.total_steps(config, plan),
         "steps_per_epoch": plan.steps_per_epoch,
         "samples": len(train_set),
+        "cpu_threads_reason": reason,
         "versions": versions(),
         "git_revision": _git_revision(),
     }
     return Prepared(task, config, files, record)
+
+
+def _rehearsal(task: Task, config: Config, precision: Precision, train_set: Any, model: Any) -> Callable[[], None]:
+    """The forward and backward of a micro batch on the CPU, to be measured. It changes model and random state."""
+    import numpy as np
+
+    from train.data.loader import MicroBatch, fetcher, to_device
+
+    indices = np.arange(min(config.micro_batch_size or 1, len(train_set)))
+    batch = fetcher(train_set, task.collate)(MicroBatch(0, 0, indices, config.seed))
+    batch = to_device(batch, torch.device("cpu"), precision.inputs)
+    model.train()
+
+    def step() -> None:
+        with precision.autocast():
+            value = task.loss(model, batch)
+        torch.autograd.backward(value[0] if isinstance(value, tuple) else value)
+
+    return step
 
 
 @contextlib.contextmanager

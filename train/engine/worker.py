@@ -169,6 +169,9 @@ def _set_up(
             f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
             + (f", continuing after step {step}" if step else "")
         )
+        reason = run.read().get("cpu_threads_reason")
+        if attempt == 1 and reason:
+            job.report.say(f"{config.cpu_threads} CPU thread{'s' if config.cpu_threads > 1 else ''} a rank ({reason})")
         if uneven.survey(plan, job.evaluation, world.size):
             job.report.say(uneven.sentence(plan, job.evaluation, world.size))
     return job, step
