@@ -154,8 +154,8 @@ class Config:
     """Where to compute: auto takes the GPUs if there are any."""
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads per rank, fixed for the life of a run (another number gives other bits). Default: OMP_NUM_THREADS or
-    MKL_NUM_THREADS where set; else measured on a micro batch before the first launch: as many as pay off, up to a fair
-    share of the cores."""
+    MKL_NUM_THREADS where set; else one for each GFLOP of a micro batch, at least one and at most a fair share of the
+    cores."""
     optim: Optim = dataclasses.field(default_factory=Optim)
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     parallel: Parallel = dataclasses.field(default_factory=Parallel)

@@ -1,13 +1,13 @@
-"""CPU threads per rank: what the user set, else as many as pay off for a step of this model.
+"""CPU threads per rank: what the user set, else as many as there is work for in a micro batch of this model.
 
-Measured once, before a run is created, and recorded in its configuration: another number gives other bits. In a forked
-process that is thrown away: whatever the task does there, it changes nothing here.
+Another number gives other bits, so two launches of one request have to come to the same: work is counted in operations,
+never in time. It is counted once, before a run is created, and the number is recorded in the run's configuration; in a
+forked process that is thrown away: whatever the task does there, it changes nothing here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -18,15 +18,14 @@ from pathlib import Path
 
 import torch
 
-_LIMIT = 2.0
-"""Seconds that measuring may take beside other work; on a machine of one's own it takes a tenth of that. What is not
-known at all then is a long step, which many threads suit."""
-_LONG = 0.1
-"""Seconds of a step on one thread that need no further measuring: it is no small model."""
-_GAIN = 0.3
-"""The part of what twice as many threads could gain that they must: beside other work they lose a multiple of it."""
-_ENOUGH, _AT_MOST = 0.05, 30
-"""Seconds, and steps, that are measured on each number of threads."""
+GRAIN = 1e9
+"""Floating-point operations of a micro batch, forward and backward, that a thread must have: some 20 ms on one core.
+
+With less, threads wait for each other longer than they work; beside other work on the same cores they lose a multiple.
+docs/benchmarks.md has the figures.
+"""
+_LIMIT = 15.0
+"""Seconds that counting may take. What takes longer is no small model: it gets the fair share."""
 
 
 def of_environment() -> tuple[int, str] | None:
@@ -69,20 +68,15 @@ def choose(ranks: int, device: torch.device, rehearse: Callable[[], Callable[[],
     most = share(ranks)
     if most == 1 or device.type != "cpu":
         return most, "a fair share of the cores"
-    measured = _measured(rehearse, most)
-    if measured is None:
-        return most, "a fair share of the cores; a step takes too long to be measured"
-    best = 1
-    for threads in sorted(measured)[1:]:
-        if not _pays(measured, best, threads):
-            break
-        best = threads
-    times = ", ".join(f"{1000 * seconds:.2g} ms on {threads}" for threads, seconds in sorted(measured.items()))
-    return best, f"measured: a micro batch takes {times}"
+    operations = _operations(rehearse)
+    if operations is None:
+        return most, "a fair share of the cores; what a micro batch takes could not be counted"
+    found = min(most, max(1, int(operations / GRAIN)))
+    return found, f"a micro batch takes {operations / 1e9:.3g} GFLOP, and a thread should have 1 of it"
 
 
-def _measured(rehearse: Callable[[], Callable[[], None]], most: int) -> dict[int, float] | None:
-    """Seconds of a step by the number of threads: 1, 2, 4 … as long as it pays off. None where it takes long."""
+def _operations(rehearse: Callable[[], Callable[[], None]]) -> float | None:
+    """Floating-point operations of a step in matrix products, convolutions and attention; None where it fails."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a fork beside other threads: the child is killed if it should hang
@@ -92,7 +86,7 @@ def _measured(rehearse: Callable[[], Callable[[], None]], most: int) -> dict[int
             nothing = os.open(os.devnull, os.O_RDWR)
             for fd in (0, 1, 2):
                 os.dup2(nothing, fd)
-            _climb(rehearse(), most, writer)
+            os.write(writer, b"%d" % _count(rehearse()))
         finally:
             os._exit(0)
     os.close(writer)
@@ -107,34 +101,13 @@ def _measured(rehearse: Callable[[], Callable[[], None]], most: int) -> dict[int
         os.close(reader)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    found = dict(json.loads(line) for line in answer.splitlines() if line.endswith(b"]"))
-    return found if found and found[1] <= _LONG else None
+    return float(answer) if answer else None
 
 
-def _climb(step: Callable[[], None], most: int, writer: int) -> None:
-    """Write down what a step takes on 1, 2, 4 … threads, as long as it pays off."""
-    times: dict[int, float] = {}
-    before, threads = 1, 1
-    while True:
-        times[threads] = _fastest(step, threads)
-        os.write(writer, json.dumps([threads, times[threads]]).encode() + b"\n")
-        is_enough = threads == most or times[1] > _LONG
-        if is_enough or (threads > 1 and not _pays(times, before, threads)):
-            return
-        before, threads = threads, min(2 * threads, most)
+def _count(step: Callable[[], None]) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
 
-
-def _pays(times: dict[int, float], few: int, many: int) -> bool:
-    return times[few] / times[many] >= 1 + _GAIN * (many / few - 1)
-
-
-def _fastest(step: Callable[[], None], threads: int) -> float:
-    """Seconds of the fastest of some steps: other work beside it makes steps slower, never faster."""
-    torch.set_num_threads(threads)
-    step()
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < _ENOUGH and len(times) < _AT_MOST):
-        begin = time.perf_counter()
+    torch.set_num_threads(1)
+    with FlopCounterMode(display=False) as counter:
         step()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return int(counter.get_total_flops())

@@ -1,4 +1,4 @@
-"""How many CPU threads a rank takes: what the user set, else as many as a step of the model pays off."""
+"""How many CPU threads a rank takes: what the user set, else as many as a micro batch has work for."""
 
 from __future__ import annotations
 
@@ -72,29 +72,43 @@ def choose(monkeypatch: pytest.MonkeyPatch, step: Callable[[], None], cores: int
     return threads.choose(1, CPU, lambda: step)
 
 
-def test_more_threads_must_pay_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(monkeypatch, lambda: time.sleep(0.002))[0] == 1
-    assert choose(monkeypatch, lambda: time.sleep(0.012 / torch.get_num_threads()))[0] == 4
-    assert choose(monkeypatch, lambda: time.sleep(0.012 / min(torch.get_num_threads(), 2)))[0] == 2
-    assert choose(monkeypatch, lambda: time.sleep(0.012 / min(torch.get_num_threads(), 2)), cores=1)[0] == 1
+def product(gflop: float) -> Callable[[], None]:
+    """A step of so many operations: one product of matrices."""
+    left, right = torch.ones(100, 1000), torch.ones(1000, int(gflop * 5000))
+    return lambda: torch.mm(left, right).sum().item() and None
 
 
-@pytest.mark.parametrize("what", ["hangs", "dies", "fails", "is long"])
-def test_a_task_that_cannot_be_measured_gets_its_share_and_harms_nobody(
+def test_a_thread_gets_a_gigaflop_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gflop, cores, expected in ((0.01, 4, 1), (1.9, 4, 1), (2.1, 4, 2), (3.5, 4, 3), (9, 4, 4), (9, 1, 1)):
+        assert choose(monkeypatch, product(gflop), cores)[0] == expected
+
+
+def test_the_number_depends_on_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches of one request are compared bit for bit, and another number of threads gives other bits."""
+
+    def slow() -> None:
+        time.sleep(0.5)
+        product(1.2)()
+
+    assert choose(monkeypatch, slow) == choose(monkeypatch, product(1.2))
+
+
+@pytest.mark.parametrize("what", ["hangs", "dies", "fails"])
+def test_a_task_that_cannot_be_counted_gets_its_share_and_harms_nobody(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     def step() -> None:
-        {"hangs": lambda: time.sleep(10000), "dies": lambda: os._exit(9), "fails": lambda: int("x"),
-         "is long": lambda: time.sleep(0.3)}[what]()  # fmt: skip
+        {"hangs": lambda: time.sleep(10000), "dies": lambda: os._exit(9), "fails": lambda: int("x")}[what]()
 
+    monkeypatch.setattr(threads, "_LIMIT", 1.0)
     threads_before, state = torch.get_num_threads(), torch.get_rng_state()
-    assert choose(monkeypatch, step) == (4, "a fair share of the cores; a step takes too long to be measured")
+    assert choose(monkeypatch, step) == (4, "a fair share of the cores; what a micro batch takes could not be counted")
     assert torch.get_num_threads() == threads_before and torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_small_model_is_measured_and_takes_one_thread(station: Station) -> None:
+def test_a_small_model_takes_one_thread(station: Station) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("there is one core only: nothing to choose")
     done = station.ok("run", "digits", "--name", "d", *SHORT, env={"OMP_NUM_THREADS": "", "MKL_NUM_THREADS": ""})
-    assert "CPU thread a rank (measured: a micro batch takes " in done.stderr, done.stderr
+    assert "CPU thread a rank (a micro batch takes " in done.stderr, done.stderr
     assert recorded(station, "d") == 1
