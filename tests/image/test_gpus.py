@@ -201,8 +201,9 @@ def test_the_cuda_compiler_is_on_the_path_everywhere(cuda: Station, way: str) ->
         "login": lambda: cuda.ssh(f"bash -lc '{command}'").stdout,
         "tmux": lambda: (
             cuda.ssh(
-                f"tmux -L nvcc new-session -d '{command} >/tmp/nvcc.out; tmux -L nvcc wait-for -S done'"
-                " && tmux -L nvcc wait-for done; cat /tmp/nvcc.out"
+                # a file says when: the server is gone with its session, and a signal sent through it is lost
+                f"rm -f /tmp/nvcc.*; tmux -L nvcc new-session -d '{command} >/tmp/nvcc.out; touch /tmp/nvcc.done'"
+                " && until [ -e /tmp/nvcc.done ]; do sleep 0.1; done; cat /tmp/nvcc.out"
             ).stdout
         ),
         "make": lambda: run("scripts/station.sh", "exec", *command.split(), cwd=cuda.folder, env=cuda.env).stdout,
