@@ -101,6 +101,7 @@ COPY train/ /opt/trainstation/train/
 # and the image works without a checkout. Root's Python gets the copy alone: user dev can write to /workspace.
 RUN echo 'import os, sys; sys.path += ["/workspace"] * (os.geteuid() != 0) + ["/opt/trainstation"]' \
         >/usr/local/lib/python3.11/dist-packages/trainstation.pth; \
+    find /opt/trainstation/train -perm /6000 -exec chmod a-s {} +; \
     python3 -I -m compileall -q /opt/trainstation/train /usr/local/lib/trainstation
 
 # The same variables reach every way in (docker exec, ssh, Jupyter, tmux): what is set here is there for all of them,

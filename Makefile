@@ -1,6 +1,6 @@
 # What people type. `make` alone lists it; each target says in its own line what it is for.
 SHELL := /bin/bash
-MAKEFLAGS += --no-print-directory
+MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 
 # The image carries its own Python with everything installed; anywhere else the environment is .venv.
@@ -9,6 +9,10 @@ PY := python3
 else
 PY := .venv/bin/python
 endif
+
+# make would look for ways to make its own files anew, from a Makefile.sh for one, and run what it finds in there.
+.SUFFIXES:
+GNUmakefile Makefile docker/station.mk: ;
 
 .PHONY: help
 help: ## this list

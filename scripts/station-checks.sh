@@ -48,16 +48,24 @@ more_files() {
     done
 }
 check_compose_files() {
-    local file folder said
+    local file said
     while IFS= read -r file; do
         [ -n "$file" ] || continue
         [ -f "$file" ] || die "COMPOSE_FILE names $file, which is not there"
-        folder=$(cd -P "$(dirname "$file")" && printf '%s/' "$PWD")
-        if [[ $folder == "$PWD"/* && $folder != "$PWD"/docker/* && $folder != "$PWD"/scripts/* ]] && [ "$(setting PROTECT_CHECKOUT true)" = true ]; then
-            die "COMPOSE_FILE names $file, which user dev inside can change: move it to docker/, which is read-only inside, or out of the checkout"
-        fi
+        check_place COMPOSE_FILE "$file"
     done < <(more_files)
     said=$(compose config --quiet 2>&1) || die "docker compose cannot read the settings: $(tail -n 1 <<<"$said")"
+}
+
+# check_place NAME PATH: what lies in a folder that is writable inside is dev's to replace, by a link to anywhere; the
+# engine follows it at each start, also where nobody asks make. docker-compose.yml lists those folders.
+check_place() {
+    local folder here place
+    here=$(cd -P . && printf '%s' "$PWD")
+    place=$(cd -P -- "$(dirname -- "$2")" 2>/dev/null && printf '%s/%s' "$PWD" "$(basename -- "$2")") || return 0
+    for folder in train tests notebooks projects docs runs datasets; do
+        [[ $place != "$here/$folder"/* ]] || die "$1=$2 lies in $folder/, where user dev inside can put anything else in its place: move it out of there"
+    done
 }
 
 # check_folder NAME FOLDER: a folder in the checkout is dev's to replace, so there a link is not followed: it could lead to
@@ -115,14 +123,17 @@ check_settings() {
 
     data=$(expand "$(setting DATASETS_DIR ./datasets)")
     check_folder DATASETS_DIR "$data"
+    check_place DATASETS_DIR "$data"
     [ -d "$data" ] || die "DATASETS_DIR=$data is no folder: make it, or name the one with your data in .env"
     key=$(expand "$(setting SSH_PUBLIC_KEY)")
     if [ -n "$key" ]; then
+        check_place SSH_PUBLIC_KEY "$key"
         [ -r "$key" ] && [ -f "$key" ] || die "SSH_PUBLIC_KEY=$key cannot be read"
         ! grep -q 'PRIVATE KEY' "$key" || die "SSH_PUBLIC_KEY=$key is a private key: name the file that ends in .pub"
         [ -n "$(public_keys <"$key")" ] || die "SSH_PUBLIC_KEY=$key holds no public key"
     fi
     if [ -n "$(setting CA_BUNDLE)" ]; then
+        check_place CA_BUNDLE "$(setting CA_BUNDLE)"
         grep -qs 'BEGIN CERTIFICATE' "$(setting CA_BUNDLE)" || die "CA_BUNDLE=$(setting CA_BUNDLE) holds no certificate (PEM)"
     fi
     # Build arguments stay readable in the image's history.
@@ -131,6 +142,7 @@ check_settings() {
 
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     check_folder RUNS_DIR "$runs"
+    check_place RUNS_DIR "$runs"
     if [ -e "$runs" ]; then
         [ -d "$runs" ] || die "RUNS_DIR=$runs is no folder"
         if [ ! -w "$runs" ]; then

@@ -60,7 +60,7 @@ build() {
         image=trainstation:runtime-$now
     fi
     say "building $image (a few minutes the first time)"
-    BASE_IMAGE=$base STATION_VERSION=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' train/__init__.py) \
+    BASE_IMAGE=$base STATION_VERSION=$([ ! -f train/__init__.py ] || sed -n 's/^__version__ = "\(.*\)"/\1/p' train/__init__.py) \
         STATION_REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown) STATION_INPUTS=$now STATION_IMAGE=$image \
         DOCKER_BUILDKIT=1 compose build "$@" || die "the image could not be built, see above; $(why_not_built)"
     docker tag "$image" "${image%-*}"

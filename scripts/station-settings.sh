@@ -97,7 +97,9 @@ put() {
     said=$(as_owner bash -c '
         umask 077
         cd -P -- "$1" && [ "$PWD" = "$4" ] || { echo "its folder is not $4"; exit 1; }
-        new=$(mktemp "./.$2.XXXXXX") || exit 1
+        room=.
+        [ ! -d .secrets ] || room=.secrets # which is not seen from inside: nobody can put another file in its place
+        new=$(mktemp "$room/.$2.XXXXXX") || exit 1
         trap "rm -f -- $new" EXIT
         cat >"$new" && chmod "$3" "$new" || exit 1
         sync "$new" 2>/dev/null || :
@@ -178,7 +180,6 @@ make_missing_files() {
     if ! env_value DEV_UID >/dev/null && [ "$(owner_of .)" != 0 ] && [[ $engine_options != *name=rootless* ]]; then
         remember DEV_UID "$(owner_of .)" DEV_GID "$(group_of .)"
     fi
-    env_value STATION_ENV >/dev/null || remember STATION_ENV ./.env
 
     make_secrets_folder
     if [ ! -s "$token" ] || [ -n "$copied_from" ]; then

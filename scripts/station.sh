@@ -100,7 +100,7 @@ wait_healthy() {
             'running healthy '*) return 0 ;;
             'running starting 0' | 'created '*' 0') ;;
             *)
-                reason=$(docker logs --tail 200 "$id" 2>&1 | grep -E 'error:|health:' | tail -n 1 | sed -E 's/^trainstation: (error: )?//')
+                reason=$(docker logs --tail 200 "$id" 2>&1 | grep -E 'error:|health:' | tail -n 1 | sed -E 's/^trainstation: (error: )?//' | tr -d '\000-\037\177')
                 take_back
                 die "the station did not start: ${reason:-its state is $now, see make logs}"
                 ;;

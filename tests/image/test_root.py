@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, Station, run, until
+from conftest import OWNER, Station, run, until
 from traced import Opened, opened_by_root, strace_folder
 
 # Run by root it leaves a mark and a shell that makes anybody root; run by dev it does nothing.
@@ -44,9 +44,11 @@ def write_as_dev(station: Station, path: str, text: str, mode: str = "644") -> N
 def planted(mine: Station) -> Iterator[Station]:
     """A station in which dev has put something at every place that somebody's start has ever looked at."""
     site = "/home/dev/.local/lib/python3.11/site-packages"
-    for folder in ("/workspace", site, "/tmp", "/home/dev", "/workspace/runs"):
+    for folder in (site, "/tmp", "/home/dev", "/workspace/runs", "/workspace/train"):
         for name in MODULES:
             write_as_dev(mine, f"{folder}/{name}.py", PYTHON)
+    for name in MODULES:  # as where the protection is lifted, or the container was started without compose
+        (mine.folder / f"{name}.py").write_text(PYTHON)
     write_as_dev(mine, f"{site}/planted.pth", "import usercustomize\n")
     for name in COMMANDS:
         write_as_dev(mine, f"/home/dev/.local/bin/{name}", f"#!/usr/bin/env -S -i /bin/bash\n{SHELL}exit 0\n", "755")
@@ -54,7 +56,9 @@ def planted(mine: Station) -> Iterator[Station]:
         write_as_dev(mine, f"/home/dev/{name}", SHELL if "rc" in name or "profile" in name else "")
     yield mine
     mine.dev("bash", "-c", f"cd /home/dev && rm -rf .local {' '.join(STARTUP)} *.py /tmp/*.py /workspace/runs/*.py")
-    mine.dev("bash", "-c", f"cd /workspace && rm -f {' '.join(f'{name}.py' for name in MODULES)}")
+    for name in MODULES:
+        (mine.folder / f"{name}.py").unlink()
+        (mine.folder / "train" / f"{name}.py").unlink()
 
 
 def was_root(station: Station) -> str:
@@ -190,78 +194,89 @@ def test_keys_that_dev_adds_do_not_count(mine: Station, tmp_path: Path) -> None:
 
 # --- what the owner of the checkout executes
 
-
-def protected() -> list[str]:
-    path = ROOT / "docker/rootfs/usr/local/lib/trainstation/protected"
-    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
-
-
-def test_the_two_lists_of_what_is_protected_agree() -> None:
-    service = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["station"]
-    mounted = {v["target"]: str(v.get("read_only")) for v in service["volumes"] if isinstance(v, dict)}
-    kept = [t.removeprefix("/workspace/") for t, read_only in mounted.items() if "PROTECT_CHECKOUT" in read_only]
-    assert sorted(kept) == sorted(protected())
-
-
-def test_every_file_of_the_checkout_that_the_station_is_made_by_is_protected() -> None:
-    """What lies at the root is on the list, or is known to be read by nobody outside."""
-    harmless = {"README.md", "train", "tests", "notebooks", "docs", "datasets", ".gitignore", "deploy"}
-    listed = {name.split("/")[0] for name in run("git", "ls-files", cwd=ROOT).stdout.splitlines()}
-    assert listed - harmless <= set(protected())
-
-
+WRITABLE = ("train", "tests", "notebooks", "projects", "docs", "datasets", "runs")
 ATTACKS = """
 cd /workspace
-for name in {names}; do
-    echo evil 2>/dev/null >"$name" && echo "wrote $name"
+for name in $(ls -A) .env .git .secrets .venv Makefile.sh makefile compose.yaml docker-compose.override.yml; do
     mv "$name" gone 2>/dev/null && echo "moved $name"
-    rm -rf "$name" 2>/dev/null
-    ln -sfn /home/dev "$name" 2>/dev/null && [ -L "$name" ] && echo "replaced $name"
-    [ ! -d "$name" ] || {{ echo evil 2>/dev/null >"$name/evil" && echo "wrote into $name"; }}
-    chmod 777 "$name" 2>/dev/null && echo "opened $name"
-done
-for name in runs datasets .secrets; do
-    mv "$name" gone 2>/dev/null && echo "moved $name"
+    rm -rf "$name" 2>/dev/null && [ ! -d "$name" ] && echo "removed $name"
     rmdir "$name" 2>/dev/null && echo "removed $name"
+    ln -sfnT /home/dev "$name" 2>/dev/null && echo "replaced $name"
+    case " WRITABLE " in *" $name "*) continue ;; esac
+    ( : >>"$name" ) 2>/dev/null && echo "wrote $name"
+    mkdir "$name" 2>/dev/null && echo "made $name"
+    chmod 777 "$name" 2>/dev/null && echo "opened $name"
+    [ ! -d "$name" ] || find "$name" -writable 2>/dev/null
 done
 true
 """
 
 
+def everything(folder: Path) -> dict[str, bytes]:
+    outside = [path for path in folder.iterdir() if path.name not in WRITABLE]
+    files = [file for top in outside for file in ([top] if top.is_file() else top.rglob("*")) if file.is_file()]
+    return {str(file): file.read_bytes() for file in files}
+
+
 def test_what_the_owner_executes_cannot_be_changed_from_inside(mine: Station) -> None:
-    before = {path: path.read_bytes() for path in sorted(mine.folder.rglob("*")) if path.is_file()}
-    # without an .env there is only the null device, which swallows what is written
-    said = mine.dev("bash", "-c", ATTACKS.format(names=" ".join(protected()))).stdout
-    assert said.replace("wrote .env\n", "") == ""
-    for name in protected():
-        path = mine.folder / name
-        files = [path] if path.is_file() else path.rglob("*")
-        assert all(file.read_bytes() == before[file] for file in files if file.is_file())
-    assert "can be changed" not in mine.log
-    assert mine.dev("bash", "-c", "touch /workspace/mine.py && rm /workspace/mine.py").returncode == 0
+    (mine.folder / ".git").mkdir(exist_ok=True)
+    kept = mine.folder.parent / "kept"
+    shutil.copytree(mine.folder, kept, symlinks=True)  # the attack empties what may be written to
+    before = everything(mine.folder)
+    assert mine.dev("bash", "-c", ATTACKS.replace("WRITABLE", " ".join(WRITABLE))).stdout == ""
+    assert everything(mine.folder) == before
+    assert len(before) > 40
+    for name in WRITABLE:
+        shutil.copytree(kept / name, mine.folder / name, symlinks=True, dirs_exist_ok=True)
+        for path in [mine.folder / name, *(mine.folder / name).rglob("*")]:
+            os.chown(path, OWNER, OWNER, follow_symlinks=False)
+    assert "can change" not in mine.log
 
 
-def test_health_tells_of_a_file_that_lost_its_protection(mine: Station) -> None:
-    """Git and editors replace a file by another of its name; the mount goes with the old one, by the kernel's rule."""
+def test_a_file_replaced_from_outside_stays_protected(mine: Station) -> None:
+    """As git and editors do it: a new file takes the name of the old one, and a mount on it would be gone."""
     path = mine.folder / "Makefile"
-    owner = path.stat()
     (mine.folder / "Makefile.new").write_bytes(path.read_bytes())
-    os.chown(mine.folder / "Makefile.new", owner.st_uid, owner.st_gid)
+    os.chown(mine.folder / "Makefile.new", OWNER, OWNER)
     (mine.folder / "Makefile.new").rename(path)
-    try:
-        until("health says so", lambda: "Makefile was replaced from outside" in mine.log, 60)
-    finally:
-        mine.compose("up", "--detach", "--force-recreate", "--no-build")
-    mine.wait_healthy()
+    assert mine.dev("bash", "-c", "echo evil >>/workspace/Makefile", check=False).returncode != 0
+    assert b"evil" not in path.read_bytes()
 
 
-def test_health_tells_of_a_file_that_docker_compose_or_make_would_take(mine: Station) -> None:
-    write_as_dev(mine, "/workspace/compose.yaml", "services: {}\n")
+@pytest.mark.parametrize("name", WRITABLE)
+def test_work_goes_on_in_its_folders(mine: Station, name: str) -> None:
+    mine.dev("bash", "-c", f"cd /workspace/{name} && echo mine >mine.py && mkdir d && rmdir d")
+    assert (mine.folder / name / "mine.py").stat().st_uid == OWNER
+    mine.dev("rm", f"/workspace/{name}/mine.py")
+
+
+def test_what_is_mounted_does_not_lie_where_dev_could_replace_it(mine: Station, tmp_path: Path) -> None:
+    (mine.folder / "notebooks" / "data").mkdir()
+    shutil.copy("/etc/ssl/certs/ca-certificates.crt", mine.folder / "notebooks" / "ca.pem")
     try:
-        until("health says so", lambda: "compose.yaml" in mine.log, 60)
+        for name, path in (("RUNS_DIR", "data"), ("DATASETS_DIR", "data"), ("CA_BUNDLE", "ca.pem")):
+            env = {**mine.env, name: f"./notebooks/{path}"}
+            done = run("make", "-s", "up", cwd=mine.folder, env=env, check=False)
+            assert done.returncode != 0
+            assert f"{name}=./notebooks/{path} lies in notebooks/, where user dev" in done.stderr
     finally:
-        mine.dev("rm", "/workspace/compose.yaml")
-    mine.wait_healthy()
+        (mine.folder / "notebooks" / "data").rmdir()
+        (mine.folder / "notebooks" / "ca.pem").unlink()
+
+
+def test_make_makes_its_own_files_from_nothing(mine: Station) -> None:
+    """A Makefile.sh, a Makefile,v or an s.Makefile beside it would be built into a Makefile, and run."""
+    names = ("Makefile.sh", "GNUmakefile.sh", "Makefile,v", "s.Makefile", "Makefile.c", "help.sh", "url.sh")
+    for name in names:
+        (mine.folder / name).write_text("$(shell touch was-made)\ninclude docker/station.mk\n")
+        os.utime(mine.folder / name, (2e9, 2e9))
+    try:
+        mine.make("help")
+        mine.make("url")
+        assert not (mine.folder / "was-made").exists()
+    finally:
+        for name in names:
+            (mine.folder / name).unlink()
 
 
 def test_one_setting_lifts_the_protection_and_is_warned_of(mine: Station) -> None:
@@ -269,7 +284,7 @@ def test_one_setting_lifts_the_protection_and_is_warned_of(mine: Station) -> Non
     done = run("make", "-s", "up", cwd=mine.folder, env=env, timeout=300)
     try:
         assert "PROTECT_CHECKOUT=false" in done.stdout + done.stderr
-        assert "warning: user dev can change" in mine.log
+        assert "warning: user dev can change all of this checkout" in mine.log
         assert mine.dev("bash", "-c", "cd /workspace && cp Makefile m && cat m >Makefile && rm m").returncode == 0
         mine.wait_healthy()
     finally:

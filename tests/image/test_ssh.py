@@ -159,7 +159,7 @@ def test_a_root_owned_checkout_works_as_user_1000_and_says_so(make_station: Call
     assert mine.ssh("id -u").stdout == "1000\n"
     mine.ssh("touch /workspace/runs/made")
     assert (mine.folder / "runs" / "made").stat().st_uid == 1000
-    assert "/workspace belongs to root: working as user 1000, who now owns runs/ and notebooks/" in mine.log
+    assert "/workspace belongs to root: working as user 1000, who now owns runs/, notebooks/ and projects/" in mine.log
     # what JupyterLab's launcher does where it opens
     session = requests.Session()
     session.headers["Authorization"] = f"token {mine.token}"

@@ -185,10 +185,11 @@ def test_files_put_into_the_checkout_from_inside_are_not_obeyed(first: Checkout)
 
 def test_a_compose_file_of_ones_own_lies_where_dev_cannot_change_it(first: Checkout) -> None:
     mine = "services: {station: {environment: {MINE: here}}}\n"
-    (first.folder / "mine.yml").write_text(mine)
-    assert "user dev inside can change" in first.refused("up", COMPOSE_FILE="docker-compose.yml:mine.yml")
+    (first.folder / "notebooks" / "mine.yml").write_text(mine)
+    said = first.refused("up", COMPOSE_FILE="docker-compose.yml:notebooks/mine.yml")
+    assert "notebooks/mine.yml lies in notebooks/, where user dev inside can put anything" in said
     assert "which is not there" in first.refused("up", COMPOSE_FILE="docker-compose.yml:nothing.yml")
-    (first.folder / "mine.yml").rename(first.folder / "docker" / "mine.yml")
+    (first.folder / "notebooks" / "mine.yml").rename(first.folder / "docker" / "mine.yml")
     try:
         first.make("up", COMPOSE_FILE="docker-compose.yml:docker/mine.yml")
         assert "MINE=here" in first.inspect("{{.Config.Env}}")
@@ -271,7 +272,6 @@ def test_a_lost_env_file_loses_no_station(first: Checkout) -> None:
         (first.folder / ".env").write_text("")  # what an engine leaves that mounted it before it was there
         first.make("up")
         assert {**first.belongings, "ports": before["ports"]} == before
-        assert first.setting("STATION_ENV") == "./.env"
 
 
 def test_make_up_takes_over_what_docker_compose_alone_began(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
