@@ -384,7 +384,11 @@ def _resume(options: Any, runs: Path, flags: dict[str, str]) -> int:
             if run.state() == store.RUNNING:
                 raise Refused(f"{name} is running; see: train show {name}")
             if run.state() == store.FINISHED and not {"epochs", "steps"} & set(flags):
-                print(f"{name} has finished already; for more: train resume {name} --epochs N", file=sys.stderr)
+                is_script = bool(run.read().get("script"))
+                if options.script is not None and is_script:
+                    raise Refused(f"{name} has finished already; a new run: train launch --script {options.script}")
+                more = "" if is_script else f"; for more: train resume {name} --epochs N"
+                print(f"{name} has finished already{more}", file=sys.stderr)
                 continue
             order = launch.Order(
                 kind="resume", runs=str(runs), name=name, flags=flags, nproc=options.nproc, gpus=options.gpus,

@@ -41,6 +41,8 @@ class Group:
     """How many of its processes the kernel has killed for lack of memory; None: not counted."""
     hits: int
     """How often its limit was met."""
+    peak: int = 0
+    """The most bytes that its processes have ever taken, 0 where that is not known."""
 
 
 def chain(process: Path = Path("/proc/self")) -> list[Group]:
@@ -84,9 +86,13 @@ def _place(process: Path) -> tuple[Path | None, Path | None]:
 
 def _look(folder: Path) -> Group:
     events = _counters(folder / "memory.events") | _counters(folder / "memory.oom_control")
-    limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-    hits = events.get("oom", 0) + (_number(folder / "memory.failcnt") or 0)
-    return Group(folder, limit if limit and limit < _UNLIMITED else None, events.get("oom_kill"), hits)
+    # Version 1 limits memory, and memory with swap; where the two are equal, neither counts how often it was met.
+    limits = [_number(folder / f"memory.{name}") for name in ("max", "limit_in_bytes", "memsw.limit_in_bytes")]
+    limit = min((limit for limit in limits if limit and limit < _UNLIMITED), default=None)
+    counts = [_number(folder / f"memory.{name}") for name in ("failcnt", "memsw.failcnt")]
+    peaks = [_number(folder / f"memory.{name}") for name in ("peak", "max_usage_in_bytes", "memsw.max_usage_in_bytes")]
+    hits = events.get("oom", 0) + sum(count or 0 for count in counts)
+    return Group(folder, limit, events.get("oom_kill"), hits, max(peak or 0 for peak in peaks))
 
 
 def _counters(path: Path) -> dict[str, int]:
@@ -128,7 +134,8 @@ class Kills:
             after = [_look(group.folder) for group in groups]
             if (after[0].kills or 0) > (groups[0].kills or 0):
                 met = [new for old, new in zip(groups, after, strict=True) if new.hits > old.hits and new.limit]
-                return _words(met[0]) if met else machine()
+                full = [group for group in after if group.limit and group.peak > 0.99 * group.limit]
+                return _words((met or full)[0]) if met or full else machine()
         if not counted and _counters(Path("/proc/vmstat")).get("oom_kill", 0) > self._everywhere:
             return machine()
         return None
