@@ -35,8 +35,11 @@ def test_without_the_token_a_login_page_is_all_there_is(station: Station, page: 
 
 
 def test_the_token_opens_the_lab_with_notebooks_and_runs(station: Station, page: Page) -> None:
+    """It opens where notebooks can be saved; the rest of the checkout is one click away."""
     page.goto(f"{station.url}/lab?token={station.token}")
-    for folder in ("notebooks", "runs", "train"):
+    expect(page.locator(".jp-DirListing-itemName", has_text="01-start-here").first).to_be_visible(timeout=60_000)
+    page.locator(".jp-BreadCrumbs-home").first.click()
+    for folder in ("notebooks", "projects", "runs", "train"):
         expect(page.locator(".jp-DirListing-itemName", has_text=folder).first).to_be_visible(timeout=60_000)
     expect(page.locator(".jp-LauncherCard", has_text="TensorBoard")).to_be_visible()
 

@@ -182,6 +182,7 @@ def test_an_edited_script_goes_on_with_its_copy_and_that_is_said(station: Statio
     station.ok("launch", "--script", "script.py", "--name", "a", "--", "x")
     wait_for_words(station, 1, "pool")
     write(station, EDITED.format(answer=2))
+    station.wait("a", lambda record: (record.get("pids") or {}).get("ranks"), "the rank's process id")
     rank = station.record("a")["pids"]["ranks"][0]
     os.kill(rank, signal.SIGKILL)  # a death at night: nobody has asked for the edited one
     wait_for_words(station, 2, "pool")

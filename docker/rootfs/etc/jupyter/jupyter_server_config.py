@@ -15,7 +15,7 @@ c.ServerApp.port_retries = 0
 c.ServerApp.open_browser = False
 c.ServerApp.root_dir = "/workspace"
 if not os.access("/workspace", os.W_OK) and os.access("/workspace/notebooks", os.W_OK):
-    # root's checkout: the launcher's notebooks go to where they can be saved
+    # the launcher's notebooks go to where they can be saved
     c.ServerApp.preferred_dir = "/workspace/notebooks"
 c.ServerApp.allow_remote_access = True  # the host's name is the user's affair: an address, a tunnel, a machine's name
 c.ServerApp.terminals_enabled = True
