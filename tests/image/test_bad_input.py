@@ -241,7 +241,8 @@ def test_full_places_inside_do_not_keep_the_services_from_starting(make_station:
     up = ("docker", "compose", *files, "up", "-d", "--no-build")
     run(*up, cwd=station.folder, env=station.env)
     station.wait_healthy()
-    fill = "for p in /tmp /home/dev; do dd if=/dev/zero of=$p/full bs=1k 2>/dev/null; df --output=avail $p | tail -n 1; done"
+    dd = "dd if=/dev/zero of=$place/full bs=1k 2>/dev/null"
+    fill = f"for place in /tmp /home/dev; do {dd}; df --output=avail $place | tail -n 1; done"
     assert station.dev("bash", "-c", fill).stdout.split() == ["0", "0"]
     run("docker", "restart", "--time", "5", station.container)  # /tmp is empty again, home is not
     station.dev("bash", "-c", fill)
