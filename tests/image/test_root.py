@@ -199,7 +199,7 @@ ATTACKS = """
 cd /workspace
 for name in $(ls -A) .env .git .secrets .venv Makefile.sh makefile compose.yaml docker-compose.override.yml; do
     mv "$name" gone 2>/dev/null && echo "moved $name"
-    rm -rf "$name" 2>/dev/null && [ ! -d "$name" ] && echo "removed $name"
+    [ -e "$name" ] && rm -rf "$name" 2>/dev/null && echo "removed $name"
     rmdir "$name" 2>/dev/null && echo "removed $name"
     ln -sfnT /home/dev "$name" 2>/dev/null && echo "replaced $name"
     case " WRITABLE " in *" $name "*) continue ;; esac
