@@ -3,7 +3,7 @@
 # take each other's. Sourced by station.sh.
 #
 # trainstation:runtime-0123456789ab   made of exactly this; what containers are started from
-# trainstation:runtime                the one built last, for people to type
+# trainstation:runtime                the one started last, for people to type
 # trainstation:used-by-NAME           keeps an image for a checkout whose station is down
 
 image="" # of this checkout's station, set by find_image
@@ -100,6 +100,7 @@ release_image() {
 # After a start: this checkout keeps the image it runs, and lets go of the one it ran before.
 keep_image() {
     local before
+    docker tag "$image" "${image%-*}" 2>/dev/null || : # what docker compose takes by itself where .env names no image
     [ "$named_by" != environment ] || return 0
     before=$(docker image inspect -f '{{.Id}}' "trainstation:used-by-$project" 2>/dev/null) || before=""
     if [ -n "$before" ] && [ "$before" != "$(docker image inspect -f '{{.Id}}' "$image")" ]; then
