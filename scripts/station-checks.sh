@@ -68,8 +68,8 @@ check_place() {
     done
 }
 
-# check_folder NAME FOLDER: a folder in the checkout is dev's to replace, so there a link is not followed: it could lead to
-# the host's root.
+# check_folder NAME FOLDER: where the protection is or was lifted, dev could replace a folder of the checkout, ./runs for one;
+# so a link in it is not followed: it could lead to the host's root.
 check_folder() {
     local path=$2 rest
     case $path in "$PWD"/*) path=${path#"$PWD"/} ;; /*) return ;; esac

@@ -22,7 +22,6 @@ PAIR = ("id_ed25519", "id_ed25519.pub")
 FILES = ("authorized_keys", "jupyter_token", *PAIR, "known_hosts")
 MOST = 256 * 1024  # bytes of one file
 
-
 # Options (in them, blanks stand between quotes), type, key, comment.
 LINE = re.compile(
     r"""(?:(?:[^\s"]|"(?:\\.|[^"\\])*")+[ \t]+)??"""
