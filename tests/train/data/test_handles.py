@@ -56,7 +56,8 @@ class Rows(Dataset[Any]):
             self.handle.executemany("insert into rows values (?, ?)", enumerate(content.values()))
             self.handle.commit()
         elif kind == "h5py":
-            h5py = pytest.importorskip("h5py")
+            import h5py
+
             with h5py.File(path, "w") as file:
                 file.create_dataset("rows", data=ROWS, chunks=(1, SIZE), compression="gzip")
             self.handle = h5py.File(path, "r")

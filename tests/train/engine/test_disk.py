@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,20 @@ def volume(mount: Mount, engine: Engine, tmp_path: Path) -> Engine:
     return elsewhere(engine, mount(f"-o loop,errors=remount-ro {image}", folder))
 
 
+def unmount(image: Path, folder: Path) -> None:
+    """Returns when nobody holds the file system any more: a container that starts meanwhile has a copy of all mounts
+    for a moment, and who mounts the image then gets the file system of before, not what is on the disk."""
+    sh(f"umount {folder}")
+    deadline = time.monotonic() + 60
+    while subprocess.run(["losetup", "-j", image], check=True, capture_output=True).stdout:
+        assert time.monotonic() < deadline, f"{image} is still mounted somewhere"
+        time.sleep(0.05)
+
+
 def repair(image: Path, folder: Path) -> None:
     """What an administrator does with a file system that has given up."""
-    sh(f"umount {folder}; fsck.ext4 -fy {image} >/dev/null; mount -o loop {image} {folder}")
+    unmount(image, folder)
+    sh(f"fsck.ext4 -fy {image} >/dev/null; mount -o loop {image} {folder}")
 
 
 @pytest.mark.parametrize("flags", [SYNC, ASYNC], ids=["sync", "async"])
@@ -193,5 +205,6 @@ def test_lines_whose_fsync_failed_are_written_again(mount: Mount, tmp_path: Path
     lines.add("third")
     assert lines.sync()
     lines.close()
-    sh(f"umount {folder} && mount -o loop {below}/image {folder}")  # what is on the disk, not in the cache
+    unmount(below / "image", folder)  # what is on the disk, not in the cache
+    sh(f"mount -o loop {below}/image {folder}")
     assert path.read_text().splitlines() == ["first" * 2000, "second" * 20000, "third"]
