@@ -42,6 +42,7 @@ check_shell() {
 check "ruff check" "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --check .
 check "mypy" "$python" -m mypy
+check "import-linter" lint-imports --no-cache
 check "shellcheck" check_shell
 
 if [ ${#failed[@]} -gt 0 ]; then

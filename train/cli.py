@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import train
+from train import screen
 from train.errors import FINISHED, INTERRUPTED, REFUSED, Refused, nearest, one_line, shortened
-from train.runs import screen, store
-from train.runs.best import checkpoint_named
+from train.record import store
+from train.record.best import checkpoint_named
 
 COMMANDS = {
     "run": "train here and now; under torchrun: be one of its ranks",
@@ -291,8 +292,8 @@ def _run(options: Any, runs: Path, flags: dict[str, str]) -> int:
         from train.runs.spawn import warm_up
 
         warm_up()
-    from train.engine.prepare import Request
     from train.runs import foreground
+    from train.runs.admit import Request
 
     return foreground.run(runs, options.name, Request(**request), spawn)
 
@@ -367,7 +368,7 @@ def _follow(runs: Path, name: str) -> int:
 
 def _resume(options: Any, runs: Path, flags: dict[str, str]) -> int:
     from train.runs import launch
-    from train.runs.recover import resumable
+    from train.runs.control import resumable
 
     restarts = number("max-restarts", options.max_restarts)
     if (options.name is None) == (not options.all):
@@ -407,8 +408,8 @@ def _resume(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 
 def _ls(options: Any, runs: Path, flags: dict[str, str]) -> int:
+    from train.record.table import listing
     from train.runs import select
-    from train.runs.table import listing
 
     limit = number("limit", options.limit, 1)
     names = options.names
@@ -425,8 +426,8 @@ def _ls(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 
 def _show(options: Any, runs: Path, flags: dict[str, str]) -> int:
-    from train.runs import best
-    from train.runs.table import story
+    from train.record import best
+    from train.record.table import story
 
     run = store.find(runs, options.name)
     record = run.shown()
@@ -452,7 +453,7 @@ def _attach(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 
 def _stop(options: Any, runs: Path, flags: dict[str, str]) -> int:
-    from train.runs.recover import stop
+    from train.runs.control import stop
 
     code, text = stop(store.find(runs, options.name), options.now)
     print(text, file=sys.stderr)
@@ -519,7 +520,7 @@ def _bench(options: Any, runs: Path, flags: dict[str, str]) -> int:
 
 
 def _plot(options: Any, runs: Path, flags: dict[str, str]) -> int:
-    from train.plot import plot
+    from train.record.plot import plot
     from train.runs import select
 
     plot(select.matching(runs, options.names), Path(options.to))

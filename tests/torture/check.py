@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from train.engine import manifest
-from train.engine.prepare import Request, prepare
-from train.runs import store
-from train.runs.store import Run
+from train.record import manifest, store
+from train.record.store import Run
+from train.runs.admit import Request, prepare
 
 FLAGS = {
     "batch_size": "60", "micro_batch_size": "8", "checkpoint.every_steps": "5", "checkpoint.keep": "2",

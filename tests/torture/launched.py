@@ -15,9 +15,10 @@ import psutil
 from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
 from tests.torture.spawned import steps_lost
 from train.errors import Refused
-from train.runs import launch, store
+from train.record import store
+from train.record.store import Run
+from train.runs import launch
 from train.runs.launch import Order
-from train.runs.store import Run
 
 KILLS = ("a rank", "the agent", "the tmux server", "everything")
 STOPS = ("the agent", "one rank", "the whole group")

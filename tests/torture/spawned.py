@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 
 from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
-from train.engine import manifest
-from train.runs import spawn, store
-from train.runs.store import Run
+from train.record import manifest, store
+from train.record.store import Run
+from train.runs import spawn
 
 Disturb = Callable[[list[Any]], None]
 

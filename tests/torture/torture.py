@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.torture import launched, spawned
 from tests.torture.check import Failure, compare, logs, make, outcome
-from train.engine import fault
-from train.runs import launch, spawn, store
-from train.runs.store import Run
+from train import faults
+from train.record import store
+from train.record.store import Run
+from train.runs import launch, spawn
 
 STEPS = 72
 """Three epochs."""
@@ -139,7 +140,7 @@ class Torture:
 
     def points(self, ranks: int) -> None:
         """A kill at each named point, of rank 0 and of another; then other world sizes, twice in one epoch."""
-        for point, victim, asynchronous in itertools.product(fault.POINTS, (0, 1), (False, True)):
+        for point, victim, asynchronous in itertools.product(faults.POINTS, (0, 1), (False, True)):
             if (victim and point not in EVERY_RANK) or (point == "save.staged" and not asynchronous):
                 continue
             count = self.random.randint(1, 3) if point.startswith(("save", "prune", "step", "evaluate")) else 1

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from train.runs import launch, store
-from train.runs.store import Run
+from train.record import store
+from train.record.store import Run
+from train.runs import launch
 
 PATIENCE = 240
 """Seconds after which a command that should have ended counts as hanging. Never a measure of speed."""

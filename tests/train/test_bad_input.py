@@ -352,7 +352,7 @@ def test_a_runs_folder_that_cannot_be_written_is_refused(station: Station, comma
 
 
 def test_a_run_of_somebody_else_is_refused_in_one_line(station: Station) -> None:
-    from train.runs import store
+    from train.record import store
 
     run = store.create(station.runs, "theirs", {}, {"state": store.STOPPED, "world_size": 1})
     (run.folder / "lock").chmod(0o444)

@@ -14,7 +14,7 @@ import pytest
 
 from train import cli
 from train.errors import Refused
-from train.runs import store
+from train.record import store
 
 if TYPE_CHECKING:
     from conftest import Station

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 
 from train import config
-from train.engine.prepare import Request, settle
 from train.errors import Refused
+from train.runs.admit import Request, settle
 
 
 @dataclasses.dataclass

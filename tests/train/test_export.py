@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from train.checkpoint.state import weights_sha256
 from train.config import from_toml
-from train.engine.checkpoint import weights_sha256
 from train.engine.export import export
 from train.errors import Refused
 from train.tasks import load
@@ -106,7 +106,7 @@ def test_weights_of_another_model_are_refused_by_the_tensor_that_differs(
 ) -> None:
     from safetensors.torch import save_file
 
-    from train.engine.prepare import Request, prepare
+    from train.runs.admit import Request, prepare
 
     export(finished.run("done"), tmp_path / "model.safetensors")
     state = load_file(tmp_path / "model.safetensors")
@@ -145,7 +145,7 @@ def test_an_old_export_stays_when_a_new_one_fails(finished: Station, tmp_path: P
     shutil.copytree(finished.runs / "done", copy)
     for shard in copy.glob("checkpoints/*/*.distcp"):
         shard.write_bytes(b"x")
-    from train.runs.store import Run
+    from train.record.store import Run
 
     with pytest.raises(Refused, match="no usable checkpoint"):
         export(Run(copy), target)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from train.errors import Refused
-from train.plot import plot, read_metrics
-from train.runs import store
-from train.runs.store import Run
+from train.record import store
+from train.record.plot import plot, read_metrics
+from train.record.store import Run
 
 
 def made(runs: Path, name: str, steps: int = 50, evaluations: bool = True, height: float = 1.0) -> Run:

@@ -20,10 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from train.checkpoint.saver import Saver
+from train.checkpoint.state import size_of, state_of
 from train.config import Config
-from train.engine.checkpoint import Saver, size_of, state_of
-from train.engine.parallel import World
-from train.runs.store import Run, sync_folder
+from train.parallel.world import World
+from train.record.store import Run, sync_folder
 
 
 def bench(folder: Path, megabytes: list[int], times: int = 5) -> str:

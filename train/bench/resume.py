@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from train.bench import virtual
-from train.engine import build, prepare
-from train.engine.checkpoint import Saver
-from train.engine.parallel import World
-from train.runs import spawn, store
-from train.runs.store import Run
+from train.checkpoint.saver import Saver
+from train.engine import build, opened
+from train.parallel.world import World
+from train.record import store
+from train.record.store import Run
+from train.runs import admit, spawn
 
 BATCH = 1000
 
@@ -72,10 +73,10 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
         "log.tensorboard": "false", "log.every_steps": "1", "checkpoint.every_minutes": "0",
         "checkpoint.asynchronous": "false",
     }  # fmt: skip
-    prepared = prepare.prepare(prepare.Request(virtual.__file__, flags))
+    prepared = admit.prepare(admit.Request(virtual.__file__, flags))
     run = store.create(runs, f"at-{step}", prepared.files, prepared.record)
-    task = prepare.task_of(run)
-    config = prepare.config_of(run, task)
+    task = opened.task_of(run)
+    config = opened.config_of(run, task)
     model = build.make_model(task, config)
     Saver(run, World(0, 1, 0, torch.device("cpu")), config, 1, lambda step: None).save(
         step, model, build.make_optimizer(task, model, config), {}

@@ -22,9 +22,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import Config
-from train.engine.parallel import TAIL, Replica, World, join, take_device
-from train.engine.precision import Precision
 from train.engine.readback import Readback
+from train.parallel.precision import Precision
+from train.parallel.replica import TAIL, Replica
+from train.parallel.world import World, join, take_device
 
 RANKS = 2
 STEPS = 50

@@ -19,7 +19,7 @@ from train.data.seeds import seed_host
 from train.errors import TrainingFailed, one_line
 
 if TYPE_CHECKING:
-    from train.data.loader import MicroBatch
+    from train.data.plan import MicroBatch
 
 _OF_THE_FILE = {
     None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL,

@@ -1,132 +1,23 @@
-"""From positions to batches on the device.
-
-A step consumes one global batch, cut into micro batches of a fixed size. What a micro batch holds is known from
-(seed, epoch, step, micro batch) alone, so it makes no difference who fetches it: the training process or a loader
-worker, this rank or another, before or after a restart.
-"""
+"""From micro batches to tensors on the device, fetched in this process or in workers."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from train.data import handles
-from train.data.fetch import Bad, fetcher, gatherer
-from train.data.order import order, seed_of
-from train.data.seeds import seed_compute, seed_host
-
-__all__ = ["Loader", "MicroBatch", "Plan", "evaluation_micro_batches", "fetcher", "micro_batches_of", "seed_compute",
-           "seed_host", "to_device"]  # fmt: skip
-
-_CHUNK = 16384
-"""Positions whose order is computed at a time: a vectorised call costs little more for many than for one."""
-_EVALUATION = -1
-"""Stands for the epoch in the order by which samples of an evaluation are chosen."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a data set is cut into epochs, global batches and micro batches. All arithmetic, no state.
-
-    Steps and epochs count from 0 here. The last global batch of an epoch is short when the division leaves a rest;
-    no sample is dropped or repeated, unless `drop_last` leaves out that batch.
-    """
-
-    length: int
-    batch_size: int
-    micro_batch_size: int
-    seed: int = 0
-    drop_last: bool = False
-    limit: int = 0
-    """Of an evaluation set: at most so many samples are evaluated; 0: all."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.length // self.batch_size if self.drop_last else math.ceil(self.length / self.batch_size)
-
-    @property
-    def evaluated(self) -> int:
-        """Number of samples that one evaluation of this set sees."""
-        return min(self.length, self.limit) if self.limit else self.length
-
-    def epoch(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
-    def span(self, step: int) -> tuple[int, int]:
-        """First position and the one after the last of the step's global batch within its epoch."""
-        start = step % self.steps_per_epoch * self.batch_size
-        return start, min(start + self.batch_size, self.length)
-
-    def samples(self, step: int) -> int:
-        """True number of samples in the step's global batch."""
-        start, stop = self.span(step)
-        return stop - start
-
-    def micro_batches(self, step: int) -> int:
-        """Number of micro batches in the step's global batch."""
-        return math.ceil(self.samples(step) / self.micro_batch_size)
-
-    def slots(self, step: int, world: int) -> int:
-        """Forwards and backwards of every rank in this step; some ranks have no data in the last one."""
-        return math.ceil(self.micro_batches(step) / world)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What to fetch: data set indices and the seed of everything random while fetching and computing them."""
-
-    step: int
-    number: int
-    indices: npt.NDArray[np.int64]
-    seed: int
-    of_evaluation: bool = False
-
-
-def micro_batches_of(plan: Plan, rank: int, world: int, first: int, last: int) -> Iterator[MicroBatch]:
-    """The micro batches r, r + W, … of rank r of W in steps first <= step < last, in order."""
-    chunk_key, chunk = (-1, -1), np.empty(0, dtype=np.int64)
-    size = max(_CHUNK // plan.batch_size, 1) * plan.batch_size
-    for step in range(first, last):
-        epoch = plan.epoch(step)
-        start, stop = plan.span(step)
-        if chunk_key != (epoch, start // size):
-            chunk_key = (epoch, start // size)
-            begin = chunk_key[1] * size
-            chunk = order(plan.seed, epoch, np.arange(begin, min(begin + size, plan.length)), plan.length)
-        offset = start - chunk_key[1] * size
-        for number in range(rank, plan.micro_batches(step), world):
-            low = number * plan.micro_batch_size
-            high = min(low + plan.micro_batch_size, stop - start)
-            yield MicroBatch(
-                step, number, chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
-            )
-
-
-def evaluation_micro_batches(plan: Plan, rank: int, world: int) -> Iterator[MicroBatch]:
-    """The micro batches of one evaluation that are rank r's of W: every sample once, in the data set's order.
-
-    With a limit, always the same random choice: the first samples of class folders are all of one class.
-    """
-    chosen: npt.NDArray[np.int64] | None = None
-    if plan.evaluated < plan.length:
-        chosen = np.sort(order(plan.seed, _EVALUATION, np.arange(plan.evaluated), plan.length))
-    for number in range(rank, math.ceil(plan.evaluated / plan.micro_batch_size), world):
-        low = number * plan.micro_batch_size
-        high = min(low + plan.micro_batch_size, plan.evaluated)
-        indices = np.arange(low, high) if chosen is None else chosen[low:high]
-        yield MicroBatch(0, number, indices, seed_of(plan.seed, "eval", number), of_evaluation=True)
+from train.data.fetch import Bad, gatherer
+from train.data.plan import MicroBatch
 
 
 class _Fetching(Dataset[Any]):

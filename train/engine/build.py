@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset
 
 from train.config import Config
 from train.data.fingerprint import Files, Fingerprint, of_sets
-from train.data.loader import Plan
 from train.data.order import seed_of
+from train.data.plan import Plan
 from train.data.seeds import seed_host
 from train.errors import Refused, one_line
 from train.tasks import Task, where

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.data.loader import MicroBatch, Plan
+from train.data.plan import MicroBatch, Plan
 from train.data.seeds import seed_compute
 from train.engine import uneven
-from train.engine.parallel import World
-from train.engine.precision import Precision
 from train.engine.quiet import quiet
 from train.errors import TrainingFailed
+from train.parallel.precision import Precision
+from train.parallel.world import World
 from train.tasks import Task
 
 _ASK_EVERY = 16

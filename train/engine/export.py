@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from train.checkpoint.state import load, weights
 from train.config import Config
 from train.data.fetch import Bad, fetcher
-from train.data.loader import Loader, MicroBatch, evaluation_micro_batches, to_device
-from train.engine import build, checkpoint, prepare
-from train.engine import manifest as manifests
+from train.data.loader import Loader, to_device
+from train.data.plan import MicroBatch, evaluation_micro_batches
+from train.engine import build, opened
 from train.engine.evaluate import evaluate
-from train.engine.parallel import World, pick_device
-from train.engine.precision import Precision
-from train.engine.worker import Seat
 from train.errors import Refused, one_line
-from train.runs.store import Run, sync_folder
+from train.parallel.precision import Precision
+from train.parallel.world import World, pick_device
+from train.record import manifest as manifests
+from train.record.store import Run, sync_folder
 from train.tasks import Task
 
 log = logging.getLogger("train")
@@ -36,8 +37,8 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
     Raises:
         Refused: there is no such checkpoint, or it is damaged.
     """
-    task = prepare.task_of(run)
-    config = prepare.config_of(run, task)
+    task = opened.task_of(run)
+    config = opened.config_of(run, task)
     if step is not None:
         if step not in run.steps_saved():
             saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
@@ -56,9 +57,9 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
     precision = Precision(config.precision if config.precision != "fp16" else "fp32", torch.device("cpu"))
     model = build.make_model(task, config, precision.weights)
     try:
-        checkpoint.load(run.checkpoint(step), model)
+        load(run.checkpoint(step), model)
     except ValueError as error:
-        differs = prepare.data_differs(run, task, config, *build.make_datasets(task, config))
+        differs = opened.data_differs(run, task, config, *build.make_datasets(task, config))
         why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
         raise Refused(f"{error}{why}") from None
     return task, config, model, step
@@ -84,7 +85,7 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
             _to_onnx(task, config, model, partial)
         else:
             # copies, for tied weights share memory, which safetensors refuses to write
-            state = {name: tensor.clone() for name, tensor in checkpoint.weights(model).items()}
+            state = {name: tensor.clone() for name, tensor in weights(model).items()}
             if target.suffix == ".safetensors":
                 from safetensors.torch import save_file
 
@@ -147,7 +148,6 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     Raises:
         Refused: the task has no evaluation set, or there is no usable checkpoint.
     """
-    seat = Seat()
     task, config, model, step = load_trained(run, step)
     assert config.cpu_threads is not None
     torch.set_num_threads(config.cpu_threads)
@@ -156,11 +156,11 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     train_set, eval_set = build.make_datasets(task, config)
     if eval_set is None:
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
-    differs = prepare.data_differs(run, task, config, train_set, eval_set)
+    differs = opened.data_differs(run, task, config, train_set, eval_set)
     if differs:
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
     plan = build.evaluation_plan(config, len(eval_set))
-    world = World(seat.rank, seat.size, seat.local_rank, device)
+    world = World(0, 1, 0, device)
     workers = config.data.workers if workers is None else workers
     skipped = _tell if config.data.on_error == "skip" else None
     with Loader(None, eval_set, task.collate, workers, device, precision.inputs, skipped) as loader:

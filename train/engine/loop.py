@@ -15,68 +15,26 @@ import torch
 from torch import Tensor
 
 from train import config as configuration
-from train.config import Config
-from train.data.loader import Loader, MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
+from train import faults
+from train.checkpoint.saver import CannotSave
+from train.data.plan import MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
 from train.data.seeds import seed_compute
-from train.engine import fault, schedule, uneven
-from train.engine.checkpoint import CannotSave, Saver
+from train.engine import schedule, uneven
 from train.engine.evaluate import evaluate
-from train.engine.parallel import TAIL, Replica, World
-from train.engine.precision import Precision
 from train.engine.quiet import quiet
 from train.engine.readback import Readback
-from train.engine.report import Report
+from train.engine.setup import Done, Job
 from train.engine.skipped import FILE as SKIPPED
-from train.engine.stop import StopRequest
 from train.engine.wait import DataWait
 from train.errors import TrainingFailed
-from train.runs import heartbeat
-from train.runs.heartbeat import Heart
-from train.runs.store import Run
+from train.parallel.replica import TAIL
+from train.record import heartbeat
 from train.tasks import Task
 
 _LOOK_AHEAD = 4096
 """Steps among which the next evaluation is looked for at a time."""
 _EMPTY_STEPS = 10
 """Steps in a row without a sample that can be read after which a run has failed."""
-
-
-@dataclasses.dataclass
-class Job:
-    """Everything a rank trains with."""
-
-    run: Run
-    task: Task
-    config: Config
-    world: World
-    precision: Precision
-    replica: Replica
-    optimizer: torch.optim.Optimizer
-    loader: Loader
-    plan: Plan
-    evaluation: Plan | None
-    """The same of the evaluation set, if there is one."""
-    total_steps: int
-    saver: Saver
-    report: Report
-    stop: StopRequest
-    heart: Heart
-    evaluated: int
-    """Last step after which an evaluation is on record; -1 without one."""
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether samples that cannot be read are left out, so that the true counts are known after a step only."""
-        return self.config.data.on_error == "skip"
-
-
-@dataclasses.dataclass
-class Done:
-    """How the loop ended: at which step, and whether because somebody asked for a stop."""
-
-    step: int
-    stopped: bool
-    metrics: dict[str, float] | None
 
 
 def train(job: Job, done: int) -> Done:
@@ -122,7 +80,7 @@ def train(job: Job, done: int) -> Done:
                     saved = done
                 clock.restart()
             if not stopping and _evaluation_due(job, done):
-                fault.here("evaluate")
+                faults.here("evaluate")
                 assert job.evaluation is not None
                 evaluated = evaluate(
                     job.task, job.replica.module, job.evaluation, world, job.precision, stream,
@@ -170,7 +128,7 @@ def _step(job: Job, step: int, stream: Iterator[Any], meter: _Meter, save: bool,
     replica, world, plan, precision = job.replica, job.world, job.plan, job.precision
     samples = plan.samples(step)
     slots, micros = plan.slots(step, world.size), plan.micro_batches(step)
-    fault.here("step")
+    faults.here("step")
     total: Any = 0.0
     count: Any = 0.0
     counted = 0.0

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from train.config import Config
-from train.engine.parallel import World
-from train.runs.screen import Bar
-from train.runs.store import Run
+from train.parallel.world import World
+from train.record.store import Run
+from train.screen import Bar
 
 log = logging.getLogger("train")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from train.data.fetch import Bad
-from train.runs.store import Run
+from train.record.store import Run
 
 log = logging.getLogger("train")
 

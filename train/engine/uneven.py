@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from train.runs import heartbeat
+from train.record import heartbeat
 
 if TYPE_CHECKING:
-    from train.data.loader import Plan
-    from train.runs.heartbeat import Beat
+    from train.data.plan import Plan
+    from train.record.heartbeat import Beat
 
 EVERY, LAST, EVALUATION = "every_batch", "last_batch", "evaluation"
 """Keys of `survey`: full global batches, the short one at the end of an epoch, evaluations."""

@@ -23,17 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from train.engine import uneven
-from train.engine.stop import StopRequest
 from train.errors import FAILED, Refused, one_line
-from train.runs import environment, heartbeat, memory, recover, scripts, store
+from train.record import environment, heartbeat, store
+from train.record.heartbeat import Beat
+from train.record.store import Lock, Run
+from train.runs import control, memory, scripts
 from train.runs.cause import is_busy
 from train.runs.follow import CODES, View
-from train.runs.heartbeat import Beat
 from train.runs.idle import MINUTES, Idle, end, seats
 from train.runs.launch import Order, session_of
-from train.runs.store import Lock, Run
 from train.runs.verdict import Verdict, explain, last_lines
 from train.runs.watch import Watch, stack_of
+from train.signals import StopRequest
 
 MAX_RESTARTS = 3
 """Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
@@ -165,7 +166,7 @@ def _open(order: Order, kept: environment.Kept) -> tuple[Run, Lock, int, list[st
         "max_restarts": MAX_RESTARTS if order.max_restarts is None else order.max_restarts,
     }
     if order.kind == "script":
-        from train.engine.prepare import versions
+        from train.runs.admit import versions
 
         text, record = scripts.taken(Path(order.script[0]))
         record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions()}
@@ -174,7 +175,7 @@ def _open(order: Order, kept: environment.Kept) -> tuple[Run, Lock, int, list[st
         _outlive_terminal()
         run = store.create(runs, order.name, files, record | extra)
     else:
-        from train.engine.prepare import Request, prepare
+        from train.runs.admit import Request, prepare
 
         prepared = prepare(Request(**order.request, ranks=ranks))
         _outlive_terminal()
@@ -225,7 +226,7 @@ def _reopen(order: Order, run: Run, kept: environment.Kept) -> tuple[Run, Lock, 
         changes: dict[str, Any] = {"world_size": ranks, "gpus": visible, "tmux_session": session_of(run.name)}
         warnings: list[str] = []
         if not record.get("script"):
-            from train.engine.prepare import apply_resume, prepare_resume
+            from train.runs.admit import apply_resume, prepare_resume
 
             if order.script:
                 raise Refused(
@@ -244,7 +245,7 @@ def _reopen(order: Order, run: Run, kept: environment.Kept) -> tuple[Run, Lock, 
         if not order.by_keeper:  # what holds from now on, for the keeper too
             kept = environment.after(environment.read(run.folder), kept)
             store.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
-        changes["kept"] = recover.count_of(run, record) if order.by_keeper else None
+        changes["kept"] = control.count_of(run, record) if order.by_keeper else None
         if order.max_restarts is not None:
             changes["max_restarts"] = order.max_restarts
         run.update(**changes, reason="", ended=None, state=store.CREATED)
@@ -258,7 +259,7 @@ def _check_still_wanted(run: Run, record: dict[str, Any]) -> None:
     """What the keeper saw may have changed until the lock was held: stopped by its user, resumed and finished."""
     if record["state"] in (store.FINISHED, store.FAILED):
         raise Refused(f"{run.name} is {record['state']}")
-    if record["state"] == store.STOPPED and not recover.rests_by_itself(record):
+    if record["state"] == store.STOPPED and not control.rests_by_itself(record):
         raise Refused(f"{run.name} was stopped by its user")
 
 
@@ -333,7 +334,7 @@ class Agent:
         return True
 
     def _healthy(self) -> float:
-        return recover.healthy_minutes(self.run.read())
+        return control.healthy_minutes(self.run.read())
 
     def _ran_well(self, seconds: float) -> bool:
         """Whether an attempt of a script ran long enough to count as progress: its own checkpoints nobody knows."""

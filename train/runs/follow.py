@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
-from train.runs import store
+from train.record import store
+from train.record.store import Run
+from train.runs.control import how_to_go_on
 from train.runs.folding import Folding
-from train.runs.recover import how_to_go_on
-from train.runs.screen import Bar
-from train.runs.store import Run
+from train.screen import Bar
 
 CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED, store.FAILED: FAILED, store.INTERRUPTED: FAILED}
 

@@ -12,14 +12,16 @@ import time
 import traceback
 from pathlib import Path
 
-from train.engine.prepare import Prepared, Request, prepare
-from train.engine.stop import StopRequest
-from train.engine.worker import Seat, exit_code, leave, leave_failure, log_to, run_rank, seat_of_environment
 from train.errors import FAILED, REFUSED, Refused, one_line
-from train.runs import environment, interrupt, store
+from train.parallel.seat import Seat, seat_of_environment
+from train.record import environment, store
+from train.record.store import Lock, Run
+from train.runs import interrupt
+from train.runs.admit import Prepared, Request, prepare
 from train.runs.spawn import keep_log
 from train.runs.spawn import spawn as spawn_ranks
-from train.runs.store import Lock, Run
+from train.runs.worker import exit_code, leave, leave_failure, log_to, run_rank
+from train.signals import StopRequest
 
 _GRACE = 5.0
 """Seconds in which the process that started ranks will have ended them."""

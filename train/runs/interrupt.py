@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from train.engine import uneven
-from train.engine.stop import StopRequest
 from train.errors import INTERRUPTED, Refused
-from train.runs import heartbeat, store
-from train.runs.store import Run
+from train.record import heartbeat, store
+from train.record.store import Run
+from train.signals import StopRequest
 
 if TYPE_CHECKING:
     import psutil

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 from train.errors import FINISHED, Refused, one_line
-from train.runs import launch, recover, store
-from train.runs.store import Run
+from train.record import store
+from train.record.store import Run
+from train.runs import control, launch
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
@@ -105,19 +106,19 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
     record = run.read()
     # between its creation and its first attempt a run is nobody's for a moment
     is_stillborn = record["state"] == store.CREATED and not run.alive() and _age(record.get("created")) > 30
-    if ended.is_set() or not (recover.resumable(run) or is_stillborn):
+    if ended.is_set() or not (control.resumable(run) or is_stillborn):
         return
-    count = recover.count_of(run, run.read())
+    count = control.count_of(run, run.read())
     if count["times"] > TIMES:
         lock = run.acquire()
         if lock is None:
             return
         try:
             record = run.read()  # it may have been resumed since
-            if record["state"] in (store.RUNNING, store.CREATED) and recover.count_of(run, record)["times"] > TIMES:
+            if record["state"] in (store.RUNNING, store.CREATED) and control.count_of(run, record)["times"] > TIMES:
                 reason = f"interrupted {TIMES} times in a row without a new checkpoint after step {count['step']}"
                 if record.get("script"):
-                    minutes = recover.healthy_minutes(record)
+                    minutes = control.healthy_minutes(record)
                     reason = f"interrupted {TIMES} times in a row before it had run {minutes:g} minutes"
                 run.update(state=store.FAILED, reason=reason, ended=store.now())
                 tell(run, f"{reason}; not resumed any more")

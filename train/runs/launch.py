@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
-from train.runs import environment
-from train.runs.store import NOW, Run, remove
+from train.record import environment
+from train.record.store import NOW, Run, remove
 
 _TRIES = 50
 """How often a session is asked for, ten times a second."""

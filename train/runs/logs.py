@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from train.errors import FINISHED, Refused
+from train.record.store import Run
 from train.runs.folding import Folding
-from train.runs.store import Run
 
 ALL = 0
 """Every attempt, the first one first."""

@@ -16,9 +16,9 @@ def main() -> None:
     folder, attempt, *rest = sys.argv[1:]
     rank = os.environ["RANK"]
     # before anything is imported that takes time: an orphan must not outlive its agent, not even while starting
-    from train.engine.stop import die_with_parent
+    from train.record.store import Run
     from train.runs import memory
-    from train.runs.store import Run
+    from train.signals import die_with_parent
 
     memory.lower_than_agent()
     die_with_parent(int(os.environ["TRAIN_AGENT_PID"]))
@@ -33,8 +33,8 @@ def main() -> None:
     os.environ["TRAIN_ATTEMPT"] = attempt
     if rest:
         os.execv(sys.executable, [sys.executable, "-u", *rest[1:]])
-    sys.argv = ["train.engine.worker", folder]
-    from train.engine import worker
+    sys.argv = ["train.runs.worker", folder]
+    from train.runs import worker
 
     worker.main()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
-from train.runs.store import Run
+from train.record.store import Run
 
 COPY = "script.py"
 """In the run folder."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, nearest
-from train.runs import store
-from train.runs.store import Run
+from train.record import store
+from train.record.store import Run
 
 STATES = (store.CREATED, store.RUNNING, store.STOPPED, store.INTERRUPTED, store.FAILED, store.FINISHED)
 ORDERS = ("created", "name", "state", "step", "loss")

@@ -12,11 +12,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from train.engine.stop import POLITE, StopRequest, die_with_parent
-from train.engine.worker import Seat, exit_code, leave, leave_failure, log_to, run_rank
 from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED, Refused, one_line
-from train.runs import interrupt, memory, store
-from train.runs.store import Lock, Run
+from train.parallel.seat import Seat
+from train.record import store
+from train.record.store import Lock, Run
+from train.runs import interrupt, memory
+from train.runs.worker import exit_code, leave, leave_failure, log_to, run_rank
+from train.signals import POLITE, StopRequest, die_with_parent
 
 CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED}
 
@@ -28,7 +30,7 @@ def warm_up() -> None:
     """
     from multiprocessing import forkserver, set_forkserver_preload
 
-    set_forkserver_preload(["train.runs.unmoved", "train.engine.worker", "train.engine.loop", "train.engine.prepare"])
+    set_forkserver_preload(["train.runs.unmoved", "train.runs.worker", "train.engine.loop", "train.runs.admit"])
     forkserver.ensure_running()
 
 

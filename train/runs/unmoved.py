@@ -5,7 +5,7 @@ Ranks begin with these signals ignored, until they listen for them.
 
 import signal
 
-from train.engine.stop import POLITE
+from train.signals import POLITE
 
 for number in (*POLITE, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)

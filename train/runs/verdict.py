@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from train.record.store import Run
 from train.runs import cause, memory
 from train.runs.folding import fold
-from train.runs.store import Run
 
 LAST_LINES = 8
 """Lines of a dead rank's log that run.json keeps."""

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from train.runs import heartbeat
-from train.runs.heartbeat import Beat
+from train.record import heartbeat
+from train.record.heartbeat import Beat
 
 LEAST_MINUTES = 5.0
 """A step may always take so long. Beyond it, a run's own experience decides."""
@@ -106,7 +106,7 @@ class Watch:
             if stack_of(beat.pid, target):
                 continue
             with contextlib.suppress(ProcessLookupError):
-                os.kill(beat.pid, signal.SIGQUIT)  # its handler appends to the same file: see engine/worker.py
+                os.kill(beat.pid, signal.SIGQUIT)  # its handler appends to the same file: see runs/worker.py
             # NCCL's flight recorder writes its trace when something is written into this pipe
             pipe = self._logs / f"nccl-rank{rank}.pipe"
             with contextlib.suppress(OSError):

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from train.data.loader import Loader, Plan, micro_batches_of
+from train.data.loader import Loader
+from train.data.plan import Plan, micro_batches_of
 from train.errors import Refused
 
 COUNT, SIZE = 512, 3000
@@ -115,7 +116,7 @@ def test_a_file_that_workers_may_not_open_is_refused_with_the_way_out(tmp_path: 
 
 
 def test_the_lock_of_a_run_stays_held_by_its_workers(tmp_path: Path) -> None:
-    from train.runs.store import Run
+    from train.record.store import Run
 
     run = Run(tmp_path)
     (tmp_path / "run.json").write_text("{}")

@@ -19,17 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
-from train.data.loader import (
-    Loader,
-    MicroBatch,
-    Plan,
-    evaluation_micro_batches,
-    fetcher,
-    micro_batches_of,
-    seed_compute,
-    to_device,
-)
+from train.data.fetch import fetcher
+from train.data.loader import Loader, to_device
 from train.data.order import order
+from train.data.plan import MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
+from train.data.seeds import seed_compute
 
 CPU = torch.device("cpu")
 

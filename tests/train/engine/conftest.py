@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from train.engine import prepare
 from train.engine.export import load_trained
-from train.engine.stop import StopRequest
-from train.runs import spawn, store
+from train.record import store
+from train.runs import admit, spawn
+from train.signals import StopRequest
 
 TASK = Path(__file__).with_name("learner.py")
 SPEED = ("samples_per_s", "data_wait", "step_time", "memory")
@@ -47,9 +47,9 @@ class Engine:
         # on top of what the package preloads: what starting a process from a test would import
         set_forkserver_preload(
             [
-                "train.engine.worker",
+                "train.runs.worker",
                 "train.engine.loop",
-                "train.engine.prepare",
+                "train.runs.admit",
                 "torch.distributed.checkpoint",
                 "pytest",
             ]
@@ -63,7 +63,7 @@ class Engine:
         if "steps" in merged:
             del merged["epochs"]
         texts = {key: str(value) for key, value in merged.items() if value is not None}
-        prepared = prepare.prepare(prepare.Request(str(task), texts, ranks=ranks))
+        prepared = admit.prepare(admit.Request(str(task), texts, ranks=ranks))
         made = store.create(self.station.runs, name, prepared.files, prepared.record)
         return self._train(made, ranks, script)
 
@@ -71,9 +71,9 @@ class Engine:
         """Go on with a run on so many ranks; its effective record."""
         run = self.station.run(name)
         texts = {key.replace("__", "."): str(value) for key, value in flags.items()}
-        _, config, _ = prepare.prepare_resume(run, texts, ranks)
+        _, config, _ = admit.prepare_resume(run, texts, ranks)
         if texts:
-            prepare.apply_resume(run, config)
+            admit.apply_resume(run, config)
         return self._train(run, ranks, script)
 
     def _train(self, run: store.Run, ranks: int, script: Iterable[str]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from train.engine import manifest as manifests
 from train.engine.export import export, load_trained
 from train.errors import Refused
-from train.runs.store import Run
+from train.record import manifest as manifests
+from train.record.store import Run
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,10 @@ import pytest
 
 from tests.train.conftest import Station
 from tests.train.engine.conftest import Engine
-from train.engine import disk, manifest, report
-from train.engine.disk import DurableFile
+from train.checkpoint import writer
+from train.checkpoint.writer import DurableFile
+from train.engine import report
+from train.record import manifest
 
 SYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
 ASYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "true"}
@@ -61,7 +63,7 @@ def wanted(engine: Engine) -> tuple[Any, ...]:
     return engine.outcome("wanted")
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, disk._BUFFER, disk._BUFFER + 1, 3 * disk._BUFFER + 12345])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, writer._BUFFER, writer._BUFFER + 1, 3 * writer._BUFFER + 12345])
 @pytest.mark.parametrize("place", ["disk", "memory"])
 def test_a_durable_file_holds_what_was_written_whatever_the_sizes(
     mount: Mount, tmp_path: Path, size: int, place: str
@@ -70,7 +72,7 @@ def test_a_durable_file_holds_what_was_written_whatever_the_sizes(
     content = os.urandom(size)
     with DurableFile(folder / "file") as file:
         position = 0
-        for length in (0, 1, 63, 4096, disk._BUFFER // 2, size):
+        for length in (0, 1, 63, 4096, writer._BUFFER // 2, size):
             file.write(memoryview(content)[position : position + length])
             position = min(position + length, size)
             assert file.tell() == position
@@ -83,7 +85,7 @@ def test_a_full_disk_is_an_error_of_the_write_and_of_the_close(mount: Mount, tmp
     file = DurableFile(small / "file")
     with pytest.raises(OSError, match="No space left"):
         for _ in range(5):
-            file.write(bytes(disk._BUFFER))
+            file.write(bytes(writer._BUFFER))
     with pytest.raises(OSError, match="No space left"):
         file.close()
     assert file.closed and not file.entry

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tests.train.conftest import PATIENCE
-from train.data.loader import Loader, MicroBatch
+from train.data.loader import Loader
 from train.data.order import order
-from train.engine.worker import failure_of
+from train.data.plan import MicroBatch
+from train.runs.worker import failure_of
 
 SAMPLES, BATCH = 55, 16
 

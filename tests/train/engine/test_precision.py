@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from train.engine.precision import Precision
-from train.engine.prepare import Request, prepare
 from train.errors import Refused
+from train.parallel.precision import Precision
+from train.runs.admit import Request, prepare
 
 
 def test_bf16_trains_on_a_cpu_with_weights_in_float32(engine: Any) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from train.data.loader import Plan
+from train.data.plan import Plan
 from train.engine import uneven
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from train.config import forbidden_changes
-from train.engine import prepare
 from train.errors import Refused
+from train.runs import admit
 
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01, "data__workers": 2, "task__batchnorm": "true"}
 
@@ -131,7 +131,7 @@ def test_a_change_that_would_make_another_run_is_refused_naming_the_field(
     run = undisturbed.station.run("sgd3")
     before = (run.folder / "config.toml").read_bytes()
     with pytest.raises(Refused, match=rf"\b{field} was .* and is {value}"):
-        prepare.prepare_resume(run, {field: value}, 3)
+        admit.prepare_resume(run, {field: value}, 3)
     assert (run.folder / "config.toml").read_bytes() == before
 
 
@@ -140,12 +140,12 @@ def test_a_config_file_edited_in_the_run_folder_is_refused_naming_the_field(undi
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1\n", "lr = 0.2\n"))
     with pytest.raises(Refused, match=r"optim\.lr was 0\.1 and is 0\.2"):
-        prepare.prepare_resume(type(undisturbed.station.run("sgd3"))(folder), {}, 3)
+        admit.prepare_resume(type(undisturbed.station.run("sgd3"))(folder), {}, 3)
 
 
 def test_fewer_steps_than_were_made_are_refused(undisturbed: Any) -> None:
     with pytest.raises(Refused, match="10 steps already"):
-        prepare.prepare_resume(undisturbed.station.run("sgd3"), {"steps": "9"}, 3)
+        admit.prepare_resume(undisturbed.station.run("sgd3"), {"steps": "9"}, 3)
 
 
 def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns(
@@ -156,10 +156,10 @@ def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns
     original = tmp_path / "original.py"
     original.write_text((folder / "task.py").read_text() + "# changed\n")
     run.update(task_source=str(original))
-    assert any("original.py has changed" in line for line in prepare.prepare_resume(run, {}, 3)[2])
+    assert any("original.py has changed" in line for line in admit.prepare_resume(run, {}, 3)[2])
     (folder / "task.py").write_text((folder / "task.py").read_text() + "# changed\n")
     with pytest.raises(Refused, match=r"task\.py is not the task"):
-        prepare.prepare_resume(run, {}, 3)
+        admit.prepare_resume(run, {}, 3)
 
 
 def test_every_field_that_shapes_the_result_is_protected() -> None:
@@ -177,7 +177,7 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
 
 
 def test_a_resume_with_fewer_micro_batches_than_ranks_warns(undisturbed: Any) -> None:
-    warnings = prepare.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[2]
+    warnings = admit.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[2]
     assert warnings == ["6 ranks share 4 micro batches per step: 2 of them only wait"]
 
 

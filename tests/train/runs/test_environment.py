@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.train.conftest import PATIENCE, Station
-from train.runs import environment
+from train.record import environment
 
 SHOWS = """
 import json, os, pathlib, time

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.train.terminal import Terminal
-from train.runs import store
+from train.record import store
 
 if TYPE_CHECKING:
     from conftest import Station

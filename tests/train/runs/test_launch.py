@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE
-from train.runs import launch, store
+from train.record import store
+from train.runs import launch
 
 if TYPE_CHECKING:
     from conftest import Station

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.train.terminal import Terminal
-from train import cli
+from train import cli, screen
 from train.errors import Refused, shortened
-from train.runs import screen
 
 if TYPE_CHECKING:
     from conftest import Station

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from train.runs import store
+from train.record import store
 
 if TYPE_CHECKING:
     from conftest import Station

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import PATIENCE, Station
-from train.runs import store
+from train.record import store
 
 QUICK = ["--max-restarts", 2]
 

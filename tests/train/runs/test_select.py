@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from train.errors import Refused
-from train.runs import best, select, store
-from train.runs.store import Run
+from train.record import best, store
+from train.record.store import Run
+from train.runs import select
 
 if TYPE_CHECKING:
     from conftest import Station

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from train.errors import Refused
-from train.runs import heartbeat, store
-from train.runs.store import Run
-from train.runs.table import losses
+from train.record import heartbeat, store
+from train.record.store import Run
+from train.record.table import losses
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sklearn.datasets import load_digits
 
-from train.data.loader import seed_host
-from train.engine.prepare import Request, settle
+from train.data.seeds import seed_host
+from train.runs.admit import Request, settle
 
 if TYPE_CHECKING:
     from conftest import Station

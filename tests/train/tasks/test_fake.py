@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.engine.prepare import Request, prepare, settle
+from train.runs.admit import Request, prepare, settle
 from train.tasks import fake
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from train.engine.build import make_model
-from train.engine.prepare import Request, prepare, settle
 from train.errors import Refused
+from train.runs.admit import Request, prepare, settle
 from train.tasks import images
 
 if TYPE_CHECKING:

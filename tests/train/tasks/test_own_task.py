@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from train.engine.export import export
-from train.engine.prepare import Request, prepare_resume, settle
 from train.errors import Refused
+from train.runs.admit import Request, prepare_resume, settle
 from train.tasks import load
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from train.engine.prepare import Request, settle
+from train.runs.admit import Request, settle
 from train.tasks import text
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, one_line
-from train.runs.store import Run
+from train.record.store import Run
 
 SUFFIXES = (".png", ".svg", ".pdf")
 

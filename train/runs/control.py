@@ -8,8 +8,9 @@ import threading
 from typing import Any
 
 from train.errors import FAILED, FINISHED, Refused
-from train.runs import heartbeat, scripts, store
-from train.runs.store import Run
+from train.record import heartbeat, store
+from train.record.store import Run
+from train.runs import scripts
 
 _PATIENCE = 15.0
 """Seconds after which one who waits for a script to stop is told how to end it."""

@@ -17,17 +17,14 @@ import torch
 import train
 from train import config as configuration
 from train.config import Config
-from train.data import fingerprint
 from train.engine import build, threads
-from train.engine import manifest as manifests
-from train.engine.parallel import pick_device
-from train.engine.precision import Precision
-from train.errors import Refused, one_line
-from train.runs.store import FINISHED, Run
+from train.engine.opened import config_of, data_differs, task_of
+from train.errors import Refused
+from train.parallel.precision import Precision
+from train.parallel.world import pick_device
+from train.record import manifest as manifests
+from train.record.store import Run
 from train.tasks import Task, load
-
-_SAID = 3
-"""Differences of the data that are named."""
 
 
 @dataclasses.dataclass
@@ -163,7 +160,9 @@ def _rehearsal(task: Task, config: Config, precision: Precision, train_set: Any,
     """The forward and backward of a micro batch on the CPU, to be measured. It changes model and random state."""
     import numpy as np
 
-    from train.data.loader import MicroBatch, fetcher, to_device
+    from train.data.fetch import fetcher
+    from train.data.loader import to_device
+    from train.data.plan import MicroBatch
 
     indices = np.arange(min(config.micro_batch_size or 1, len(train_set)))
     batch = fetcher(train_set, task.collate)(MicroBatch(0, 0, indices, config.seed))
@@ -219,30 +218,6 @@ def _check_sync_batchnorm(config: Config, device: torch.device, ranks: int, leng
             f"{config.batch_size} and the rest of an epoch, {rest}, must be multiples of "
             f"micro_batch_size x ranks = {share}; --data.drop_last true leaves out the rest"
         )
-
-
-def task_of(run: Run) -> Task:
-    """The task of a run: the built-in one, or the copy in its folder.
-
-    Raises:
-        Refused: the copy is gone or broken.
-    """
-    record = run.read()
-    if record.get("script"):
-        raise Refused(f"{run.name} runs a script of its own ({record['script']}), not a task")
-    if not record.get("task"):
-        raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
-    if record["task"] != "task.py":
-        return load(record["task"])
-    source = Path(record["task_source"])
-    if not (run.folder / "task.py").is_file():
-        raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
-    return load("task.py", run.folder / "task.py", source.parent if source.parent.is_dir() else None)
-
-
-def config_of(run: Run, task: Task) -> Config:
-    """The resolved configuration in the run folder."""
-    return configuration.from_toml(run.folder / "config.toml", task.Settings)
 
 
 def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, Config, list[str]]:
@@ -307,22 +282,9 @@ def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, C
     return task, config, warnings
 
 
-def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_set: Any) -> str:
-    """In what these data differ from those that a run began with; '' where they do not, or it is not known.
-
-    Raises:
-        Refused: what is known of the first ones is damaged.
-    """
-    if not (run.folder / fingerprint.FACTS).exists():
-        return ""
-    said = fingerprint.differences(run.folder, build.fingerprint(task, config, train_set, eval_set))
-    more = f"; and {len(said) - _SAID} more differences" if len(said) > _SAID else ""
-    return one_line("; ".join(said[:_SAID]) + more)
-
-
 def apply_resume(run: Run, config: Config) -> None:
     """Write the changes of a resume into the run folder."""
-    from train.runs.store import write_atomically
+    from train.record.store import write_atomically
 
     write_atomically(run.folder / "config.toml", configuration.to_toml(config))
 
@@ -333,18 +295,8 @@ def _check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> 
         name = forbidden[0]
         raise Refused(
             f"{what}: {name} was {before.get(name)} and is {after.get(name)} now; put it back, or start a new run "
-            "(a resume may change epochs, steps, data.workers, data.root, data.on_error, log.*, checkpoint.*, eval.*)"
+            f"(a resume may change {configuration.changeable()})"
         )
-
-
-def is_complete(run: Run, config: Config) -> bool:
-    """Whether the run has finished and is asked for no more steps than it has made."""
-    record = run.read()
-    if record.get("state") != FINISHED:
-        return False
-    if config.steps is not None:
-        return config.steps <= record["step"]
-    return max(1, round((config.epochs or 0) * record["steps_per_epoch"])) <= record["step"]
 
 
 def versions() -> dict[str, str]:

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.storage import StorageMeta
 
-from train.engine import fault
+from train import faults
 
 _BLOCK = 4096
 """What addresses, offsets and lengths are multiples of under O_DIRECT; disks have blocks of 512 or 4096 bytes."""
@@ -126,7 +126,7 @@ class DurableFile(io.RawIOBase):
                     # some file systems accept the flag and refuse the write, or know larger blocks
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                     self._is_direct = False
-        fault.here("save.written")
+        faults.here("save.written")
 
     def close(self) -> None:
         if self.closed:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, nearest, shortened
-from train.runs import environment, heartbeat
+from train.record import environment, heartbeat
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER = "polite", "now", "keeper"

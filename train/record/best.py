@@ -9,7 +9,7 @@ import tomllib
 from typing import Any
 
 from train.errors import Refused
-from train.runs.store import Run
+from train.record.store import Run
 
 
 def evaluations(run: Run) -> list[dict[str, Any]]:

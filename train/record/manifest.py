@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
-from train.runs.store import Run
+from train.record.store import Run
 
 MANIFEST = "manifest.json"
 FORMAT = 1

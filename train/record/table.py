@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from train import screen
 from train.errors import shortened
-from train.runs import screen
-from train.runs.best import best
-from train.runs.store import Run
+from train.record.best import best
+from train.record.store import Run
 
 
 def _ago(stamp: str | None) -> str:

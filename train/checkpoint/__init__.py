@@ -1,0 +1,1 @@
+"""Model and optimizer on the disk: committed, or not there."""

@@ -1,0 +1,97 @@
+"""The state of model and optimizer: named, read back, hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from train.errors import one_line
+
+# torch warns about its own use of storages, and that one process alone is one process alone
+warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Model and optimizer state under names that do not depend on how the model is spread."""
+    state: dict[str, Any] = {"model": get_model_state_dict(module)}
+    if optimizer is not None:
+        state["optim"] = get_optimizer_state_dict(module, optimizer)
+    return state
+
+
+def size_of(state: Any) -> int:
+    """Bytes of the tensors in a state."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, dict):
+        return sum(map(size_of, state.values()))
+    return 0
+
+
+def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Read a verified checkpoint into a model and, if given, its fresh optimizer. A collective under several ranks.
+
+    Raises:
+        ValueError: names or shapes of the model differ from those in the checkpoint.
+    """
+    for parameter in module.parameters():
+        parameter.grad = None  # a gradient here would make torch skip the optimizer's state silently
+    state = state_of(module, optimizer)
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
+        if isinstance(cause_of(error), OSError):  # of the disk, and may pass
+            raise OSError(f"{folder.name} cannot be read: {reason_of(error)}") from error
+        raise ValueError(f"the model does not fit the checkpoint {folder.name}: {reason_of(error)}") from error
+    set_model_state_dict(module, state["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(module, optimizer, state["optim"])
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model's state on the CPU, contiguous, under clean names."""
+    state = get_model_state_dict(module)
+    return {name: t.detach().cpu().contiguous() for name, t in state.items() if isinstance(t, Tensor)}
+
+
+def weights_sha256(state: dict[str, Tensor]) -> str:
+    """SHA-256 over the names in sorted order: UTF-8 `name\\ndtype\\nd0,d1\\n`, then the little-endian bytes.
+
+    The dtype is written as `float32`; nothing stands between tensors.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name]
+        shape = ",".join(map(str, tensor.shape))
+        digest.update(f"{name}\n{str(tensor.dtype).removeprefix('torch.')}\n{shape}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+def reason_of(error: BaseException) -> str:
+    """The innermost cause of a failed save: DCP wraps an OSError in several layers of its own."""
+    error = cause_of(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
+    return one_line(error)[:300]
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What is inside the layers of DCP."""
+    if isinstance(error, dcp.api.CheckpointException):
+        for inner in error.failures.values():
+            return inner[0] if isinstance(inner, tuple) else inner
+    return error

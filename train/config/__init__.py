@@ -1,0 +1,35 @@
+"""What a run is, from flags and files to a checked `Config`."""
+
+from train.config.layers import build, changeable, forbidden_changes, from_toml, layer
+from train.config.schema import (
+    Checkpoint,
+    Config,
+    Count,
+    Data,
+    Eval,
+    Log,
+    NotNegative,
+    Optim,
+    Parallel,
+    Positive,
+    Schedule,
+    Share,
+    Watch,
+)
+from train.config.text import (
+    FieldInfo,
+    fields,
+    flatten,
+    is_optional,
+    parse_value,
+    read_toml,
+    to_flat,
+    to_toml,
+    type_name,
+)
+
+__all__ = [
+    "Checkpoint", "Config", "Count", "Data", "Eval", "FieldInfo", "Log", "NotNegative", "Optim", "Parallel",
+    "Positive", "Schedule", "Share", "Watch", "build", "changeable", "fields", "flatten", "forbidden_changes",
+    "from_toml", "is_optional", "layer", "parse_value", "read_toml", "to_flat", "to_toml", "type_name",
+]  # fmt: skip

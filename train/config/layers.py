@@ -1,0 +1,157 @@
+"""From layers of values to a checked configuration: defaults, task, file, flags; later wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pydantic_core
+from pydantic import TypeAdapter
+
+from train.config.schema import Config
+from train.config.text import FieldInfo, fields, flatten, is_optional, read_toml, reason_of
+from train.errors import Refused, nearest, one_line
+
+
+def layer(
+    flat: dict[str, Any], settings: type | None, source: str, below: dict[str, Any], replaces: bool = True
+) -> dict[str, Any]:
+    """The fields of `flat` (dotted names) laid over those of `below`; steps and epochs replace each other.
+
+    Args:
+        settings: the task's Settings, whose fields are known as task.NAME.
+        source: where the values come from, for messages.
+
+    Raises:
+        Refused: a name is unknown, or both steps and epochs are in this layer.
+    """
+    own = {f"task.{field.name}" for field in dataclasses.fields(settings)} if settings else set()
+    known = set(fields()) | own
+    for name in flat:
+        if name not in known:
+            raise Refused(f"{source}unknown field {name}{nearest(name, known, '; train run --help lists all fields')}")
+    if flat.get("steps") is not None and flat.get("epochs") is not None:
+        raise Refused(f"{source}steps and epochs replace each other; give one of them")
+    merged = dict(below)
+    if replaces:
+        for name, other in (("steps", "epochs"), ("epochs", "steps")):
+            if flat.get(name) is not None:
+                merged[other] = None
+    return merged | flat
+
+
+def build(flat: dict[str, Any], settings: type | None = None, source: str = "", partial: bool = False) -> Config:
+    """The configuration that these values (dotted names) make, every one checked; strict about types.
+
+    Args:
+        partial: settings without a default may still be missing; `task` is None then.
+
+    Raises:
+        Refused: a value has the wrong type or is out of range.
+    """
+    tree: dict[str, Any] = {}
+    task: dict[str, Any] = {}
+    for name, value in flat.items():
+        group, _, inner = name.rpartition(".")
+        if group == "task":
+            task[inner] = value
+        elif group:
+            tree.setdefault(group, {})[inner] = value
+        else:
+            tree[name] = value
+    config = _checked(Config, tree, source)
+    if config.epochs is None and config.steps is None:
+        raise Refused(f"{source}neither epochs nor steps is given; give one of them")
+    if config.steps is not None:
+        config.epochs = None
+    if settings:
+        config.task = _checked(settings, _defaults(settings) | task, source, "task.", partial)
+    return config
+
+
+def _defaults(settings: type) -> dict[str, Any]:
+    """The values a task's Settings begin with: nobody but us checks that they are of their own types."""
+    missing = dataclasses.MISSING
+    values = {
+        field.name: field.default_factory() if field.default_factory is not missing else field.default
+        for field in dataclasses.fields(settings)
+        if field.init
+    }
+    return {
+        name: pydantic_core.to_jsonable_python(value, fallback=str)
+        for name, value in values.items()
+        if value is not missing
+    }
+
+
+def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "", partial: bool = False) -> Any:
+    for name, value in tree.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Refused(f"{source}{prefix}{name} = {value}: should be a finite number")
+    try:
+        # JSON, for there strict means what a TOML reader expects: tables become dataclasses, 3 may be a float, but
+        # "3" is no number and 1 is not true.
+        text = json.dumps(tree, default=lambda value: f"{value} (a {type(value).__name__})")
+        return TypeAdapter(owner).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        errors = [one for one in error.errors() if not (partial and one["type"] == "missing")]
+        if not errors:
+            return None
+        first = errors[0]
+        parts = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
+        # a union adds the name of its member to the place of an error
+        name = ".".join(parts[: 2 if parts and parts[0] in tree and isinstance(tree[parts[0]], dict) else 1])
+        if first["type"] == "missing":
+            raise Refused(f"{source}{prefix}{name} has no default; give it with --{prefix}{name}") from None
+        known = fields().get(prefix + name)
+        reason = reason_of(error, known.annotation if known else None)
+        raise Refused(f"{source}{prefix}{name} = {first['input']!r}: {reason}") from None
+    except pydantic.errors.PydanticSchemaGenerationError as error:
+        raise Refused(
+            f"{source}Settings has a field of a type that no flag can carry: {one_line(error)[:200]}"
+        ) from None
+
+
+def from_toml(path: Path, settings: type | None) -> Config:
+    """The resolved configuration of a run folder. What is left out there was None.
+
+    Raises:
+        Refused: somebody edited it into something invalid.
+    """
+    source = f"{path}: "
+    blank = {name: None for name, info in fields().items() if is_optional(info.annotation)}
+    for field in dataclasses.fields(settings) if settings else ():
+        if field.default is None:
+            blank[f"task.{field.name}"] = None
+    flat = layer(flatten(read_toml(path), source), settings, source, blank, replaces=False)
+    return build(flat, settings, source)
+
+
+def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The dotted names of fields that differ and that a resume may not change.
+
+    A field that was not there yet when `before` was written had its default.
+    """
+    known = fields()
+    defaults = {name: info.default for name, info in known.items()}
+    names = [name for name in sorted(before.keys() | after.keys()) if not (name in known and known[name].may_change)]
+    return [name for name in names if before.get(name, defaults.get(name)) != after.get(name)]
+
+
+def changeable() -> str:
+    """The fields that a resume may change, as a list for people: `log.*` where all of a group may."""
+    groups: dict[str, list[FieldInfo]] = {}
+    for info in fields().values():
+        group, dot, _ = info.name.rpartition(".")
+        groups.setdefault(group + dot, []).append(info)
+    parts = []
+    for group, members in groups.items():
+        if group and all(info.may_change for info in members):
+            parts.append(f"{group}*")
+        else:
+            parts += [info.name for info in members if info.may_change]
+    return ", ".join(parts)

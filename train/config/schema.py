@@ -1,0 +1,169 @@
+"""What a run is: one small dataclass per concern, composed into `Config`.
+
+Each field is a flag of `train run` and `train launch` (`--optim.lr 0.1`) and a key of a TOML file. The text below a
+field is the flag's help; its type says what values it takes and whether a resume may change it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+Positive = Annotated[float, Field(gt=0)]
+
+NotNegative = Annotated[float, Field(ge=0)]
+
+Count = Annotated[int, Field(ge=1, le=2**62)]
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _OnResume:
+    """Marks a field that a resume may change: it does not touch what is computed, or says when it ends."""
+
+
+ON_RESUME = _OnResume()
+T = TypeVar("T")
+Changeable = Annotated[T, ON_RESUME]
+"""The type of a field that a resume may change."""
+
+
+@dataclass(config=_STRICT)
+class Optim:
+    name: Literal["sgd", "adam", "adamw"] = "adamw"
+    """Optimizer. A task's own optimizer(model, config) takes its place."""
+    lr: Positive = 1e-3
+    """Peak learning rate, before schedule.scaling."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of sgd, beta1 of adam and adamw."""
+    weight_decay: NotNegative = 0.01
+    """Weight decay (decoupled with adamw)."""
+
+
+@dataclass(config=_STRICT)
+class Schedule:
+    warmup_epochs: NotNegative = 0.0
+    """Epochs over which the learning rate rises linearly from near 0 to its peak; fractions are fine."""
+    decay: Literal["constant", "cosine", "step"] = "cosine"
+    """What the learning rate does after the warm-up: constant, cosine to 0, or times gamma every step_epochs."""
+    step_epochs: Positive = 30.0
+    """With decay step: epochs between two drops."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """With decay step: the factor of each drop."""
+    scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Scale lr by batch_size / base_batch_size (linear: Goyal et al. 2017; sqrt: its square root)."""
+    base_batch_size: Count = 256
+    """The global batch size at which optim.lr was chosen; used by scaling."""
+
+
+@dataclass(config=_STRICT)
+class Parallel:
+    strategy: Literal["auto", "single", "ddp"] = "auto"
+    """How the model is spread: auto takes ddp where there are several ranks and single where there is one."""
+    find_unused_parameters: bool = False
+    """With ddp: look for parameters that a step did not use (slower; for models with optional branches)."""
+    timeout_minutes: Changeable[Positive] = 10.0
+    """How long a rank waits for the others in a collective before it gives up."""
+
+
+@dataclass(config=_STRICT)
+class Data:
+    root: Changeable[str] = ""
+    """Folder of the data set, for tasks that read one."""
+    name: str = ""
+    """Name of a torchvision data set that lies in root (CIFAR10, MNIST, …); empty: class folders."""
+    workers: Changeable[Annotated[int, Field(ge=0, le=1024)]] = 0
+    """Loader processes per rank; 0 loads in the training process. Does not change the result."""
+    drop_last: bool = False
+    """Leave out the short last batch of every epoch (other samples each time). Evaluations see everything."""
+    on_error: Changeable[Literal["stop", "skip"]] = "stop"
+    """What a sample that cannot be read does: stop the run, named; or be left out, counted and listed."""
+
+
+@dataclass(config=_STRICT)
+class Checkpoint:
+    every_steps: Changeable[Count | None] = None
+    """Save every so many steps, besides every_minutes."""
+    every_minutes: Changeable[NotNegative] = 10.0
+    """Save when so many minutes have passed since the last save; 0 turns this off."""
+    keep: Changeable[Count] = 3
+    """How many checkpoints are kept; the newest ones."""
+    best: Changeable[str] = ""
+    """Keep also the checkpoint with the best value of this metric (loss: the lowest, others: the highest); saves at
+    every evaluation."""
+    asynchronous: Changeable[bool] = True
+    """Write in the background: training waits only for a copy of the state in host memory."""
+
+
+@dataclass(config=_STRICT)
+class Log:
+    every_steps: Changeable[Count] = 10
+    """A line in metrics.jsonl (and TensorBoard) every so many steps."""
+    samples: Changeable[bool] = False
+    """Write the data set index of every consumed sample to samples.rank*.log."""
+    tensorboard: Changeable[bool] = True
+    """Write TensorBoard event files."""
+
+
+@dataclass(config=_STRICT)
+class Eval:
+    every_epochs: Changeable[NotNegative] = 1.0
+    """Evaluate every so many epochs, and at the end; 0: at the end only. Fractions are fine."""
+    limit_batches: Changeable[Annotated[int, Field(ge=0, le=2**62)]] = 0
+    """Evaluate at most so many global batches: a random choice of samples, always the same; 0: all of them."""
+
+
+@dataclass(config=_STRICT)
+class Watch:
+    hang_minutes: Changeable[NotNegative | None] = None
+    """A launched run in which no rank moves for so long is ended and started again; 0: never; none: 5, or 20 times the
+    slowest step so far if that is longer; with --script, where neither output nor use of the CPU is seen: 30."""
+    start_minutes: Changeable[Positive] = 30.0
+    """The same for starting, with the first step and compilation, and for saving."""
+    healthy_minutes: Changeable[Positive] = 10.0
+    """With --script: an attempt that ran for so long was no failure to start: deaths are counted anew after it."""
+
+
+@dataclass(config=_STRICT)
+class Config:
+    epochs: Changeable[Annotated[float, Field(gt=0, le=1e9)] | None] = 10.0
+    """Passes over the training data; fractions are fine. Replaces steps."""
+    steps: Changeable[Count | None] = None
+    """Optimizer updates. Replaces epochs."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Everything random follows from this number: order, augmentation, dropout, first weights."""
+    batch_size: Count = 64
+    """Global batch size: samples per optimizer update over all ranks."""
+    micro_batch_size: Count | None = None
+    """Samples per forward and backward; default: batch_size over the ranks of the first launch, rounded up."""
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic: bf16 and fp16 are autocast over fp32 weights; fp16 needs a GPU."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    clip_grad_norm: Positive | None = None
+    """Scale gradients down to at most this global 2-norm; none: off."""
+    sync_batchnorm: bool = False
+    """Share BatchNorm's batch statistics between ranks; needs GPUs and batches that divide evenly."""
+    deterministic: bool = True
+    """Use deterministic algorithms where they exist, so that a resumed run is equal bit for bit on a GPU too."""
+    device: Changeable[Literal["auto", "cpu", "cuda"]] = "auto"
+    """Where to compute: auto takes the GPUs if there are any."""
+    cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """CPU threads per rank, fixed for the life of a run (another number gives other bits). Default: OMP_NUM_THREADS or
+    MKL_NUM_THREADS where set; else one for each GFLOP of a micro batch, at least one and at most a fair share of the
+    cores."""
+    optim: Optim = dataclasses.field(default_factory=Optim)
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+    parallel: Parallel = dataclasses.field(default_factory=Parallel)
+    data: Data = dataclasses.field(default_factory=Data)
+    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
+    log: Log = dataclasses.field(default_factory=Log)
+    eval: Eval = dataclasses.field(default_factory=Eval)
+    watch: Watch = dataclasses.field(default_factory=Watch)
+    task: Any = None
+    """The task's Settings; its fields are flags --task.NAME."""

@@ -1,0 +1,168 @@
+"""Fields as text: flags, TOML, help."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import pydantic_core
+from pydantic import ConfigDict, TypeAdapter
+
+from train.config.schema import ON_RESUME, Config
+from train.errors import Refused, nearest, one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldInfo:
+    """One field as a flag: its dotted name, type, default and help."""
+
+    name: str
+    annotation: Any
+    default: Any
+    help: str
+    may_change: bool
+    """Whether a resume may change it."""
+
+
+@functools.cache
+def fields() -> dict[str, FieldInfo]:
+    """Every field of Config by its dotted name, in the order of the dataclasses; the task's own are not among them."""
+    return {info.name: info for info in _walk(Config, "")}
+
+
+def _walk(owner: Any, prefix: str) -> typing.Iterator[FieldInfo]:
+    hints = typing.get_type_hints(owner, include_extras=True)
+    for name, field in owner.__pydantic_fields__.items():
+        if prefix == "" and name == "task":
+            continue
+        if dataclasses.is_dataclass(hints[name]):
+            yield from _walk(hints[name], f"{prefix}{name}.")
+        else:
+            marks = getattr(hints[name], "__metadata__", ())
+            yield FieldInfo(prefix + name, hints[name], field.default, field.description or "", ON_RESUME in marks)
+
+
+def is_optional(annotation: Any) -> bool:
+    """Whether None is among the values of this type."""
+    if typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    return typing.get_origin(annotation) in (types.UnionType, typing.Union) and type(None) in typing.get_args(
+        annotation
+    )
+
+
+def _plain(annotation: Any) -> set[Any]:
+    """The classes a type is made of: {int, NoneType} for Count | None."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return _plain(typing.get_args(annotation)[0])
+    if origin in (types.UnionType, typing.Union):
+        return set().union(*map(_plain, typing.get_args(annotation)))
+    return {type(value) for value in typing.get_args(annotation)} if origin is Literal else {origin or annotation}
+
+
+def type_name(annotation: Any) -> str:
+    """The type as help shows it: `N`, `X`, `true|false`, `sgd|adam`."""
+    if typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) is Literal:
+        return "|".join(str(value) for value in typing.get_args(annotation))
+    plain = _plain(annotation) - {type(None)}
+    name = {bool: "true|false", int: "N", float: "X"}.get(next(iter(plain)), "TEXT") if len(plain) == 1 else "VALUE"
+    return name + ("|none" if is_optional(annotation) else "")
+
+
+def parse_value(name: str, annotation: Any, text: str) -> Any:
+    """The value that a flag's text stands for.
+
+    Raises:
+        Refused: the text is not of the field's type or out of its range.
+    """
+    plain = _plain(annotation)
+    if type(None) in plain and text.lower() == "none":
+        return None
+    if bool in plain and plain <= {bool, type(None)}:
+        if text not in ("true", "false"):
+            raise Refused(f"--{name} {text}: must be true or false")
+        return text == "true"
+    value: Any = text
+    if plain & {list, tuple, dict}:
+        try:
+            value = tomllib.loads(f"v = {text}")["v"]
+        except tomllib.TOMLDecodeError:
+            raise Refused(f"--{name} {text}: must be written as in TOML, for example [1, 2]") from None
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
+        return adapter.validate_python(value)
+    except pydantic.ValidationError as error:
+        raise Refused(f"--{name} {text}: {reason_of(error, annotation)}") from None
+
+
+def reason_of(error: pydantic.ValidationError, annotation: Any = None) -> str:
+    """The first thing that is wrong, in words."""
+    first = error.errors()[0]
+    message = first["msg"][0].lower() + first["msg"][1:]
+    if first["type"] == "literal_error":
+        choices = typing.get_args(annotation) if annotation is not None else ()
+        message += nearest(str(first["input"]), [str(choice) for choice in choices])
+    return one_line(message.replace("input should", "should"))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a configuration file.
+
+    Raises:
+        Refused: it cannot be read or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
+    except OSError as error:
+        raise Refused(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} is not valid TOML: {one_line(error)}") from None
+
+
+def flatten(tree: dict[str, Any], source: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 1}} as {"optim.lr": 1}; groups only as deep as Config goes.
+
+    Raises:
+        Refused: a group was given a plain value.
+    """
+    flat: dict[str, Any] = {}
+    groups = {name.split(".")[0] for name in fields() if "." in name} | {"task"}
+    for key, value in tree.items():
+        if key not in groups:
+            flat[key] = value
+        elif isinstance(value, dict):
+            flat.update({f"{key}.{inner}": leaf for inner, leaf in value.items()})
+        else:
+            raise Refused(f"{source}{key} is a group of fields, not a value; write a table [{key}]")
+    return flat
+
+
+def to_flat(config: Config) -> dict[str, Any]:
+    """Every field by its dotted name, the task's settings as task.NAME; values as JSON has them."""
+    tree = dataclasses.asdict(config)
+    tree["task"] = tree["task"] or {}
+    return dict(json.loads(json.dumps(flatten(pydantic_core.to_jsonable_python(tree)))))
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML. TOML knows no null: fields that are None are left out."""
+    import tomli_w
+
+    tree = copy.deepcopy(dataclasses.asdict(config))
+    tree["task"] = tree["task"] or {}
+
+    def without_none(value: Any) -> Any:
+        return {k: without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    return tomli_w.dumps(without_none(pydantic_core.to_jsonable_python(tree)))

@@ -1,0 +1,38 @@
+"""Which process of a run this is. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from train.errors import Refused, one_line
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """Which rank this process is, and where it meets the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    init: Any = "env://"
+    """An init_method of torch.distributed, or a store."""
+
+
+def seat_of_environment() -> Seat:
+    """The seat that torchrun gave this process; rank 0 of 1 without it.
+
+    Raises:
+        Refused: the variables are not numbers.
+    """
+    try:
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return Seat(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    except ValueError as error:
+        raise Refused(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {one_line(error)}") from None
