@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train.config import Config
 from train.engine.readback import Readback
 from train.parallel.precision import Precision
-from train.parallel.replica import TAIL, Replica
+from train.parallel.strategy import VOTES, make
 from train.parallel.world import World, join, take_device
 
 RANKS = 2
@@ -103,20 +103,20 @@ def _own(world: World) -> Callable[[], None]:
 
 def _riding(world: World) -> Callable[[], None]:
     model, images, classes = _parts(world)
-    replica = Replica(model, world, Config(), Precision("fp32", world.device))
+    strategy = make(world, Config(), Precision("fp32", world.device))
+    strategy.place(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    replica.settle()
+    strategy.start()
     readback = Readback[None](world.device)
 
     def step() -> None:
-        loss = cross_entropy(replica.call(images), classes)
-        flags = torch.zeros(len(TAIL), device=world.device)
-        replica.backward(loss, 1 / RANKS, flags)
-        sums = replica.reduced(flags)
-        optimizer.step()
+        votes = torch.zeros(len(VOTES), device=world.device)
+        with strategy.micro_batch(0, is_last=True):
+            strategy.backward(cross_entropy(strategy.call(images), classes), 1 / RANKS, votes)
+        sums = strategy.reduce(votes)
+        strategy.update(optimizer, None)
         readback.put(None, sums)
-        replica.clear()
         for _, values in readback.take(everything=False):
-            assert not values[TAIL.index("stop")]
+            assert not values[VOTES.index("stop")]
 
     return step

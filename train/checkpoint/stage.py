@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class Stage:
@@ -36,6 +37,9 @@ class Stage:
             return {key: self._walk(inner, (*path, str(key)), fill) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(self._walk(inner, (*path, str(place)), fill) for place, inner in enumerate(value))
+        if isinstance(value, DTensor):
+            # made like this, and not by from_local, which would take the copy back to the device
+            return DTensor(self._walk(value.to_local(), path, fill), value._spec, requires_grad=False)
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         buffer = self._buffers.get(path)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from train.errors import one_line
 
@@ -61,24 +62,37 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
         set_optimizer_state_dict(module, optimizer, state["optim"])
 
 
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model's state under clean names, where and as they are: maybe spread over ranks."""
+    return {name: t.detach() for name, t in get_model_state_dict(module).items() if isinstance(t, Tensor)}
+
+
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the model's state on the CPU, contiguous, under clean names."""
-    state = get_model_state_dict(module)
-    return {name: t.detach().cpu().contiguous() for name, t in state.items() if isinstance(t, Tensor)}
+    """The tensors of the state of a model that is whole here, on the CPU, contiguous, under clean names."""
+    return {name: tensor.cpu().contiguous() for name, tensor in weights_of(module).items()}
 
 
-def weights_sha256(state: dict[str, Tensor]) -> str:
+def weights_sha256(state: dict[str, Tensor], is_wanted: bool = True) -> str:
     """SHA-256 over the names in sorted order: UTF-8 `name\\ndtype\\nd0,d1\\n`, then the little-endian bytes.
 
-    The dtype is written as `float32`; nothing stands between tensors.
+    The dtype is written as `float32`; nothing stands between tensors. A collective where tensors are spread over ranks:
+    one after the other is gathered, never all of the model.
+
+    Args:
+        is_wanted: by this rank; without, '' is returned.
     """
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name]
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if not is_wanted:
+            continue
+        tensor = tensor.cpu().contiguous()
         shape = ",".join(map(str, tensor.shape))
         digest.update(f"{name}\n{str(tensor.dtype).removeprefix('torch.')}\n{shape}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return digest.hexdigest()
+    return digest.hexdigest() if is_wanted else ""
 
 
 def reason_of(error: BaseException) -> str:

@@ -63,9 +63,15 @@ class Schedule:
 
 @dataclass(config=_STRICT)
 class Parallel:
-    strategy: Literal["auto", "single", "ddp"] = "auto"
-    """How the model is spread: auto takes ddp where there are several ranks and single where there is one."""
-    find_unused_parameters: bool = False
+    strategy: Changeable[Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp"]] = "auto"
+    """How the model is spread. auto: ddp on several ranks, single on one. ddp: a copy on every rank; fsdp: parameters,
+    gradients and optimizer state in parts; hsdp: fsdp in groups of shard_size ranks; dp: nn.DataParallel, one process
+    for all GPUs (for comparison)."""
+    shard_size: Changeable[Count | None] = None
+    """With hsdp: how many ranks hold one copy of the model among them; must divide the ranks."""
+    wrap: Changeable[str] = "auto"
+    """With fsdp and hsdp: what is gathered at a time: names of the model's classes with commas, or auto, by size."""
+    find_unused_parameters: Changeable[bool] = False
     """With ddp: look for parameters that a step did not use (slower; for models with optional branches)."""
     timeout_minutes: Changeable[Positive] = 10.0
     """How long a rank waits for the others in a collective before it gives up."""

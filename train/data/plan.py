@@ -50,6 +50,10 @@ class Plan:
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
 
+    def epoch_of(self, done: int) -> int:
+        """The epoch, counted from 1, in which step `done`, counted from 1, lies; 0 before the first step."""
+        return self.epoch(done - 1) + 1 if done else 0
+
     def span(self, step: int) -> tuple[int, int]:
         """First position and the one after the last of the step's global batch within its epoch."""
         start = step % self.steps_per_epoch * self.batch_size
@@ -78,10 +82,17 @@ class MicroBatch:
     indices: npt.NDArray[np.int64]
     seed: int
     of_evaluation: bool = False
+    is_lent: bool = False
+    """Another rank's: this one has none left, but takes part in its computation, with weight 0."""
 
 
-def micro_batches_of(plan: Plan, rank: int, world: int, first: int, last: int) -> Iterator[MicroBatch]:
-    """The micro batches r, r + W, … of rank r of W in steps first <= step < last, in order."""
+def micro_batches_of(
+    plan: Plan, rank: int, world: int, first: int, last: int, lends: bool = False
+) -> Iterator[MicroBatch]:
+    """The micro batches r, r + W, … of rank r of W in steps first <= step < last, in order.
+
+    With `lends` every rank gets as many: where it has none left, the last one of the step.
+    """
     chunk_key, chunk = (-1, -1), np.empty(0, dtype=np.int64)
     size = max(_CHUNK // plan.batch_size, 1) * plan.batch_size
     for step in range(first, last):
@@ -92,15 +103,20 @@ def micro_batches_of(plan: Plan, rank: int, world: int, first: int, last: int) -
             begin = chunk_key[1] * size
             chunk = order(plan.seed, epoch, np.arange(begin, min(begin + size, plan.length)), plan.length)
         offset = start - chunk_key[1] * size
-        for number in range(rank, plan.micro_batches(step), world):
+        for own in _share(rank, plan.micro_batches(step), world, lends):
+            number = min(own, plan.micro_batches(step) - 1)
             low = number * plan.micro_batch_size
             high = min(low + plan.micro_batch_size, stop - start)
-            yield MicroBatch(
-                step, number, chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
-            )
+            indices, seed = chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
+            yield MicroBatch(step, number, indices, seed, is_lent=own != number)
 
 
-def evaluation_micro_batches(plan: Plan, rank: int, world: int) -> Iterator[MicroBatch]:
+def _share(rank: int, micros: int, world: int, lends: bool) -> range:
+    """The numbers of a rank's micro batches; with `lends` also ones that do not exist, as many as any rank has."""
+    return range(rank, math.ceil(micros / world) * world if lends else micros, world)
+
+
+def evaluation_micro_batches(plan: Plan, rank: int, world: int, lends: bool = False) -> Iterator[MicroBatch]:
     """The micro batches of one evaluation that are rank r's of W: every sample once, in the data set's order.
 
     With a limit, always the same random choice: the first samples of class folders are all of one class.
@@ -108,8 +124,11 @@ def evaluation_micro_batches(plan: Plan, rank: int, world: int) -> Iterator[Micr
     chosen: npt.NDArray[np.int64] | None = None
     if plan.evaluated < plan.length:
         chosen = np.sort(order(plan.seed, _EVALUATION, np.arange(plan.evaluated), plan.length))
-    for number in range(rank, math.ceil(plan.evaluated / plan.micro_batch_size), world):
+    micros = math.ceil(plan.evaluated / plan.micro_batch_size)
+    for own in _share(rank, micros, world, lends):
+        number = min(own, micros - 1)
         low = number * plan.micro_batch_size
         high = min(low + plan.micro_batch_size, plan.evaluated)
         indices = np.arange(low, high) if chosen is None else chosen[low:high]
-        yield MicroBatch(0, number, indices, seed_of(plan.seed, "eval", number), of_evaluation=True)
+        seed = seed_of(plan.seed, "eval", number)
+        yield MicroBatch(0, number, indices, seed, of_evaluation=True, is_lent=own != number)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from train.data.plan import MicroBatch, Plan
 from train.data.seeds import seed_compute
 from train.engine import uneven
+from train.engine.loss import Figure, evaluation_figures
 from train.engine.quiet import quiet
 from train.errors import TrainingFailed
 from train.parallel.precision import Precision
@@ -20,20 +21,6 @@ from train.tasks import Task
 
 _ASK_EVERY = 16
 """Micro batches between two looks, by all ranks, at whether a stop was asked for."""
-
-
-def total_and_count(value: Any, samples: int, what: str) -> tuple[Tensor, Any]:
-    """A mean over the batch or a pair (total, count), as total and count.
-
-    Raises:
-        TrainingFailed: it is neither.
-    """
-    if isinstance(value, tuple) and len(value) == 2:
-        return value[0], value[1]
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.reshape(()).double() * samples, samples
-    shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
-    raise TrainingFailed(f"{what} must return a scalar tensor, the mean over the batch, or (total, count); got {shape}")
 
 
 def evaluate(
@@ -45,6 +32,7 @@ def evaluate(
     stream: Iterator[tuple[MicroBatch, Any]],
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
+    lends: bool = False,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
 
@@ -55,61 +43,80 @@ def evaluate(
     Args:
         plan: of the evaluation set.
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
+        lends: whether a rank without data has to compute all the same, on another's; `stream` has them.
+
+    Raises:
+        TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
     """
     was_training = module.training
     module.eval()
-    rows: list[list[Tensor | float]] = []
-    """Of each micro batch: the number of its samples, then total and count of the loss and of each metric."""
+    rows: dict[int, list[Tensor | float]] = {}
+    """By micro batch: the number of its samples, then total and count of the loss and of each metric."""
     names: list[str] = []
     micros = math.ceil(plan.evaluated / plan.micro_batch_size)
     slots = math.ceil(micros / world.size)
-    without = uneven.idle(micros, world.size)
+    without = range(0) if lends else uneven.idle(micros, world.size)
+    spare: tuple[MicroBatch, Any] | None = None
     try:
         with torch.no_grad():
             for slot in range(slots):
                 if slot % _ASK_EVERY == 0 and world.any(stop()):
                     return None
-                if slot * world.size + world.rank >= micros:
+                if slot * world.size + world.rank >= micros and not lends:
                     continue
                 beat()
                 micro, batch = next(stream)
                 assert micro.of_evaluation
-                samples = len(micro.indices)
-                if not samples:  # none of them could be read
-                    rows.append([])
+                is_own = bool(len(micro.indices)) and not micro.is_lent
+                if lends and len(micro.indices):
+                    spare = micro, batch
+                elif lends:
+                    micro, batch = _spare(spare)
+                elif not is_own:  # none of its samples could be read
                     continue
                 seed_compute(micro.seed, world.device)
                 is_risky = without and slot in (0, slots - 1)
                 waits_for = f"{uneven.names(without)}, without data in an evaluation" if is_risky else ""
                 with precision.autocast(), quiet("loss or metrics", task.file, waits_for):
-                    row = [samples, *total_and_count(task.loss(module, batch), samples, "loss")]
-                    found = task.metrics(module, batch) if task.metrics else {}
-                if not isinstance(found, dict):
-                    raise TrainingFailed(
-                        f"metrics must return a dict from names to tensors, got {type(found).__name__}"
-                    )
-                for name, value in found.items():
-                    row.extend(total_and_count(torch.as_tensor(value, device=world.device), samples, f"metric {name}")
-                               if not isinstance(value, tuple) else value)  # fmt: skip
-                names = list(found)
-                rows.append(row)
+                    figures = evaluation_figures(task, module, batch, len(micro.indices))
+                if is_own:
+                    names = names or list(figures)
+                    rows[micro.number] = _row(len(micro.indices), figures, names)
     finally:
         module.train(was_training)
-    # rank 0 may have read nothing
-    names = max(world.gather(names), key=bool)
-    table = torch.zeros(micros, 3 + 2 * len(names), dtype=torch.float64, device=world.device)
-    for index, row in enumerate(rows):
-        if not row:
-            continue
+    return _summed(rows, names, micros, world)
+
+
+def _spare(spare: tuple[MicroBatch, Any] | None) -> tuple[MicroBatch, Any]:
+    if spare is None:
+        raise TrainingFailed("not one sample of the first evaluation batch could be read; look at the data set")
+    return spare
+
+
+def _row(samples: int, figures: dict[str, Figure], names: list[str]) -> list[Tensor | float]:
+    if figures.keys() != set(names):
+        raise TrainingFailed("metrics must return the same names for every batch")
+    row: list[Tensor | float] = [samples]
+    for name in names:
+        row += [figures[name].total(torch.float64), figures[name].counted()]
+    return row
+
+
+def _summed(
+    rows: dict[int, list[Tensor | float]], names: list[str], micros: int, world: World
+) -> tuple[dict[str, float], int]:
+    """The figures of all ranks' rows, and the number of samples. A collective."""
+    names = max(world.gather(names), key=len)  # rank 0 may have read nothing
+    table = torch.zeros(micros, 1 + 2 * len(names), dtype=torch.float64, device=world.device)
+    for number, row in rows.items():
         if len(row) != table.shape[1]:
             raise TrainingFailed("metrics must return the same names for every batch")
-        table[world.rank + index * world.size] = torch.stack(
-            [torch.as_tensor(value, dtype=torch.float64, device=world.device) for value in row]
-        )
+        values = [torch.as_tensor(value, dtype=torch.float64, device=world.device) for value in row]
+        table[number] = torch.stack(values)
     columns = world.add(table).cpu().T.tolist()  # each row is one rank's alone: adding zeros rounds nothing
     sums = [math.fsum(column) for column in columns]
     figures = {
         name: sums[2 * place + 1] / sums[2 * place + 2] if sums[2 * place + 2] else math.nan
-        for place, name in enumerate(["loss", *names])
+        for place, name in enumerate(names)
     }
-    return figures, round(sums[0])
+    return figures or {"loss": math.nan}, round(sums[0])

@@ -10,7 +10,7 @@ from train.record import heartbeat, store
 
 if TYPE_CHECKING:
     from train.engine.loop import Done, Job
-from train.checkpoint.state import weights, weights_sha256
+from train.checkpoint.state import weights_of, weights_sha256
 from train.engine.setup import Done, Job
 from train.record.best import facts, last_evaluation
 
@@ -23,9 +23,11 @@ def conclude(job: Job, outcome: Done) -> int:
     """
     job.report.sync()
     job.heart.beat(heartbeat.ENDING, outcome.step)
+    # a collective where the weights are spread, so before the first rank is alone
+    digest = "" if outcome.stopped else weights_sha256(weights_of(job.strategy.module), job.world.is_first)
     if not job.world.is_first:
         return STOPPED if outcome.stopped else FINISHED
-    epoch = job.plan.epoch(outcome.step - 1) + 1 if outcome.step else 0
+    epoch = job.plan.epoch_of(outcome.step)
     record: dict[str, Any] = {"step": outcome.step, "epoch": epoch, "ended": store.now(), **facts(job.run)}
     if outcome.stopped:
         reason = job.stop.reason or "another rank was asked to"
@@ -37,7 +39,6 @@ def conclude(job: Job, outcome: Done) -> int:
     evaluation = last_evaluation(job.run)
     figures = dict(evaluation["eval"]) if evaluation else {}
     faults.here("finish")
-    digest = weights_sha256(weights(job.replica.module))
     _record_end(job, state=store.FINISHED, reason="", weights_sha256=digest, metrics=figures, **record)
     faults.here("finished")
     job.report.say(f"finished after {outcome.step} steps; weights {digest[:16]}…")

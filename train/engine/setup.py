@@ -15,12 +15,13 @@ from train.checkpoint.saver import Saver
 from train.checkpoint.state import load
 from train.config import Config
 from train.data.loader import Loader
-from train.data.plan import Plan
+from train.data.plan import MicroBatch, Plan
 from train.engine import build, opened, uneven
+from train.engine.agenda import Agenda, agenda_of
 from train.engine.report import Report, cut
 from train.engine.skipped import Skipped
+from train.parallel import strategy as strategies
 from train.parallel.precision import Precision
-from train.parallel.replica import Replica
 from train.parallel.seat import Seat
 from train.parallel.world import World, join, take_device
 from train.record import best, store
@@ -42,19 +43,25 @@ class Job:
     config: Config
     world: World
     precision: Precision
-    replica: Replica
+    strategy: strategies.Strategy
     optimizer: torch.optim.Optimizer
     loader: Loader
     plan: Plan
     evaluation: Plan | None
     """The same of the evaluation set, if there is one."""
-    total_steps: int
+    agenda: Agenda
     saver: Saver
     report: Report
     stop: StopRequest
     heart: Heart
     evaluated: int
     """Last step after which an evaluation is on record; -1 without one."""
+    spare: tuple[MicroBatch, Any] | None = None
+    """The micro batch that this rank had last; kept where a rank without data has to compute all the same."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.agenda.total_steps
 
     @property
     def leaves_out(self) -> bool:
@@ -68,7 +75,6 @@ class Done:
 
     step: int
     stopped: bool
-    metrics: dict[str, float] | None
 
 
 def set_up(
@@ -99,7 +105,8 @@ def set_up(
         build.set_weights(model, build.read_weights(run.folder / "init.safetensors"), "init.safetensors")
     if config.sync_batchnorm and world.size > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model.to(world.device)
+    strategy = strategies.make(world, config, precision)
+    model = strategy.place(model)
     optimizer = build.make_optimizer(task, model, config)
     rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -114,7 +121,6 @@ def set_up(
     faults.here("loaded")
     if config.compile:
         model.compile()
-    replica = Replica(model, world, config, precision)
     evaluation = world.on_first(lambda: best.last_evaluation(run))
     told = Report(run, world, config, total, step, bar and world.is_first)
     held.callback(told.close)
@@ -124,31 +130,42 @@ def set_up(
         run.note(saved_step=at)
 
     job = Job(
-        run, task, config, world, precision, replica, optimizer, loader,
-        plan, None if eval_set is None else build.evaluation_plan(config, len(eval_set)), total,
+        run, task, config, world, precision, strategy, optimizer, loader,
+        plan, None if eval_set is None else build.evaluation_plan(config, len(eval_set)),
+        agenda_of(config, plan, total, eval_set is not None),
         Saver(run, world, config, attempt, saved),
         told, stop, heart,
         evaluation["step"] if evaluation else -1,
     )  # fmt: skip
     if world.is_first:
-        run.note(
-            lambda record: record["attempts"][-1].update(from_step=step, ready=store.now()),
-            step=step, epoch=plan.epoch(step - 1) + 1 if step else 0, total_steps=total, samples=plan.length,
-            steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="",
-            without_data=uneven.survey(plan, job.evaluation, world.size),
-        )  # fmt: skip
-        per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
-        job.report.say(
-            f"{run.name}: {plan.length} samples, {total} steps, global batch {per_rank}, "
-            f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
-            + (f", continuing after step {step}" if step else "")
-        )
-        reason = run.read().get("cpu_threads_reason")
-        if attempt == 1 and reason:
-            job.report.say(f"{config.cpu_threads} CPU thread{'s' if config.cpu_threads > 1 else ''} a rank ({reason})")
-        if uneven.survey(plan, job.evaluation, world.size):
-            job.report.say(uneven.sentence(plan, job.evaluation, world.size))
+        _announce(job, attempt, step)
     return job, step
+
+
+def _announce(job: Job, attempt: int, step: int) -> None:
+    """What run.json and the log say at the start of an attempt. On rank 0."""
+    run, plan, config, world = job.run, job.plan, job.config, job.world
+    assert config.cpu_threads is not None
+    # where ranks without data are lent some, none waits
+    without = {} if job.strategy.lends_data else uneven.survey(plan, job.evaluation, world.size)
+    run.note(
+        lambda record: record["attempts"][-1].update(from_step=step, ready=store.now()),
+        step=step, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
+        steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="", without_data=without,
+    )  # fmt: skip
+    per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
+    spread = strategies.resolve(config, world.size)
+    job.report.say(
+        f"{run.name}: {plan.length} samples, {job.total_steps} steps, global batch {per_rank}, "
+        f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
+        + (f", {spread}" if spread not in ("single", "ddp") else "")
+        + (f", continuing after step {step}" if step else "")
+    )
+    reason = run.read().get("cpu_threads_reason")
+    if attempt == 1 and reason:
+        job.report.say(f"{config.cpu_threads} CPU thread{'s' if config.cpu_threads > 1 else ''} a rank ({reason})")
+    if without:
+        job.report.say(uneven.sentence(plan, job.evaluation, world.size))
 
 
 def _begin(run: Run) -> tuple[int, dict[str, Any]]:

@@ -20,6 +20,7 @@ from train.config import Config
 from train.engine import build, threads
 from train.engine.opened import config_of, data_differs, task_of
 from train.errors import Refused
+from train.parallel import fsdp, strategy
 from train.parallel.precision import Precision
 from train.parallel.world import pick_device
 from train.record import manifest as manifests
@@ -107,7 +108,7 @@ def prepare(request: Request) -> Prepared:
     ranks = request.ranks
     device = pick_device(config, ranks, 0)
     precision = Precision(config.precision, device)
-    _check_ranks(config, ranks)
+    _check_ranks(config, ranks, device)
     if config.micro_batch_size is None:
         # rounded up as the smallest number of forwards; rounded down where that would leave a rank without work
         size = -(-config.batch_size // ranks)
@@ -123,6 +124,8 @@ def prepare(request: Request) -> Prepared:
     train_set, eval_set = build.make_datasets(task, config)
     _check_sync_batchnorm(config, device, ranks, len(train_set))
     model = build.make_model(task, config, precision.weights)
+    if strategy.resolve(config, ranks) in ("fsdp", "hsdp"):
+        fsdp.units(model, config.parallel.wrap)  # refuses what the model has not
     with _without_compiler():
         build.make_optimizer(task, model, config)
     reason = ""
@@ -195,14 +198,13 @@ def _without_compiler() -> Iterator[None]:
         delattr(method, "__dynamo_disable")
 
 
-def _check_ranks(config: Config, ranks: int) -> None:
+def _check_ranks(config: Config, ranks: int, device: torch.device) -> None:
+    strategy.check(config, ranks, device)
     if config.batch_size < ranks:
         raise Refused(
             f"--batch_size {config.batch_size} is smaller than the number of ranks {ranks}; "
             f"use at least {ranks}, or fewer ranks"
         )
-    if config.parallel.strategy == "single" and ranks > 1:
-        raise Refused(f"--parallel.strategy single is for one rank, not {ranks}; use ddp or leave it out")
 
 
 def _check_sync_batchnorm(config: Config, device: torch.device, ranks: int, length: int) -> None:
@@ -252,7 +254,7 @@ def prepare_resume(run: Run, flags: dict[str, str], ranks: int) -> tuple[Task, C
     Precision(config.precision, device)
     if config.micro_batch_size is None or config.cpu_threads is None:
         raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
-    _check_ranks(config, ranks)
+    _check_ranks(config, ranks, device)
     train_set, eval_set = build.make_datasets(task, config)
     differs = data_differs(run, task, config, train_set, eval_set)
     if differs:

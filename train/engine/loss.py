@@ -1,0 +1,153 @@
+"""What a task's `loss` and `metrics` may return, read in one place for training and evaluation.
+
+Both give the mean over the batch, or a pair (total, count): what they add up to, and over how much (tokens, say).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from train.errors import TrainingFailed
+from train.tasks import Task
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of one batch."""
+
+    value: Tensor
+    """The mean over the batch, or the total where it counts by itself: a scalar, in fp32 at least; has the graph."""
+    samples: int
+    """Of the batch."""
+    count: Tensor | float | None
+    """What `value` adds up to counts so much; None: it is a mean over the samples."""
+
+    @property
+    def counts_itself(self) -> bool:
+        """Whether it came with a count of its own."""
+        return self.count is not None
+
+    @property
+    def weight(self) -> int:
+        """What makes a sum over samples of `value`."""
+        return 1 if self.counts_itself else self.samples
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        """The sum over the batch, without the graph."""
+        return self.value.detach().to(dtype) * self.weight
+
+    def counted(self) -> Tensor | float:
+        """How much the total is the sum of."""
+        return self.samples if self.count is None else self.count
+
+
+def figure(value: Any, samples: int, what: str, file: Path) -> Figure:
+    """Read what a task's function returned.
+
+    Args:
+        what: which figure, for the message.
+
+    Raises:
+        TrainingFailed: it is neither a mean nor (total, count).
+    """
+    count = None
+    if isinstance(value, tuple) and len(value) == 2:
+        value, count = value
+        if not (_is_scalar(value) and (_is_scalar(count) or isinstance(count, (int, float)))):
+            raise TrainingFailed(
+                f"{what} in {file} must return (total, count) as a scalar tensor and a number; "
+                f"got ({_kind(value)}, {_kind(count)})"
+            )
+        count = count.detach().reshape(()) if isinstance(count, Tensor) else count
+    if not _is_scalar(value):
+        raise TrainingFailed(
+            f"{what} in {file} must return a scalar tensor, the mean over the batch, or (total, count); "
+            f"got {_kind(value)}"
+        )
+    value = value.reshape(())
+    # a third is 0.334 in bf16, and fp16 ends at 65504: sums and weights take at least fp32
+    return Figure(value if value.dtype == torch.float64 else value.float(), samples, count)
+
+
+def training_loss(task: Task, model: nn.Module, batch: Any, samples: int) -> Figure:
+    """The loss of a batch, to be differentiated.
+
+    Raises:
+        TrainingFailed: it is none, or does not depend on the model.
+    """
+    found = figure(task.loss(model, batch), samples, "loss", task.file)
+    if not found.value.requires_grad:
+        raise TrainingFailed(f"loss in {task.file} does not depend on the model's parameters: call model(...) in it")
+    return found
+
+
+def evaluation_figures(task: Task, model: nn.Module, batch: Any, samples: int) -> dict[str, Figure]:
+    """The loss and the metrics of a batch, by name, the loss first. The model computes once for equal arguments.
+
+    Raises:
+        TrainingFailed: the task returns something else.
+    """
+    once = _Once(model)
+    figures = {"loss": figure(task.loss(once, batch), samples, "loss", task.file)}
+    made = task.metrics(once, batch) if task.metrics else {}
+    if not isinstance(made, dict):
+        raise TrainingFailed(f"metrics must return a dict from names to tensors, got {type(made).__name__}")
+    for name, value in made.items():
+        given = value if isinstance(value, (Tensor, tuple)) else torch.as_tensor(value)
+        figures[name] = figure(given, samples, f"metric {name}", task.file)
+    return figures
+
+
+class _Once(nn.Module):
+    """A model that gives the same answer to the same question: loss and metrics ask for the same outputs.
+
+    Only where the very same objects are passed, and neither they nor the answer have been changed in between.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        self.training = model.training
+        self._asked: Any = None
+        self._answer: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        asked = tree_flatten((args, kwargs))
+        versions = _versions(asked[0])
+        if self._asked is not None and _is_same(self._asked[0], asked) and self._asked[1] == versions:
+            made, seen = self._answer
+            if seen == _versions(tree_leaves(made)):
+                return made
+        made = self.module(*args, **kwargs)
+        self._asked, self._answer = (asked, versions), (made, _versions(tree_leaves(made)))
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def _versions(leaves: list[Any]) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def _is_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
+    return one[1] == other[1] and len(one[0]) == len(other[0]) and all(map(operator.is_, one[0], other[0]))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,245 @@
+"""The seam: what the training loop asks of the way in which a model is spread over ranks.
+
+The loop knows no strategy by name. A step is, on every rank, the same number of micro batches:
+
+    for each slot:
+        with strategy.micro_batch(number, is_last):
+            value = loss(strategy.call, batch)
+            strategy.backward(value, weight, votes if is_last else None)
+        or, where this rank has no data in the last slot: strategy.idle(votes)
+    sums = strategy.reduce(votes)
+    strategy.update(optimizer, clip_grad_norm)
+
+To add a strategy: a file beside this one with a class that has these methods (`Spread` holds what most share), its
+name in `parallel.strategy` (config/schema.py), and a line in `make`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from train.config import Config
+from train.errors import Refused, TrainingFailed
+from train.parallel.precision import Precision
+from train.parallel.world import World
+
+VOTES = ("loss", "count", "stop", "save", "counted")
+"""Numbers that are summed over the ranks in every step: what the loss adds up to and over how many samples, and how
+many ranks were asked to stop, want to save, and have a loss that counts by itself."""
+
+
+class Strategy(Protocol):
+    """How a model is spread. All methods but `micro_batch` and `clear` are collectives: every rank calls them alike."""
+
+    module: nn.Module
+    """The model itself, under its own names: what is evaluated and saved."""
+    call: nn.Module
+    """What a training loss calls."""
+    lends_data: bool
+    """Whether a forward is a collective, so that a rank without data computes on another's, with weight 0."""
+    is_ordered: bool
+    """Whether gradients are added in one order, whatever the number of ranks."""
+    votes_type: torch.dtype
+    """Of the tensors that carry VOTES."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Take the model, on the CPU and with its first weights. Before an optimizer is made, or a state read.
+
+        Returns what an optimizer is to be made for: the model, perhaps with other parameters.
+        """
+
+    def start(self) -> None:
+        """Make ready for the first step, with the weights that it begins with."""
+
+    def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """To be entered around the forward and backward of a micro batch; is it the last of this rank's step?"""
+
+    def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
+        """Add the gradient of the scalar `value` times `weight`; with votes, of shape (len(VOTES),), it is the last."""
+
+    def idle(self, votes: Tensor) -> None:
+        """Instead of the last micro batch, where this rank has none: takes part with weight 0, changes no buffer."""
+
+    def reduce(self, votes: Tensor) -> Tensor:
+        """After the last backward of a step: gradients are sums over all ranks now. Returns the sums of the votes."""
+
+    def scale_gradients(self, by: Tensor) -> None:
+        """Multiply every gradient with a scalar tensor."""
+
+    def update(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+        """Clip to a global 2-norm, if given, make the step of the optimizer, agree on the buffers, forget gradients."""
+
+    def not_finite(self) -> str:
+        """The name of a parameter with a value that is not finite, on every rank alike; '' where all are."""
+
+
+class Spread:
+    """What most strategies share: weights of gradients, loss scaling, clipping, buffers that follow rank 0's."""
+
+    lends_data = False
+    is_ordered = False
+    votes_type: torch.dtype
+    module: nn.Module
+    call: nn.Module
+
+    def __init__(self, world: World, config: Config, precision: Precision) -> None:
+        self.world, self.config, self.precision = world, config, precision
+        self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
+
+    def place(self, model: nn.Module) -> nn.Module:
+        self._take(model.to(self.world.device))
+        return model
+
+    def _take(self, model: nn.Module) -> None:
+        self.module = self.call = model
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self.trainable:
+            raise TrainingFailed("the model has no parameter to train; check model() of the task")
+        self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+        # sums in less than fp32 would be wrong (a third is 0.334 in bf16); a model of float64 loses nothing
+        doubles = any(parameter.dtype == torch.float64 for parameter in self.trainable)
+        self.votes_type = torch.float64 if doubles else torch.float32
+
+    def start(self) -> None:
+        pass
+
+    def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _root(self, value: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+        """The scalar to differentiate, scaled where the precision needs it, and the gradient to begin with."""
+        key = (weight, value.dtype)
+        gradient = self._weights.get(key)
+        if gradient is None:
+            gradient = self._weights[key] = torch.tensor(weight, dtype=value.dtype, device=value.device)
+        scaler = self.precision.scaler
+        return (value if scaler is None else scaler.scale(value)), gradient
+
+    def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
+        torch.autograd.backward(*self._root(value, weight))
+
+    def idle(self, votes: Tensor) -> None:
+        """As several ranks would have them, gradients exist after a step without any data."""
+        for parameter in self.trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def reduce(self, votes: Tensor) -> Tensor:
+        return self.world.add(votes)
+
+    def scale_gradients(self, by: Tensor) -> None:
+        torch._foreach_mul_([local(p.grad) for p in self.trainable if p.grad is not None], by)
+
+    def update(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+        scaler = self.precision.scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self.trainable, clip)
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        # here, not before the forward: evaluations and checkpoints, of which every rank writes a part, read buffers too
+        self.agree_on_buffers()
+        self.clear()
+
+    def agree_on_buffers(self) -> None:
+        """Give every rank rank 0's buffers, so that what a checkpoint holds is what every rank continues with."""
+        if self.world.size == 1 or not self._buffers:
+            return
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._buffers:
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        with torch.no_grad():
+            for buffers in by_type.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                dist.broadcast(flat, src=0)
+                if not self.world.is_first:
+                    for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                        buffer.copy_(part.view_as(buffer))
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    def not_finite(self) -> str:
+        names, bad = [], []
+        for name, parameter in self.module.named_parameters():
+            names.append(name)
+            bad.append(~torch.isfinite(local(parameter)).all())
+        found = self.world.add(torch.stack(bad).to(torch.float32)).tolist()  # one reduction, one wait
+        return next((name for name, count in zip(names, found, strict=True) if count), "")
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor that may be spread over ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def resolve(config: Config, size: int) -> str:
+    """The strategy that a configuration means for so many ranks: one rank has nobody to spread a model with."""
+    name = config.parallel.strategy
+    if name == "dp" or size > 1:
+        return "ddp" if name == "auto" else name
+    return "single"
+
+
+def check(config: Config, size: int, device: torch.device) -> None:
+    """Whether so many ranks on such a device can train as `parallel` says.
+
+    Raises:
+        Refused: they cannot; the message says what to change.
+    """
+    parallel, name = config.parallel, config.parallel.strategy
+    if name in ("single", "dp") and size > 1:
+        instead = (
+            "use ddp or leave it out" if name == "single" else "it is one process for all GPUs; use --nproc 1, or ddp"
+        )
+        raise Refused(f"--parallel.strategy {name} is for one rank, not {size}; {instead}")
+    if name == "dp" and device.type != "cuda":
+        raise Refused("--parallel.strategy dp (nn.DataParallel) needs GPUs; on a CPU use --nproc N with ddp")
+    if parallel.shard_size is not None and name != "hsdp":
+        raise Refused(f"--parallel.shard_size is for --parallel.strategy hsdp, not {name}; leave it out")
+    if name == "hsdp" and size > 1:
+        if parallel.shard_size is None:
+            raise Refused(
+                "--parallel.strategy hsdp needs --parallel.shard_size: how many ranks share one copy of the model"
+            )
+        if size % parallel.shard_size:
+            raise Refused(
+                f"--parallel.shard_size {parallel.shard_size} does not divide the {size} ranks; "
+                f"use one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+            )
+    if parallel.find_unused_parameters and name in ("fsdp", "hsdp"):
+        raise Refused(f"--parallel.find_unused_parameters is for ddp; {name} has no use for it: leave it out")
+    if parallel.wrap != "auto" and name not in ("fsdp", "hsdp"):
+        raise Refused(f"--parallel.wrap is for fsdp and hsdp, not {name}; leave it out")
+
+
+def make(world: World, config: Config, precision: Precision) -> Strategy:
+    """The strategy of a run on these ranks."""
+    name = resolve(config, world.size)
+    if name == "single":
+        from train.parallel.single import Single
+
+        return Single(world, config, precision)
+    if name == "dp":
+        from train.parallel.single import DataParallel
+
+        return DataParallel(world, config, precision)
+    if name == "ddp":
+        from train.parallel.ddp import Replicated
+
+        return Replicated(world, config, precision)
+    from train.parallel.fsdp import Sharded
+
+    return Sharded(world, config, precision)
