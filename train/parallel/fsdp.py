@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -36,16 +37,26 @@ class Sharded(Spread):
 
     def place(self, model: nn.Module) -> nn.Module:
         model.to(self.world.device)
-        kind, size, share = self.world.device.type, self.world.size, self.config.parallel.shard_size
-        if self.config.parallel.strategy == "hsdp" and share is not None:
-            mesh = init_device_mesh(kind, (size // share, share), mesh_dim_names=("replicate", "shard"))
-        else:
-            mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+        size, is_hybrid = self.world.size, self.config.parallel.strategy == "hsdp"
+        self._share = self.config.parallel.shard_size or size if is_hybrid else size
+        # two dimensions: groups that hold the same part, and groups that hold one copy of the model among them
+        shape = (size // self._share, self._share)
+        mesh = init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))
         for unit in [*units(model, self.config.parallel.wrap), model]:
             # the root too: an evaluation would leave its parameters gathered, and the next step would use old ones
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+            fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=True)
+            if self._share < size:
+                self._add_over(unit, mesh["replicate"].get_group())
         self._take(model)
         return model
+
+    def _add_over(self, unit: nn.Module, group: dist.ProcessGroup) -> None:
+        """After a unit's gradients are summed inside a copy, sum them over the copies.
+
+        With the two-dimensional mesh given to it, fully_shard would do the same by itself, but not on a CPU.
+        """
+        assert isinstance(unit, FSDPModule)
+        unit.set_all_reduce_hook(lambda gradients: dist.all_reduce(gradients, group=group))
 
     @property
     def _root_unit(self) -> FSDPModule:
@@ -59,8 +70,8 @@ class Sharded(Spread):
         yield
 
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
-        # as DDP: it takes means
-        torch.autograd.backward(*self._root(value, weight * self.world.size))
+        # it takes the mean over the ranks of a copy; weights are made for a sum
+        torch.autograd.backward(*self._root(value, weight * self._share))
 
     def idle(self, votes: Tensor) -> None:
         raise AssertionError("a rank without data is lent some")

@@ -141,7 +141,7 @@ class Spread:
         if scaler is not None:
             scaler.unscale_(optimizer)
         if clip is not None:
-            nn.utils.clip_grad_norm_(self.trainable, clip)
+            self._clip(clip)
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
@@ -150,6 +150,12 @@ class Spread:
         # here, not before the forward: evaluations and checkpoints, of which every rank writes a part, read buffers too
         self.agree_on_buffers()
         self.clear()
+
+    def _clip(self, largest: float) -> None:
+        norm = nn.utils.get_total_norm([p.grad for p in self.trainable if p.grad is not None])
+        if isinstance(norm, DTensor):  # of parts: what torch then adds to it against division by 0 is added to each
+            norm = norm.full_tensor()
+        nn.utils.clip_grads_with_norm_(self.trainable, largest, norm)
 
     def agree_on_buffers(self) -> None:
         """Give every rank rank 0's buffers, so that what a checkpoint holds is what every rank continues with."""

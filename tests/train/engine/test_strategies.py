@@ -1,0 +1,111 @@
+"""Every way to spread a model trains the same run, survives the same deaths, and reads the others' checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.train.engine.test_world_sizes import assert_same_training
+from train.errors import Refused
+
+EXACT = {"precision": "fp64"}
+FSDP = {"parallel__strategy": "fsdp", "parallel__wrap": "Linear"}
+"""Units of one layer each: with `auto` so small a model would be one."""
+HSDP = {"parallel__strategy": "hsdp", "parallel__shard_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, FSDP), (3, FSDP), (4, FSDP), (3, FSDP | {"parallel__wrap": "auto"}), (2, HSDP), (4, HSDP)],
+    ids=["fsdp2", "fsdp3", "fsdp4", "one-unit3", "hsdp2", "hsdp4"],
+)
+def test_a_spread_model_trains_as_one_process_does(steady: Any, ranks: int, flags: dict[str, Any]) -> None:
+    name = f"{flags['parallel__strategy']}{ranks}{flags.get('parallel__wrap', '')}"
+    steady.run(name, ranks, **EXACT, **flags)
+    assert_same_training(steady, name)
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(3, FSDP), (4, HSDP)], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_stopped_and_killed_it_ends_bit_for_bit_as_undisturbed(
+    engine: Any, ranks: int, flags: dict[str, Any], optimizer: str
+) -> None:
+    kind = flags["parallel__strategy"]
+    flags = flags | {"optim__name": optimizer, "optim__lr": 0.01, "task__dropout": 0.3}
+    engine.run(f"{kind}-{optimizer}-whole", ranks, **flags)
+    name = f"{kind}-{optimizer}-disturbed"
+    assert engine.run(name, ranks, ["2 1 SIGTERM"], **flags)["state"] == "stopped"
+    assert engine.resume(name, ranks, ["3 2 SIGKILL"])["state"] == "interrupted"
+    assert engine.resume(name, ranks, ["4 0 SIGTERM"])["state"] == "stopped"
+    assert engine.resume(name, ranks)["state"] == "finished", engine.said(name)
+    assert engine.outcome(name) == engine.outcome(f"{kind}-{optimizer}-whole")
+
+
+@pytest.mark.parametrize("batchnorm", ["false", "true"])
+def test_a_run_moves_between_strategies_and_world_sizes_in_the_middle_of_an_epoch(engine: Any, batchnorm: str) -> None:
+    # running statistics follow rank 0's micro batches, so with them only the same ranks give the same
+    flags = EXACT | {"optim__name": "adamw", "optim__lr": 0.01, "task__batchnorm": batchnorm}
+    first = {"one": 1} if batchnorm == "false" else {"three": 3}
+    (reference, ranks), *_ = first.items()
+    reference = f"adam-{reference}"
+    engine.run(reference, ranks, **flags)
+    name = f"moving-{batchnorm}"
+    engine.run(name, 2 if batchnorm == "false" else 3, ["3 0 SIGTERM"], parallel__strategy="ddp", **flags)
+    engine.resume(name, 3, ["2 1 SIGTERM"], parallel__strategy="fsdp", parallel__wrap="Linear")
+    engine.resume(
+        name, 4 if batchnorm == "false" else 3, ["2 1 SIGTERM"],
+        parallel__strategy="hsdp", parallel__wrap="auto", parallel__shard_size=2 if batchnorm == "false" else 3,
+    )  # fmt: skip
+    last = "auto" if batchnorm == "false" else "ddp"
+    engine.resume(name, 1 if batchnorm == "false" else 3, parallel__strategy=last, parallel__shard_size="none")
+    assert engine.station.record(name)["state"] == "finished", engine.said(name)
+    assert [attempt["world_size"] for attempt in engine.station.record(name)["attempts"]] == (
+        [2, 3, 4, 1] if batchnorm == "false" else [3, 3, 3, 3]
+    )
+    assert_same_training(engine, name, reference)
+
+
+def test_ranks_without_data_compute_on_others_and_change_nothing(steady: Any) -> None:
+    steady.run("wide-fsdp", 2, ["2 0 SIGTERM"], **EXACT, **FSDP)
+    steady.resume("wide-fsdp", 5)  # four micro batches a step, two in the short one
+    assert_same_training(steady, "wide-fsdp")
+
+
+def test_a_loss_with_counts_and_clipping_weigh_the_same_when_spread(engine: Any) -> None:
+    flags = EXACT | {"task__counted": "true", "clip_grad_norm": 0.2}
+    engine.run("counted-1", 1, **flags)
+    engine.run("counted-fsdp", 3, **flags, **FSDP)
+    assert_same_training(engine, "counted-fsdp", "counted-1")
+
+
+def test_tied_weights_stay_in_one_unit(engine: Any) -> None:
+    engine.run("tied-1", 1, **EXACT, task__tied="true")
+    engine.run("tied-fsdp", 3, **EXACT, task__tied="true", **FSDP)
+    assert_same_training(engine, "tied-fsdp", "tied-1")
+
+
+def test_a_weight_that_is_not_finite_is_found_on_whatever_rank_it_lies(engine: Any) -> None:
+    record = engine.run("poisoned-fsdp", 3, **FSDP, task__poison=20, task__poison_value=1e-38, optim__lr=1e30)
+    assert record["state"] == "failed" and "not finite" in record["reason"] or "loss is" in record["reason"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "words"),
+    [
+        (2, {"parallel.strategy": "dp"}, "is for one rank"),
+        (1, {"parallel.strategy": "dp"}, "needs GPUs"),
+        (3, {"parallel.strategy": "hsdp", "parallel.shard_size": "2"}, "does not divide the 3 ranks"),
+        (2, {"parallel.strategy": "hsdp"}, "needs --parallel.shard_size"),
+        (2, {"parallel.strategy": "fsdp", "parallel.shard_size": "2"}, "is for --parallel.strategy hsdp"),
+        (2, {"parallel.strategy": "fsdp", "parallel.wrap": "Block"}, "has no module of that class; it has"),
+        (2, {"parallel.strategy": "ddp", "parallel.wrap": "Linear"}, "is for fsdp and hsdp"),
+        (2, {"parallel.strategy": "fsdp", "parallel.find_unused_parameters": "true"}, "is for ddp"),
+    ],
+)
+def test_what_these_ranks_cannot_do_is_refused_in_a_line(
+    engine: Any, ranks: int, flags: dict[str, str], words: str
+) -> None:
+    with pytest.raises(Refused, match=words):
+        engine.run("never", ranks, **{key.replace(".", "__"): value for key, value in flags.items()})
+    assert not (engine.station.runs / "never").exists()
