@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.train.engine.test_failures import sample_of
 from tests.train.engine.test_world_sizes import assert_same_training
 from train.errors import Refused
 
@@ -86,8 +87,10 @@ def test_tied_weights_stay_in_one_unit(engine: Any) -> None:
 
 
 def test_a_weight_that_is_not_finite_is_found_on_whatever_rank_it_lies(engine: Any) -> None:
-    record = engine.run("poisoned-fsdp", 3, **FSDP, task__poison=20, task__poison_value=1e-38, optim__lr=1e30)
-    assert record["state"] == "failed" and "not finite" in record["reason"] or "loss is" in record["reason"]
+    # the loss of the first step is finite, the step that its gradient asks for is not
+    flags = {"task__poison": sample_of(1), "task__poison_value": 1e-30, "optim__lr": 1e12, "checkpoint__every_steps": 1}
+    record = engine.run("poisoned-fsdp", 3, **FSDP, **flags)
+    assert record["state"] == "failed" and "is not finite after step" in record["reason"], record["reason"]
 
 
 @pytest.mark.parametrize(
