@@ -34,7 +34,7 @@ COMMANDS = {
     "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
     "eval": "evaluate a run's newest checkpoint",
     "export": "write a run's weights to .safetensors, .pt or .onnx",
-    "bench": "measure this machine: bench checkpoint, bench resume, bench stop",
+    "bench": "measure this machine: bench checkpoint, ordered, resume, stop",
     "plot": "draw loss, learning rate and throughput of runs",
 }
 WITH_FIELDS = ("run", "launch", "resume")
@@ -93,11 +93,15 @@ def parser(command: str) -> argparse.ArgumentParser:
     if command == "keeper":
         add("--once", action="store_true", help="resume what was interrupted, then exit")
     if command == "bench":
-        subjects = ["checkpoint", "resume", "stop"]
+        subjects = ["checkpoint", "ordered", "resume", "stop"]
         add("subject", metavar="|".join(subjects), choices=subjects, help="what to measure")
         add("--mb", metavar="N", action="append", help="checkpoint: MB of state; may be repeated (100, 1000)")
         add("--samples", metavar="N", default="1000000000", help="resume: size of the virtual data set (1000000000)")
-        add("--times", metavar="N", help="repetitions; medians are shown (checkpoint 5, resume 25, stop 200)")
+        add(
+            "--times",
+            metavar="N",
+            help="repetitions; medians are shown (checkpoint 5, ordered 30, resume 25, stop 200)",
+        )
     if command == "stop":
         add("--now", action="store_true", help="do not save; the last checkpoint stays")
     if command in ("eval", "export"):
@@ -508,6 +512,10 @@ def _bench(options: Any, runs: Path, flags: dict[str, str]) -> int:
         from train.bench import resume
 
         print(resume.bench(runs, samples, times or 25))
+    elif options.subject == "ordered":
+        from train.bench import ordered
+
+        print(ordered.bench(runs, times or 30))
     elif options.subject == "stop":
         from train.bench import stop
 

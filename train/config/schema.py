@@ -67,6 +67,9 @@ class Parallel:
     """How the model is spread. auto: ddp on several ranks, single on one. ddp: a copy on every rank; fsdp: parameters,
     gradients and optimizer state in parts; hsdp: fsdp in groups of shard_size ranks; dp: nn.DataParallel, one process
     for all GPUs (for comparison)."""
+    reduce: Literal["fast", "ordered"] = "fast"
+    """How gradients are added. fast: as is quickest; ordered: in one order, so that any number of ranks, and a run that
+    changes it, ends with the same bits (single and ddp; give micro_batch_size and cpu_threads)."""
     shard_size: Changeable[Count | None] = None
     """With hsdp: how many ranks hold one copy of the model among them; must divide the ranks."""
     wrap: Changeable[str] = "auto"

@@ -68,10 +68,6 @@ class Plan:
         """Number of micro batches in the step's global batch."""
         return math.ceil(self.samples(step) / self.micro_batch_size)
 
-    def slots(self, step: int, world: int) -> int:
-        """Forwards and backwards of every rank in this step; some ranks have no data in the last one."""
-        return math.ceil(self.micro_batches(step) / world)
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -86,13 +82,43 @@ class MicroBatch:
     """Another rank's: this one has none left, but takes part in its computation, with weight 0."""
 
 
-def micro_batches_of(
-    plan: Plan, rank: int, world: int, first: int, last: int, lends: bool = False
-) -> Iterator[MicroBatch]:
-    """The micro batches r, r + W, … of rank r of W in steps first <= step < last, in order.
+def share(rank: int, micros: int, world: int, is_ordered: bool = False) -> range:
+    """Which of a step's micro batches are a rank's: r, r + W, …; with `is_ordered` neighbours, ceil(r M / W) and on.
 
-    With `lends` every rank gets as many: where it has none left, the last one of the step.
+    No rank has more than ceil(M / W), nor less than that minus one.
     """
+    if is_ordered:
+        return range(-(-rank * micros // world), -(-(rank + 1) * micros // world))
+    return range(rank, micros, world)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the micro batches of a step are shared among ranks."""
+
+    rank: int = 0
+    world: int = 1
+    is_ordered: bool = False
+    """Neighbouring ones to each rank, so that it can add up a part of a fixed order by itself."""
+    lends: bool = False
+    """Every rank gets as many: where it has none left, the last one of the step, marked as lent."""
+
+    def slots(self, micros: int) -> list[int | None]:
+        """A rank's micro batches of a step with so many, as many as any rank has: None where it has none left."""
+        own: list[int | None] = list(share(self.rank, micros, self.world, self.is_ordered))
+        return own + [None] * (math.ceil(micros / self.world) - len(own))
+
+    def fetched(self, micros: int) -> Iterator[tuple[int, bool]]:
+        """The numbers of those that a rank fetches, and whether each is lent to it."""
+        for number in self.slots(micros):
+            if number is not None:
+                yield number, False
+            elif self.lends:
+                yield micros - 1, True
+
+
+def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Iterator[MicroBatch]:
+    """What a rank fetches in steps first <= step < last, in order."""
     chunk_key, chunk = (-1, -1), np.empty(0, dtype=np.int64)
     size = max(_CHUNK // plan.batch_size, 1) * plan.batch_size
     for step in range(first, last):
@@ -103,21 +129,15 @@ def micro_batches_of(
             begin = chunk_key[1] * size
             chunk = order(plan.seed, epoch, np.arange(begin, min(begin + size, plan.length)), plan.length)
         offset = start - chunk_key[1] * size
-        for own in _share(rank, plan.micro_batches(step), world, lends):
-            number = min(own, plan.micro_batches(step) - 1)
+        for number, is_lent in sharing.fetched(plan.micro_batches(step)):
             low = number * plan.micro_batch_size
             high = min(low + plan.micro_batch_size, stop - start)
             indices, seed = chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
-            yield MicroBatch(step, number, indices, seed, is_lent=own != number)
+            yield MicroBatch(step, number, indices, seed, is_lent=is_lent)
 
 
-def _share(rank: int, micros: int, world: int, lends: bool) -> range:
-    """The numbers of a rank's micro batches; with `lends` also ones that do not exist, as many as any rank has."""
-    return range(rank, math.ceil(micros / world) * world if lends else micros, world)
-
-
-def evaluation_micro_batches(plan: Plan, rank: int, world: int, lends: bool = False) -> Iterator[MicroBatch]:
-    """The micro batches of one evaluation that are rank r's of W: every sample once, in the data set's order.
+def evaluation_micro_batches(plan: Plan, sharing: Sharing) -> Iterator[MicroBatch]:
+    """The micro batches of one evaluation that a rank fetches: every sample once, in the data set's order.
 
     With a limit, always the same random choice: the first samples of class folders are all of one class.
     """
@@ -125,10 +145,9 @@ def evaluation_micro_batches(plan: Plan, rank: int, world: int, lends: bool = Fa
     if plan.evaluated < plan.length:
         chosen = np.sort(order(plan.seed, _EVALUATION, np.arange(plan.evaluated), plan.length))
     micros = math.ceil(plan.evaluated / plan.micro_batch_size)
-    for own in _share(rank, micros, world, lends):
-        number = min(own, micros - 1)
+    for number, is_lent in sharing.fetched(micros):
         low = number * plan.micro_batch_size
         high = min(low + plan.micro_batch_size, plan.evaluated)
         indices = np.arange(low, high) if chosen is None else chosen[low:high]
         seed = seed_of(plan.seed, "eval", number)
-        yield MicroBatch(0, number, indices, seed, of_evaluation=True, is_lent=own != number)
+        yield MicroBatch(0, number, indices, seed, of_evaluation=True, is_lent=is_lent)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from train.config import Config
-from train.data.plan import MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
+from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches, micro_batches_of
 
 _LOOK_AHEAD = 4096
 """Steps among which the next evaluation is looked for at a time."""
@@ -49,21 +49,20 @@ def agenda_of(config: Config, plan: Plan, total_steps: int, has_evaluation: bool
 
 
 def micro_batches(
-    agenda: Agenda, plan: Plan, evaluation: Plan | None, rank: int, world: int, done: int, evaluated: int, lends: bool
+    agenda: Agenda, plan: Plan, evaluation: Plan | None, sharing: Sharing, done: int, evaluated: int
 ) -> Iterator[MicroBatch]:
     """All that a rank fetches after step `done`, evaluations among it, in the order in which the loop takes it.
 
     Args:
         evaluated: the last step after which an evaluation is on record; -1 without one.
-        lends: whether ranks without data of their own are lent some.
     """
     first = done
     for step in range(done, agenda.total_steps + 1):
         is_evaluated = evaluated < step and agenda.evaluates(step)
         if is_evaluated or step - first == _LOOK_AHEAD:
-            yield from micro_batches_of(plan, rank, world, first, step, lends)
+            yield from micro_batches_of(plan, sharing, first, step)
             first = step
         if is_evaluated:
             assert evaluation is not None
-            yield from evaluation_micro_batches(evaluation, rank, world, lends)
-    yield from micro_batches_of(plan, rank, world, first, agenda.total_steps, lends)
+            yield from evaluation_micro_batches(evaluation, sharing)
+    yield from micro_batches_of(plan, sharing, first, agenda.total_steps)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.data.plan import MicroBatch, Plan
+from train.data.plan import MicroBatch, Plan, Sharing
 from train.data.seeds import seed_compute
 from train.engine import uneven
 from train.engine.loss import Figure, evaluation_figures
@@ -32,7 +32,7 @@ def evaluate(
     stream: Iterator[tuple[MicroBatch, Any]],
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
-    lends: bool = False,
+    sharing: Sharing | None = None,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
 
@@ -43,7 +43,7 @@ def evaluate(
     Args:
         plan: of the evaluation set.
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
-        lends: whether a rank without data has to compute all the same, on another's; `stream` has them.
+        sharing: whose micro batches are whose; None: as ranks without anything special share them.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
@@ -54,15 +54,17 @@ def evaluate(
     """By micro batch: the number of its samples, then total and count of the loss and of each metric."""
     names: list[str] = []
     micros = math.ceil(plan.evaluated / plan.micro_batch_size)
-    slots = math.ceil(micros / world.size)
-    without = range(0) if lends else uneven.idle(micros, world.size)
+    sharing = sharing or Sharing(world.rank, world.size)
+    lends = sharing.lends
+    slots = sharing.slots(micros)
+    without = [] if lends else uneven.idle(micros, world.size, sharing.is_ordered)
     spare: tuple[MicroBatch, Any] | None = None
     try:
         with torch.no_grad():
-            for slot in range(slots):
+            for slot, number in enumerate(slots):
                 if slot % _ASK_EVERY == 0 and world.any(stop()):
                     return None
-                if slot * world.size + world.rank >= micros and not lends:
+                if number is None and not lends:
                     continue
                 beat()
                 micro, batch = next(stream)
@@ -75,7 +77,7 @@ def evaluate(
                 elif not is_own:  # none of its samples could be read
                     continue
                 seed_compute(micro.seed, world.device)
-                is_risky = without and slot in (0, slots - 1)
+                is_risky = without and slot in (0, len(slots) - 1)
                 waits_for = f"{uneven.names(without)}, without data in an evaluation" if is_risky else ""
                 with precision.autocast(), quiet("loss or metrics", task.file, waits_for):
                     figures = evaluation_figures(task, module, batch, len(micro.indices))

@@ -16,7 +16,7 @@ from train.checkpoint.state import load, weights
 from train.config import Config
 from train.data.fetch import Bad, fetcher
 from train.data.loader import Loader, to_device
-from train.data.plan import MicroBatch, evaluation_micro_batches
+from train.data.plan import MicroBatch, Sharing, evaluation_micro_batches
 from train.engine import build, opened
 from train.engine.evaluate import evaluate
 from train.errors import Refused, one_line
@@ -164,7 +164,7 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     workers = config.data.workers if workers is None else workers
     skipped = _tell if config.data.on_error == "skip" else None
     with Loader(None, eval_set, task.collate, workers, device, precision.inputs, skipped) as loader:
-        stream = loader.batches(evaluation_micro_batches(plan, world.rank, world.size))
+        stream = loader.batches(evaluation_micro_batches(plan, Sharing()))
         evaluated = evaluate(task, model.to(device), plan, world, precision, stream)
     assert evaluated is not None
     figures, samples = evaluated

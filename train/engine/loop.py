@@ -74,11 +74,8 @@ class _Loop:
         self._begun = self._saved = done
         self._rates = [group["lr"] * schedule.scale(job.config) for group in job.optimizer.param_groups]
         self._stream = job.loader.batches(
-            micro_batches(
-                job.agenda, job.plan, job.evaluation, job.world.rank, job.world.size, done, job.evaluated,
-                job.strategy.lends_data,
-            )
-        )  # fmt: skip
+            micro_batches(job.agenda, job.plan, job.evaluation, job.sharing, done, job.evaluated)
+        )
         self._readback = Readback[_Step](job.world.device)
         self._clock = Clock(job.config.checkpoint.every_minutes)
         self._meter = Meter(DataWait(job.run.name, job.config.data.workers, job.world.size))
@@ -155,7 +152,7 @@ class _Loop:
         beat = functools.partial(job.heart.beat, heartbeat.EVALUATING, self.done)
         evaluated = evaluate(
             job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._stream,
-            lambda: job.stop.asked, beat, job.strategy.lends_data,
+            lambda: job.stop.asked, beat, job.sharing,
         )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True

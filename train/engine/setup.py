@@ -15,7 +15,7 @@ from train.checkpoint.saver import Saver
 from train.checkpoint.state import load
 from train.config import Config
 from train.data.loader import Loader
-from train.data.plan import MicroBatch, Plan
+from train.data.plan import MicroBatch, Plan, Sharing
 from train.engine import build, opened, uneven
 from train.engine.agenda import Agenda, agenda_of
 from train.engine.report import Report, cut
@@ -58,6 +58,11 @@ class Job:
     """Last step after which an evaluation is on record; -1 without one."""
     spare: tuple[MicroBatch, Any] | None = None
     """The micro batch that this rank had last; kept where a rank without data has to compute all the same."""
+
+    @property
+    def sharing(self) -> Sharing:
+        """Which micro batches are this rank's."""
+        return Sharing(self.world.rank, self.world.size, self.strategy.is_ordered, self.strategy.lends_data)
 
     @property
     def total_steps(self) -> int:
@@ -147,7 +152,9 @@ def _announce(job: Job, attempt: int, step: int) -> None:
     run, plan, config, world = job.run, job.plan, job.config, job.world
     assert config.cpu_threads is not None
     # where ranks without data are lent some, none waits
-    without = {} if job.strategy.lends_data else uneven.survey(plan, job.evaluation, world.size)
+    without = (
+        {} if job.strategy.lends_data else uneven.survey(plan, job.evaluation, world.size, job.strategy.is_ordered)
+    )
     run.note(
         lambda record: record["attempts"][-1].update(from_step=step, ready=store.now()),
         step=step, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
@@ -165,7 +172,7 @@ def _announce(job: Job, attempt: int, step: int) -> None:
     if attempt == 1 and reason:
         job.report.say(f"{config.cpu_threads} CPU thread{'s' if config.cpu_threads > 1 else ''} a rank ({reason})")
     if without:
-        job.report.say(uneven.sentence(plan, job.evaluation, world.size))
+        job.report.say(uneven.sentence(without))
 
 
 def _begin(run: Run) -> tuple[int, dict[str, Any]]:

@@ -15,7 +15,7 @@ from train import faults
 from train.data.plan import MicroBatch
 from train.data.seeds import seed_compute
 from train.engine import uneven
-from train.engine.loss import training_loss
+from train.engine.loss import Figure, training_loss
 from train.engine.meter import Meter
 from train.engine.quiet import quiet
 from train.engine.setup import Job
@@ -31,8 +31,12 @@ _COUNT, _COUNTED = VOTES.index("count"), VOTES.index("counted")
 class _Sums:
     """What one rank adds up in a step, to be summed over all."""
 
-    def __init__(self, job: Job, save: bool) -> None:
+    def __init__(self, job: Job, save: bool, micros: int) -> None:
         self._job, self._save = job, save
+        self._parts: Tensor | None = None
+        """Where sums must not depend on who makes them: total and count of each micro batch, to be added in order."""
+        if job.strategy.is_ordered:
+            self._parts = torch.zeros(micros, 2, dtype=job.strategy.votes_type, device=job.world.device)
         self.total: Any = 0.0
         self.count: Any = 0.0
         self.counts_itself = False
@@ -40,8 +44,33 @@ class _Sums:
         self.fed = False
         """Whether this rank has computed on data."""
 
+    def add(self, number: int, found: Figure) -> None:
+        """Take in the loss of a micro batch."""
+        self.fed = True
+        self.counts_itself |= found.counts_itself
+        total, count = found.total(self._job.strategy.votes_type), found.counted()
+        if self._parts is None:
+            self.total = self.total + total
+            self.count = self.count + count
+        else:
+            self._parts[number, 0] = total
+            self._parts[number, 1] = count
+
     def votes(self) -> Tensor:
-        """VOTES of this rank, on the device."""
+        """VOTES of this rank, on the device; before them, where sums are made in order, what they are made of."""
+        if self._parts is not None:
+            return torch.cat([self._parts.reshape(-1), self._votes()])
+        return self._votes()
+
+    def read(self, reduced: Tensor) -> Tensor:
+        """VOTES summed over the ranks, from what was made of `votes`."""
+        if self._parts is None:
+            return reduced
+        # each part is one rank's, and zeros of the others round nothing
+        parts, votes = reduced[: self._parts.numel()].view_as(self._parts), reduced[self._parts.numel() :]
+        return torch.cat([parts.sum(0), votes[2:]])
+
+    def _votes(self) -> Tensor:
         job, dtype = self._job, self._job.strategy.votes_type
         flags = [float(job.stop.asked), float(self._save and job.world.is_first), float(self.counts_itself)]
         if isinstance(self.total, Tensor) or isinstance(self.count, Tensor):
@@ -59,12 +88,14 @@ def step(job: Job, number: int, stream: Stream, meter: Meter, save: bool, is_fir
     """
     strategy, world = job.strategy, job.world
     samples = job.plan.samples(number)
-    slots = job.plan.slots(number, world.size)
-    sums = _Sums(job, save)
+    micros = job.plan.micro_batches(number)
+    slots = job.sharing.slots(micros)
+    sums = _Sums(job, save, micros)
     faults.here("step")
-    for slot in range(slots):
-        is_last = slot == slots - 1
-        if slot * world.size + world.rank >= job.plan.micro_batches(number) and not strategy.lends_data:
+    strategy.begin(micros)
+    for slot, own in enumerate(slots):
+        is_last = slot == len(slots) - 1
+        if own is None and not strategy.lends_data:
             strategy.idle(sums.votes())  # only in the last slot, and only on some ranks
             continue
         before = time.perf_counter()
@@ -74,14 +105,17 @@ def step(job: Job, number: int, stream: Stream, meter: Meter, save: bool, is_fir
         if not micro.is_lent:
             sums.seen.append(micro.indices)
         if not len(micro.indices) and not strategy.lends_data:  # none of its samples could be read
+            strategy.skip(micro.number)
             if is_last:
                 strategy.idle(sums.votes())
             continue
         waits_for = ""
         if not strategy.lends_data:
-            waits_for = uneven.doubt(job.plan, world.size, number, job.total_steps, is_first, is_last)
+            waits_for = uneven.doubt(
+                job.plan, world.size, number, job.total_steps, is_first, is_last, strategy.is_ordered
+            )
         _micro_batch(job, micro, batch, sums, samples, is_last, waits_for)
-    reduced = strategy.reduce(sums.votes())
+    reduced = sums.read(strategy.reduce(sums.votes()))
     # a rank without data does not know whether its task counts by itself: ask the others' answer in that rare case
     if job.leaves_out or sums.counts_itself or (not sums.fed and reduced[_COUNTED].item() > 0):
         true_count = reduced[_COUNT]
@@ -103,10 +137,7 @@ def _micro_batch(
         with job.precision.autocast(), quiet("loss", job.task.file, waits_for):
             found = training_loss(job.task, job.strategy.call, batch, len(micro.indices))
         if is_own:
-            sums.fed = True
-            sums.counts_itself |= found.counts_itself
-            sums.total = sums.total + found.total(job.strategy.votes_type)
-            sums.count = sums.count + found.counted()
+            sums.add(micro.number, found)
         weight = found.weight / samples if is_own else 0.0
         job.strategy.backward(found.value, weight, sums.votes() if is_last else None)
 

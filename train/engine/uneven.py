@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from train.data.plan import share
 from train.record import heartbeat
 
 if TYPE_CHECKING:
@@ -18,21 +19,23 @@ EVERY, LAST, EVALUATION = "every_batch", "last_batch", "evaluation"
 """Keys of `survey`: full global batches, the short one at the end of an epoch, evaluations."""
 
 
-def idle(micros: int, world: int) -> range:
+def idle(micros: int, world: int, is_ordered: bool = False) -> list[int]:
     """The ranks without a micro batch in the last round of `micros` among `world` ranks."""
-    return range(micros % world or world, world)
+    rounds = math.ceil(micros / world)
+    if not is_ordered:
+        return list(range(micros % world or world, world))
+    return [rank for rank in range(world) if len(share(rank, micros, world, True)) < rounds]
 
 
-def survey(plan: Plan, evaluation: Plan | None, world: int) -> dict[str, list[int]]:
+def survey(plan: Plan, evaluation: Plan | None, world: int, is_ordered: bool = False) -> dict[str, list[int]]:
     """Which ranks have no data, by where; without those places in which every rank has some."""
-    found = {
-        EVERY: idle(plan.micro_batches(0), world) if plan.steps_per_epoch > 1 else range(0),
-        LAST: idle(plan.micro_batches(plan.steps_per_epoch - 1), world),
-        EVALUATION: idle(math.ceil(evaluation.evaluated / evaluation.micro_batch_size), world)
-        if evaluation
-        else range(0),
-    }
-    return {place: list(ranks) for place, ranks in found.items() if ranks}
+    micros = {LAST: plan.micro_batches(plan.steps_per_epoch - 1)}
+    if plan.steps_per_epoch > 1:
+        micros[EVERY] = plan.micro_batches(0)
+    if evaluation:
+        micros[EVALUATION] = math.ceil(evaluation.evaluated / evaluation.micro_batch_size)
+    found = {place: idle(count, world, is_ordered) for place, count in micros.items()}
+    return {place: ranks for place, ranks in found.items() if ranks}
 
 
 def waits(plan: Plan, world: int, first: int, last: int) -> bool:
@@ -42,23 +45,27 @@ def waits(plan: Plan, world: int, first: int, last: int) -> bool:
     return any(idle(plan.micro_batches(step), world) for step in steps if step < last)
 
 
-def names(ranks: list[int] | range) -> str:
-    """`rank 2`, `ranks 1 and 2`, `ranks 5 to 7`."""
+def names(ranks: list[int]) -> str:
+    """`rank 2`, `ranks 1 and 2`, `ranks 5 to 7`, `ranks 1, 3 and 5`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return f"ranks {ranks[0]} {'to' if len(ranks) > 2 else 'and'} {ranks[-1]}"  # they are always the last ones
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def sentence(plan: Plan, evaluation: Plan | None, world: int) -> str:
-    """What the log says of it at the start of an attempt; '' where all ranks always have data."""
-    found, parts = survey(plan, evaluation, world), []
+def sentence(found: dict[str, list[int]]) -> str:
+    """What the log says of a `survey` at the start of an attempt; '' where all ranks always have data."""
+    parts = []
     for place, what in ((EVERY, "every batch"), (LAST, "the last batch of an epoch"), (EVALUATION, "an evaluation")):
         if place in found and not (place == LAST and found.get(EVERY) == found[LAST]):
             parts.append(f"{names(found[place])} in {what}")
     return f"no data in the last round of micro batches: {'; '.join(parts)}" if parts else ""
 
 
-def doubt(plan: Plan, world: int, step: int, total: int, is_first: bool, is_last_slot: bool) -> str:
+def doubt(
+    plan: Plan, world: int, step: int, total: int, is_first: bool, is_last_slot: bool, is_ordered: bool = False
+) -> str:
     """For whom a task that communicates now would wait, in this step or a later one; '' where for nobody.
 
     Args:
@@ -67,11 +74,11 @@ def doubt(plan: Plan, world: int, step: int, total: int, is_first: bool, is_last
     """
     if world == 1:
         return ""
-    if is_last_slot and (ranks := idle(plan.micro_batches(step), world)):
+    if is_last_slot and (ranks := idle(plan.micro_batches(step), world, is_ordered)):
         return f"{names(ranks)}, without data in step {step + 1}"
     if not is_first or not waits(plan, world, step, total):
         return ""
-    found = survey(plan, None, world)
+    found = survey(plan, None, world, is_ordered)
     where = "the last batch of an epoch" if LAST in found else "every batch"
     return f"{names(found.get(LAST) or found[EVERY])}, without data in {where}"
 

@@ -2,6 +2,7 @@
 
 The loop knows no strategy by name. A step is, on every rank, the same number of micro batches:
 
+    strategy.begin(micro batches of the step)
     for each slot:
         with strategy.micro_batch(number, is_last):
             value = loss(strategy.call, batch)
@@ -57,11 +58,17 @@ class Strategy(Protocol):
     def start(self) -> None:
         """Make ready for the first step, with the weights that it begins with."""
 
+    def begin(self, micros: int) -> None:
+        """Make ready for a step of so many micro batches, over all ranks."""
+
+    def skip(self, number: int) -> None:
+        """Of a micro batch of this rank not one sample could be read."""
+
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """To be entered around the forward and backward of a micro batch; is it the last of this rank's step?"""
 
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
-        """Add the gradient of the scalar `value` times `weight`; with votes, of shape (len(VOTES),), it is the last."""
+        """Add the gradient of the scalar `value` times `weight`; with votes, of shape (n,), it is the last."""
 
     def idle(self, votes: Tensor) -> None:
         """Instead of the last micro batch, where this rank has none: takes part with weight 0, changes no buffer."""
@@ -107,6 +114,12 @@ class Spread:
         self.votes_type = torch.float64 if doubles else torch.float32
 
     def start(self) -> None:
+        pass
+
+    def begin(self, micros: int) -> None:
+        pass
+
+    def skip(self, number: int) -> None:
         pass
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -213,6 +226,8 @@ def check(config: Config, size: int, device: torch.device) -> None:
         raise Refused(f"--parallel.strategy {name} is for one rank, not {size}; {instead}")
     if name == "dp" and device.type != "cuda":
         raise Refused("--parallel.strategy dp (nn.DataParallel) needs GPUs; on a CPU use --nproc N with ddp")
+    if parallel.reduce == "ordered":
+        _check_ordered(config)
     if parallel.shard_size is not None and name != "hsdp":
         raise Refused(f"--parallel.shard_size is for --parallel.strategy hsdp, not {name}; leave it out")
     if name == "hsdp" and size > 1:
@@ -231,9 +246,27 @@ def check(config: Config, size: int, device: torch.device) -> None:
         raise Refused(f"--parallel.wrap is for fsdp and hsdp, not {name}; leave it out")
 
 
+def _check_ordered(config: Config) -> None:
+    name = config.parallel.strategy
+    if name in ("dp", "fsdp", "hsdp"):
+        raise Refused(
+            f"--parallel.reduce ordered is for single and ddp: {name} adds gradients in an order of its own; "
+            "use --parallel.strategy ddp, or --parallel.reduce fast"
+        )
+    if config.sync_batchnorm:
+        raise Refused(
+            "--parallel.reduce ordered and sync_batchnorm exclude each other: the statistics would follow the number "
+            "of ranks; leave out one of them"
+        )
+
+
 def make(world: World, config: Config, precision: Precision) -> Strategy:
     """The strategy of a run on these ranks."""
     name = resolve(config, world.size)
+    if config.parallel.reduce == "ordered":
+        from train.parallel.ordered import Ordered
+
+        return Ordered(world, config, precision)
     if name == "single":
         from train.parallel.single import Single
 

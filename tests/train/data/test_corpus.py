@@ -50,13 +50,13 @@ def test_a_large_text_takes_no_memory(tmp_path: Path) -> None:
     program = """
 import resource, sys
 from train.runs.admit import Request, settle
-from train.data.plan import Plan, micro_batches_of
+from train.data.plan import Plan, micro_batches_of, Sharing
 from train.data.fetch import fetcher
 task, config = settle(Request("text", {"data.root": sys.argv[1]}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 train, held_out = task.datasets(config)
 fetch = fetcher(train, None)
-for micro in micro_batches_of(Plan(len(train), 64, 64), 0, 1, 0, 500):
+for micro in micro_batches_of(Plan(len(train), 64, 64), Sharing(), 0, 500):
     inputs, targets = fetch(micro)
     assert (inputs[:, 1:] == targets[:, :-1]).all() and ((inputs + 1) % 256 == targets).all()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from train.data.loader import Loader
-from train.data.plan import Plan, micro_batches_of
+from train.data.plan import Plan, Sharing, micro_batches_of
 from train.errors import Refused
 
 COUNT, SIZE = 512, 3000
@@ -92,7 +92,7 @@ def test_workers_do_not_move_each_others_place_in_an_open_file(kind: str, tmp_pa
     plan = Plan(count, 16, 16)
     with Loader(dataset, None, None, 3, torch.device("cpu"), None) as loader:
         seen = 0
-        for _, (indices, rows) in loader.batches(micro_batches_of(plan, 0, 1, 0, 2 * plan.steps_per_epoch)):
+        for _, (indices, rows) in loader.batches(micro_batches_of(plan, Sharing(), 0, 2 * plan.steps_per_epoch)):
             for index, row in zip(indices.tolist(), rows, strict=True):
                 assert np.array_equal(row.numpy(), ROWS[index])
                 seen += 1
@@ -103,7 +103,7 @@ def test_a_file_that_is_deleted_after_it_was_opened_is_read_all_the_same(tmp_pat
     dataset = Rows("plain", tmp_path)
     (tmp_path / "rows.plain").unlink()
     with Loader(dataset, None, None, 2, torch.device("cpu"), None) as loader:
-        for _, (indices, rows) in loader.batches(micro_batches_of(Plan(COUNT, 16, 16), 0, 1, 0, 8)):
+        for _, (indices, rows) in loader.batches(micro_batches_of(Plan(COUNT, 16, 16), Sharing(), 0, 8)):
             assert np.array_equal(rows.numpy(), ROWS[indices.numpy()])
 
 
@@ -124,7 +124,7 @@ def test_the_lock_of_a_run_stays_held_by_its_workers(tmp_path: Path) -> None:
     lock = run.acquire()
     assert lock is not None
     with Loader(Rows("plain", tmp_path), None, None, 2, torch.device("cpu"), None) as loader:
-        next(loader.batches(micro_batches_of(Plan(COUNT, 16, 16), 0, 1, 0, 8)))
+        next(loader.batches(micro_batches_of(Plan(COUNT, 16, 16), Sharing(), 0, 8)))
         lock.release()
         assert run.alive()
     assert not run.alive()

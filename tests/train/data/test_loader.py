@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 from train.data.fetch import fetcher
 from train.data.loader import Loader, to_device
 from train.data.order import order
-from train.data.plan import MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
+from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches, micro_batches_of
 from train.data.seeds import seed_compute
 
 CPU = torch.device("cpu")
@@ -62,11 +62,12 @@ def test_the_shares_of_the_ranks_partition_each_global_batch(plan: Plan, world: 
     last = 2 * plan.steps_per_epoch + 1
     pieces: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
     for rank in range(world):
-        mine = list(micro_batches_of(plan, rank, world, 0, last))
+        mine = list(micro_batches_of(plan, Sharing(rank, world), 0, last))
         assert [micro.number % world for micro in mine] == [rank] * len(mine)
         per_step = collections.Counter(micro.step for micro in mine)
         for step in range(last):
-            assert plan.slots(step, world) - 1 <= per_step[step] <= plan.slots(step, world)
+            most = len(Sharing(rank, world).slots(plan.micro_batches(step)))
+            assert most - 1 <= per_step[step] <= most
         for micro in mine:
             assert micro.number not in pieces[micro.step]
             pieces[micro.step][micro.number] = micro.indices.tolist()
@@ -82,13 +83,13 @@ def test_the_last_batch_is_short_and_none_is_dropped_or_padded() -> None:
     plan = Plan(length=55, batch_size=16, micro_batch_size=4)
     assert [plan.samples(step) for step in range(5)] == [16, 16, 16, 7, 16]
     assert [plan.micro_batches(step) for step in range(4)] == [4, 4, 4, 2]
-    assert [plan.slots(3, world) for world in (1, 2, 3)] == [2, 1, 1]
-    assert [len(micro.indices) for micro in micro_batches_of(plan, 0, 1, 3, 4)] == [4, 3]
+    assert [len(Sharing(0, world).slots(plan.micro_batches(3))) for world in (1, 2, 3)] == [2, 1, 1]
+    assert [len(micro.indices) for micro in micro_batches_of(plan, Sharing(), 3, 4)] == [4, 3]
 
 
 def test_the_order_is_the_same_across_the_borders_of_the_chunks_it_is_computed_in() -> None:
     plan = Plan(length=70_000, batch_size=1000, micro_batch_size=1000, seed=4)
-    epoch = np.concatenate([micro.indices for micro in micro_batches_of(plan, 0, 1, 0, plan.steps_per_epoch)])
+    epoch = np.concatenate([micro.indices for micro in micro_batches_of(plan, Sharing(), 0, plan.steps_per_epoch)])
     assert np.array_equal(epoch, order(4, 0, np.arange(70_000), 70_000))
 
 
@@ -101,32 +102,34 @@ def test_starting_in_the_middle_gives_what_an_uninterrupted_run_would_have_had(p
     def plain(micros: Iterator[MicroBatch]) -> list[Any]:
         return [(m.step, m.number, m.indices.tolist(), m.seed) for m in micros if m.step >= first]
 
-    assert plain(micro_batches_of(plan, 1, 3, first, last)) == plain(micro_batches_of(plan, 1, 3, 0, last))
+    assert plain(micro_batches_of(plan, Sharing(1, 3), first, last)) == plain(
+        micro_batches_of(plan, Sharing(1, 3), 0, last)
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(plans(), st.integers(1, 6))
 def test_evaluation_sees_each_sample_once_on_any_number_of_ranks(plan: Plan, world: int) -> None:
-    shares = [list(evaluation_micro_batches(plan, rank, world)) for rank in range(world)]
+    shares = [list(evaluation_micro_batches(plan, Sharing(rank, world))) for rank in range(world)]
     everything = sorted((micro.number, micro.seed, micro.indices.tolist()) for share in shares for micro in share)
-    alone = [(micro.number, micro.seed, micro.indices.tolist()) for micro in evaluation_micro_batches(plan, 0, 1)]
+    alone = [(micro.number, micro.seed, micro.indices.tolist()) for micro in evaluation_micro_batches(plan, Sharing())]
     assert everything == alone
     assert [index for _, _, part in alone for index in part] == list(range(plan.length))
 
 
 def test_no_two_micro_batches_share_a_seed_and_another_run_seed_changes_them_all() -> None:
     plan = Plan(55, 16, 4, seed=0)
-    seeds = [micro.seed for micro in micro_batches_of(plan, 0, 1, 0, 40)]
-    seeds += [micro.seed for micro in evaluation_micro_batches(plan, 0, 1)]
+    seeds = [micro.seed for micro in micro_batches_of(plan, Sharing(), 0, 40)]
+    seeds += [micro.seed for micro in evaluation_micro_batches(plan, Sharing())]
     assert len(set(seeds)) == len(seeds)
-    others = {micro.seed for micro in micro_batches_of(Plan(55, 16, 4, seed=1), 0, 1, 0, 40)}
+    others = {micro.seed for micro in micro_batches_of(Plan(55, 16, 4, seed=1), Sharing(), 0, 40)}
     assert not others & set(seeds)
 
 
 def fetched(rank: int, world: int, workers: int, first: int = 0) -> dict[tuple[int, int], Any]:
     plan = Plan(55, 16, 4, seed=2)
     with Loader(Noisy(), None, None, workers, CPU, None) as loader:
-        stream = loader.batches(micro_batches_of(plan, rank, world, first, 9))
+        stream = loader.batches(micro_batches_of(plan, Sharing(rank, world), first, 9))
         return {(micro.step, micro.number): [part.tolist() for part in batch] for micro, batch in stream}
 
 
@@ -146,7 +149,7 @@ def test_augmentation_differs_between_items_micro_batches_and_epochs() -> None:
 
 
 def test_what_else_draws_random_numbers_does_not_change_a_batch() -> None:
-    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
     fetch = fetcher(Noisy(), None)
     first = fetch(micro)
     torch.rand(100), np.random.rand(3), random.random()
@@ -155,7 +158,7 @@ def test_what_else_draws_random_numbers_does_not_change_a_batch() -> None:
 
 
 def test_dropout_draws_from_other_numbers_than_augmentation() -> None:
-    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
     augmented = fetcher(Noisy(), None)(micro)[3][0]
     seed_compute(micro.seed, CPU)
     assert not torch.equal(torch.rand(2), augmented)
@@ -167,7 +170,7 @@ def test_dropout_draws_from_other_numbers_than_augmentation() -> None:
 
 def test_tensors_fetched_as_a_whole_are_those_fetched_item_by_item() -> None:
     points, labels = torch.randn(55, 3), torch.arange(55)
-    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
     whole = fetcher(TensorDataset(points, labels), None)(micro)
     pairs = [(points[i], labels[i]) for i in range(55)]
     single = fetcher(pairs, None)(micro)
@@ -182,13 +185,13 @@ def test_a_data_set_that_gives_many_items_at_once_is_asked_once() -> None:
             self.asked.append(indices)
             return [torch.tensor(index) for index in indices]
 
-    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
     assert fetcher(Many(), None)(micro).tolist() == micro.indices.tolist()
     assert Many.asked == [micro.indices.tolist()]
 
 
 def test_a_collation_of_the_tasks_own_gets_the_items_in_order() -> None:
-    micro = next(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+    micro = next(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
     assert fetcher(range(100, 155), tuple)(micro) == tuple(100 + micro.indices)
 
 
@@ -209,7 +212,7 @@ def test_an_error_of_the_data_set_reaches_the_run(workers: int) -> None:
             raise KeyError(f"no sample {index}")
 
     with Loader(Broken(), None, None, workers, CPU, None) as loader:
-        stream = loader.batches(micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 1))
+        stream = loader.batches(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
         with pytest.raises(KeyError, match="no sample"):
             next(stream)
 
@@ -221,11 +224,11 @@ def test_both_data_sets_are_fetched_in_the_order_of_the_plan_and_a_pass_may_be_l
         assert len(workers) == 2
 
         def both() -> Iterator[MicroBatch]:
-            yield from micro_batches_of(plan, 0, 1, 0, 1)
-            yield from evaluation_micro_batches(evaluation, 0, 1)
-            yield from micro_batches_of(plan, 0, 1, 1, 2)
+            yield from micro_batches_of(plan, Sharing(), 0, 1)
+            yield from evaluation_micro_batches(evaluation, Sharing())
+            yield from micro_batches_of(plan, Sharing(), 1, 2)
 
-        first = [micro.indices + 100 for micro in micro_batches_of(plan, 0, 1, 0, 1)]
+        first = [micro.indices + 100 for micro in micro_batches_of(plan, Sharing(), 0, 1)]
         for _ in range(2):
             stream = loader.batches(both())
             got = [list(batch) for _, batch in itertools.islice(stream, 6)]  # the rest is under way when it is left

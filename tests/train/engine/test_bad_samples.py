@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from engine.test_world_sizes import EXACT, assert_same_training
 
-from train.data.plan import Plan, micro_batches_of
+from train.data.plan import Plan, Sharing, micro_batches_of
 
 FLAGS = {"precision": "fp64", "data__on_error": "skip", "eval__every_epochs": 0}
 
 
 def bad_ids() -> list[int]:
     """All of the second micro batch of step 2, and of the last, short one of step 4; one sample elsewhere."""
-    micros = {(m.step, m.number): m.indices.tolist() for m in micro_batches_of(Plan(55, 16, 4), 0, 1, 0, 4)}
+    micros = {(m.step, m.number): m.indices.tolist() for m in micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 4)}
     return sorted([*micros[1, 1], *micros[3, 1], micros[0, 2][1]])
 
 
@@ -100,7 +100,7 @@ def test_a_step_without_any_sample_is_the_same_on_any_number_of_ranks(engine: An
 
 def engine_step(step: int) -> Any:
     """The samples of a step, counted from 1."""
-    micros = micro_batches_of(Plan(55, 16, 16), 0, 1, step - 1, step)
+    micros = micro_batches_of(Plan(55, 16, 16), Sharing(), step - 1, step)
     return (micro.indices.tolist() for micro in micros)
 
 

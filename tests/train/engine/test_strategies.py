@@ -96,6 +96,7 @@ def test_a_weight_that_is_not_finite_is_found_on_whatever_rank_it_lies(engine: A
 @pytest.mark.parametrize(
     ("ranks", "flags", "words"),
     [
+        (2, {"parallel.strategy": "fsdp", "parallel.reduce": "ordered"}, "adds gradients in an order of its own"),
         (2, {"parallel.strategy": "dp"}, "is for one rank"),
         (1, {"parallel.strategy": "dp"}, "needs GPUs"),
         (3, {"parallel.strategy": "hsdp", "parallel.shard_size": "2"}, "does not divide the 3 ranks"),
