@@ -8,7 +8,7 @@ from typing import Any
 
 from train.record import manifest, store
 from train.record.store import Run
-from train.runs.admit import Request, prepare
+from train.runs.admit import Request, apply_resume, prepare, prepare_resume
 
 FLAGS = {
     "batch_size": "60", "micro_batch_size": "8", "checkpoint.every_steps": "5", "checkpoint.keep": "2",
@@ -24,12 +24,20 @@ class Failure(Exception):
     """A promise that was not kept."""
 
 
-def make(runs: Path, name: str, ranks: int, workers: int, asynchronous: bool, steps: int) -> Run:
-    """A fresh run."""
-    flags = FLAGS | {"steps": str(steps), "data.workers": str(workers)}
+def make(
+    runs: Path, name: str, ranks: int, workers: int, asynchronous: bool, steps: int, more: dict[str, str] | None = None
+) -> Run:
+    """A fresh run; `more` are flags."""
+    flags = FLAGS | {"steps": str(steps), "data.workers": str(workers)} | (more or {})
     flags["checkpoint.asynchronous"] = str(asynchronous).lower()
     prepared = prepare(Request("digits", flags, ranks=ranks))
     return store.create(runs, name, prepared.files, prepared.record)
+
+
+def change(run: Run, ranks: int, flags: dict[str, str]) -> None:
+    """What `train resume` with these flags would write before it starts the ranks."""
+    _, config, _ = prepare_resume(run, flags, ranks)
+    apply_resume(run, config)
 
 
 def logs(run: Run) -> str:

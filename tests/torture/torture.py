@@ -1,6 +1,6 @@
 """Kill runs in every way until nobody can doubt that it changes nothing. `make torture` runs this.
 
-    python tests/torture/torture.py --seed 0 --kills 208 --stops 64 --launched-kills 40 --launched-stops 150
+    python tests/torture/torture.py --seed 0 --kills 208 --stops 64 --spread-kills 24 --launched-kills 40
 
 Every run is compared with an undisturbed one of the same world size: weights_sha256, consumed sample ids, and step,
 epoch, loss, learning rate and evaluations in metrics.jsonl must be equal. Processes and signals are real; victims and
@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.torture import launched, spawned
-from tests.torture.check import Failure, compare, logs, make, outcome
+from tests.torture.check import Failure, change, compare, logs, make, outcome
 from train import faults
 from train.record import store
 from train.record.store import Run
@@ -42,6 +42,12 @@ MANY = 3
 """Disturbances that one run takes; more are shared among several, that early and late steps are met alike."""
 
 
+SPREAD = {
+    "fsdp": (3, {"parallel.strategy": "fsdp", "parallel.wrap": "Conv2d,Linear"}),
+    "hsdp": (4, {"parallel.strategy": "hsdp", "parallel.shard_size": "2"}),
+    "ordered": (3, {"parallel.reduce": "ordered"}),
+}
+"""Ways to spread a model beside ddp: on how many ranks, and the flags."""
 EVERY_RANK = ("start", "loaded", "step", "evaluate", "save.staged", "save.begin", "save.written", "save.shards")
 """Points that all ranks pass; the others are rank 0's."""
 
@@ -180,6 +186,36 @@ class Torture:
                 what = f"killed on {first}, then on {second}, finished on {third} ranks"
                 self.once((third, 0, True), what, resized, first, exactly=False)
 
+    def strategies(self, kills: int) -> None:
+        """Other ways to spread a model: killed at random instants; and runs that move between them."""
+        for what, (ranks, flags) in SPREAD.items():
+            if self.only not in what:
+                continue
+            seat, failures, hits, made = (ranks, 0, True), [], 0, []
+            try:
+                base = make(self.runs, f"{what}-base", *seat, steps=STEPS, more=flags)
+                duration, wanted = spawned.attempt(base, ranks), outcome(base)
+                while hits < kills:
+                    run = make(self.runs, f"{what}-{len(made)}", *seat, steps=STEPS, more=flags)
+                    made.append(run)
+                    hits += spawned.killed(run, ranks, duration, self.random, min(MANY, kills - hits))
+                    compare(run, wanted)
+            except Failure as failure:
+                failures.append(str(failure))
+            self.table.judge(seat, f"{what}: SIGKILL at random instants", made, hits, failures)
+        moves = [("ddp", 2), ("fsdp", 3), ("ddp", 1), ("hsdp", 4), ("fsdp", 2), ("ddp", 3)]
+
+        def moving(run: Run) -> bool:
+            for place, (name, ranks) in enumerate(moves):
+                share = "2" if name == "hsdp" else "none"
+                change(run, ranks, {"parallel.strategy": name, "parallel.shard_size": share})
+                is_last = place == len(moves) - 1
+                spawned.attempt(run, ranks, None, "" if is_last else f"step@0:{self.random.randint(6, 9)}")
+            return True
+
+        if (3, STEPS) in self.wanted:
+            self.once((3, 0, True), "killed on ddp, fsdp, one, hsdp, fsdp, finished on ddp", moving, 2, exactly=False)
+
     def launched(self, ranks: int, kills: int, stops: int) -> None:
         """The same to runs as users launch them, through tmux and the agent."""
         seat = (ranks, 0, True)
@@ -206,6 +242,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=208, help="SIGKILLs at random instants over the whole matrix")
     parser.add_argument("--stops", type=int, default=64, help="polite stops at random instants over the matrix")
+    parser.add_argument("--spread-kills", type=int, default=24, help="SIGKILLs for each of fsdp, hsdp and ordered")
     parser.add_argument("--launched-kills", type=int, default=40, help="SIGKILLs of launched runs: rank, agent, tmux")
     parser.add_argument("--launched-stops", type=int, default=150, help="stops of launched runs: agent, rank, all")
     parser.add_argument(
@@ -235,6 +272,8 @@ def main() -> int:
                 torture.stops(seats, options.stops)
             if options.points:
                 torture.points(3 if 3 in options.ranks else options.ranks[-1])
+            if options.spread_kills:
+                torture.strategies(options.spread_kills)
             if options.launched_kills or options.launched_stops:
                 torture.launched(2, options.launched_kills, options.launched_stops)
         except Exception:  # in an undisturbed run: there is nothing to compare with
