@@ -13,10 +13,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from train.checkpoint.state import weights_sha256
+from train.checkpoint.state import weights, weights_sha256
 from train.config import from_toml
+from train.engine import build
 from train.engine.export import export
 from train.errors import Refused
+from train.runs.admit import Request, prepare
 from train.tasks import load
 
 if TYPE_CHECKING:
@@ -100,16 +102,26 @@ def test_a_run_may_begin_with_exported_weights(finished: Station, tmp_path: Path
     assert finished.record("begun")["weights_sha256"] == finished.record("done")["weights_sha256"]
 
 
+def test_weights_with_the_names_of_a_wrapper_are_read(finished: Station, tmp_path: Path) -> None:
+    state = export_state(finished, tmp_path)
+    torch.save({f"module._orig_mod.{name}": tensor for name, tensor in state.items()}, tmp_path / "wrapped.pt")
+    plain = build.make_model(load("digits"), prepare(Request("digits", {})).config)
+    build.set_weights(plain, build.read_weights(tmp_path / "wrapped.pt"), "wrapped.pt")
+    assert weights_sha256(weights(plain)) == finished.record("done")["weights_sha256"]
+
+
+def export_state(finished: Station, folder: Path) -> dict[str, torch.Tensor]:
+    export(finished.run("done"), folder / "model.safetensors")
+    return dict(load_file(folder / "model.safetensors"))
+
+
 @pytest.mark.parametrize("change", ["name", "missing", "shape"])
 def test_weights_of_another_model_are_refused_by_the_tensor_that_differs(
     finished: Station, tmp_path: Path, change: str
 ) -> None:
     from safetensors.torch import save_file
 
-    from train.runs.admit import Request, prepare
-
-    export(finished.run("done"), tmp_path / "model.safetensors")
-    state = load_file(tmp_path / "model.safetensors")
+    state = export_state(finished, tmp_path)
     if change == "name":
         state["module.0.weight"] = state.pop("0.weight")
     elif change == "missing":

@@ -74,6 +74,9 @@ class Parallel:
     """With hsdp: how many ranks hold one copy of the model among them; must divide the ranks."""
     wrap: Changeable[str] = "auto"
     """With fsdp and hsdp: what is gathered at a time: names of the model's classes with commas, or auto, by size."""
+    recompute: Changeable[str] = ""
+    """Activation checkpointing: compute the insides of modules again in the backward pass, not keep them. Class names
+    with commas, or auto, by size; empty: of none. Does not change the result."""
     find_unused_parameters: Changeable[bool] = False
     """With ddp: look for parameters that a step did not use (slower; for models with optional branches)."""
     timeout_minutes: Changeable[Positive] = 10.0
@@ -150,10 +153,12 @@ class Config:
     """Global batch size: samples per optimizer update over all ranks."""
     micro_batch_size: Count | None = None
     """Samples per forward and backward; default: batch_size over the ranks of the first launch, rounded up."""
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
-    """Arithmetic: bf16 and fp16 are autocast over fp32 weights; fp16 needs a GPU."""
+    precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Arithmetic: bf16 and fp16 are autocast over fp32 weights; fp16 and tf32 need a GPU."""
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the model with torch.compile; once for each shape, so that what was seen before decides nothing."""
+    channels_last: bool = False
+    """Keep images and the weights of convolutions channels last, which GPUs compute faster."""
     clip_grad_norm: Positive | None = None
     """Scale gradients down to at most this global 2-norm; none: off."""
     sync_batchnorm: bool = False

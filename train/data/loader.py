@@ -71,17 +71,19 @@ class Loader:
         device: torch.device,
         dtype: torch.dtype | None,
         skipped: Callable[[Sequence[Bad]], None] | None = None,
+        channels_last: bool = False,
     ) -> None:
         """
         Args:
             train_set: may be None, as may `eval_set`, where no micro batch of it is asked for.
             dtype: floating point tensors are converted to it; None leaves them.
+            channels_last: whether tensors of four dimensions are laid out so.
             skipped: samples that cannot be read are left out and told to it; None raises what the first one raised.
 
         Raises:
             Refused: a file that is open here cannot be opened by workers too.
         """
-        self._device, self._dtype, self._skipped = device, dtype, skipped
+        self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
         if workers:
             handles.check()
         self._sampler = _Sampler()
@@ -121,7 +123,7 @@ class Loader:
                 self._skipped(bad)
                 left_out = np.isin(planned.indices, [one.index for one in bad])
                 micro = replace(planned, indices=planned.indices[~left_out])
-            yield micro, to_device(batch, self._device, self._dtype)
+            yield micro, to_device(batch, self._device, self._dtype, self._channels_last)
 
     def close(self) -> None:
         """End the workers.
@@ -145,18 +147,22 @@ class Loader:
         self.close()
 
 
-def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None, channels_last: bool = False) -> Any:
     """The batch with every tensor in it (in lists, tuples, dicts, named tuples) moved to the device."""
-    if isinstance(batch, torch.Tensor):
-        if dtype is not None and batch.is_floating_point():
-            return batch.to(device, dtype, non_blocking=True)
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return type(batch)((key, to_device(value, device, dtype)) for key, value in batch.items())
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device, dtype) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device, dtype) for value in batch)
-    if hasattr(batch, "to") and not isinstance(batch, np.ndarray):
-        return batch.to(device)
-    return batch
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            layout = torch.channels_last if channels_last and value.dim() == 4 else torch.preserve_format
+            return value.to(device, kind, non_blocking=True, memory_format=layout)
+        if isinstance(value, dict):
+            return type(value)((key, move(inner)) for key, inner in value.items())
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(move, value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(move, value))
+        if hasattr(value, "to") and not isinstance(value, np.ndarray):
+            return value.to(device)
+        return value
+
+    return move(batch)

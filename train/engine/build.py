@@ -82,10 +82,13 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
         return optimizer
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optim = config.optim
+    common: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    if parameters[0].device.type == "cuda":
+        common["fused"] = True  # one kernel for all parameters
     if optim.name == "sgd":
-        return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
+        return torch.optim.SGD(parameters, momentum=optim.momentum, **common)
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
-    return kind(parameters, lr=optim.lr, betas=(optim.momentum, 0.999), weight_decay=optim.weight_decay)
+    return kind(parameters, betas=(optim.momentum, 0.999), **common)
 
 
 def _call(task: Task, function: str, *arguments: Any) -> Any:
@@ -128,12 +131,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
-    """Load exported weights, every one of them.
+    """Load exported weights, every one of them; also under the names that DDP or torch.compile give them.
 
     Raises:
         Refused: names or shapes differ from the model's.
     """
     own = model.state_dict()
+    while state and not own.keys() & state.keys() and (prefix := _prefix(state)):
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     for name in sorted(own.keys() ^ state.keys()):
         raise Refused(f"--init {source}: {name} is {'missing in the file' if name in own else 'not in the model'}")
     for name, tensor in state.items():
@@ -142,6 +147,11 @@ def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> N
                 f"--init {source}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(own[name].shape)}"
             )
     model.load_state_dict(state)
+
+
+def _prefix(state: dict[str, Tensor]) -> str:
+    """What a wrapper puts before every name, or ''."""
+    return next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in state)), "")
 
 
 def plan_of(config: Config, length: int) -> Plan:

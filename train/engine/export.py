@@ -54,7 +54,7 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
         if not found or not found[1]:
             raise Refused(f"{run.name} has no usable checkpoint yet; see: train show {run.name}")
         step = found[0]
-    precision = Precision(config.precision if config.precision != "fp16" else "fp32", torch.device("cpu"))
+    precision = Precision("fp32" if config.precision in ("fp16", "tf32") else config.precision, torch.device("cpu"))
     model = build.make_model(task, config, precision.weights)
     try:
         load(run.checkpoint(step), model)

@@ -23,6 +23,7 @@ from train.engine.skipped import Skipped
 from train.parallel import strategy as strategies
 from train.parallel.precision import Precision
 from train.parallel.seat import Seat
+from train.parallel.units import recompute
 from train.parallel.world import World, join, take_device
 from train.record import best, store
 from train.record import manifest as manifests
@@ -101,7 +102,9 @@ def set_up(
     plan = build.plan_of(config, len(train_set))
     # before the others are met: their connections have threads, and the loader forks
     skipped = Skipped(run) if config.data.on_error == "skip" else None
-    loader = Loader(train_set, eval_set, task.collate, config.data.workers, device, precision.inputs, skipped)
+    loader = Loader(
+        train_set, eval_set, task.collate, config.data.workers, device, precision.inputs, skipped, config.channels_last
+    )
     held.callback(loader.close)
     world = join(config, seat.rank, seat.size, seat.local_rank, seat.local_size, device, seat.init)
     total = build.total_steps(config, plan)
@@ -110,6 +113,9 @@ def set_up(
         build.set_weights(model, build.read_weights(run.folder / "init.safetensors"), "init.safetensors")
     if config.sync_batchnorm and world.size > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    recompute(model, config.parallel.recompute)
     strategy = strategies.make(world, config, precision)
     model = strategy.place(model)
     optimizer = build.make_optimizer(task, model, config)
@@ -125,7 +131,8 @@ def set_up(
             precision.scaler.load_state_dict(manifest["scaler"])
     faults.here("loaded")
     if config.compile:
-        model.compile()
+        # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
+        model.compile(dynamic=False)
     evaluation = world.on_first(lambda: best.last_evaluation(run))
     told = Report(run, world, config, total, step, bar and world.is_first)
     held.callback(told.close)

@@ -263,3 +263,13 @@ def test_no_worker_is_left_where_the_system_has_no_room_for_all(monkeypatch: pyt
     with pytest.raises(BlockingIOError):
         Loader(Noisy(), None, None, 4, CPU, None)
     assert not multiprocessing.active_children()
+
+
+def test_images_are_laid_out_channels_last_where_asked_for_and_nothing_else_changes() -> None:
+    batch = {"image": torch.randn(2, 3, 4, 4), "label": torch.tensor([1, 2]), "name": ["a", "b"]}
+    moved = to_device(batch, torch.device("cpu"), channels_last=True)
+    assert moved["image"].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(moved["image"], batch["image"]) and moved["label"] is batch["label"]
+    assert moved["name"] == ["a", "b"]
+    plain = to_device(batch, torch.device("cpu"))
+    assert plain["image"] is batch["image"]

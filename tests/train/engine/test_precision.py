@@ -40,6 +40,11 @@ def test_fp16_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
         prepare(Request(str(engine.task), {"precision": "fp16", "device": "cpu"}))
 
 
+def test_tf32_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
+    with pytest.raises(Refused, match="tf32 needs a GPU; on a CPU use --precision fp32"):
+        prepare(Request(str(engine.task), {"precision": "tf32", "device": "cpu"}))
+
+
 @pytest.mark.parametrize(("name", "inside"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_autocast_holds_inside_a_forward_pass_and_ends_with_it(name: str, inside: torch.dtype) -> None:
     made, layer = Precision(name, torch.device("cpu")), torch.nn.Linear(2, 2)

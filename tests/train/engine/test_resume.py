@@ -167,10 +167,18 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
 
     free = [name for name in fields() if not forbidden_changes({name: 1}, {name: 2})]
     shaping = {"seed", "batch_size", "micro_batch_size", "precision", "compile", "clip_grad_norm", "sync_batchnorm"}
-    shaping |= {"deterministic", "cpu_threads", "data.name", "data.drop_last"}
+    shaping |= {"deterministic", "cpu_threads", "data.name", "data.drop_last", "channels_last", "parallel.reduce"}
     shaping |= {name for name in fields() if name.startswith(("optim.", "schedule."))}
     assert shaping.isdisjoint(free)
-    assert {"epochs", "steps", "data.workers", "data.on_error", "log.samples", "checkpoint.keep"} <= set(free)
+    assert {
+        "epochs",
+        "steps",
+        "data.workers",
+        "data.on_error",
+        "log.samples",
+        "checkpoint.keep",
+        "parallel.strategy",
+    } <= set(free)
     # of a checkpoint from before a field was there
     assert not forbidden_changes({"seed": 0}, {"seed": 0, "data.drop_last": False})
     assert forbidden_changes({"seed": 0}, {"seed": 0, "data.drop_last": True}) == ["data.drop_last"]

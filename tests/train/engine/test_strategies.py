@@ -93,6 +93,22 @@ def test_a_weight_that_is_not_finite_is_found_on_whatever_rank_it_lies(engine: A
     assert record["state"] == "failed" and "is not finite after step" in record["reason"], record["reason"]
 
 
+def test_computing_activations_again_gives_the_same_bits_also_where_the_model_is_spread(engine: Any) -> None:
+    with pytest.raises(Refused, match=r"parallel\.recompute Lineal: the model has no module of that class"):
+        engine.run("never", 1, parallel__recompute="Lineal")
+    flags = FSDP | {"optim__name": "adamw", "optim__lr": 0.01}
+    for name, more in (("kept", {}), ("again", {"parallel__recompute": "Linear"})):
+        engine.run(f"{name}-1", 1, optim__name="adamw", optim__lr=0.01, **more)
+        engine.run(f"{name}-fsdp", 3, **flags, **more)
+    assert engine.outcome("again-1") == engine.outcome("kept-1")
+    assert engine.outcome("again-fsdp") == engine.outcome("kept-fsdp")
+
+
+def test_a_module_with_running_statistics_is_not_computed_twice(engine: Any) -> None:
+    with pytest.raises(Refused, match="BatchNorm1d, whose running statistics would count every batch twice"):
+        engine.run("never", 1, task__batchnorm="true", parallel__recompute="BatchNorm1d")
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "words"),
     [

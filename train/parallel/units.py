@@ -1,0 +1,112 @@
+"""The parts of a model that are gathered (fsdp) or computed again (activation checkpointing) as a whole."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from train.errors import Refused
+
+_UNITS = 32
+"""A module of its own share of the parameters is gathered and freed by itself: with `wrap auto` at least one part in so
+many of the whole, so that messages are neither many and small nor one that holds the whole model."""
+_LEAST = 100_000
+"""Parameters that a unit has at least with `wrap auto`."""
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Containers: their forward is never called, and a unit's parameters are gathered by its forward."""
+
+
+def units(model: nn.Module, chosen: str, field: str) -> list[nn.Module]:
+    """The modules inside `model` that are treated as a whole, inner ones before outer ones.
+
+    Args:
+        chosen: class names with commas, or `auto`: modules that have at least 1/32 of all parameters (and 100,000) that
+            are in no smaller unit.
+        field: of `parallel`, for messages.
+
+    Raises:
+        Refused: the model has no module of such a class.
+    """
+    owners = _owners(model)
+    if chosen != "auto":
+        names = [name.strip() for name in chosen.split(",") if name.strip()]
+        known = sorted({type(module).__name__ for module in model.modules() if module is not model})
+        for name in names:
+            if name not in known:
+                raise Refused(
+                    f"--parallel.{field} {name}: the model has no module of that class; it has {', '.join(known)}"
+                )
+        found = [module for module in model.modules() if module is not model and type(module).__name__ in names]
+        for module in found:
+            if isinstance(module, _NEVER_CALLED):
+                raise Refused(
+                    f"--parallel.{field} {type(module).__name__}: a container is never called; name what is in it"
+                )
+        return [module for module in reversed(found) if _is_closed(module, owners)]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    least = max(_LEAST, total // _UNITS)
+    large: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Units inside this module, and how many parameters of it are in none."""
+        left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if not isinstance(module, nn.MultiheadAttention):  # it reads its parts' weights without calling them
+            left += sum(visit(child) for child in module.children())
+        else:
+            left = sum(parameter.numel() for parameter in module.parameters())
+        if module is model or left < least or isinstance(module, _NEVER_CALLED) or not _is_closed(module, owners):
+            return left
+        large.append(module)
+        return 0
+
+    visit(model)
+    return large
+
+
+def _owners(model: nn.Module) -> dict[int, set[int]]:
+    """By the identity of a parameter, those of the modules that hold it directly: tied weights have several."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    return owners
+
+
+def _is_closed(module: nn.Module, owners: dict[int, set[int]]) -> bool:
+    """Whether no parameter of this module is tied to one outside: such parameters belong to a common unit."""
+    inside = {id(part) for part in module.modules()}
+    return all(owners[id(parameter)] <= inside for parameter in module.parameters())
+
+
+def recompute(model: nn.Module, chosen: str) -> None:
+    """Let the insides of these modules be computed again in the backward pass instead of being kept.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Random states are those of the first time, so
+    the result is the same to the bit. Names of parameters do not change.
+
+    Args:
+        chosen: as in `units`; '': none.
+
+    Raises:
+        Refused: the model has no module of such a class, or one keeps running statistics: they would count twice.
+    """
+    if not chosen:
+        return
+    for module in units(model, chosen, "recompute"):
+        keeps = [part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats]
+        if keeps and chosen == "auto":
+            continue
+        if keeps:
+            raise Refused(
+                f"--parallel.recompute {type(module).__name__}: it has a {type(keeps[0]).__name__}, whose running "
+                "statistics would count every batch twice; name other classes"
+            )
+        module.forward = functools.partial(_again, module.forward)
+
+
+def _again(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
