@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from train.errors import Refused, one_line
+from train.record import metrics
 from train.record.store import Run
 
 SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def read_metrics(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and evaluation lines of metrics.jsonl; a line that is being written right now is left out."""
-    training: list[dict[str, Any]] = []
-    evaluations: list[dict[str, Any]] = []
-    if run.metrics.exists():
-        for text in run.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            (evaluations if "eval" in line else training).append(line)
-    return training, evaluations
 
 
 def plot(runs: list[Run], target: Path) -> None:
@@ -36,7 +21,7 @@ def plot(runs: list[Run], target: Path) -> None:
         raise Refused(f"--to {target}: must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     if not target.absolute().parent.is_dir():
         raise Refused(f"--to {target}: there is no folder {target.parent}; make it first")
-    data = {run.name: read_metrics(run) for run in runs}
+    data = {run.name: metrics.read(run) for run in runs}
     empty = [name for name, (training, _) in data.items() if not training]
     if empty:
         raise Refused(f"{', '.join(empty)} has no metrics to plot yet; see: train logs {empty[0]}")
@@ -66,7 +51,7 @@ def plot(runs: list[Run], target: Path) -> None:
                         label=f"{label}{metric}",
                     )  # fmt: skip
                 continue
-            values = [line[panel] for line in training]
+            values = [dict(line)[panel] for line in training]
             if panel == "data_wait":  # as a share of the step
                 values = [100 * line["data_wait"] / max(line["step_time"], 1e-12) for line in training]
             tag = f"{label}training" if panel == "loss" else name
