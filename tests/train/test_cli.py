@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from train import cli
+from train.commands import parser
 from train.errors import Refused
 from train.record import store
 
@@ -60,7 +61,7 @@ def test_help_names_every_command_and_every_field(capsys: pytest.CaptureFixture[
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and all(f"  {command} " in text for command in cli.COMMANDS)
-    for command in cli.WITH_FIELDS:
+    for command in ("run", "launch", "resume"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         text = capsys.readouterr().out
@@ -68,7 +69,8 @@ def test_help_names_every_command_and_every_field(capsys: pytest.CaptureFixture[
 
 
 def parse(*arguments: str) -> tuple[Any, dict[str, str]]:
-    return cli.parse("launch", list(arguments), cli.parser("launch"))
+    options = parser.parse(parser.parser_of("launch"), list(arguments))
+    return options, options.flags
 
 
 def test_flags_stand_anywhere_in_either_spelling_and_the_last_one_wins() -> None:
@@ -80,11 +82,24 @@ def test_flags_stand_anywhere_in_either_spelling_and_the_last_one_wins() -> None
     assert (options.task, options.max_restarts, options.follow) == ("digits", "4", True)
 
 
+@pytest.mark.parametrize("line", ["a b --json", "--json a b", "a --json b", "a --limit=2 b --json", "-n 2 a --json b"])
+def test_names_stand_anywhere_among_flags(line: str) -> None:
+    options = parser.parse(parser.parser_of("ls"), line.split())
+    assert (options.names, options.json) == (["a", "b"], True)
+
+
+@pytest.mark.parametrize("value", ["-1", "-x", "a b", "", "=", "a=b"])
+def test_a_value_is_taken_as_it_is(value: str) -> None:
+    for arguments in ([f"--name={value}"], ["--name", value]):
+        options, flags = parse("digits", *arguments, "--data.root", value, f"--task.root={value}")
+        assert (options.name, flags) == (value, {"data.root": value, "task.root": value})
+
+
 def test_a_negative_number_is_a_value() -> None:
     assert parse("digits", "--task.shift", "-1")[1] == {"task.shift": "-1"}
 
 
-@pytest.mark.parametrize("flag", ["--batch", "--follo", "--n", "--optim", "--optim.l", "--max-restart"])
+@pytest.mark.parametrize("flag", ["--batch", "--follo", "--n", "--optim", "--optim.l", "--max-restart", "---follow"])
 def test_flags_are_never_abbreviated(flag: str) -> None:
     with pytest.raises(Refused, match="unknown flag"):
         parse("digits", flag, "1")

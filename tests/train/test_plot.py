@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from train.errors import Refused
-from train.record import store
-from train.record.plot import plot, read_metrics
+from train.record import metrics, store
+from train.record.plot import plot
 from train.record.store import Run
 
 
@@ -64,7 +64,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     run = made(tmp_path, "a", steps=3, evaluations=False)
     with run.metrics.open("a") as file:
         file.write('{"step": 4, "lo')
-    training, evaluations = read_metrics(run)
+    training, evaluations = metrics.read(run)
     assert [line["step"] for line in training] == [1, 2, 3] and evaluations == []
 
 

@@ -1,6 +1,6 @@
 """What a run is, from flags and files to a checked `Config`."""
 
-from train.config.layers import build, changeable, forbidden_changes, from_toml, layer
+from train.config.layers import build, changeable, check_flags, forbidden_changes, from_toml, layer
 from train.config.schema import (
     Checkpoint,
     Config,
@@ -30,6 +30,7 @@ from train.config.text import (
 
 __all__ = [
     "Checkpoint", "Config", "Count", "Data", "Eval", "FieldInfo", "Log", "NotNegative", "Optim", "Parallel",
-    "Positive", "Schedule", "Share", "Watch", "build", "changeable", "fields", "flatten", "forbidden_changes",
-    "from_toml", "is_optional", "layer", "parse_value", "read_toml", "to_flat", "to_toml", "type_name",
+    "Positive", "Schedule", "Share", "Watch", "build", "changeable", "check_flags", "fields", "flatten",
+    "forbidden_changes", "from_toml", "is_optional", "layer", "parse_value", "read_toml", "to_flat", "to_toml",
+    "type_name",
 ]  # fmt: skip

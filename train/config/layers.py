@@ -13,7 +13,7 @@ import pydantic_core
 from pydantic import TypeAdapter
 
 from train.config.schema import Config
-from train.config.text import FieldInfo, fields, flatten, is_optional, read_toml, reason_of
+from train.config.text import FieldInfo, fields, flatten, is_optional, parse_value, read_toml, reason_of
 from train.errors import Refused, nearest, one_line
 
 
@@ -42,6 +42,20 @@ def layer(
             if flat.get(name) is not None:
                 merged[other] = None
     return merged | flat
+
+
+def check_flags(flags: dict[str, str]) -> None:
+    """Check the text of fields given as flags, as far as that can be done before their task is known.
+
+    Raises:
+        Refused: a value is not of its field's type, or two fields exclude each other.
+    """
+    known = fields()
+    for name, text in flags.items():
+        if name in known:
+            parse_value(name, known[name].annotation, text)
+    if flags.get("steps", "none") != "none" and flags.get("epochs", "none") != "none":
+        raise Refused("steps and epochs replace each other; give one of them")
 
 
 def build(flat: dict[str, Any], settings: type | None = None, source: str = "", partial: bool = False) -> Config:

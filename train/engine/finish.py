@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from train.engine.loop import Done, Job
 from train.checkpoint.state import weights_of, weights_sha256
 from train.engine.setup import Done, Job
-from train.record.best import facts, last_evaluation
+from train.record.best import facts
+from train.record.metrics import last_evaluation
 
 
 def conclude(job: Job, outcome: Done) -> int:

@@ -18,15 +18,15 @@ from train.data.loader import Loader
 from train.data.plan import MicroBatch, Plan, Sharing
 from train.engine import build, opened, uneven
 from train.engine.agenda import Agenda, agenda_of
-from train.engine.report import Report, cut
+from train.engine.report import Report
 from train.engine.skipped import Skipped
 from train.parallel import strategy as strategies
 from train.parallel.precision import Precision
 from train.parallel.seat import Seat
 from train.parallel.units import recompute
 from train.parallel.world import World, join, take_device
-from train.record import best, store
 from train.record import manifest as manifests
+from train.record import metrics, store
 from train.record.heartbeat import Heart
 from train.record.store import Run
 from train.signals import StopRequest
@@ -133,7 +133,7 @@ def set_up(
     if config.compile:
         # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
         model.compile(dynamic=False)
-    evaluation = world.on_first(lambda: best.last_evaluation(run))
+    evaluation = world.on_first(lambda: metrics.last_evaluation(run))
     told = Report(run, world, config, total, step, bar and world.is_first)
     held.callback(told.close)
 
@@ -190,5 +190,5 @@ def _begin(run: Run) -> tuple[int, dict[str, Any]]:
     for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
         log.warning("warning: %s", line)
         manifests.set_aside(run, newer, line.prefix)
-    cut(run, step)
+    metrics.cut(run, step)
     return step, manifest

@@ -1,31 +1,15 @@
-"""Evaluations of a run, and which of its checkpoints is the best. Imports no torch."""
+"""Which of a run's checkpoints is the best, by its evaluations. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import tomllib
 from typing import Any
 
 from train.errors import Refused
+from train.record.metrics import evaluations
 from train.record.store import Run
-
-
-def evaluations(run: Run) -> list[dict[str, Any]]:
-    """The evaluation lines of metrics.jsonl, in their order. A line that is being written right now is left out."""
-    found = []
-    if run.metrics.exists():
-        for line in run.metrics.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                if '"eval"' in line:
-                    found.append(json.loads(line))
-    return found
-
-
-def last_evaluation(run: Run) -> dict[str, Any] | None:
-    """The last evaluation line of metrics.jsonl."""
-    return next(iter(reversed(evaluations(run))), None)
 
 
 def pick(metric: str, scores: dict[int, float]) -> int | None:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, one_line
+from train.record import metrics
+from train.record.metrics import Evaluation, Training
 from train.record.store import Run
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def read_metrics(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and evaluation lines of metrics.jsonl; a line that is being written right now is left out."""
-    training: list[dict[str, Any]] = []
-    evaluations: list[dict[str, Any]] = []
-    if run.metrics.exists():
-        for text in run.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            (evaluations if "eval" in line else training).append(line)
-    return training, evaluations
+_STYLES = ("-", "--", ":", "-.")
+"""Of a task's metrics, in one colour a run."""
+_TITLES = {
+    "loss": "loss", "metrics": "metrics", "lr": "learning rate", "samples_per_s": "samples / s",
+    "data_wait": "waiting for data,\n% of a step",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Curves:
+    """The lines of one run, and how it is drawn."""
+
+    name: str
+    training: list[Training]
+    evaluations: list[Evaluation]
+    colour: str
+    prefix: str
+    """Of its labels, where there are several runs."""
 
 
 def plot(runs: list[Run], target: Path) -> None:
@@ -36,8 +44,11 @@ def plot(runs: list[Run], target: Path) -> None:
         raise Refused(f"--to {target}: must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
     if not target.absolute().parent.is_dir():
         raise Refused(f"--to {target}: there is no folder {target.parent}; make it first")
-    data = {run.name: read_metrics(run) for run in runs}
-    empty = [name for name, (training, _) in data.items() if not training]
+    drawn = [
+        _Curves(run.name, *metrics.read(run), f"C{number % 10}", f"{run.name}  " if len(runs) > 1 else "")
+        for number, run in enumerate(runs)
+    ]
+    empty = [curves.name for curves in drawn if not curves.training]
     if empty:
         raise Refused(f"{', '.join(empty)} has no metrics to plot yet; see: train logs {empty[0]}")
 
@@ -46,51 +57,7 @@ def plot(runs: list[Run], target: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # bars of an accuracy beside the loss when the task has one
-    share = sorted({k for _, es in data.values() for e in es for k in e["eval"] if k != "loss"})
-    panels = ["loss", *(["metrics"] if share else []), "lr", "samples_per_s", "data_wait"]
-    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 2.3 * len(panels) + 0.6), sharex=True)
-    styles = ["-", "--", ":", "-."]
-    for number, (name, (training, evaluations)) in enumerate(data.items()):
-        colour = f"C{number % 10}"
-        steps = [line["step"] for line in training]
-        label = f"{name}  " if len(data) > 1 else ""
-        for axis, panel in zip(axes, panels, strict=True):
-            if panel == "metrics":
-                for place, metric in enumerate(share):
-                    points = [(e["step"], e["eval"][metric]) for e in evaluations if metric in e["eval"]]
-                    if not points:  # another run's task has this one
-                        continue
-                    axis.plot(
-                        *zip(*points, strict=True), styles[place % 4], color=colour, marker="o", markersize=3,
-                        label=f"{label}{metric}",
-                    )  # fmt: skip
-                continue
-            values = [line[panel] for line in training]
-            if panel == "data_wait":  # as a share of the step
-                values = [100 * line["data_wait"] / max(line["step_time"], 1e-12) for line in training]
-            tag = f"{label}training" if panel == "loss" else name
-            axis.plot(steps, values, color=colour, alpha=0.55 if panel == "loss" else 1, linewidth=1.2, label=tag)
-            if panel == "loss" and evaluations:
-                points = [(e["step"], e["eval"]["loss"]) for e in evaluations]
-                axis.plot(*zip(*points, strict=True), "-o", color=colour, markersize=3, label=f"{label}evaluation")
-    titles = {
-        "loss": "loss", "metrics": share[0] if len(share) == 1 else "metrics", "lr": "learning rate",
-        "samples_per_s": "samples / s", "data_wait": "waiting for data, % of a step",
-    }  # fmt: skip
-    for axis, panel in zip(axes, panels, strict=True):
-        axis.set_ylabel(titles[panel].replace(", ", ",\n"), fontsize=9)
-        axis.grid(alpha=0.25)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-        if panel == "data_wait" or panel == "samples_per_s":
-            axis.set_ylim(bottom=0)
-        if panel in ("loss", "metrics"):
-            axis.legend(fontsize=8, frameon=False)
-    axes[-1].set_xlabel("step")
-    figure.suptitle(", ".join(data), fontsize=11)
-    figure.tight_layout()
-    figure.align_ylabels(axes)
+    figure = _figure(drawn)
     partial = target.with_name(f".{target.stem}.partial{target.suffix}")
     try:
         figure.savefig(partial, dpi=120)
@@ -100,3 +67,58 @@ def plot(runs: list[Run], target: Path) -> None:
     finally:
         partial.unlink(missing_ok=True)
         plt.close(figure)
+
+
+def _figure(drawn: list[_Curves]) -> Any:
+    """The panels above each other, over the same steps."""
+    import matplotlib.pyplot as plt
+
+    # an accuracy beside the loss when the task has one
+    names = sorted({name for curves in drawn for line in curves.evaluations for name in line["eval"] if name != "loss"})
+    panels = ["loss", *(["metrics"] if names else []), "lr", "samples_per_s", "data_wait"]
+    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 2.3 * len(panels) + 0.6), sharex=True)
+    for axis, panel in zip(axes, panels, strict=True):
+        for curves in drawn:
+            if panel == "metrics":
+                _draw_metrics(axis, curves, names)
+            else:
+                _draw_training(axis, curves, panel)
+        axis.set_ylabel(names[0] if panel == "metrics" and len(names) == 1 else _TITLES[panel], fontsize=9)
+        axis.grid(alpha=0.25)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+        if panel in ("data_wait", "samples_per_s"):
+            axis.set_ylim(bottom=0)
+        if panel in ("loss", "metrics"):
+            axis.legend(fontsize=8, frameon=False)
+    axes[-1].set_xlabel("step")
+    figure.suptitle(", ".join(curves.name for curves in drawn), fontsize=11)
+    figure.tight_layout()
+    figure.align_ylabels(axes)
+    return figure
+
+
+def _draw_metrics(axis: Any, curves: _Curves, names: list[str]) -> None:
+    """What the evaluations measured beside the loss."""
+    for place, name in enumerate(names):
+        points = [(line["step"], line["eval"][name]) for line in curves.evaluations if name in line["eval"]]
+        if points:  # else another run's task has this one
+            axis.plot(
+                *zip(*points, strict=True), _STYLES[place % 4], color=curves.colour, marker="o", markersize=3,
+                label=f"{curves.prefix}{name}",
+            )  # fmt: skip
+
+
+def _draw_training(axis: Any, curves: _Curves, panel: str) -> None:
+    """A figure of the training lines; beside the loss that of the evaluations."""
+    is_loss = panel == "loss"
+    values = [dict(line)[panel] for line in curves.training]
+    if panel == "data_wait":  # as a share of the step
+        values = [100 * line["data_wait"] / max(line["step_time"], 1e-12) for line in curves.training]
+    steps = [line["step"] for line in curves.training]
+    label = f"{curves.prefix}training" if is_loss else curves.name
+    axis.plot(steps, values, color=curves.colour, alpha=0.55 if is_loss else 1, linewidth=1.2, label=label)
+    if is_loss and curves.evaluations:
+        points = [(line["step"], line["eval"]["loss"]) for line in curves.evaluations]
+        label = f"{curves.prefix}evaluation"
+        axis.plot(*zip(*points, strict=True), "-o", color=curves.colour, markersize=3, label=label)

@@ -25,6 +25,23 @@ def resumable(run: Run) -> bool:
     return record["state"] == store.INTERRUPTED or rests_by_itself(record)
 
 
+def nothing_left(run: Run, flags: dict[str, str], script: str | None) -> str:
+    """What to say instead of resuming a run that has finished, unless these fields give it more to do; '' otherwise.
+
+    Raises:
+        Refused: it is running, or a finished script is to be replaced.
+    """
+    if run.state() == store.RUNNING:
+        raise Refused(f"{run.name} is running; see: train show {run.name}")
+    if run.state() != store.FINISHED or {"epochs", "steps"} & set(flags):
+        return ""
+    is_script = bool(run.read().get("script"))
+    if script is not None and is_script:
+        raise Refused(f"{run.name} has finished already; a new run: train launch --script {script}")
+    more = "" if is_script else f"; for more: train resume {run.name} --epochs N"
+    return f"{run.name} has finished already{more}"
+
+
 def rests_by_itself(record: dict[str, Any]) -> bool:
     """Whether a run was stopped, and not by its user."""
     reason = record.get("reason") or ""

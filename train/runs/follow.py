@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
-from train.record import store
+from train.record import metrics, store
 from train.record.store import Run
 from train.runs.control import how_to_go_on
 from train.runs.folding import Folding
@@ -28,7 +27,7 @@ class View:
     def __init__(self, run: Run, stream: IO[str], show_log: bool = False) -> None:
         self.run, self.stream, self.show_log = run, stream, show_log
         self._bar: Bar | None = None
-        self._metrics_at = run.metrics.stat().st_size if run.metrics.exists() else 0
+        self._metrics = metrics.Tail(run)
         self._log: tuple[Path, int] | None = None
         self._folding = Folding(_STATE_EVERY)
 
@@ -43,8 +42,8 @@ class View:
         if self._bar is not None and total:
             loss, speed = record.get("loss"), record.get("samples_per_s", 0)
             self._bar.show(record["step"], total, record.get("epoch"), loss, speed)
-        for line in self._new_metrics():
-            if "eval" in line:
+        for line in self._metrics.new():
+            if metrics.is_evaluation(line):
                 figures = "  ".join(f"{k} {v:.4f}" for k, v in line["eval"].items() if v is not None)
                 self.say(f"epoch {line['epoch']}  step {line['step']}  {figures}")
 
@@ -59,26 +58,6 @@ class View:
         self._end_log()
         if self._bar is not None:
             self._bar.close()
-
-    def _new_metrics(self) -> list[dict[str, Any]]:
-        try:
-            size = self.run.metrics.stat().st_size
-            if size < self._metrics_at:  # cut by a resume
-                self._metrics_at = size
-            with self.run.metrics.open("rb") as file:
-                file.seek(self._metrics_at)
-                text = file.read()
-        except OSError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._metrics_at += len(whole)
-        lines = []
-        for line in whole.splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                continue
-        return lines
 
     def _show_log(self, record: dict[str, Any]) -> None:
         attempts = record.get("attempts") or []
@@ -130,9 +109,9 @@ def follow(run: Run) -> int:
     view.close()
     state, step = record["state"], record.get("step", 0)
     reason = f": {record['reason']}" if record.get("reason") else ""
-    metrics = "  ".join(f"{k} {v:.4f}" for k, v in (record.get("metrics") or {}).items() if v is not None)
+    figures = "  ".join(f"{k} {v:.4f}" for k, v in (record.get("metrics") or {}).items() if v is not None)
     last = {
-        store.FINISHED: f"{run.name} finished after {step} steps  {metrics}".rstrip(),
+        store.FINISHED: f"{run.name} finished after {step} steps  {figures}".rstrip(),
         store.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {how_to_go_on(record)}",
         store.FAILED: f"{run.name} failed{reason}",
         store.INTERRUPTED: f"{run.name} was interrupted{reason}",

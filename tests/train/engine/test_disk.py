@@ -16,8 +16,8 @@ from tests.train.conftest import Station
 from tests.train.engine.conftest import Engine
 from train.checkpoint import writer
 from train.checkpoint.writer import DurableFile
-from train.engine import report
 from train.record import manifest
+from train.record.metrics import Lines
 
 SYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
 ASYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "true"}
@@ -196,7 +196,7 @@ def test_lines_whose_fsync_failed_are_written_again(mount: Mount, tmp_path: Path
     mount(f"-o loop {below}/image", folder)
     path = folder / "lines"
     path.touch()
-    lines = report._Lines(path)
+    lines = Lines(path)
     lines.add("first" * 2000)
     assert lines.sync()
     sh(f"head -c 16M /dev/zero > {below}/filler || true")

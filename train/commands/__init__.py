@@ -1,0 +1,22 @@
+"""The commands, one file each: `add_arguments(parser)` says what it takes, `run(options, runs)` does it.
+
+Their modules import what is heavy (torch, matplotlib) only when they run.
+"""
+
+COMMANDS = {
+    "run": "train here and now; under torchrun: be one of its ranks",
+    "launch": "start a run inside tmux and return; it outlives this shell",
+    "ls": "list the runs and their state",
+    "show": "everything about one run",
+    "logs": "the output of a rank",
+    "attach": "the live terminal of a run (detach: Ctrl-b d)",
+    "stop": "save and stop a run; of a script: ask it by SIGTERM",
+    "resume": "continue a stopped, interrupted or failed run",
+    "rm": "delete runs that are not running",
+    "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
+    "eval": "evaluate a run's newest checkpoint",
+    "export": "write a run's weights to .safetensors, .pt or .onnx",
+    "bench": "measure this machine: bench checkpoint, ordered, resume, stop",
+    "plot": "draw loss, learning rate and throughput of runs",
+}
+"""Every command and what it does, in a line."""

@@ -1,0 +1,24 @@
+"""`train attach`: the terminal in which a run lives."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import shared
+from train.commands.parser import Parser
+from train.errors import FINISHED
+
+
+def add_arguments(parser: Parser) -> None:
+    """Which run."""
+    shared.add_name(parser)
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Become that terminal."""
+    from train.record import store
+    from train.runs.launch import attach
+
+    attach(store.find(runs, options.name))
+    return FINISHED

@@ -1,0 +1,61 @@
+"""What a shell offers when TAB is pressed, by argcomplete: `eval "$(register-python-argcomplete train)"`."""
+
+from __future__ import annotations
+
+import os
+from argparse import SUPPRESS
+from pathlib import Path
+from typing import NoReturn
+
+from train.commands import COMMANDS, offers
+from train.commands.parser import Parser, parser_of
+
+
+def answer() -> NoReturn:
+    """Write what may stand where the cursor is, and exit: the shell called us for this alone."""
+    import argcomplete
+    from argcomplete.completers import SuppressCompleter
+
+    begin = int(os.environ["_ARGCOMPLETE"])  # where our own arguments begin on the line
+    line = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
+    at, folder = _command(line, begin)
+    if at is None:
+        parser = Parser(prog="train")
+        parser.add_argument("--version", action="store_true", help="the version")
+        parser.add_argument("--runs", help="where run folders live", offer=offers.folders)
+        parser.add_argument("command", offer=lambda **_: COMMANDS)
+    else:
+        parser = parser_of(line[at])
+        parser.set_defaults(runs=folder)
+        _prepare(parser, line[at + 1 :])
+        os.environ["_ARGCOMPLETE"] = str(at + 1)
+    argcomplete.autocomplete(parser, always_complete_options=False, default_completer=SuppressCompleter())
+    raise SystemExit(1)  # not reached: argcomplete exits
+
+
+def _command(line: list[str], begin: int) -> tuple[int | None, str | None]:
+    """Where the command stands among the words, and the --runs before it."""
+    folder = None
+    at = begin
+    while at < len(line) and line[at].startswith("--runs"):
+        _, equals, value = line[at].partition("=")
+        folder = value if equals else line[at + 1] if at + 1 < len(line) else None
+        at += 1 if equals else 2
+    return at if at < len(line) and line[at] in COMMANDS else None, folder
+
+
+def _prepare(parser: Parser, line: list[str]) -> None:
+    """Let argparse see what only our own parsing knows: the settings of the task named here, and - for _ in flags."""
+    from train.tasks import BUILT_IN, locate, setting_names
+
+    if parser.takes_fields:
+        task = next(
+            (word for word in line if word in BUILT_IN or (word.endswith(".py") and Path(word).is_file())), None
+        )
+        for name in setting_names(locate(task)) if task else []:
+            parser.add_setting(f"task.{name}")
+    for name, action in list(parser.flags.items()):
+        for twin in {name, name.replace("_", "-")} - {option.lstrip("-") for option in action.option_strings}:
+            does = "store_true" if action.nargs == 0 else "store"
+            offer = getattr(action, "completer", None)
+            parser.add_argument(f"--{twin}", action=does, dest=SUPPRESS, help=SUPPRESS, offer=offer)

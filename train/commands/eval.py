@@ -1,0 +1,34 @@
+"""`train eval`: how good a checkpoint is."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import shared
+from train.commands.parser import Parser
+from train.errors import FINISHED
+
+
+def add_arguments(parser: Parser) -> None:
+    """Which run and checkpoint."""
+    shared.add_name(parser)
+    shared.add_json(parser)
+    shared.add_checkpoint(parser)
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Evaluate and print the figures."""
+    from train.record import best, store
+
+    run = store.find(runs, options.name)
+    wanted = best.checkpoint_named(run, options.checkpoint)
+    from train.engine.export import evaluate_run
+
+    step, samples, figures = evaluate_run(run, wanted)
+    if options.json:
+        print(json.dumps({"step": step, "samples": samples, "eval": figures}))
+    else:
+        print(f"step {step}, {samples} samples: " + "  ".join(f"{k} {v:.4f}" for k, v in figures.items()))
+    return FINISHED

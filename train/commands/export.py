@@ -1,0 +1,31 @@
+"""`train export`: the weights alone, for other programs."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import shared
+from train.commands.parser import Parser
+from train.errors import FINISHED
+
+
+def add_arguments(parser: Parser) -> None:
+    """Of which run and checkpoint, and where to."""
+    shared.add_name(parser)
+    shared.add_checkpoint(parser)
+    shared.add_target(parser, ".safetensors", ".pt", ".onnx")
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Write the file."""
+    from train.record import best, store
+
+    run = store.find(runs, options.name)
+    wanted = best.checkpoint_named(run, options.checkpoint)
+    from train.engine.export import export
+
+    step = export(run, Path(options.to), wanted)
+    print(f"wrote {options.to}: the weights of {run.name} after step {step}", file=sys.stderr)
+    return FINISHED

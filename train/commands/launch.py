@@ -1,0 +1,67 @@
+"""`train launch`: start a run that outlives this shell."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import offers, shared
+from train.commands.parser import Parser, number
+from train.errors import FINISHED, Refused
+
+
+def add_arguments(parser: Parser) -> None:
+    """A task with its fields, or a script with its arguments; on what."""
+    add = parser.add_argument
+    shared.add_task(parser, nargs="?")
+    shared.add_ranks(parser)
+    text = "launch this torchrun program instead of a TASK; its arguments after --"
+    add("--script", metavar="FILE", help=text, offer=offers.files("py"))
+    add("arguments", nargs="*", metavar="-- ARGS", help="arguments of --script", offer=offers.words())
+    parser.rest = "script"
+    parser.takes_fields = True
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Start the run inside tmux; print its name; follow it if wanted."""
+    from train.record import store
+    from train.runs import launch
+
+    request, restarts = shared.request_of(options), number("max-restarts", options.max_restarts)
+    _check(options)
+    name = options.name or store.fresh_name(runs, Path(options.script or options.task).stem)
+    store.check_free(runs, name)
+    order = launch.Order(
+        kind="script" if options.script else "new",
+        runs=str(runs),
+        name=name,
+        request=request,
+        flags=options.flags if options.script else {},
+        script=[options.script, *options.arguments] if options.script else [],
+        nproc=options.nproc,
+        gpus=options.gpus,
+        max_restarts=restarts,
+    )
+    shared.warn(launch.start(order))
+    print(name, flush=True)
+    return shared.follow(runs, name) if options.follow else FINISHED
+
+
+def _check(options: Namespace) -> None:
+    """Refuse what does not go together, and what can be found wrong without torch."""
+    if (options.script is None) == (options.task is None):
+        raise Refused("give a TASK, or --script FILE with its arguments after --; see: train launch --help")
+    if options.script is None:
+        if options.arguments:
+            raise Refused(f"what is {options.arguments[0]}? a TASK takes flags only; see: train launch --help")
+        shared.check_now(options.task, options.flags)
+        return
+    given = [name for name in options.flags if not name.startswith("watch.")]
+    given += [name for name in ("config", "init") if getattr(options, name) is not None]
+    if given:
+        raise Refused(f"--{given[0]} is for tasks; arguments of a script stand after --")
+    from train import config
+
+    config.check_flags(options.flags)
+    if not Path(options.script).is_file():
+        raise Refused(f"--script {options.script}: there is no such file")

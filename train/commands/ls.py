@@ -1,0 +1,45 @@
+"""`train ls`: the runs there are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import offers, shared
+from train.commands.parser import Parser, number
+from train.errors import FINISHED, Refused
+from train.record import store
+from train.runs import select
+
+
+def add_arguments(parser: Parser) -> None:
+    """Which ones, and in which order."""
+    add = parser.add_argument
+    shared.add_names(parser, "*")
+    text = "only these, with commas: running, stopped, interrupted, failed, …"
+    add("--state", metavar="STATE", help=text, offer=offers.words(*select.STATES))
+    text = "created (the default), name, state, step (most first), loss (lowest first)"
+    add("--sort", metavar="BY", help=text, offer=offers.words(*select.ORDERS))
+    add("--reverse", action="store_true", help="the other way round")
+    add("-n", "--limit", metavar="N", help="at most so many: the newest, or with --sort the first ones")
+    shared.add_json(parser)
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Print a table, or JSON."""
+    from train.record.table import listing
+
+    limit = number("limit", options.limit, 1)
+    names = options.names
+    records = []
+    for run in select.matching(runs, names, must=False) if names else store.every(runs):
+        try:
+            records.append(run.shown())
+        except Refused as error:
+            print(f"train: {error}", file=sys.stderr)
+    known = bool(records) and not names
+    records = select.chosen(records, options.state, options.sort, limit, options.reverse)
+    print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))
+    return FINISHED

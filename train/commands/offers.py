@@ -1,0 +1,66 @@
+"""What a shell may offer for an argument when TAB is pressed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Offer = Callable[..., Iterable[str]]
+"""What an argument may be: argcomplete calls it with prefix=, parsed_args=, action= and parser=."""
+
+
+def runs(parsed_args: Namespace, **_: Any) -> list[str]:
+    """Names of the runs there are."""
+    from train.record import store
+
+    folder = _folder(parsed_args)
+    return [run.name for run in store.every(folder)] if folder else []
+
+
+def _folder(parsed_args: Namespace) -> Path | None:
+    from train.errors import Refused
+    from train.record import store
+
+    given = getattr(parsed_args, "runs", None)
+    try:
+        return store.runs_folder(given and str(Path(given).expanduser()))  # the line is as typed: ~ stands for itself
+    except Refused:
+        return None
+
+
+def tasks(prefix: str, **_: Any) -> list[str]:
+    """The tasks that come with the package, and Python files."""
+    from train.tasks import BUILT_IN
+
+    return [*BUILT_IN, *files("py")(prefix=prefix)]
+
+
+def checkpoints(parsed_args: Namespace, **_: Any) -> list[str]:
+    """The steps of a run's checkpoints, and `best`."""
+    from train.record.store import Run
+
+    folder, name = _folder(parsed_args), getattr(parsed_args, "name", None)
+    return ["best", *map(str, Run(folder / name).steps_saved() if folder and name else [])]
+
+
+def files(*suffixes: str) -> Offer:
+    """Files with these suffixes, or any; folders to go on in."""
+
+    def offer(prefix: str, **_: Any) -> list[str]:
+        from argcomplete.completers import FilesCompleter
+
+        return FilesCompleter(suffixes)(prefix)
+
+    return offer
+
+
+def folders(prefix: str, **_: Any) -> list[str]:
+    """Folders."""
+    return [path for path in files()(prefix=prefix) if path.endswith("/")]
+
+
+def words(*choices: str) -> Offer:
+    """One of these."""
+    return lambda **_: choices

@@ -1,0 +1,27 @@
+"""`train plot`: the curves of runs."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import shared
+from train.commands.parser import Parser
+from train.errors import FINISHED
+
+
+def add_arguments(parser: Parser) -> None:
+    """Of which runs, and where to."""
+    shared.add_names(parser, "+")
+    shared.add_target(parser, ".png", ".svg", ".pdf")
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Draw them into one file."""
+    from train.record.plot import plot
+    from train.runs import select
+
+    plot(select.matching(runs, options.names), Path(options.to))
+    print(f"wrote {options.to}", file=sys.stderr)
+    return FINISHED

@@ -1,0 +1,71 @@
+"""`train resume`: go on with what did not come to its end."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import offers, shared
+from train.commands.parser import Parser, number
+from train.errors import FINISHED, REFUSED, Refused
+
+
+def add_arguments(parser: Parser) -> None:
+    """One run, with what may change; or all."""
+    add = parser.add_argument
+    shared.add_ranks(parser)
+    shared.add_name(parser, nargs="?")
+    add("--all", action="store_true", help="every run that was interrupted, or stopped by a signal")
+    text = "of a script's run: from now on this file, not the copy in its folder"
+    add("--script", metavar="FILE", help=text, offer=offers.files("py"))
+    parser.takes_fields = True
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Start them inside tmux; print their names; follow a single one if wanted."""
+    from train.record import store
+    from train.runs.control import resumable
+
+    number("max-restarts", options.max_restarts)
+    if (options.name is None) == (not options.all):
+        raise Refused("give the NAME of a run, or --all; train ls lists the runs")
+    if options.all and (options.follow or options.flags or options.script is not None):
+        raise Refused("--all takes neither --follow nor --script nor fields; resume that run by its name")
+    if options.script is not None and not Path(options.script).is_file():
+        raise Refused(f"--script {options.script}: there is no such file")
+    if not options.all:
+        begun = _resume(options, runs, options.name)
+        return shared.follow(runs, options.name) if begun and options.follow else FINISHED
+    code = FINISHED
+    for name in [run.name for run in store.every(runs) if resumable(run)]:
+        try:
+            _resume(options, runs, name)
+        except Refused as error:
+            print(f"train: {name}: {error}", file=sys.stderr)
+            code = REFUSED
+    return code
+
+
+def _resume(options: Namespace, runs: Path, name: str) -> bool:
+    """Start one run and print its name. Whether there was something left to do.
+
+    Raises:
+        Refused: it runs, or cannot go on so.
+    """
+    from train.record import store
+    from train.runs import launch
+    from train.runs.control import nothing_left
+
+    said = nothing_left(store.find(runs, name), options.flags, options.script)
+    if said:
+        print(said, file=sys.stderr)
+        return False
+    order = launch.Order(
+        kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
+        max_restarts=number("max-restarts", options.max_restarts),
+        script=[options.script] if options.script is not None else [],
+    )  # fmt: skip
+    shared.warn(launch.start(order))
+    print(name, flush=True)
+    return True

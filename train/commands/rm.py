@@ -1,0 +1,27 @@
+"""`train rm`: delete run folders."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import shared
+from train.commands.parser import Parser
+from train.errors import FINISHED
+
+
+def add_arguments(parser: Parser) -> None:
+    """Which runs."""
+    shared.add_names(parser, "+")
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Delete all of them, or none where one is alive."""
+    from train.runs import select
+
+    found = select.matching(runs, options.names)
+    select.remove(found)
+    if any(map(select.is_pattern, options.names)):  # which ones that were is not in the command
+        print(f"removed {', '.join(run.name for run in found)}", file=sys.stderr)
+    return FINISHED

@@ -1,0 +1,35 @@
+"""`train run`: train here and now."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import shared
+from train.commands.parser import Parser, number
+
+
+def add_arguments(parser: Parser) -> None:
+    """A task, its fields, and how many ranks."""
+    shared.add_task(parser)
+    parser.add_argument("--spawn", metavar="N", help="start N ranks on this machine")
+    parser.takes_fields = True
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Train until the end, or until asked to stop."""
+    request, spawn = shared.request_of(options), number("spawn", options.spawn, 1)
+    if options.name is not None and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        from train.record import store
+
+        store.check_free(runs, options.name)
+    shared.check_now(options.task, options.flags)
+    if spawn is not None:
+        from train.runs.spawn import warm_up
+
+        warm_up()
+    from train.runs import foreground
+    from train.runs.admit import Request
+
+    return foreground.run(runs, options.name, Request(**request), spawn)

@@ -1,0 +1,101 @@
+"""What several commands take, say or do."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from train.commands import offers
+from train.commands.parser import Parser
+from train.errors import Refused
+
+
+def add_name(parser: Parser, **kwargs: Any) -> None:
+    """The NAME of a run."""
+    parser.add_argument("name", metavar="NAME", help="a run; train ls lists them", offer=offers.runs, **kwargs)
+
+
+def add_names(parser: Parser, nargs: str) -> None:
+    """The NAMEs of several."""
+    text = "runs, or quoted patterns: 'exp-*'"
+    parser.add_argument("names", metavar="NAME", nargs=nargs, help=text, offer=offers.runs)
+
+
+def add_task(parser: Parser, **kwargs: Any) -> None:
+    """What a new run is made of."""
+    add = parser.add_argument
+    text = "digits, images, text, fake, or the path of a Python file"
+    add("task", metavar="TASK", help=text, offer=offers.tasks, **kwargs)
+    add("--name", help="name of the run; default: the task and the time")
+    text = "TOML file with fields; flags win over it"
+    add("--config", metavar="FILE", help=text, offer=offers.files("toml"))
+    text = "start from exported weights (.safetensors or .pt)"
+    add("--init", metavar="FILE", help=text, offer=offers.files("safetensors", "pt"))
+
+
+def add_ranks(parser: Parser) -> None:
+    """How a launched run is spread and watched."""
+    add = parser.add_argument
+    text = "ranks on this machine; auto: one per GPU"
+    add("--nproc", metavar="N|auto", help=text, offer=offers.words("auto"))
+    add("--gpus", metavar="N|IDS", help="a number of GPUs, or ids with a comma: 0,1 or 2,")
+    add("--max-restarts", metavar="K", help="deaths in a row without a new checkpoint before giving up (3)")
+    add("--follow", action="store_true", help="show progress and exit as the run does: 0, 3 or 75")
+
+
+def add_json(parser: Parser) -> None:
+    """Output for programs."""
+    parser.add_argument("--json", action="store_true", help="for machines")
+
+
+def add_checkpoint(parser: Parser) -> None:
+    """Which checkpoint of a run."""
+    text = "the one of this step, or best; default: the newest whole one"
+    parser.add_argument("--checkpoint", metavar="STEP|best", help=text, offer=offers.checkpoints)
+
+
+def add_target(parser: Parser, *suffixes: str) -> None:
+    """The file to write."""
+    text = f"the file to write: {', '.join(suffixes[:-1])} or {suffixes[-1]}"
+    files = offers.files(*(suffix.lstrip(".") for suffix in suffixes))
+    parser.add_argument("--to", metavar="FILE", required=True, help=text, offer=files)
+
+
+def request_of(options: Namespace) -> dict[str, Any]:
+    """The fields of an admit.Request without its ranks.
+
+    Raises:
+        Refused: an option is empty.
+    """
+    for option in ("name", "config", "init"):
+        if getattr(options, option) == "":
+            raise Refused(f"--{option} is empty; give one, or leave it out")
+    return {"task": options.task, "flags": options.flags, "config_file": options.config, "init": options.init}
+
+
+def check_now(task: str, flags: dict[str, str]) -> None:
+    """Find what can be found wrong without torch, at once: the task's name and the fields' values.
+
+    Raises:
+        Refused: something is.
+    """
+    from train import config, tasks
+
+    tasks.locate(task)
+    config.check_flags(flags)
+
+
+def warn(warnings: list[str]) -> None:
+    """Say what is no reason to refuse."""
+    for line in warnings:
+        print(f"train: warning: {line}", file=sys.stderr)
+
+
+def follow(runs: Path, name: str) -> int:
+    """Show a run until it ends, and end as it does."""
+    from train.record import store
+    from train.runs.follow import follow
+
+    return follow(store.find(runs, name))

@@ -1,0 +1,33 @@
+"""`train show`: the story of a run."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import shared
+from train.commands.parser import Parser
+from train.errors import FINISHED
+
+
+def add_arguments(parser: Parser) -> None:
+    """Which run."""
+    shared.add_name(parser)
+    shared.add_json(parser)
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Print it, or its record as JSON."""
+    from train.record import best, store
+    from train.record.table import story
+
+    run = store.find(runs, options.name)
+    if not options.json:
+        print(story(run))
+        return FINISHED
+    record = run.shown()
+    if not record.get("script"):
+        record |= best.facts(run)
+    print(json.dumps(record, indent=1))
+    return FINISHED

@@ -1,0 +1,26 @@
+"""`train stop`: end a run without losing a step."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands import shared
+from train.commands.parser import Parser
+
+
+def add_arguments(parser: Parser) -> None:
+    """Which run, and how."""
+    shared.add_name(parser)
+    parser.add_argument("--now", action="store_true", help="do not save; the last checkpoint stays")
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Wait until it has stopped; say how it stands."""
+    from train.record import store
+    from train.runs.control import stop
+
+    code, text = stop(store.find(runs, options.name), options.now)
+    print(text, file=sys.stderr)
+    return code

@@ -1,0 +1,224 @@
+"""The lines of a run: metrics.jsonl, and which samples each step consumed. Whoever writes or reads them does it here.
+
+What is in them depends on the step alone, never on the attempt: on resume all are cut to the step of the loaded
+checkpoint. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from train.record.store import Run
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+
+class Training(TypedDict):
+    """A training line: a step's loss and learning rate, and the speed of the steps since the line before."""
+
+    step: int
+    """Counted from 1, as everywhere."""
+    epoch: int
+    loss: float
+    lr: float
+    samples_per_s: float
+    data_wait: float
+    """Seconds per step in which rank 0 waited for data."""
+    step_time: float
+    """Seconds per step."""
+    memory: float
+    """Bytes, the highest so far: of the GPU, or of rank 0's process where it computes on the CPU."""
+
+
+class Evaluation(TypedDict):
+    """An evaluation line. A figure that is not finite is None."""
+
+    step: int
+    """The step after which it was made."""
+    epoch: int
+    samples: int
+    eval: dict[str, float | None]
+    """`loss` and what the task's metrics() names."""
+
+
+Line = Training | Evaluation
+
+
+def is_evaluation(line: Line) -> TypeIs[Evaluation]:
+    """Whether this is an evaluation line; all others are training lines."""
+    return "eval" in line
+
+
+def samples_file(run: Run, rank: int) -> Path:
+    """Where a rank writes which samples it consumed (log.samples)."""
+    return run.folder / f"samples.rank{rank}.log"
+
+
+def metrics_text(line: Line) -> str:
+    """A line as metrics.jsonl has it. JSON has no NaN, and a reader should not have to know Python's dialect."""
+    return json.dumps(_finite(line), allow_nan=False)
+
+
+def samples_text(step: int, indices: Iterable[int]) -> str:
+    """A line of a sample log: the step, counted from 1, and the data set indices of the samples it consumed."""
+    return " ".join(map(str, [step, *indices]))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Lines:
+    """Appends whole lines to a file. What a full disk refuses stays here and is tried again, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._good = self._synced = path.stat().st_size
+        self._is_doubtful = False
+        self._pending: list[bytes] = []
+        self.problem = ""
+        """Why the last flush or sync failed."""
+
+    def add(self, line: str) -> None:
+        """Keep a line for the next flush."""
+        self._pending.append(line.encode() + b"\n")
+
+    def flush(self) -> bool:
+        """Hand the lines to the system. Whether it took them all."""
+        if not self._pending:
+            return True
+        text = b"".join(self._pending)
+        try:
+            taken = 0
+            while taken < len(text):  # a disk that fills up takes a part and then fails
+                taken += self._file.write(text[taken:]) or 0
+        except OSError as error:
+            self.problem = str(error.strerror)
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._good)
+            return False
+        self._good += len(text)
+        self._pending = []
+        return True
+
+    def sync(self) -> bool:
+        """Make the lines durable. Whether they are."""
+        try:
+            if self._is_doubtful:
+                self._take_back()
+            if not self.flush():
+                return False
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.problem = str(error.strerror)
+            self._is_doubtful = True
+            return False
+        self._synced = self._good
+        return True
+
+    def _take_back(self) -> None:
+        """What a failed fsync left is no longer counted on: it is cut off and written anew.
+
+        Linux takes the pages for written then, and the next fsync would succeed (fsync(2), EIO). Nor would the same
+        bytes over the same place help: on ext4 the blocks still count as never written, and read as zeros later.
+        """
+        with Path(f"/proc/self/fd/{self._file.fileno()}").open("rb") as file:
+            file.seek(self._synced)
+            text = file.read()
+        self._file.truncate(self._synced)
+        self._pending.insert(0, text)
+        self._good = self._synced
+        self._is_doubtful = False
+
+    def close(self) -> None:
+        """Hand over what is left and close the file."""
+        self.flush()
+        self._file.close()
+
+
+def cut(run: Run, step: int) -> None:
+    """Cut metrics.jsonl and every rank's sample log to the lines of steps 1 to `step`. For rank 0, before training."""
+    _cut(run.metrics, step, lambda line: int(json.loads(line)["step"]))
+    for path in run.folder.glob("samples.rank*.log"):  # also of ranks that no longer exist
+        _cut(path, step, lambda line: int(line.split(b" ", 1)[0]))
+
+
+def _cut(path: Path, step: int, step_of: Callable[[bytes], int]) -> None:
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or step_of(line) > step:
+                    break
+            except (ValueError, KeyError, TypeError):  # a line that a kill cut in half
+                break
+            end += len(line)
+    if end < path.stat().st_size:
+        os.truncate(path, end)
+
+
+def read(run: Run) -> tuple[list[Training], list[Evaluation]]:
+    """The training and the evaluation lines, in their order. A line that is being written right now is left out."""
+    training: list[Training] = []
+    evaluations: list[Evaluation] = []
+    for line in _parsed(_texts(run)):
+        if is_evaluation(line):
+            evaluations.append(line)
+        else:
+            training.append(line)
+    return training, evaluations
+
+
+def evaluations(run: Run) -> list[Evaluation]:
+    """The evaluation lines alone: quick, for there are few of them among many."""
+    return [line for line in _parsed(text for text in _texts(run) if b'"eval"' in text) if is_evaluation(line)]
+
+
+def last_evaluation(run: Run) -> Evaluation | None:
+    """The last evaluation line."""
+    return next(iter(reversed(evaluations(run))), None)
+
+
+class Tail:
+    """What comes to metrics.jsonl from now on."""
+
+    def __init__(self, run: Run) -> None:
+        self._path = run.metrics
+        self._at = self._path.stat().st_size if self._path.exists() else 0
+
+    def new(self) -> list[Line]:
+        """The whole lines that came since the last call."""
+        try:
+            self._at = min(self._at, self._path.stat().st_size)  # cut by a resume
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                text = file.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return list(_parsed(whole.splitlines()))
+
+
+def _texts(run: Run) -> list[bytes]:
+    return run.metrics.read_bytes().splitlines() if run.metrics.exists() else []
+
+
+def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
+    """The lines that are whole."""
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                yield cast(Line, line)
