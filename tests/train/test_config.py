@@ -12,7 +12,7 @@ import pytest
 
 from train import config
 from train.errors import Refused
-from train.runs.admit import Request, settle
+from train.runs.admit import Request, resolve
 
 
 @dataclasses.dataclass
@@ -68,7 +68,7 @@ def test_settings_of_a_task_may_be_lists_written_as_in_toml() -> None:
 def test_flags_win_over_the_file_the_file_over_the_task_and_the_task_over_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("batch_size = 10\nseed = 3\n[optim]\nlr = 0.7\n[task]\nwidth = 9\n")
-    task, made = settle(Request("digits", {"seed": "4", "task.shift": "0"}, str(file)))
+    task, made = resolve(Request("digits", {"seed": "4", "task.shift": "0"}, str(file)))
     assert (made.seed, made.batch_size, made.optim.lr) == (4, 10, 0.7)
     assert (made.task.width, made.task.shift, made.task.dropout) == (9, 0, 0.2)
     assert made.epochs == task.DEFAULTS["epochs"]
@@ -82,7 +82,7 @@ def test_a_file_may_leave_to_a_flag_what_has_no_default(tmp_path: Path) -> None:
     )
     (tmp_path / "c.toml").write_text("steps = 5")
     request = Request(str(tmp_path / "task.py"), {"task.size": "3"}, str(tmp_path / "c.toml"))
-    assert settle(request)[1].task.size == 3
+    assert resolve(request)[1].task.size == 3
 
 
 def test_a_mark_before_the_text_of_a_file_does_no_harm(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ disk can do. All are made durable, for a checkpoint that a power cut takes away 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import statistics
@@ -39,27 +40,47 @@ def bench(folder: Path, megabytes: list[int], times: int = 5) -> str:
     return "\n".join(lines)
 
 
+Way = Callable[[], tuple[float, float]]
+"""Saves once; returns the seconds for which training would stand still, and those until the state is durable."""
+
+
 def _measure(folder: Path, megabytes: int, times: int) -> list[str]:
-    # layers of 4 MB, as real models are made of many tensors; parameters and momentum are two halves of the state
-    layers = [nn.Linear(1024, 1023) for _ in range(max(1, round(megabytes / 2 / 4.19)))]
-    module = nn.Sequential(*layers)
+    """Rows of the table."""
+    module, optimizer = _state(megabytes)
+    size = size_of(state_of(module, optimizer))
+    ways = _ways(folder, module, optimizer, size)
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    time.sleep(0.1 + size / 2e9)  # the reservation of memory happens in the background, as it does in a run
+    for _ in range(times):  # in turn, so that a slow moment of the disk meets all of them
+        for way, measure in ways.items():
+            found[way].append(measure())
+    stalls = {way: statistics.median(stall for stall, _ in pairs) for way, pairs in found.items()}
+    durable = {way: statistics.median(whole for _, whole in pairs) for way, pairs in found.items()}
+    rows = []
+    for way in ways:
+        ratio = stalls[way] / stalls["torch.save"]
+        stall = "-" if way.startswith("dd") else f"{stalls[way]:.3f}"
+        share = "-" if way.startswith("dd") else f"{ratio:.2f}"
+        rate, fraction = size / 1e6 / durable[way], durable["dd conv=fsync"] / durable[way]
+        figures = [stall, share, f"{durable[way]:.2f}", f"{rate:.0f}", f"{fraction:.2f}"]
+        rows.append("| " + " | ".join([f"{size / 1e6:.0f} MB", way, *figures]) + " |")
+    return rows
+
+
+def _state(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that has made a step: parameters and momentum are two halves of the state."""
+    # layers of 4 MB, as real models are made of many tensors
+    module = nn.Sequential(*(nn.Linear(1024, 1023) for _ in range(max(1, round(megabytes / 2 / 4.19)))))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    size = size_of(state_of(module, optimizer))
+    return module, optimizer
 
-    run = Run(folder / "run")
-    run.checkpoints.mkdir(parents=True)
-    world = World(0, 1, 0, torch.device("cpu"))
-    savers = {}
-    for asynchronous in (False, True):
-        config = Config()
-        config.checkpoint.asynchronous, config.checkpoint.keep = asynchronous, 1
-        savers[asynchronous] = Saver(run, world, config, 1, lambda step: None)
-    savers[True].prepare(module, optimizer)
-    step = 0
+
+def _ways(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, size: int) -> dict[str, Way]:
+    """The ways to make the state durable, by name."""
 
     def with_torch_save() -> tuple[float, float]:
         begin, path = time.perf_counter(), folder / "state.pt"
@@ -78,18 +99,6 @@ def _measure(folder: Path, megabytes: int, times: int) -> list[str]:
         shutil.rmtree(target)
         return took, took
 
-    def ours(asynchronous: bool) -> Callable[[], tuple[float, float]]:
-        def save() -> tuple[float, float]:
-            nonlocal step
-            step += 1
-            begin = time.perf_counter()
-            savers[asynchronous].save(step, module, optimizer, {})
-            stall = time.perf_counter() - begin
-            savers[asynchronous].settle()
-            return stall, time.perf_counter() - begin
-
-        return save
-
     def with_dd() -> tuple[float, float]:
         begin, path = time.perf_counter(), folder / "dd"
         count = max(1, size >> 20)
@@ -99,26 +108,29 @@ def _measure(folder: Path, megabytes: int, times: int) -> list[str]:
         path.unlink()
         return took, took
 
-    ways = {
+    return {
         "dd conv=fsync": with_dd,
         "torch.save": with_torch_save,
         "DCP": with_dcp,
-        "train, synchronous": ours(False),
-        "train, asynchronous": ours(True),
+        "train, synchronous": _ours(folder / "run", module, optimizer, asynchronous=False),
+        "train, asynchronous": _ours(folder / "run", module, optimizer, asynchronous=True),
     }
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    time.sleep(0.1 + size / 2e9)  # the reservation of memory happens in the background, as it does in a run
-    for _ in range(times):  # in turn, so that a slow moment of the disk meets all of them
-        for way, measure in ways.items():
-            found[way].append(measure())
-    stalls = {way: statistics.median(stall for stall, _ in pairs) for way, pairs in found.items()}
-    durable = {way: statistics.median(whole for _, whole in pairs) for way, pairs in found.items()}
-    rows = []
-    for way in ways:
-        ratio = stalls[way] / stalls["torch.save"]
-        stall = "-" if way.startswith("dd") else f"{stalls[way]:.3f}"
-        share = "-" if way.startswith("dd") else f"{ratio:.2f}"
-        rate, fraction = size / 1e6 / durable[way], durable["dd conv=fsync"] / durable[way]
-        figures = [stall, share, f"{durable[way]:.2f}", f"{rate:.0f}", f"{fraction:.2f}"]
-        rows.append("| " + " | ".join([f"{size / 1e6:.0f} MB", way, *figures]) + " |")
-    return rows
+
+
+def _ours(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, asynchronous: bool) -> Way:
+    run = Run(folder)
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    config = Config()
+    config.checkpoint.asynchronous, config.checkpoint.keep = asynchronous, 1
+    saver = Saver(run, World(0, 1, 0, torch.device("cpu")), config, 1, lambda step: None)
+    saver.prepare(module, optimizer)
+    steps = itertools.count(1 + asynchronous, 2)  # of the one way odd ones, of the other even ones
+
+    def save() -> tuple[float, float]:
+        begin = time.perf_counter()
+        saver.save(next(steps), module, optimizer, {})
+        stall = time.perf_counter() - begin
+        saver.wait()
+        return stall, time.perf_counter() - begin
+
+    return save

@@ -65,7 +65,7 @@ class Saver:
     def save(self, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
         """Commit a checkpoint of this step, or begin to. A collective: all ranks call it.
 
-        The optimizer's gradients must be None. With `asynchronous`, `settle` says how it went.
+        The optimizer's gradients must be None. With `asynchronous`, `wait` says how it went.
 
         Args:
             facts: plain values for the manifest, for example the configuration.
@@ -73,7 +73,7 @@ class Saver:
         Raises:
             CannotSave: on every rank alike; what was there before is untouched.
         """
-        self.settle()
+        self.wait()
         state = state_of(module, optimizer)
         if self._stage is None:
             self._commit(step, state, facts)
@@ -95,7 +95,7 @@ class Saver:
         """Whether this rank is still writing in the background."""
         return self._thread is not None and self._thread.is_alive()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the checkpoint that is being written.
 
         Raises:

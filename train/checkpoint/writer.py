@@ -82,7 +82,7 @@ class DurableFile(io.RawIOBase):
         source = np.frombuffer(data, np.uint8)
         done = 0
         while done < len(source):
-            self._settle(self._turn)
+            self._await(self._turn)
             count = min(_BUFFER - self._filled, len(source) - done)
             target = np.frombuffer(self._buffers[self._turn], np.uint8)
             target[self._filled : self._filled + count] = source[done : done + count]  # without the interpreter's lock
@@ -93,7 +93,7 @@ class DurableFile(io.RawIOBase):
                 self._hand_over()
         return len(source)
 
-    def _settle(self, turn: int) -> None:
+    def _await(self, turn: int) -> None:
         """Wait until a buffer is free. Once the disk has failed, it has failed for good."""
         while self._busy[turn]:
             try:
@@ -135,7 +135,7 @@ class DurableFile(io.RawIOBase):
             if self._filled and self._error is None:
                 self._hand_over()
             for turn in range(_BUFFERS):
-                self._settle(turn)
+                self._await(turn)
             os.ftruncate(self._fd, self._position)
             os.fsync(self._fd)
             self.entry = {"size": self._position, "sha256": self._digest.hexdigest()}

@@ -53,7 +53,7 @@ def train(job: Job, done: int) -> Done:
     except TrainingFailed:
         # every rank fails at this step; the checkpoint before it may still be on its way to the disk
         with contextlib.suppress(Exception):
-            job.saver.settle()
+            job.saver.wait()
         raise
     return Done(loop.done, loop.is_stopping and not loop.is_complete)
 
@@ -179,7 +179,7 @@ class _Loop:
 
     def finish_saving(self) -> None:
         """Wait for what is being written; where it failed and nothing comes after it, write it again."""
-        if not self._settle() and self.is_stopping:  # it was under way when the stop came
+        if not self._wait_for_save() and self.is_stopping:  # it was under way when the stop came
             self._commit(is_last=True)
 
     def _commit(self, is_last: bool) -> bool:
@@ -199,7 +199,7 @@ class _Loop:
             "scaler": scaler.state_dict() if scaler is not None else None,
         }
         job.heart.beat(heartbeat.SAVING, done)
-        self._settle()
+        self._wait_for_save()
         try:
             # a checkpoint must find the lines of all steps before it on the disk
             problem = job.report.sync()
@@ -207,7 +207,7 @@ class _Loop:
                 raise CannotSave(f"metrics and sample logs cannot be written: {problem or 'see the other ranks'}")
             job.saver.save(done, job.strategy.module, job.optimizer, facts)
             if is_last:
-                job.saver.settle()
+                job.saver.wait()
         except CannotSave as error:
             if is_last:
                 raise TrainingFailed(f"the checkpoint of step {done} could not be saved: {error}") from error
@@ -215,10 +215,10 @@ class _Loop:
             return False
         return True
 
-    def _settle(self) -> bool:
+    def _wait_for_save(self) -> bool:
         """Wait for the checkpoint that is being written in the background. Whether all is well."""
         try:
-            self.job.saver.settle()
+            self.job.saver.wait()
         except CannotSave as error:
             self._warn_unsaved(error)
             return False

@@ -89,12 +89,7 @@ def set_up(
     """Everything to train with, and the step to continue after. What must be closed at the end goes to `held`."""
     task = opened.task_of(run)
     config = opened.config_of(run, task)
-    assert config.cpu_threads is not None
-    torch.set_num_threads(config.cpu_threads)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.benchmark = False
+    _fix_arithmetic(config)
     device = take_device(config, seat.local_size, seat.local_rank)
     precision = Precision(config.precision, device)
 
@@ -108,27 +103,14 @@ def set_up(
     held.callback(loader.close)
     world = join(config, seat.rank, seat.size, seat.local_rank, seat.local_size, device, seat.init)
     total = build.total_steps(config, plan)
-    model = build.make_model(task, config, precision.weights)
-    if (run.folder / "init.safetensors").exists():
-        build.set_weights(model, build.read_weights(run.folder / "init.safetensors"), "init.safetensors")
-    if config.sync_batchnorm and world.size > 1:
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if config.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    recompute(model, config.parallel.recompute)
+    model = _model(run, task, config, precision, world)
     strategy = strategies.make(world, config, precision)
     model = strategy.place(model)
     optimizer = build.make_optimizer(task, model, config)
-    rates = [group["lr"] for group in optimizer.param_groups]
-
     faults.here("start")
     step, manifest = world.on_first(lambda: _begin(run))
     if manifest:
-        load(run.checkpoint(step), model, optimizer)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
-        if precision.scaler is not None and manifest.get("scaler"):
-            precision.scaler.load_state_dict(manifest["scaler"])
+        _load(run, step, manifest, model, optimizer, precision)
     faults.here("loaded")
     if config.compile:
         # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
@@ -152,6 +134,42 @@ def set_up(
     if world.is_first:
         _announce(job, attempt, step)
     return job, step
+
+
+def _fix_arithmetic(config: Config) -> None:
+    """What makes two processes compute the same bits."""
+    assert config.cpu_threads is not None
+    torch.set_num_threads(config.cpu_threads)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _model(run: Run, task: Task, config: Config, precision: Precision, world: World) -> torch.nn.Module:
+    """The model with the weights that the run began with, on the CPU."""
+    model = build.make_model(task, config, precision.weights)
+    if (run.folder / "init.safetensors").exists():
+        build.set_weights(model, build.read_weights(run.folder / "init.safetensors"), "init.safetensors")
+    if config.sync_batchnorm and world.size > 1:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    recompute(model, config.parallel.recompute)
+    return model
+
+
+def _load(
+    run: Run, step: int, manifest: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+    precision: Precision,
+) -> None:  # fmt: skip
+    """Read the checkpoint of a step. A collective."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    load(run.checkpoint(step), model, optimizer)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
+    if precision.scaler is not None and manifest.get("scaler"):
+        precision.scaler.load_state_dict(manifest["scaler"])
 
 
 def _announce(job: Job, attempt: int, step: int) -> None:

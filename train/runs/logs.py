@@ -36,11 +36,7 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
         wanted = _last(run)
     _tell(run, wanted, attempt)
     if attempt == ALL:
-        while wanted < _last(run):
-            if _exists(run, wanted, rank):  # one that died at once may have none
-                _print(run, run.logs(wanted) / f"rank{rank}.log", wanted, False)
-            wanted += 1
-            _say(f"attempt {wanted}:")
+        wanted = _print_earlier(run, rank)
     while True:
         path = run.logs(wanted) / f"rank{rank}.log"
         if not path.exists() and not (go_on and run.alive()):
@@ -56,6 +52,17 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
             _say(f"attempt {wanted}:")
         elif not run.alive() and path.exists():
             return FINISHED
+
+
+def _print_earlier(run: Run, rank: int) -> int:
+    """Print all attempts but the last one. Returns its number."""
+    wanted = 1
+    while wanted < _last(run):
+        if _exists(run, wanted, rank):  # one that died at once may have none
+            _print(run, run.logs(wanted) / f"rank{rank}.log", wanted, False)
+        wanted += 1
+        _say(f"attempt {wanted}:")
+    return wanted
 
 
 def _last(run: Run) -> int:

@@ -49,10 +49,10 @@ def test_a_large_text_takes_no_memory(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 4096 * 300)  # 300 MB
     program = """
 import resource, sys
-from train.runs.admit import Request, settle
+from train.runs.admit import Request, resolve
 from train.data.plan import Plan, micro_batches_of, Sharing
 from train.data.fetch import fetcher
-task, config = settle(Request("text", {"data.root": sys.argv[1]}))
+task, config = resolve(Request("text", {"data.root": sys.argv[1]}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 train, held_out = task.datasets(config)
 fetch = fetcher(train, None)

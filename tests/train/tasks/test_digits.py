@@ -8,14 +8,14 @@ import torch
 from sklearn.datasets import load_digits
 
 from train.data.seeds import seed_host
-from train.runs.admit import Request, settle
+from train.runs.admit import Request, resolve
 
 if TYPE_CHECKING:
     from conftest import Station
 
 
 def made(**flags: str) -> tuple[Any, Any, Any]:
-    task, config = settle(Request("digits", flags))
+    task, config = resolve(Request("digits", flags))
     return task, config, task.datasets(config)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.runs.admit import Request, prepare, settle
+from train.runs.admit import Request, prepare, resolve
 from train.tasks import fake
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def test_reading_an_image_leaves_the_generator_of_the_process_alone() -> None:
 
 
 def test_settings_are_size_classes_and_count() -> None:
-    task, config = settle(Request("fake", {"task.size": "9", "task.classes": "4", "task.count": "80"}))
+    task, config = resolve(Request("fake", {"task.size": "9", "task.classes": "4", "task.count": "80"}))
     train, evaluation = task.datasets(config)
     assert (len(train), len(evaluation)) == (80, 10)
     assert train[0][0].shape == (3, 9, 9)

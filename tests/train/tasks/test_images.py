@@ -15,7 +15,7 @@ from PIL import Image
 
 from train.engine.build import make_model
 from train.errors import Refused
-from train.runs.admit import Request, prepare, settle
+from train.runs.admit import Request, prepare, resolve
 from train.tasks import images
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def datasets(**flags: str) -> tuple[Any, Any]:
-    task, config = settle(Request("images", SMALL | {k.replace("__", "."): v for k, v in flags.items()}))
+    task, config = resolve(Request("images", SMALL | {k.replace("__", "."): v for k, v in flags.items()}))
     return task.datasets(config)
 
 
@@ -129,7 +129,7 @@ def test_a_data_set_of_torchvision_on_disk_is_read_in_its_own_format(
     cifar10(tmp_path, monkeypatch)
     train, evaluation = datasets(data__root=str(tmp_path), data__name="CIFAR10")
     assert (len(train), len(evaluation)) == (50, 10)
-    task, config = settle(Request("images", {**SMALL, "data.root": str(tmp_path), "data.name": "CIFAR10"}))
+    task, config = resolve(Request("images", {**SMALL, "data.root": str(tmp_path), "data.name": "CIFAR10"}))
     assert make_model(task, config)[-1].out_features == 10
 
 

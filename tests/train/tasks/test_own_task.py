@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from train.engine.export import export
 from train.errors import Refused
-from train.runs.admit import Request, prepare_resume, settle
+from train.runs.admit import Request, prepare_resume, resolve
 from train.tasks import load
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def test_settings_are_flags_and_the_file_is_copied_with_its_digest(here: Station
     export(here.run("moons-wide"), here.folder / "wide.safetensors")
     assert load_file(here.folder / "wide.safetensors")["0.weight"].shape == (5, 2)
     with pytest.raises(Refused, match=r"did you mean task\.hidden"):
-        settle(Request(str(here.folder / "mine" / "moons.py"), {"task.hiden": "5"}))
+        resolve(Request(str(here.folder / "mine" / "moons.py"), {"task.hiden": "5"}))
 
 
 def test_a_resume_goes_on_with_the_copy_where_the_run_was_launched_and_says_that_the_original_has_changed(

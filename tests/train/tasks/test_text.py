@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from train.runs.admit import Request, settle
+from train.runs.admit import Request, resolve
 from train.tasks import text
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ SMALL = {"task.context": "16", "task.width": "16", "task.layers": "2", "task.hea
 
 
 def made(root: Path) -> tuple[Any, Any]:
-    task, config = settle(Request("text", {**SMALL, "data.root": str(root)}))
+    task, config = resolve(Request("text", {**SMALL, "data.root": str(root)}))
     return task.datasets(config)
 
 
