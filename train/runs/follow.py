@@ -9,14 +9,13 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
+from train.errors import FAILED, INTERRUPTED
 from train.record import store
 from train.record.store import Run
 from train.runs.control import how_to_go_on
 from train.runs.folding import Folding
+from train.runs.verdict import CODES
 from train.screen import Bar
-
-CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED, store.FAILED: FAILED, store.INTERRUPTED: FAILED}
 
 _STATE_EVERY = 10.0
 """Seconds between two lines about a script's progress bar where no terminal can draw it."""

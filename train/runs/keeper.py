@@ -16,7 +16,7 @@ from pathlib import Path
 from train.errors import FINISHED, Refused, one_line
 from train.record import store
 from train.record.store import Run
-from train.runs import control, launch
+from train.runs import control, launch, scripts, supervise
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
@@ -118,9 +118,9 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
             if record["state"] in (store.RUNNING, store.CREATED) and control.count_of(run, record)["times"] > TIMES:
                 reason = f"interrupted {TIMES} times in a row without a new checkpoint after step {count['step']}"
                 if record.get("script"):
-                    minutes = control.healthy_minutes(record)
+                    minutes = scripts.healthy_minutes(record)
                     reason = f"interrupted {TIMES} times in a row before it had run {minutes:g} minutes"
-                run.update(state=store.FAILED, reason=reason, ended=store.now())
+                supervise.rest(run, store.FAILED, reason)
                 tell(run, f"{reason}; not resumed any more")
         finally:
             lock.release()
