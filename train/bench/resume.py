@@ -21,7 +21,7 @@ import torch
 from train.bench import virtual
 from train.checkpoint.saver import Saver
 from train.engine import build, opened
-from train.errors import FINISHED
+from train.errors import EXIT_FINISHED
 from train.parallel.world import World
 from train.record import store
 from train.record.store import Run
@@ -94,6 +94,6 @@ def _resumed(run: Run) -> tuple[float, dict[str, Any]]:
     code = spawn.spawn(run, lock, 1, StopRequest(()))
     seconds = time.perf_counter() - began
     lock.release()
-    if code != FINISHED:
+    if code != EXIT_FINISHED:
         raise RuntimeError((run.logs(1) / "rank0.log").read_text())
     return seconds, json.loads(run.metrics.read_text().splitlines()[-1])

@@ -48,7 +48,7 @@ class Prepared:
     record: dict[str, Any]
 
 
-def settle(request: Request) -> tuple[Task, Config]:
+def resolve(request: Request) -> tuple[Task, Config]:
     """The task and the configuration that defaults, file and flags make.
 
     Raises:
@@ -103,7 +103,7 @@ def prepare(request: Request) -> Prepared:
     Raises:
         Refused: it cannot be run as asked for.
     """
-    task, config = settle(request)
+    task, config = resolve(request)
     ranks = request.ranks
     device = pick_device(config, ranks, 0)
     precision = Precision(config.precision, device)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from train.errors import FAILED, Refused, one_line
+from train.errors import EXIT_FAILED, Refused, one_line
 from train.record import environment, store
 from train.record.store import Lock, Run
 from train.runs import supervise
@@ -85,7 +85,7 @@ def _keep(run: Run, lock: Lock, ranks: int, stop: StopRequest) -> int:
         code = Supervisor(run, Elastic(run, lock, ranks), Road.LAUNCHED, stop, show, say).keep()
     except (OSError, Refused) as error:  # its disk fails or its folder is gone
         say(f"{run.name} cannot go on: {one_line(error)}")
-        return FAILED
+        return EXIT_FAILED
     with contextlib.suppress(OSError):
         view.close()
     return code

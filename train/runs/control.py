@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from train import signals
-from train.errors import FAILED, FINISHED, Refused
+from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from train.record import heartbeat, store
 from train.record.store import Run
 from train.runs import scripts, supervise
@@ -76,10 +76,10 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         state = record["state"]
         break
     if state == store.FAILED:
-        return FAILED, f"{run.name} failed: {record['reason']}"
+        return EXIT_FAILED, f"{run.name} failed: {record['reason']}"
     elif state == store.FINISHED:
-        return FINISHED, f"{run.name} has finished"
-    return FINISHED, f"{run.name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
+        return EXIT_FINISHED, f"{run.name} has finished"
+    return EXIT_FINISHED, f"{run.name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
 
 
 def how_to_go_on(record: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ class Folding:
     def feed(self, text: bytes) -> bytes:
         """Take more output. Returns what is settled by it."""
         *whole, rest = (self._line + text).split(b"\n")
-        out = [self._settle(line) for line in whole]
+        out = [self._folded(line) for line in whole]
         self._line = _state(rest, keep=True)[-LONGEST:]
         return b"".join(out) + self._passing()
 
@@ -35,7 +35,7 @@ class Folding:
         held, self._held = self._held, b""
         return (held + b"\n" if held and line else held) + line
 
-    def _settle(self, line: bytes) -> bytes:
+    def _folded(self, line: bytes) -> bytes:
         shown = _state(line)
         if shown.endswith(UP):  # it goes back and will be drawn again
             self._held = shown.replace(UP, b"")

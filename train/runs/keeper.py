@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from train.errors import FINISHED, Refused, one_line
+from train.errors import EXIT_FINISHED, Refused, one_line
 from train.record import store
 from train.record.store import Run
 from train.runs import control, launch, scripts, supervise
@@ -68,7 +68,7 @@ def keep(runs: Path, once: bool) -> int:
         ended.wait(LOOK_EVERY)
     for thread in busy.values():
         thread.join()
-    return FINISHED if once and not ended.is_set() else _stop_all(runs, tell)
+    return EXIT_FINISHED if once and not ended.is_set() else _stop_all(runs, tell)
 
 
 class _Wait:
@@ -163,4 +163,4 @@ def _stop_all(runs: Path, tell: _Told) -> int:
         thread.start()
     for thread in waiting:
         thread.join()
-    return FINISHED
+    return EXIT_FINISHED

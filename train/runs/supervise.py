@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from train import faults, signals
-from train.errors import FAILED, INTERRUPTED, Refused, one_line
+from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, Refused, one_line
 from train.record import outcome, store
 from train.record.outcome import Kind
 from train.record.store import Run
@@ -182,7 +182,7 @@ class Supervisor:
         """Write down how the attempt has ended, and say what no rank has said."""
         if self.stop.at_once:
             self._end_within(interrupt.RECORDING)
-            return self._decision or Decision("died", None, code=INTERRUPTED)
+            return self._decision or Decision("died", None, code=EXIT_INTERRUPTED)
         told = outcome.read(self.run.logs(self._attempt), 0)
         try:
             decision = self._decide_and_write(deaths)
@@ -194,7 +194,7 @@ class Supervisor:
                 self.say(f"how {self.run.name} ended cannot be recorded: {one_line(error)}")
             elif self.processes.told() and self._decision.said:
                 self.say(self._decision.said)
-            return dataclasses.replace(self._decision, code=FAILED)
+            return dataclasses.replace(self._decision, code=EXIT_FAILED)
         if decision.said:
             self.say(decision.said)
         return decision
@@ -216,7 +216,7 @@ class Supervisor:
             time.sleep(interrupt.RECORDING)
         interrupt.end_processes()
         self._end_within(interrupt.RECORDING)
-        os._exit(self._decision.code if self._decision is not None else INTERRUPTED)
+        os._exit(self._decision.code if self._decision is not None else EXIT_INTERRUPTED)
 
     def _end_within(self, seconds: float) -> None:
         """The same, where a disk that hangs keeps nobody waiting."""
@@ -229,7 +229,7 @@ class Supervisor:
         ending = threading.Thread(target=end, daemon=True)
         ending.start()
         ending.join(seconds)
-        if self._decision is None or self._decision.code == INTERRUPTED:
+        if self._decision is None or self._decision.code == EXIT_INTERRUPTED:
             then = f"continues after step {newest}" if newest else "starts at step 1"
             end_ = f"{self.run.name} was ended at once, without saving; train resume {self.run.name} {then}"
             interrupt.tell(*(f"train: {line}" for line in (stood, end_) if line))

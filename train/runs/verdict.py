@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from train import signals
-from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
+from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED
 from train.record import store
 from train.record.outcome import Kind, Outcome, first_fault
 from train.runs import cause, memory, scripts
@@ -28,7 +28,12 @@ _KILLED = ("killed by signal: Killed", "exited unexpectedly")
 _BY_OTHERS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 """Ends that a script's rank did not choose; what its peers then met was no fault of theirs."""
 
-CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED, store.FAILED: FAILED, store.INTERRUPTED: FAILED}
+CODES = {
+    store.FINISHED: EXIT_FINISHED,
+    store.STOPPED: EXIT_STOPPED,
+    store.FAILED: EXIT_FAILED,
+    store.INTERRUPTED: EXIT_FAILED,
+}
 """The exit code that stands for each end of a run."""
 
 
@@ -143,7 +148,7 @@ class Decision:
     """In a row without progress, with this one."""
     said: str = ""
     """A line for the terminal, where no rank has said it."""
-    code: int = FAILED
+    code: int = EXIT_FAILED
     """What the process that supervised exits with."""
 
 
@@ -154,12 +159,12 @@ def decide(facts: Facts) -> Decision:
         return _as_told(facts, told)
     if asked and asked.twice:
         saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
-        return dataclasses.replace(_stopped(facts, asked, f"{store.TWICE}; {saved}"), code=INTERRUPTED)
+        return dataclasses.replace(_stopped(facts, asked, f"{store.TWICE}; {saved}"), code=EXIT_INTERRUPTED)
     is_quiet = not facts.exits and first_fault(facts.outcomes) is None
     if is_quiet and asked:
         return _stopped(facts, asked, _how_stopped(facts, asked, None))
     if is_quiet and facts.is_script:
-        return Decision(store.FINISHED, store.FINISHED, reason="", code=FINISHED)
+        return Decision(store.FINISHED, store.FINISHED, reason="", code=EXIT_FINISHED)
     death = who_died(facts)
     if facts.road is Road.TORCHRUN:
         return Decision("died", None, str(death), rank=death.rank, recurs=death.recurs)
@@ -181,7 +186,7 @@ def _as_told(facts: Facts, told: Outcome) -> Decision:
     """Rank 0 has brought its run to an end of its own."""
     if told.kind is Kind.FINISHED:
         figures = told.figures | {"step": told.step}
-        return Decision(store.FINISHED, store.FINISHED, reason="", figures=figures, code=FINISHED)
+        return Decision(store.FINISHED, store.FINISHED, reason="", figures=figures, code=EXIT_FINISHED)
     if told.kind is Kind.STOPPED:
         # ranks know of a signal, or of another rank; who supervises them may know whose it was
         asked = facts.asked or Asked(signals.SIGNAL, told.reason)
@@ -192,7 +197,7 @@ def _as_told(facts: Facts, told: Outcome) -> Decision:
 
 def _stopped(facts: Facts, asked: Asked, reason: str) -> Decision:
     by = signals.CTRL_C if asked.twice else asked.by
-    return Decision(store.STOPPED, store.STOPPED, reason, reason, stopped_by=by, code=STOPPED)
+    return Decision(store.STOPPED, store.STOPPED, reason, reason, stopped_by=by, code=EXIT_STOPPED)
 
 
 def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:

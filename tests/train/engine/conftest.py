@@ -47,7 +47,7 @@ class Engine:
         # on top of what the package preloads: what starting a process from a test would import
         set_forkserver_preload(
             [
-                "train.runs.worker",
+                "train.runs.processes.forked",
                 "train.engine.loop",
                 "train.runs.admit",
                 "torch.distributed.checkpoint",
