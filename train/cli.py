@@ -13,7 +13,7 @@ from typing import NoReturn
 import train
 from train import screen
 from train.commands import COMMANDS
-from train.errors import FINISHED, INTERRUPTED, REFUSED, Refused, nearest, one_line, shortened
+from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, one_line, shortened
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -31,24 +31,24 @@ def main(argv: list[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except Refused as error:
         print(f"train: {error}", file=sys.stderr)
-        code = REFUSED
+        code = EXIT_REFUSED
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = FINISHED
+        code = EXIT_FINISHED
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
         where = f": {error.filename}" if error.filename else ""
         problem = shortened(f"{error.strerror or one_line(error)}{where}")
         remedy = "give a shorter one" if error.errno == errno.ENAMETOOLONG else "look at its owner and mode"
         print(f"train: {problem}; {remedy}", file=sys.stderr)
-        code = REFUSED
+        code = EXIT_REFUSED
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
         what = shortened(ascii(error.object), 100)
         print(f"train: {what} has letters that this locale has not; use another: LC_ALL=C.UTF-8", file=sys.stderr)
-        code = REFUSED
+        code = EXIT_REFUSED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("train: interrupted", file=sys.stderr)
-        code = INTERRUPTED
+        code = EXIT_INTERRUPTED
     sys.exit(code)
 
 
@@ -62,10 +62,10 @@ def _main(arguments: list[str]) -> int:
     command, rest = arguments[0], arguments[1:]
     if command in ("-h", "--help", "help"):
         print(overview())
-        return FINISHED
+        return EXIT_FINISHED
     if command == "--version":
         print(train.__version__)
-        return FINISHED
+        return EXIT_FINISHED
     if command not in COMMANDS:
         raise Refused(f"there is no command {command}{nearest(command, COMMANDS, '; train --help lists them')}")
     from train.commands.parser import parse, parser_of
@@ -74,7 +74,7 @@ def _main(arguments: list[str]) -> int:
     parser = parser_of(command)
     if {"-h", "--help"} & set(rest[: rest.index("--")] if "--" in rest else rest):
         parser.print_help()
-        return FINISHED
+        return EXIT_FINISHED
     options = parse(parser, runs_first + rest)
     module = importlib.import_module(f"train.commands.{command}")
     return int(module.run(options, store.runs_folder(options.runs)))

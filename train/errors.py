@@ -5,16 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-FINISHED = 0
-REFUSED = 2
+EXIT_FINISHED = 0
+EXIT_REFUSED = 2
 """The request is wrong: one line says what and what to do, nothing is left behind."""
-FAILED = 3
+EXIT_FAILED = 3
 """Training failed; the reason is in the last line and in run.json."""
-STOPPED = 75
+EXIT_STOPPED = 75
 """Stopped early with a checkpoint (EX_TEMPFAIL of sysexits.h): resume to continue."""
-
-
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 """Ended by Ctrl-C, nothing saved: 128 and the number of SIGINT, as shells have it."""
 
 _LONGEST_WORD, _LONGEST_LINE = 160, 1200

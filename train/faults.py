@@ -16,9 +16,10 @@ import signal
 POINTS = (
     "start", "loaded", "step", "evaluate",
     "save.staged", "save.begin", "save.written", "save.shards", "save.manifest", "save.synced", "save.renamed",
-    "save.published", "prune.renamed", "prune.removed", "finish", "finished",
+    "save.published", "prune.renamed", "prune.removed", "finish", "finished", "decided",
 )  # fmt: skip
-"""Every point, in the order of a run."""
+"""Every point, in the order of a run. At the last one, the supervisor's, how the run ended is decided and not yet
+written down."""
 
 _armed: dict[str, tuple[int, str]] | None = None
 

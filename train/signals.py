@@ -13,15 +13,24 @@ from collections.abc import Iterable
 POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each of them asks a run to save and to stop. The handler only notes it: saving happens between two steps."""
 
+USER, KEEPER, SIGNAL, CTRL_C = "user", "keeper", "signal", "ctrl-c"
+"""Who asked for a stop, as run.json has it under `stopped_by`: `train stop`; the keeper, which will continue the run; a
+signal, of a service manager for example; a second Ctrl-C. What a user wanted rests until he wants it otherwise."""
+
 
 class StopRequest:
     """Whether somebody asked this process to stop."""
 
     def __init__(self, signals: Iterable[signal.Signals] = POLITE) -> None:
         self.asked = False
-        self.at_once = False
-        """Whether it is not to be waited for: see runs/interrupt.py."""
+        self.by = ""
+        """Who asked: USER, KEEPER, SIGNAL or CTRL_C."""
         self.reason = ""
+        """How, in words."""
+        self.now = False
+        """Whether nothing is to be saved."""
+        self.at_once = False
+        """Whether Ctrl-C was typed twice, and nothing is to be waited for: see runs/interrupt.py."""
         self.interrupts = 0
         """How often Ctrl-C was typed."""
         for number in signals:
@@ -29,9 +38,15 @@ class StopRequest:
 
     def note(self, number: int, frame: object) -> None:
         """The handler."""
-        self.asked = True
         self.interrupts += number == signal.SIGINT
-        self.reason = signal.Signals(number).name
+        self.ask(SIGNAL, signal.Signals(number).name)
+
+    def ask(self, by: str, reason: str, now: bool = False) -> None:
+        """Ask for a stop. Who asks last is who has asked, but for what must be at once."""
+        if not self.now or now:
+            self.by, self.reason = by, reason
+        self.now |= now
+        self.asked = True
 
 
 def die_with_parent(parent: int) -> None:

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +16,11 @@ from typing import Any
 import psutil
 
 from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
-from train.record import manifest, store
+from train.record import manifest, outcome, store
 from train.record.store import Run
-from train.runs import spawn
+from train.runs import supervise, verdict
+from train.runs.processes.forked import Forked
+from train.runs.verdict import Facts, Road
 
 Disturb = Callable[[list[Any]], None]
 
@@ -31,27 +32,26 @@ def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: st
         raise Failure(f"{run.name}: the lock was never released")
     began = time.monotonic()
     number = run.begin_attempt(ranks)
-    with tempfile.TemporaryDirectory(prefix="train-torture-") as meeting:
-        processes = spawn.start_ranks(run, lock, ranks, number, meeting, {"TRAIN_FAULT": fault_text})
-        lock.release()
-        if disturb is not None:
-            disturb(processes)
-        first_death = None
-        while any(process.is_alive() for process in processes):
-            time.sleep(0.01)
-            if first_death is None and any(process.exitcode not in (None, 0) for process in processes):
-                first_death = time.monotonic()
-            # what the agent does for a real run: peers that wait for the dead are ended
-            if first_death is not None and time.monotonic() - first_death > 1:
-                for process in processes:
-                    process.kill()
-            if time.monotonic() - began > PATIENCE:
-                where = stacks(processes)
-                for process in processes:
-                    process.kill()
-                raise Failure(f"{run.name}: attempt {number} never ended\n{logs(run)}\n{where}")
-    state = run.read()["state"]
-    run.end_attempt("died" if state == store.RUNNING else state, "")
+    forked = Forked(run, lock, ranks, {"TRAIN_FAULT": fault_text})
+    forked.start(number)
+    lock.release()
+    if disturb is not None:
+        disturb(forked.processes)
+    first_death = None
+    while not forked.wait():
+        if first_death is None and forked.exits():
+            first_death = time.monotonic()
+        # what a supervisor does: peers that wait for the dead are ended
+        if first_death is not None and time.monotonic() - first_death > 1:
+            forked.signal(signal.SIGKILL)
+        if time.monotonic() - began > PATIENCE:
+            where = stacks(forked.processes)
+            forked.signal(signal.SIGKILL)
+            raise Failure(f"{run.name}: attempt {number} never ended\n{logs(run)}\n{where}")
+    forked.close()
+    outcomes = outcome.read_all(run.logs(number))
+    facts = Facts(run.name, Road.SPAWNED, ranks=ranks, outcomes=outcomes, exits=forked.exits())
+    supervise.write(run, number, verdict.decide(facts))
     return time.monotonic() - began
 
 

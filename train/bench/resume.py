@@ -21,10 +21,12 @@ import torch
 from train.bench import virtual
 from train.checkpoint.saver import Saver
 from train.engine import build, opened
+from train.errors import EXIT_FINISHED
 from train.parallel.world import World
 from train.record import store
 from train.record.store import Run
 from train.runs import admit, spawn
+from train.signals import StopRequest
 
 BATCH = 1000
 
@@ -89,12 +91,9 @@ def _resumed(run: Run) -> tuple[float, dict[str, Any]]:
     lock = run.acquire()
     assert lock is not None  # a fresh copy
     began = time.perf_counter()
-    number = run.begin_attempt(1)
-    with tempfile.TemporaryDirectory(prefix="train-bench-") as meeting:
-        for process in spawn.start_ranks(run, lock, 1, number, meeting):
-            process.join()
+    code = spawn.spawn(run, lock, 1, StopRequest(()))
     seconds = time.perf_counter() - began
     lock.release()
-    if run.read()["state"] != store.FINISHED:
-        raise RuntimeError((run.logs(number) / "rank0.log").read_text())
+    if code != EXIT_FINISHED:
+        raise RuntimeError((run.logs(1) / "rank0.log").read_text())
     return seconds, json.loads(run.metrics.read_text().splitlines()[-1])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from train.commands import shared
 from train.commands.parser import Parser
-from train.errors import FINISHED
+from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
@@ -21,4 +21,4 @@ def run(options: Namespace, runs: Path) -> int:
     from train.runs.launch import attach
 
     attach(store.find(runs, options.name))
-    return FINISHED
+    return EXIT_FINISHED

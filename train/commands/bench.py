@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from train.commands.parser import Parser, number
-from train.errors import FINISHED
+from train.errors import EXIT_FINISHED
 
 SUBJECTS = ("checkpoint", "ordered", "resume", "stop")
 
@@ -43,4 +43,4 @@ def run(options: Namespace, runs: Path) -> int:
         from train.bench import stop
 
         print(stop.bench(runs, times or 200))
-    return FINISHED
+    return EXIT_FINISHED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.commands import shared
 from train.commands.parser import Parser
-from train.errors import FINISHED
+from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
@@ -31,4 +31,4 @@ def run(options: Namespace, runs: Path) -> int:
         print(json.dumps({"step": step, "samples": samples, "eval": figures}))
     else:
         print(f"step {step}, {samples} samples: " + "  ".join(f"{k} {v:.4f}" for k, v in figures.items()))
-    return FINISHED
+    return EXIT_FINISHED

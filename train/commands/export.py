@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.commands import shared
 from train.commands.parser import Parser
-from train.errors import FINISHED
+from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
@@ -28,4 +28,4 @@ def run(options: Namespace, runs: Path) -> int:
 
     step = export(run, Path(options.to), wanted)
     print(f"wrote {options.to}: the weights of {run.name} after step {step}", file=sys.stderr)
-    return FINISHED
+    return EXIT_FINISHED

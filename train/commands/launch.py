@@ -7,7 +7,7 @@ from pathlib import Path
 
 from train.commands import offers, shared
 from train.commands.parser import Parser, number
-from train.errors import FINISHED, Refused
+from train.errors import EXIT_FINISHED, Refused
 
 
 def add_arguments(parser: Parser) -> None:
@@ -44,7 +44,7 @@ def run(options: Namespace, runs: Path) -> int:
     )
     shared.warn(launch.start(order))
     print(name, flush=True)
-    return shared.follow(runs, name) if options.follow else FINISHED
+    return shared.follow(runs, name) if options.follow else EXIT_FINISHED
 
 
 def _check(options: Namespace) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from train.commands import offers, shared
 from train.commands.parser import Parser, number
-from train.errors import FINISHED, Refused
+from train.errors import EXIT_FINISHED, Refused
 from train.record import store
 from train.runs import select
 
@@ -42,4 +42,4 @@ def run(options: Namespace, runs: Path) -> int:
     known = bool(records) and not names
     records = select.chosen(records, options.state, options.sort, limit, options.reverse)
     print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))
-    return FINISHED
+    return EXIT_FINISHED

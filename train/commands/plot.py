@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.commands import shared
 from train.commands.parser import Parser
-from train.errors import FINISHED
+from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
@@ -24,4 +24,4 @@ def run(options: Namespace, runs: Path) -> int:
 
     plot(select.matching(runs, options.names), Path(options.to))
     print(f"wrote {options.to}", file=sys.stderr)
-    return FINISHED
+    return EXIT_FINISHED

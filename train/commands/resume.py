@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.commands import offers, shared
 from train.commands.parser import Parser, number
-from train.errors import FINISHED, REFUSED, Refused
+from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,14 +36,14 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused(f"--script {options.script}: there is no such file")
     if not options.all:
         begun = _resume(options, runs, options.name)
-        return shared.follow(runs, options.name) if begun and options.follow else FINISHED
-    code = FINISHED
+        return shared.follow(runs, options.name) if begun and options.follow else EXIT_FINISHED
+    code = EXIT_FINISHED
     for name in [run.name for run in store.every(runs) if resumable(run)]:
         try:
             _resume(options, runs, name)
         except Refused as error:
             print(f"train: {name}: {error}", file=sys.stderr)
-            code = REFUSED
+            code = EXIT_REFUSED
     return code
 
 

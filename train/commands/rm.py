@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.commands import shared
 from train.commands.parser import Parser
-from train.errors import FINISHED
+from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
@@ -24,4 +24,4 @@ def run(options: Namespace, runs: Path) -> int:
     select.remove(found)
     if any(map(select.is_pattern, options.names)):  # which ones that were is not in the command
         print(f"removed {', '.join(run.name for run in found)}", file=sys.stderr)
-    return FINISHED
+    return EXIT_FINISHED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.commands import shared
 from train.commands.parser import Parser
-from train.errors import FINISHED
+from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
@@ -25,9 +25,9 @@ def run(options: Namespace, runs: Path) -> int:
     run = store.find(runs, options.name)
     if not options.json:
         print(story(run))
-        return FINISHED
+        return EXIT_FINISHED
     record = run.shown()
     if not record.get("script"):
         record |= best.facts(run)
     print(json.dumps(record, indent=1))
-    return FINISHED
+    return EXIT_FINISHED

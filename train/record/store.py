@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from train import signals
 from train.errors import Refused, nearest, shortened
 from train.record import environment, heartbeat
 
@@ -27,7 +28,9 @@ CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "
 POLITE, NOW, KEEPER = "polite", "now", "keeper"
 """Requests to stop: save first; at once; save first, on the keeper's behalf, which will continue the run."""
 WHO = {POLITE: "train stop", NOW: "train stop --now", KEEPER: "the keeper"}
-"""What run.json says of them."""
+"""What run.json's reason says of them."""
+BY = {POLITE: signals.USER, NOW: signals.USER, KEEPER: signals.KEEPER}
+"""Who makes them: run.json's `stopped_by`."""
 TWICE = "stopped at once (Ctrl-C twice)"
 """How the reason begins where a user did not wait for a foreground run to save."""
 INTERRUPTED = "interrupted"
@@ -178,7 +181,7 @@ class Run:
             record = None
         if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL:
             raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}")
-        return record | {"name": self.name}
+        return record | {"name": self.name, "stopped_by": _stopped_by(record)}
 
     def update(
         self, change: Callable[[dict[str, Any]], None] | None = None, durable: bool = True, **values: Any
@@ -296,7 +299,8 @@ class Run:
                  "from_step": None if record.get("script") else next(iter(self.steps_saved()), 0)}
             )  # fmt: skip
             record["started"] = record["started"] or now()
-            record.update(state=RUNNING, reason="", ended=None, world_size=world_size, host=socket.gethostname())
+            record.update(state=RUNNING, reason="", stopped_by=None, ended=None)
+            record.update(world_size=world_size, host=socket.gethostname())
             record.update(values)
 
         self.update(change)
@@ -304,24 +308,28 @@ class Run:
         self.logs(number).mkdir(parents=True, exist_ok=True)
         return number
 
-    def end_attempt(self, end: str, reason: str, state: str | None = None, last_lines: list[str] | None = None) -> None:
-        """Record why the attempt ended, and the run's state if that ends with it.
+    def end_attempt(
+        self, end: str, why: str, state: str | None = None, last_lines: list[str] | None = None, **values: Any
+    ) -> None:
+        """Record why the attempt ended, and the run's state if that ends with it. For runs/supervise.py alone.
 
         Args:
+            end: finished, stopped, failed or died.
             last_lines: of the log of the rank that died first.
+            values: what else run.json is to have. The run's reason is the attempt's unless there is one among them.
         """
         number = 0
 
         def change(record: dict[str, Any]) -> None:
             nonlocal number
             number = len(record["attempts"])
+            if state is not None:
+                record.update(state=state, reason=why, ended=now())
+            record.update(pids={}, **values)
             if record["attempts"]:
-                record["attempts"][-1].update(ended=now(), end=end, reason=reason, to_step=self._reached(record))
+                record["attempts"][-1].update(ended=now(), end=end, reason=why, to_step=self._reached(record))
                 if last_lines:
                     record["attempts"][-1]["last_lines"] = last_lines
-            record["pids"] = {}
-            if state is not None:
-                record.update(state=state, reason=reason, ended=now())
 
         self.update(change)
         self._forget_beats(number)
@@ -343,18 +351,6 @@ class Run:
     def logs(self, attempt: int) -> Path:
         """Where the ranks of an attempt write their output, each into rankR.log."""
         return self.folder / "logs" / f"attempt-{attempt}"
-
-    def first_failure(self, attempt: int) -> dict[str, Any] | None:
-        """Of what the ranks of an attempt left behind about their ends (see `worker.failure_of`), the cause.
-
-        The peers of a rank that fails lose their connections and say so, maybe before it has ended.
-        """
-        reports = []
-        with contextlib.suppress(OSError):
-            for path in self.logs(attempt).glob("rank*.error.json"):
-                with contextlib.suppress(OSError, ValueError):
-                    reports.append(json.loads(path.read_text(encoding="utf-8")))
-        return min(reports, key=lambda report: (not report["recurs"], report["time"]), default=None)
 
     def steps_saved(self) -> list[int]:
         """Steps of the published checkpoints, newest first. Whether one is whole is found out on loading."""
@@ -391,7 +387,7 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
             "name": name, "state": CREATED, "reason": "", "world_size": None, "attempts": [], "step": 0, "epoch": 0,
             "total_steps": None, "tmux_session": None, "pids": {}, "host": socket.gethostname(), "versions": {},
             "git_revision": None, "created": now(), "started": None, "ended": None, "weights_sha256": None,
-            "metrics": {},
+            "metrics": {}, "stopped_by": None,
         }  # fmt: skip
         write_atomically(staging / "run.json", json.dumps(base | record, indent=1) + "\n")
         if os.path.lexists(runs / name):
@@ -403,6 +399,18 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return Run(runs / name)
+
+
+def _stopped_by(record: dict[str, Any]) -> str | None:
+    """Who asked for the stop of a stopped run. One that an earlier release stopped has it in its reason alone."""
+    if record["state"] != STOPPED or record.get("stopped_by"):
+        return record.get("stopped_by")
+    reason = record.get("reason") or ""
+    if reason.startswith(TWICE):
+        return signals.CTRL_C
+    if WHO[POLITE] in reason:
+        return signals.USER
+    return signals.KEEPER if WHO[KEEPER] in reason else signals.SIGNAL
 
 
 def find(runs: Path, name: str) -> Run:

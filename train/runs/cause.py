@@ -59,13 +59,14 @@ def is_of_others(text: str) -> bool:
     return any(word in text for word in OF_OTHERS)
 
 
-def of_log(text: str, code: int, noise: int = _NOISE) -> Cause | None:
+def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause | None:
     """What the end of a log says about a process that exited with this code; None: nothing that is certain.
 
     Args:
         text: the end of its output; lines as they stand after carriage returns.
         code: its exit code; of a signal: negative.
         noise: so many lines may follow a traceback that ended it.
+        limit: the one at which memory can have been refused to it, in words; '': that of this process.
     """
     lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
     lines = [line for line in lines if line.strip()]
@@ -79,7 +80,7 @@ def of_log(text: str, code: int, noise: int = _NOISE) -> Cause | None:
     if _BUSY.search(said) and not memory.is_refused(said):
         return Cause(what, False)
     if memory.is_refused(said):
-        return Cause(f"out of memory ({what}): {memory.refused_at()}; {memory.ADVICE}", True)
+        return Cause(f"out of memory ({what}): {limit or memory.refused_at()}; {memory.ADVICE}", True)
     if chain:
         return Cause(what, not any(map(_is_passing, chain)))
     if code == 2 and any(line.startswith("usage:") for line in lines[-_LAST:]):  # argparse

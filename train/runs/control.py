@@ -7,10 +7,11 @@ import sys
 import threading
 from typing import Any
 
-from train.errors import FAILED, FINISHED, Refused
+from train import signals
+from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from train.record import heartbeat, store
 from train.record.store import Run
-from train.runs import scripts
+from train.runs import scripts, supervise
 
 _PATIENCE = 15.0
 """Seconds after which one who waits for a script to stop is told how to end it."""
@@ -44,9 +45,7 @@ def nothing_left(run: Run, flags: dict[str, str], script: str | None) -> str:
 
 def rests_by_itself(record: dict[str, Any]) -> bool:
     """Whether a run was stopped, and not by its user."""
-    reason = record.get("reason") or ""
-    by_user = store.WHO[store.POLITE] in reason or reason.startswith(store.TWICE)
-    return bool(record["state"] == store.STOPPED and not by_user)
+    return bool(record["state"] == store.STOPPED and record["stopped_by"] not in (signals.USER, signals.CTRL_C))
 
 
 def count_of(run: Run, record: dict[str, Any]) -> dict[str, int]:
@@ -58,13 +57,6 @@ def count_of(run: Run, record: dict[str, Any]) -> dict[str, int]:
     return {"step": saved, "times": before + (0 if stopped else 1)}
 
 
-def healthy_minutes(record: dict[str, Any]) -> float:
-    """How long an attempt of a script must have run to be no failure to start (watch.healthy_minutes)."""
-    from train import config
-
-    return float((record.get("watch") or {}).get("healthy_minutes") or config.Watch.healthy_minutes)
-
-
 def _ran_well(run: Run, record: dict[str, Any]) -> bool:
     """Whether the last attempt of a script ran so long that deaths before it do not count."""
     if not record.get("script") or not record["attempts"]:
@@ -74,7 +66,7 @@ def _ran_well(run: Run, record: dict[str, Any]) -> bool:
     ended = attempt.get("ended")
     last = datetime.datetime.fromisoformat(ended).timestamp() if ended else 0.0
     last = max(last, heartbeat.last_sign(run.logs(attempt["number"])))
-    return last - began >= 60 * healthy_minutes(record)
+    return last - began >= 60 * scripts.healthy_minutes(record)
 
 
 def stop(run: Run, now: bool) -> tuple[int, str]:
@@ -95,16 +87,16 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         reason = "stopped (train stop)"
         if not is_script:
             reason += f"; the last checkpoint is of step {next(iter(run.steps_saved()), 0)}"
-        run.update(state=store.STOPPED, reason=reason)
+        supervise.rest(run, store.STOPPED, reason, signals.USER)
         lock.release()
         record = run.shown()
         state = record["state"]
         break
     if state == store.FAILED:
-        return FAILED, f"{run.name} failed: {record['reason']}"
+        return EXIT_FAILED, f"{run.name} failed: {record['reason']}"
     elif state == store.FINISHED:
-        return FINISHED, f"{run.name} has finished"
-    return FINISHED, f"{run.name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
+        return EXIT_FINISHED, f"{run.name} has finished"
+    return EXIT_FINISHED, f"{run.name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
 
 
 def how_to_go_on(record: dict[str, Any]) -> str:

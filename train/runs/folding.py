@@ -11,7 +11,7 @@ LONGEST = 1 << 20
 
 
 class Folding:
-    """Feed it output as it comes; it gives back what will not be drawn again, in whole lines.
+    """Feed it output as it comes; it gives back what is settled, in whole lines.
 
     Args:
         every: seconds after which the state of a line that is still being drawn is given as a line of its own;
@@ -23,9 +23,9 @@ class Folding:
         self._every, self._given, self._at = every, b"", time.monotonic()
 
     def feed(self, text: bytes) -> bytes:
-        """Take more output. Returns what will not be drawn again."""
+        """Take more output. Returns what is settled by it."""
         *whole, rest = (self._line + text).split(b"\n")
-        out = [self._finished(line) for line in whole]
+        out = [self._folded(line) for line in whole]
         self._line = _state(rest, keep=True)[-LONGEST:]
         return b"".join(out) + self._passing()
 
@@ -35,7 +35,7 @@ class Folding:
         held, self._held = self._held, b""
         return (held + b"\n" if held and line else held) + line
 
-    def _finished(self, line: bytes) -> bytes:
+    def _folded(self, line: bytes) -> bytes:
         shown = _state(line)
         if shown.endswith(UP):  # it goes back and will be drawn again
             self._held = shown.replace(UP, b"")

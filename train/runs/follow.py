@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from train.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
+from train.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from train.record import metrics, store
 from train.record.store import Run
 from train.runs.control import how_to_go_on
 from train.runs.folding import Folding
+from train.runs.verdict import CODES
 from train.screen import Bar
-
-CODES = {store.FINISHED: FINISHED, store.STOPPED: STOPPED, store.FAILED: FAILED, store.INTERRUPTED: FAILED}
 
 _STATE_EVERY = 10.0
 """Seconds between two lines about a script's progress bar where no terminal can draw it."""
@@ -105,7 +104,7 @@ def follow(run: Run) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types it twice means the same
         view.close()
         print(f"\n{run.name} goes on; follow it again with: train logs {run.name} --follow", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     view.close()
     state, step = record["state"], record.get("step", 0)
     reason = f": {record['reason']}" if record.get("reason") else ""
@@ -121,4 +120,4 @@ def follow(run: Run) -> int:
     if state == store.FAILED and (record.get("attempts") or [{}])[-1].get("last_lines"):
         print("\n".join(f"  | {text}" for text in record["attempts"][-1]["last_lines"]), file=sys.stderr)
     print(last, file=sys.stderr, flush=True)
-    return CODES.get(state, FAILED)
+    return CODES.get(state, EXIT_FAILED)

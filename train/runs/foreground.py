@@ -7,24 +7,23 @@ import json
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from pathlib import Path
 
-from train.errors import FAILED, REFUSED, Refused, one_line
+from train.errors import Refused, one_line
 from train.parallel.seat import Seat, seat_of_environment
 from train.record import environment, store
+from train.record.outcome import Kind, Outcome
 from train.record.store import Lock, Run
 from train.runs import interrupt
 from train.runs.admit import Prepared, Request, prepare
-from train.runs.spawn import keep_log
+from train.runs.processes.forked import keep_log
+from train.runs.processes.here import Here
 from train.runs.spawn import spawn as spawn_ranks
-from train.runs.worker import exit_code, leave, leave_failure, log_to, run_rank
+from train.runs.supervise import Supervisor
+from train.runs.verdict import Road
+from train.runs.worker import exit_code, leave, log_to, run_rank, show
 from train.signals import StopRequest
-
-_GRACE = 5.0
-"""Seconds in which the process that started ranks will have ended them."""
 
 
 def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> int:
@@ -46,54 +45,30 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
     lock = made.acquire()
     assert lock is not None  # a folder that has just been made
     stop = StopRequest((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
-    attempt = made.begin_attempt(request.ranks, pids={"ranks": [os.getpid()]})
-    keep_log(made, attempt, 0)
-    interrupt.listen(made, stop, lambda: interrupt.end_at_once(made), grace=0.0 if spawn is None else _GRACE)
     if spawn is not None:
-        return spawn_ranks(made, lock, spawn, attempt, stop)
-    watch_stop_file(made, stop)
-    try:
-        code = run_rank(made, Seat(), attempt, stop, bar=sys.stderr.isatty())
-    except Exception as error:
-        interrupt.hold(stop)
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            if not isinstance(error, OSError):  # a disk that fails is told in a line
-                traceback.print_exc()
-        failure = leave_failure(made, Seat(), attempt, error)
-        with contextlib.suppress(OSError, Refused):
-            made.end_attempt(store.FAILED, failure["reason"], store.FAILED)
-        with contextlib.suppress(OSError):
-            print(f"train: {failure['reason']}", file=sys.stderr)
-        return FAILED
-    _end(made)
-    return FAILED if code == REFUSED else code
+        return spawn_ranks(made, lock, spawn, stop, is_attended=True)
+    return _alone(made, stop)
+
+
+def _alone(made: Run, stop: StopRequest) -> int:
+    """Train in this process. Returns the exit code."""
+
+    def rank(attempt: int) -> Outcome:
+        keep_log(made.logs(attempt), 0)
+        end = run_rank(made, Seat(), attempt, stop, bar=sys.stderr.isatty())
+        if end.kind is Kind.DIED:
+            interrupt.hold(stop)
+            if not end.is_of_system:  # a disk that fails is told in a line
+                show(end)
+        return end
+
+    supervisor = Supervisor(made, Here(rank), Road.ALONE, stop)
+    interrupt.listen(made, stop, supervisor.end_at_once)
+    return supervisor.keep()
 
 
 def _files(prepared: Prepared) -> dict[str, str | bytes]:
     return prepared.files | {environment.FILE: environment.to_json(environment.keep(os.environ))}
-
-
-def _end(made: Run) -> None:
-    with contextlib.suppress(OSError, Refused):  # the rank has said how it ended
-        record = made.read()
-        made.end_attempt(record["state"], record["reason"])
-
-
-def watch_stop_file(made: Run, stop: StopRequest) -> None:
-    """Let `train stop` reach a run that has no agent."""
-    made.clear_stop()
-
-    def watch() -> None:
-        while True:
-            time.sleep(0.2)
-            wanted = made.stop_asked()
-            if wanted and not stop.asked:
-                stop.asked, stop.reason = True, store.WHO.get(wanted, wanted)
-            if wanted == store.NOW:
-                made.end_attempt(store.STOPPED, "stopped at once (train stop --now)", store.STOPPED)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="stop-watch").start()
 
 
 def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
@@ -107,39 +82,45 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     seat = seat_of_environment()
     meeting, _, _ = next(dist.rendezvous("env://", seat.rank, seat.size))
     board = dist.PrefixStore(f"train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
-    lock: Lock | None = None
-    if seat.rank == 0:
-        request.ranks = seat.size
-        try:
-            made, lock = _open_under_torchrun(runs, name, request)
-            attempt = made.begin_attempt(seat.size, pids={"ranks": [os.getpid()]})
-            board.set("run", json.dumps({"folder": str(made.folder), "attempt": attempt}))
-        except BaseException as error:
-            board.set("run", json.dumps({"refused": one_line(error)}))
-            if not isinstance(error, Refused):
-                raise
-            print(f"train: {error}", file=sys.stderr, flush=True)
-            leave(0)
-    told = json.loads(board.get("run"))
-    if "refused" in told:
-        leave(0)
-    made, attempt = Run(Path(told["folder"])), told["attempt"]
-    stop = StopRequest()
-    if seat.rank == 0:
-        watch_stop_file(made, stop)
-    keep_log(made, attempt, seat.rank)
     seat = Seat(seat.rank, seat.size, seat.local_rank, seat.local_size, dist.PrefixStore("train/group", board))
+    if seat.rank:
+        told = json.loads(board.get("run"))
+        if "refused" in told:
+            leave(0)
+        leave(_rank_of_torchrun(Run(Path(told["folder"])), told["attempt"], seat, StopRequest())[1])
     code = 1
     try:
-        end = run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
-        if lock is not None:
-            _end(made)
-        code = exit_code(made, seat, end)
+        request.ranks = seat.size
+        made, _held = _open_under_torchrun(runs, name, request)
+        stop = StopRequest()
+
+        def rank(attempt: int) -> Outcome:
+            nonlocal code
+            board.set("run", json.dumps({"folder": str(made.folder), "attempt": attempt}))
+            end, code = _rank_of_torchrun(made, attempt, seat, stop)
+            return end
+
+        Supervisor(made, Here(rank, seat.size), Road.TORCHRUN, stop).keep()
+    except Refused as error:
+        board.set("run", json.dumps({"refused": one_line(error)}))
+        with contextlib.suppress(OSError):
+            print(f"train: {error}", file=sys.stderr, flush=True)
+        code = 0
     except BaseException as error:
+        board.set("run", json.dumps({"refused": one_line(error)}))
         traceback.print_exc()
-        leave_failure(made, seat, attempt, error)
     finally:
         leave(code)
+
+
+def _rank_of_torchrun(made: Run, attempt: int, seat: Seat, stop: StopRequest) -> tuple[Outcome, int]:
+    """Train a rank. Returns its end and its exit code."""
+    logs = made.logs(attempt)
+    keep_log(logs, seat.rank)
+    end = run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
+    if end.kind is Kind.DIED:
+        show(end)
+    return end, exit_code(logs, seat, end)
 
 
 def _open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from train.engine import uneven
-from train.errors import INTERRUPTED, Refused
-from train.record import heartbeat, store
+from train.errors import Refused
+from train.record import heartbeat
 from train.record.store import Run
 from train.signals import StopRequest
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SAME = 0.1
 """Seconds within which two SIGINT are one Ctrl-C: timeout(1) sends it to a process and then to its whole group."""
-_RECORDING = 3.0
+RECORDING = 3.0
 """Seconds that writing down the end may take: a disk that hangs keeps nobody waiting."""
 
 
@@ -97,27 +97,15 @@ def tell(*lines: str) -> None:
         os.write(2, text.encode(sys.stderr.encoding or "ascii", "replace"))
 
 
-def record(run: Run) -> None:
-    """Write down that Ctrl-C has ended a run at once, and say so, with what a resume will do."""
-    newest = next(iter(run.steps_saved()), 0)
-    saved = f"; the last checkpoint is of step {newest}" if newest else "; there is no checkpoint"
-    stood = ""
+def where_it_stood(run: Run) -> str:
+    """What is known of the step that a run is in: which ranks have no data in it; '' where that explains nothing."""
     with contextlib.suppress(OSError, Refused, IndexError):
         known = run.read()
         logs = run.logs(known["attempts"][-1]["number"])
         beats = [heartbeat.read(path) for path in logs.glob("rank*.beat")]
-        stood = uneven.remark(known, min(filter(None, beats), key=lambda beat: (beat.step, beat.count), default=None))
-
-    def write() -> None:
-        with contextlib.suppress(OSError, Refused):
-            run.end_attempt(store.STOPPED, f"{store.TWICE}{saved}", store.STOPPED)
-
-    writing = threading.Thread(target=write, daemon=True)
-    writing.start()
-    writing.join(_RECORDING)
-    then = f"continues after step {newest}" if newest else "starts at step 1"
-    end = f"train: {run.name} was ended at once, without saving; train resume {run.name} {then}"
-    tell(*([f"train: {stood}"] if stood else []), end)
+        behind = min(filter(None, beats), key=lambda beat: (beat.step, beat.count), default=None)
+        return uneven.remark(known, behind)
+    return ""
 
 
 def end_processes() -> None:
@@ -129,7 +117,7 @@ def end_processes() -> None:
         for process in below:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        deadline = time.monotonic() + _RECORDING
+        deadline = time.monotonic() + RECORDING
         while any(map(_lives, below)) and time.monotonic() < deadline:
             time.sleep(0.02)
 
@@ -141,16 +129,6 @@ def _lives(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
-
-
-def end_at_once(run: Run) -> None:
-    """End this process and all below it, now; where it has just come to its end by itself, within moments."""
-    with contextlib.suppress(OSError, Refused):
-        if run.read()["state"] != store.RUNNING:
-            time.sleep(_RECORDING)
-    end_processes()
-    record(run)
-    os._exit(INTERRUPTED)
 
 
 def hold(stop: StopRequest) -> None:

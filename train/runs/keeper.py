@@ -13,10 +13,10 @@ import threading
 import time
 from pathlib import Path
 
-from train.errors import FINISHED, Refused, one_line
+from train.errors import EXIT_FINISHED, Refused, one_line
 from train.record import store
 from train.record.store import Run
-from train.runs import control, launch
+from train.runs import control, launch, scripts, supervise
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
@@ -68,7 +68,7 @@ def keep(runs: Path, once: bool) -> int:
         ended.wait(LOOK_EVERY)
     for thread in busy.values():
         thread.join()
-    return FINISHED if once and not ended.is_set() else _stop_all(runs, tell)
+    return EXIT_FINISHED if once and not ended.is_set() else _stop_all(runs, tell)
 
 
 class _Wait:
@@ -118,9 +118,9 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
             if record["state"] in (store.RUNNING, store.CREATED) and control.count_of(run, record)["times"] > TIMES:
                 reason = f"interrupted {TIMES} times in a row without a new checkpoint after step {count['step']}"
                 if record.get("script"):
-                    minutes = control.healthy_minutes(record)
+                    minutes = scripts.healthy_minutes(record)
                     reason = f"interrupted {TIMES} times in a row before it had run {minutes:g} minutes"
-                run.update(state=store.FAILED, reason=reason, ended=store.now())
+                supervise.rest(run, store.FAILED, reason)
                 tell(run, f"{reason}; not resumed any more")
         finally:
             lock.release()
@@ -163,4 +163,4 @@ def _stop_all(runs: Path, tell: _Told) -> int:
         thread.start()
     for thread in waiting:
         thread.join()
-    return FINISHED
+    return EXIT_FINISHED

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from train.errors import FINISHED, Refused
+from train.errors import EXIT_FINISHED, Refused
 from train.record.store import Run
 from train.runs.folding import Folding
 
@@ -44,14 +44,14 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
         if path.exists():
             _print(run, path, wanted, go_on)
         if not go_on or attempt:
-            return FINISHED
+            return EXIT_FINISHED
         if not path.exists() or (run.alive() and _last(run) == wanted):
             time.sleep(0.1)
         if _last(run) > wanted:
             wanted = _last(run)
             _say(f"attempt {wanted}:")
         elif not run.alive() and path.exists():
-            return FINISHED
+            return EXIT_FINISHED
 
 
 def _print_earlier(run: Run, rank: int) -> int:

@@ -99,6 +99,13 @@ def command(run: Run, record: dict[str, Any]) -> list[str]:
     return [script, *arguments]
 
 
+def healthy_minutes(record: dict[str, Any]) -> float:
+    """How long an attempt of a script must have run to be no failure to start (watch.healthy_minutes)."""
+    from train import config
+
+    return float((record.get("watch") or {}).get("healthy_minutes") or config.Watch.healthy_minutes)
+
+
 def how_stopped(failures: dict[int, int]) -> str:
     """How a script took a request to stop, from the exit codes of the ranks that did not exit with 0."""
     codes = set(failures.values())

@@ -1,117 +1,318 @@
-"""Why an attempt died, and whether it would die so again."""
+"""Who died first and why, and what becomes of the run. Pure: from facts to a decision; nothing is read or written here.
+
+runs/supervise.py gathers the facts when an attempt is over, and carries the decision out.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
-from train.record.store import Run
-from train.runs import cause, memory
-from train.runs.folding import fold
+from train import signals
+from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED
+from train.record import store
+from train.record.outcome import Kind, Outcome, first_fault
+from train.runs import cause, memory, scripts
 
 LAST_LINES = 8
 """Lines of a dead rank's log that run.json keeps."""
-_TAIL = 1 << 16
-"""Bytes at the end of a log that are read: a progress bar fills much of it."""
+_LONGEST_WAIT = 30.0
+"""Seconds, at most, until a run is started again for which the machine had no room."""
 _FEW = 5
 """So many lines may follow the traceback of a rank that was still ending when a peer had noticed."""
 _KILLED = ("killed by signal: Killed", "exited unexpectedly")
 """What torch says of a loader's process that is gone."""
+_BY_OTHERS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+"""Ends that a script's rank did not choose; what its peers then met was no fault of theirs."""
+
+CODES = {
+    store.FINISHED: EXIT_FINISHED,
+    store.STOPPED: EXIT_STOPPED,
+    store.FAILED: EXIT_FAILED,
+    store.INTERRUPTED: EXIT_FAILED,
+}
+"""The exit code that stands for each end of a run."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Road(enum.Enum):
+    """How a run was started: it decides who could start it again."""
+
+    LAUNCHED = "train launch"
+    """An agent in tmux, which does."""
+    SPAWNED = "train run --spawn"
+    """A process that waits for its ranks; nobody starts them again."""
+    ALONE = "train run"
+    """The rank and who supervises it are one process."""
+    TORCHRUN = "torchrun"
+    """Rank 0 of a torchrun of somebody else, which starts again what exits with another code than 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request to stop."""
+
+    by: str
+    """Who: see signals.py."""
+    words: str
+    """What run.json's reason says of it."""
+    now: bool = False
+    """Without saving."""
+    twice: bool = False
+    """By a second Ctrl-C, which waits for nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """All that is known when an attempt is over."""
+
+    name: str
+    """The run's."""
+    road: Road
+    is_script: bool = False
+    ranks: int = 1
+    outcomes: Mapping[int, Outcome] = dataclasses.field(default_factory=dict)
+    """What ranks of a task left behind."""
+    exits: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Codes of the ranks that were seen to fail first; of a signal: negative."""
+    logs: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """The ends of what ranks said."""
+    hang: str = ""
+    """That it hung, and how."""
+    problem: str = ""
+    """What torchrun itself met."""
+    killed_at: str | None = None
+    """The limit of memory at which the kernel has killed meanwhile."""
+    refused_at: str = ""
+    """The limit at which memory can have been refused to a rank."""
+    asked: Asked | None = None
+    """Who wanted a stop."""
+    saved: int = 0
+    """The step of the newest checkpoint; 0: none."""
+    is_ready: bool = True
+    """Whether the ranks had come to training: before, there is nothing that a death could cost."""
+    progress: bool = False
+    """Whether the attempt has brought the run further."""
+    deaths: int = 0
+    """In a row without progress, before this one."""
+    max_restarts: int = 0
+    healthy_minutes: float = 0.0
+    """How long a script must have run for it to count as progress."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Death:
     """Why an attempt died."""
 
     reason: str
     recurs: bool
+    """Whether it would die so again."""
     rank: int | None
     """The one that died first, if that is known."""
     is_busy: bool = False
     """Whether the machine had no room for a process or thread: it may have in a while."""
+    is_raised: bool = False
+    """Whether it was an exception, told by the rank itself."""
+    hint: str = ""
+    """Where more is to be read."""
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, [self.reason, self.hint]))
 
 
-def explain(
-    run: Run, attempt: int, failures: dict[int, int], hang: str | None, is_script: bool, out_of_memory: str | None
-) -> Verdict:
-    """The cause of an attempt's death.
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What is recorded of an attempt and its run, and what follows."""
 
-    Args:
-        failures: exit codes of the ranks that were seen to fail first; of a signal: negative.
-        hang: that it hung, and how.
-        out_of_memory: the limit at which the kernel has killed for lack of memory meanwhile.
-    """
-    first = run.first_failure(attempt)
-    logs = {rank: log_of(run, attempt, rank) for rank in failures}
-    killed = [rank for rank, code in sorted(failures.items()) if code == -signal.SIGKILL]
-    lost = [rank for rank, text in logs.items() if any(word in text[-4000:] for word in _KILLED)]
-    if out_of_memory and not hang and (killed or lost):
-        rank = (killed or lost)[0]
-        whose = f"rank {rank}" if killed else f"a process of rank {rank}"
-        return Verdict(f"out of memory: {whose} was killed at {out_of_memory}; {memory.ADVICE}", True, rank)
-    if hang:
-        return Verdict(hang, False, None)
-    if is_script:
-        return _of_script(run, attempt, failures, logs)
-    # a failure that would recur, of the task for example, may make peers abort by a signal
-    for rank, code in sorted(failures.items()) if first is None or not first["recurs"] else ():
-        # a rank that agent or peers ended shows SIGTERM; the first cause is another one
-        if code < 0 and -code != signal.SIGTERM:
-            found = cause.of_log(logs[rank], code)  # an abort tells why
-            if found and found.recurs:
-                return Verdict(f"rank {rank}: {found.reason}", True, rank)
-            return Verdict(f"rank {rank} died of {signal.Signals(-code).name}", False, rank)
+    end: str
+    """Of the attempt: finished, stopped, failed or died."""
+    state: str | None
+    """Of the run. None: it stays recorded as running: it is begun again, or is interrupted when nobody lives."""
+    why: str = ""
+    """Of the attempt."""
+    reason: str | None = None
+    """Of the run. None: nothing is said of it yet."""
+    stopped_by: str | None = None
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What else run.json is to have."""
+    rank: int | None = None
+    """The one that died first; run.json keeps its last lines."""
+    recurs: bool = False
+    again: bool = False
+    """Whether the run is to be begun again."""
+    wait: float = 0.0
+    """Seconds before that."""
+    deaths: int = 0
+    """In a row without progress, with this one."""
+    said: str = ""
+    """A line for the terminal, where no rank has said it."""
+    code: int = EXIT_FAILED
+    """What the process that supervised exits with."""
+
+
+def decide(facts: Facts) -> Decision:
+    """What becomes of a run whose attempt is over."""
+    told, asked = facts.outcomes.get(0), facts.asked
+    if told is not None and told.kind is not Kind.DIED:
+        return _as_told(facts, told)
+    if asked and asked.twice:
+        saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
+        return dataclasses.replace(_stopped(facts, asked, f"{store.TWICE}; {saved}"), code=EXIT_INTERRUPTED)
+    is_quiet = not facts.exits and first_fault(facts.outcomes) is None
+    if is_quiet and asked:
+        return _stopped(facts, asked, _how_stopped(facts, asked, None))
+    if is_quiet and facts.is_script:
+        return Decision(store.FINISHED, store.FINISHED, reason="", code=EXIT_FINISHED)
+    death = who_died(facts)
+    if facts.road is Road.TORCHRUN:
+        return Decision("died", None, str(death), rank=death.rank, recurs=death.recurs)
+    fails = death.recurs or (death.is_raised and facts.road is not Road.LAUNCHED)
+    if asked and (facts.is_script or not fails):
+        return _stopped(facts, asked, _how_stopped(facts, asked, death))
+    if facts.road is Road.LAUNCHED:
+        return _restarted_or_not(facts, death)
+    if fails:
+        return Decision(
+            store.FAILED, store.FAILED, death.reason, death.reason,
+            rank=death.rank, recurs=death.recurs, said=death.reason,
+        )  # fmt: skip
+    reason = f"{death.reason}; continue with: train resume {facts.name}"
+    return Decision("died", None, reason, reason, rank=death.rank, said=reason)
+
+
+def _as_told(facts: Facts, told: Outcome) -> Decision:
+    """Rank 0 has brought its run to an end of its own."""
+    if told.kind is Kind.FINISHED:
+        figures = told.figures | {"step": told.step}
+        return Decision(store.FINISHED, store.FINISHED, reason="", figures=figures, code=EXIT_FINISHED)
+    if told.kind is Kind.STOPPED:
+        # ranks know of a signal, or of another rank; who supervises them may know whose it was
+        asked = facts.asked or Asked(signals.SIGNAL, told.reason)
+        decision = _stopped(facts, asked, f"stopped after step {told.step} ({asked.words})")
+        return dataclasses.replace(decision, figures=told.figures | {"step": told.step})
+    return Decision(store.FAILED, store.FAILED, told.reason, told.reason, recurs=told.recurs)
+
+
+def _stopped(facts: Facts, asked: Asked, reason: str) -> Decision:
+    by = signals.CTRL_C if asked.twice else asked.by
+    return Decision(store.STOPPED, store.STOPPED, reason, reason, stopped_by=by, code=EXIT_STOPPED)
+
+
+def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:
+    """The reason of a run that was asked to stop, of which no rank 0 says that it has saved and ended."""
+    if asked.now and facts.road in (Road.ALONE, Road.TORCHRUN):
+        return f"stopped at once ({asked.words})"
+    parts = [f"stopped ({asked.words})"]
+    # a death while the ranks were saving has cost steps, and its reason must not be lost
+    if death is not None and facts.is_ready and not asked.now:
+        parts[0] += f", and {death if facts.road is Road.LAUNCHED else death.reason}"
+    if facts.saved:
+        parts.append(f"the last checkpoint is of step {facts.saved}")
+    if facts.is_script:
+        parts.append(scripts.how_stopped(dict(facts.exits)))
+    return "; ".join(parts)
+
+
+def _restarted_or_not(facts: Facts, death: Death) -> Decision:
+    """Whether an agent begins a run again that died so; what it ends as otherwise."""
+    why = str(death)
+    deaths = 1 if facts.progress else facts.deaths + 1
+    decision = Decision("died", None, why, rank=death.rank, recurs=death.recurs, deaths=deaths)
+    if death.recurs:
+        return dataclasses.replace(decision, state=store.FAILED, reason=why)
+    if facts.progress and facts.max_restarts == 0:
+        return dataclasses.replace(decision, reason=f"{why}; no restarts are left")  # interrupted: a resume continues
+    if deaths > facts.max_restarts:
+        times = f"{deaths} time{'s' if deaths > 1 else ''}"
+        without = "without a new checkpoint"
+        if facts.is_script:
+            without = f"before it had run {facts.healthy_minutes:g} minutes"
+        return dataclasses.replace(decision, state=store.FAILED, reason=f"died {times} {without}: {why}")
+    said = f"{why}; starting again ({deaths} of {facts.max_restarts} without progress)"
+    wait = min(2.0**deaths, _LONGEST_WAIT) if death.is_busy else 0.0
+    return dataclasses.replace(decision, again=True, wait=wait, said=said)
+
+
+def who_died(facts: Facts) -> Death:
+    """The cause of an attempt's death."""
+    death = _of_memory(facts)
+    if death is None and facts.hang:
+        death = Death(facts.hang, False, None)
+    if death is None:
+        death = _of_script(facts) if facts.is_script else _of_task(facts)
+    if facts.problem and not (facts.hang or death.recurs):
+        return Death(f"torchrun failed: {facts.problem}", False, 0, cause.is_busy(facts.problem))
+    return death
+
+
+def _of_memory(facts: Facts) -> Death | None:
+    """That the kernel took a process for its memory."""
+    if not facts.killed_at or facts.hang:
+        return None
+    killed = [rank for rank, code in sorted(facts.exits.items()) if code == -signal.SIGKILL]
+    lost = [rank for rank in facts.exits if any(word in facts.logs.get(rank, "")[-4000:] for word in _KILLED)]
+    for ranks, whose in ((killed, "rank"), (lost, "a process of rank")):
+        if ranks:
+            reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {memory.ADVICE}"
+            return Death(reason, True, ranks[0])
+    return None
+
+
+def _of_task(facts: Facts) -> Death:
+    first = first_fault(facts.outcomes)
+    if first is None or not first.recurs:  # one that would recur, of the task for example, may make peers abort
+        for rank, code in sorted(facts.exits.items()):
+            # a rank that others ended shows SIGTERM; the first cause is another one
+            if code < 0 and code != -signal.SIGTERM:
+                found = _cause_in_log(facts, rank, code)  # an abort tells why
+                if found and found.recurs:
+                    return Death(f"rank {rank}: {found.reason}", True, rank)
+                return Death(f"rank {rank} died of {signal.Signals(-code).name}", False, rank)
     if first is not None:
-        reason = f"rank {first['rank']}: {first['reason']}"
-        return Verdict(reason, bool(first["recurs"]), first["rank"], cause.is_busy(first["reason"]))
-    if failures:
-        rank, code = sorted(failures.items())[0]
-        found = cause.of_log(logs[rank], code)
+        whose = "" if facts.road is Road.ALONE else f"rank {first.rank}: "
+        is_busy = cause.is_busy(first.reason)
+        return Death(whose + first.reason, first.recurs, first.rank, is_busy, is_raised=True)
+    if facts.exits:
+        rank, code = min(facts.exits.items())
+        found = _cause_in_log(facts, rank, code)
         if found and (found.recurs or cause.is_busy(found.reason)):
-            return Verdict(f"rank {rank}: {found.reason}", found.recurs, rank, cause.is_busy(found.reason))
-        return Verdict(_plainly(run, rank, code), False, rank)
-    return Verdict("the ranks ended without saying how", False, 0)
+            return Death(f"rank {rank}: {found.reason}", found.recurs, rank, cause.is_busy(found.reason))
+        return _plain(facts, rank, code)
+    return Death("the ranks ended without saying how", False, 0)
 
 
-def _of_script(run: Run, attempt: int, failures: dict[int, int], logs: dict[int, str]) -> Verdict:
-    if not failures:
-        return Verdict("the ranks ended without saying how", False, 0)
-    causes = {rank: found for rank, code in failures.items() if (found := cause.of_log(logs[rank], code))}
-    # who was killed did not do it itself, and what its peers then met was no fault of theirs
-    for rank, code in sorted(failures.items()):
-        if code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
-            return Verdict(f"rank {rank} died of {signal.Signals(-code).name}", False, rank)
+def _of_script(facts: Facts) -> Death:
+    if not facts.exits:
+        return Death("the ranks ended without saying how", False, 0)
+    causes = {rank: found for rank, code in facts.exits.items() if (found := _cause_in_log(facts, rank, code))}
+    for rank, code in sorted(facts.exits.items()):
+        if code in _BY_OTHERS:
+            return Death(f"rank {rank} died of {signal.Signals(-code).name}", False, rank)
     if not any(found.recurs for found in causes.values()):
         # its peers notice a rank that fails by losing it, maybe before it has ended
-        for rank in range(int(run.read()["world_size"])):
-            found = cause.of_log(log_of(run, attempt, rank), 1, noise=_FEW) if rank not in failures else None
+        for rank in sorted(facts.logs.keys() - facts.exits.keys()):
+            found = cause.of_log(facts.logs[rank], 1, _FEW, facts.refused_at)
             if found and found.recurs:
-                return Verdict(f"rank {rank}: {found.reason}", True, rank)
+                return Death(f"rank {rank}: {found.reason}", True, rank)
     for rank, found in sorted(causes.items(), key=lambda item: (not item[1].recurs, item[0])):
-        code = failures[rank]
+        code = facts.exits[rank]
         how = f" (died of {signal.Signals(-code).name})" if code < 0 else f" (exited with code {code})"
-        return Verdict(f"rank {rank}: {found.reason}{how}", found.recurs, rank, cause.is_busy(found.reason))
-    rank, code = min(failures.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]))
-    return Verdict(_plainly(run, rank, code), False, rank)
+        return Death(f"rank {rank}: {found.reason}{how}", found.recurs, rank, cause.is_busy(found.reason))
+    rank, code = min(facts.exits.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]))
+    return _plain(facts, rank, code)
 
 
-def _plainly(run: Run, rank: int, code: int) -> str:
+def _cause_in_log(facts: Facts, rank: int, code: int) -> cause.Cause | None:
+    return cause.of_log(facts.logs.get(rank, ""), code, limit=facts.refused_at)
+
+
+def _plain(facts: Facts, rank: int, code: int) -> Death:
     what = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return f"rank {rank} {what}; see: train logs {run.name} --rank {rank}"
+    return Death(f"rank {rank} {what}", False, rank, hint=f"see: train logs {facts.name} --rank {rank}")
 
 
-def log_of(run: Run, attempt: int, rank: int | None) -> str:
-    """The end of what a rank said, progress bars folded; '' if nothing can be read."""
-    try:
-        with (run.logs(attempt) / f"rank{rank}.log").open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL))
-            return fold(file.read()).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def last_lines(run: Run, attempt: int, rank: int | None) -> list[str]:
+def last_lines(log: str) -> list[str]:
     """What a rank said last, for the story of the run."""
-    lines = log_of(run, attempt, rank).splitlines()
-    return [line.rstrip()[:1000] for line in lines if line.strip()][-LAST_LINES:]
+    return [line.rstrip()[:1000] for line in log.splitlines() if line.strip()][-LAST_LINES:]

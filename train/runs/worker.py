@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import logging
 import os
 import signal
@@ -16,31 +15,49 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from train import faults
-from train.errors import FAILED, REFUSED, Refused, TrainingFailed, one_line
-from train.record import heartbeat, store
+from train.errors import Refused, TrainingFailed, one_line
+from train.parallel.seat import Seat, seat_of_environment
+from train.record import heartbeat, outcome
 from train.record.heartbeat import Heart
+from train.record.outcome import Kind, Outcome
 from train.record.store import Run
 from train.runs import cause, memory
 from train.signals import StopRequest
 
-if TYPE_CHECKING:
-    pass
-from train.parallel.seat import Seat, seat_of_environment
-
 log = logging.getLogger("train")
 
 _PATIENCE = 5.0
-"""Seconds in which rank 0 will have recorded a failure that all ranks have met."""
+"""Seconds in which rank 0 will have said of a failure that all ranks have met."""
 
 
-def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> int:
-    """Train one rank of a run to its end. Returns its exit code; rank 0 records the outcome in run.json.
+def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
+    """Train one rank of a run to its end, whatever that is, and leave it behind where the disk takes it.
 
-    An exception that is not the run's own fault for certain is left to the caller: see `failure_of`.
+    What it dies of is not printed: it is in the outcome.
     """
+    logs = run.logs(attempt)
+    try:
+        end = _train(run, seat, attempt, stop, bar)
+    except BaseException as error:
+        before = outcome.read(logs, seat.rank)
+        if before is not None:  # clearing away failed: that changes nothing of how training has ended
+            return before
+        file = run.folder / "task.py"
+        why = failure_of(error, file if file.exists() else None)
+        end = Outcome(seat.rank, Kind.DIED, is_of_system=isinstance(error, OSError), **why)
+    if outcome.read(logs, seat.rank) is None:
+        with contextlib.suppress(OSError):
+            outcome.write(logs, end)
+    if end.kind in (Kind.FAILED, Kind.REFUSED) and (seat.rank == 0 or not _is_told(logs)):
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"train: {end.reason}", file=sys.stderr, flush=True)
+    return end
+
+
+def _train(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
     faults.arm(os.environ.get("TRAIN_FAULT"), seat.rank)
     heart = Heart(run.logs(attempt) / f"rank{seat.rank}.beat")
     with contextlib.ExitStack() as held:
@@ -49,22 +66,15 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
             from train.engine.loop import train
 
             job, done = setup.set_up(run, seat, attempt, stop, bar, heart, held)
-            return finish.conclude(job, train(job, done))
+            return finish.conclude(job, train(job, done), attempt)
         except (Refused, TrainingFailed) as error:
             heart.beat(heartbeat.ENDING, heart.step)
-            refused = isinstance(error, Refused)
-            if seat.rank == 0:
-                run.note(state=store.FAILED, reason=str(error), ended=store.now())
-            else:
-                leave_failure(run, seat, attempt, error)
-            if seat.rank == 0 or not _is_recorded(run):
-                with contextlib.suppress(OSError):  # the terminal may be gone
-                    print(f"train: {error}", file=sys.stderr, flush=True)
-            return REFUSED if refused else FAILED
+            kind = Kind.REFUSED if isinstance(error, Refused) else Kind.FAILED
+            return Outcome(seat.rank, kind, heart.step, str(error), recurs=True, traceback=traceback.format_exc())
 
 
 def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
-    """What a rank leaves behind about the exception it dies of.
+    """Why a rank dies of an exception: `reason`, `recurs`, `traceback`, for its outcome.
 
     `recurs` says whether it would fail again in the same way: randomness is a function here, so an exception of the
     task does, while one of the network, the machine or another rank's death may not.
@@ -74,8 +84,6 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
 
     from train.tasks import where
 
-    if isinstance(error, (Refused, TrainingFailed)):
-        return {"time": time.time(), "reason": str(error)[:600], "recurs": True, "traceback": traceback.format_exc()}
     text = one_line(f"{type(error).__name__}: {error}")
     of_sample = getattr(error, "sample", "")
     passing = isinstance(error, (dist.DistError, OSError, EOFError))
@@ -90,7 +98,7 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
     line = where(error, task_file) if task_file is not None else text
     if isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
         line, passing = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}", False
-    return {"time": time.time(), "reason": line[:600], "recurs": not passing, "traceback": traceback.format_exc()}
+    return {"reason": line[:600], "recurs": not passing, "traceback": traceback.format_exc()}
 
 
 def log_to(stream: Any) -> None:
@@ -103,7 +111,7 @@ def log_to(stream: Any) -> None:
 
 
 def main() -> None:
-    """One rank of a launched run. Exits 0 for every end that a restart would not change (see run.json for it)."""
+    """One rank of a launched run."""
     stop = StopRequest()
     run = Run(Path(sys.argv[1]))
     attempt = int(os.environ.get("TRAIN_ATTEMPT", "1"))
@@ -112,54 +120,46 @@ def main() -> None:
     # what the agent asks for when nothing moves; works also while this process waits inside a C function
     stacks = (run.logs(attempt) / f"rank{seat.rank}.stack.txt").open("a")
     faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
-    code = 1
-    try:
-        code = exit_code(run, seat, run_rank(run, seat, attempt, stop, bar=False))
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-        leave_failure(run, seat, attempt, error)
-    finally:
-        leave(code)
+    end = run_rank(run, seat, attempt, stop, bar=False)
+    if end.kind is Kind.DIED:
+        show(end)
+    leave(exit_code(run.logs(attempt), seat, end))
 
 
-def exit_code(run: Run, seat: Seat, end: int) -> int:
-    """What a rank under an agent exits with: 0 for every end that is recorded and that a restart would not change.
+def show(end: Outcome) -> None:
+    """Print what a rank died of, where there is still somebody to read it."""
+    with contextlib.suppress(OSError):
+        print(end.traceback, end="", file=sys.stderr, flush=True)
+
+
+def exit_code(logs: Path, seat: Seat, end: Outcome) -> int:
+    """What a rank exits with: 0 for every end that is told and that a restart would not change.
 
     Not 0 either where the others do not notice the end: they have not met this rank yet, and wait for it.
     """
-    if end not in (FAILED, REFUSED) or seat.size == 1:
+    if end.kind is Kind.DIED:
+        return 1
+    if not end.is_fault or seat.size == 1:
         return 0
     import torch.distributed as dist
 
-    return 1 if not dist.is_initialized() or (seat.rank and _is_running(run)) else 0
+    return 1 if not dist.is_initialized() or (seat.rank and not _has_told(logs)) else 0
 
 
-def _is_recorded(run: Run) -> bool:
-    """Most failures meet all ranks at the same step, and rank 0 records them; of one rank's alone it knows nothing."""
+def _is_told(logs: Path) -> bool:
+    """Most failures meet all ranks at the same step, and rank 0 tells of them; of one rank's alone it knows nothing."""
     deadline = time.monotonic() + _PATIENCE
-    while _is_running(run):
+    while not _has_told(logs):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
 
 
-def _is_running(run: Run) -> bool:
-    try:
-        return bool(run.read()["state"] == store.RUNNING)
-    except Refused:  # its folder is gone: rank 0 has met that too
-        return False
-
-
-def leave_failure(run: Run, seat: Seat, attempt: int, error: BaseException) -> dict[str, Any]:
-    """Write down, beside the log of this rank, what it dies of, where the disk takes it."""
-    file = run.folder / "task.py"
-    failure = failure_of(error, file if file.exists() else None) | {"rank": seat.rank}
-    path = run.logs(attempt) / f"rank{seat.rank}.error.json"
-    with contextlib.suppress(OSError):
-        store.write_atomically(path, json.dumps(failure) + "\n", durable=False)
-    return failure
+def _has_told(logs: Path) -> bool:
+    """Whether rank 0 has come to an end of its own, other than by an exception."""
+    first = outcome.read(logs, 0)
+    return not logs.exists() or (first is not None and first.kind is not Kind.DIED)  # a folder gone meets rank 0 too
 
 
 def leave(code: int) -> NoReturn:

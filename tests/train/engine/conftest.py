@@ -47,7 +47,7 @@ class Engine:
         # on top of what the package preloads: what starting a process from a test would import
         set_forkserver_preload(
             [
-                "train.runs.worker",
+                "train.runs.processes.forked",
                 "train.engine.loop",
                 "train.runs.admit",
                 "torch.distributed.checkpoint",
@@ -80,9 +80,8 @@ class Engine:
         (run.folder / "script").write_text("\n".join(script))
         lock = run.acquire()
         assert lock is not None, f"{run.name} is alive"
-        attempt = run.begin_attempt(ranks)
         try:
-            self.code = spawn.spawn(run, lock, ranks, attempt, StopRequest(()))
+            self.code = spawn.spawn(run, lock, ranks, StopRequest(()))
         finally:
             lock.release()
         return run.shown() if (run.folder / "run.json").exists() else {}  # a test may have taken it away

@@ -1,0 +1,174 @@
+"""One place where a run ends: a supervisor killed before it has written the end leaves nothing that a resume loses."""
+
+from __future__ import annotations
+
+import ast
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import train
+from train import signals
+from train.record import outcome, store
+from train.record.outcome import Kind, Outcome
+
+if TYPE_CHECKING:
+    from conftest import Station
+
+FIELDS = ["--steps", 12, "--batch_size", 60, "--checkpoint.every_steps", 5, "--log.tensorboard", "false",
+          "--cpu_threads", 1, "--precision", "fp64", "--eval.every_epochs", 0.5]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared_station: Station) -> dict[str, Any]:
+    shared_station.ok("run", "digits", "--name", "undisturbed", "--spawn", 2, *FIELDS)
+    return shared_station.record("undisturbed")
+
+
+@pytest.mark.parametrize("road", ["launch", "spawn", "alone"])
+def test_a_supervisor_killed_before_it_wrote_the_end_leaves_a_run_that_a_resume_finishes(
+    station: Station, undisturbed: dict[str, Any], road: str
+) -> None:
+    name, killed = "a", {"TRAIN_FAULT": "decided"}
+    if road == "launch":
+        station.ok("launch", "digits", "--name", name, "--nproc", 2, *FIELDS, env=killed)
+        station.wait_for_end(name)
+    else:
+        ranks = ["--spawn", 2] if road == "spawn" else []
+        done = station("run", "digits", "--name", name, *ranks, *FIELDS, env=killed)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    run = station.run(name)
+    told = outcome.read(run.logs(1), 0)
+    assert told is not None and (told.kind, told.step) == (Kind.FINISHED, 12)
+    before = station.record(name)
+    assert (before["state"], before["weights_sha256"]) == (store.RUNNING, None) and run.state() == store.INTERRUPTED
+    assert before["attempts"][0]["end"] is None
+    station.ok("resume", name, "--follow")
+    after = station.record(name)
+    assert after["state"] == store.FINISHED and after["weights_sha256"] == told.figures["weights_sha256"]
+    assert [attempt["end"] for attempt in after["attempts"]] == ["died", "finished"]
+    if road != "alone":  # another number of ranks sums in another order
+        assert [after[key] for key in ("step", "epoch", "weights_sha256", "metrics", "checkpoints", "best")] == [
+            undisturbed[key] for key in ("step", "epoch", "weights_sha256", "metrics", "checkpoints", "best")
+        ]
+
+
+def test_a_rank_killed_after_it_said_that_all_is_done_costs_nothing(station: Station) -> None:
+    done = station("run", "digits", "--name", "a", "--spawn", 2, *FIELDS, env={"TRAIN_FAULT": "finished@0"})
+    assert done.returncode == 0, done.stderr
+    record = station.record("a")
+    assert record["state"] == store.FINISHED and record["weights_sha256"] and len(record["attempts"]) == 1
+
+
+def test_a_stop_of_the_keeper_is_known_from_one_of_a_user_by_a_field(station: Station) -> None:
+    """For spawned ranks too, whose own words are the same both times: that they were sent a SIGTERM."""
+    for name, wanted, by in (("mine", store.POLITE, signals.USER), ("its", store.KEEPER, signals.KEEPER)):
+        process = station.start("run", "digits", "--name", name, "--spawn", 2, *FIELDS, "--steps", 10**6)
+        station.wait_for_step(name, 2)
+        station.run(name).stop(wanted)
+        output = process.communicate()[0]
+        assert process.returncode == 75, output
+        record = station.record(name)
+        assert (record["state"], record["stopped_by"]) == (store.STOPPED, by)
+        assert record["reason"] == f"stopped after step {record['step']} ({store.WHO[wanted]})"
+    said = station.ok("keeper", "--once").stderr
+    assert "its: resumed" in said and "mine" not in said
+    station.ok("stop", "its")
+    assert station.record("its")["stopped_by"] == signals.USER
+
+
+@pytest.mark.parametrize(
+    ("reason", "by"),
+    [
+        ("stopped after step 5 (train stop)", signals.USER),
+        ("stopped (train stop --now); the last checkpoint is of step 4", signals.USER),
+        ("stopped at once (Ctrl-C twice); there is no checkpoint", signals.CTRL_C),
+        ("stopped after step 5 (the keeper)", signals.KEEPER),
+        ("stopped after step 5 (SIGTERM)", signals.SIGNAL),
+        ("stopped (its resume was interrupted)", signals.SIGNAL),
+    ],
+)
+def test_a_record_of_an_earlier_release_says_who_stopped_it_in_its_reason(tmp_path: Path, reason: str, by: str) -> None:
+    run = store.create(tmp_path, "a", {}, {"state": store.STOPPED, "reason": reason})
+    path = run.folder / "run.json"
+    text = json.loads(path.read_text())
+    del text["stopped_by"]
+    path.write_text(json.dumps(text))
+    assert run.read()["stopped_by"] == by
+
+
+def test_a_run_that_was_not_stopped_was_stopped_by_nobody(tmp_path: Path) -> None:
+    run = store.create(tmp_path, "a", {}, {"state": store.FAILED, "reason": "the task says: (train stop)"})
+    assert run.read()["stopped_by"] is None
+    run.begin_attempt(1)
+    run.end_attempt(store.STOPPED, "", store.STOPPED, stopped_by=signals.USER)
+    run.begin_attempt(1)
+    assert run.read()["stopped_by"] is None
+
+
+def test_what_a_rank_leaves_behind_is_read_back_and_garbage_is_nothing(tmp_path: Path) -> None:
+    left = Outcome(3, Kind.DIED, 7, "ValueError: bad", recurs=True, traceback="a\nb\n", figures={"best": None})
+    outcome.write(tmp_path, left)
+    assert outcome.read(tmp_path, 3) == left and outcome.read(tmp_path, 0) is None
+    for rank, text in ((0, "{"), (1, "[]"), (2, '{"kind": "sleeping"}'), (4, '{"kind": "died", "unknown": 1}')):
+        (tmp_path / f"rank{rank}.outcome.json").write_text(text)
+    (tmp_path / "rankx.outcome.json").write_text("{}")
+    assert outcome.read_all(tmp_path) == {3: left}
+    assert outcome.read_all(tmp_path / "nowhere") == {}
+
+
+def test_the_cause_is_the_fault_that_would_come_again_and_then_the_first_one() -> None:
+    lost = Outcome(0, Kind.DIED, recurs=False, time=1.0)
+    bad, worse = Outcome(1, Kind.DIED, recurs=True, time=2.0), Outcome(2, Kind.FAILED, recurs=True, time=3.0)
+    assert outcome.first_fault({0: lost, 2: worse, 1: bad}) == bad
+    assert outcome.first_fault({0: lost}) == lost
+    assert outcome.first_fault({0: Outcome(0, Kind.FINISHED)}) is None
+
+
+def _ends_written_in(path: Path) -> list[int]:
+    """Lines that write how a run ends: the end of an attempt, or a state that is one."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        states = [ast.unparse(word.value) for word in node.keywords if word.arg == "state"]
+        ends = name in ("update", "note") and any(state != "store.CREATED" for state in states)
+        if name == "end_attempt" or ends:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_only_one_module_writes_how_a_run_ends() -> None:
+    root = Path(train.__file__).parent
+    writers = {str(path.relative_to(root)) for path in root.rglob("*.py") if _ends_written_in(path)}
+    assert writers == {"runs/supervise.py", "record/store.py"}  # the latter says how a record is begun
+    assert "state=RUNNING" in (root / "record" / "store.py").read_text()
+
+
+def test_what_a_rank_of_a_foreign_torchrun_died_of_is_left_behind_and_the_run_is_interrupted(station: Station) -> None:
+    """Whether it is begun again is that torchrun's business."""
+    task = station.folder / "fails.py"
+    task.write_text(
+        "import os, torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\n"
+        "def model(config):\n    return nn.Linear(4, 1)\n"
+        "def datasets(config):\n    return TensorDataset(torch.ones(64, 4)), None\n"
+        "def loss(model, batch):\n"
+        "    if os.environ['RANK'] == '1': raise ValueError('bad shape')\n"
+        "    return model(batch[0]).square().mean()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0",
+         "-m", "train", "run", "fails.py", "--name", "t", "--steps", "9", "--cpu_threads", "1"],
+        cwd=station.folder, env=station.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0 and "bad shape" in done.stderr
+    assert station.run("t").state() == store.INTERRUPTED and not station.run("t").alive()
+    cause = outcome.first_fault(outcome.read_all(station.run("t").logs(1)))
+    assert cause is not None and (cause.rank, cause.recurs) == (1, True) and "bad shape" in cause.reason

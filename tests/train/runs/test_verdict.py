@@ -1,0 +1,218 @@
+"""Who died first, why, and what becomes of the run: every situation that there is, as a row."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from train import signals
+from train.record.outcome import Kind, Outcome
+from train.runs import memory
+from train.runs.verdict import Asked, Decision, Facts, Road, decide, who_died
+
+KILL, TERM, ABRT, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, -signal.SIGSEGV
+LAUNCHED, SPAWNED, ALONE, TORCHRUN = Road.LAUNCHED, Road.SPAWNED, Road.ALONE, Road.TORCHRUN
+USER = Asked(signals.USER, "train stop")
+USER_NOW = Asked(signals.USER, "train stop --now", now=True)
+OF_KEEPER = Asked(signals.KEEPER, "the keeper")
+TERMINATED = Asked(signals.SIGNAL, "SIGTERM")
+TWICE = Asked(signals.SIGNAL, "SIGINT", twice=True)
+
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+TRACEBACK = 'Traceback (most recent call last):\n  File "script.py", line 3, in <module>\n    main()\n'
+LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n"
+REFUSED_MEMORY = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
+BUSY = TRACEBACK + "RuntimeError: can't start new thread\n"
+
+
+def facts(road: Road, outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
+    """Of a run `a` on two ranks that may be started again three times."""
+    given: dict[str, Any] = {"name": "a", "ranks": 2, "max_restarts": 3, "healthy_minutes": 10.0, "refused_at": "8 GiB"}
+    return Facts(road=road, outcomes={each.rank: each for each in outcomes}, **given | more)
+
+
+def died(rank: int, reason: str, recurs: bool, at: float = 1.0) -> Outcome:
+    return Outcome(rank, Kind.DIED, reason=reason, recurs=recurs, time=at)
+
+
+def of_script(**more: Any) -> Facts:
+    return facts(LAUNCHED, is_script=True, **more)
+
+
+finished = Outcome(0, Kind.FINISHED, 9, figures={"weights_sha256": "ab", "epoch": 1})
+stopped = Outcome(0, Kind.STOPPED, 5, "SIGTERM", figures={"epoch": 1})
+pulled = Outcome(0, Kind.STOPPED, 5, "another rank was asked to")
+nan = Outcome(0, Kind.FAILED, 3, "the loss is nan at step 3", recurs=True)
+nan_1 = Outcome(1, Kind.FAILED, 3, "the loss is nan at step 3", recurs=True)
+refused = Outcome(0, Kind.REFUSED, 0, "task.py is missing; put the task's copy back", recurs=True)
+
+ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
+    # rank 0 has brought it to an end
+    ("finished", facts(LAUNCHED, (finished,)),
+     {"end": "finished", "state": "finished", "reason": "", "code": 0,
+      "figures": {"weights_sha256": "ab", "epoch": 1, "step": 9}}),
+    ("finished, and killed while it left", facts(SPAWNED, (finished,), exits={0: KILL}),
+     {"end": "finished", "state": "finished", "code": 0, "again": False}),
+    ("finished before the stop came", facts(LAUNCHED, (finished,), asked=USER),
+     {"state": "finished", "stopped_by": None, "reason": ""}),
+    ("finished before the second Ctrl-C", facts(ALONE, (finished,), asked=TWICE), {"state": "finished", "code": 0}),
+    ("finished, and a peer lost its connection", facts(LAUNCHED, (finished, died(1, LOST, False)), exits={1: 1}),
+     {"state": "finished", "said": ""}),
+    ("a signal to a rank", facts(LAUNCHED, (stopped,)),
+     {"end": "stopped", "state": "stopped", "reason": "stopped after step 5 (SIGTERM)", "stopped_by": "signal",
+      "code": 75, "figures": {"epoch": 1, "step": 5}}),
+    ("a signal to another rank", facts(TORCHRUN, (pulled,)),
+     {"state": "stopped", "reason": "stopped after step 5 (another rank was asked to)", "stopped_by": "signal"}),
+    ("train stop, passed on as a signal", facts(LAUNCHED, (stopped,), asked=USER),
+     {"state": "stopped", "reason": "stopped after step 5 (train stop)", "stopped_by": "user"}),
+    ("the same of spawned ranks", facts(SPAWNED, (stopped,), asked=USER),
+     {"state": "stopped", "reason": "stopped after step 5 (train stop)", "stopped_by": "user", "code": 75}),
+    ("the keeper leaves", facts(LAUNCHED, (stopped,), asked=OF_KEEPER),
+     {"reason": "stopped after step 5 (the keeper)", "stopped_by": "keeper"}),
+    ("saved before the second Ctrl-C", facts(SPAWNED, (stopped,), asked=TWICE),
+     {"state": "stopped", "reason": "stopped after step 5 (SIGINT)", "code": 75}),
+    ("all ranks meet a loss that is nan", facts(LAUNCHED, (nan, nan_1)),
+     {"end": "failed", "state": "failed", "reason": nan.reason, "recurs": True, "said": "", "code": 3}),
+    ("rank 0 is refused before it met the others", facts(LAUNCHED, (refused,), exits={0: 1}),
+     {"end": "failed", "state": "failed", "reason": refused.reason}),
+    ("the same alone", facts(ALONE, (refused,)), {"state": "failed", "said": "", "code": 3}),
+
+    # nobody says how it ended, but it was asked to stop
+    ("stopped while it started", facts(LAUNCHED, asked=USER, exits={0: TERM, 1: TERM}, is_ready=False),
+     {"end": "stopped", "state": "stopped", "reason": "stopped (train stop)", "stopped_by": "user", "code": 75}),
+    ("stopped between two attempts", facts(LAUNCHED, asked=USER, saved=4),
+     {"state": "stopped", "reason": "stopped (train stop); the last checkpoint is of step 4"}),
+    ("a rank was killed while they saved", facts(LAUNCHED, asked=TERMINATED, exits={1: KILL}, saved=4),
+     {"state": "stopped", "stopped_by": "signal",
+      "reason": "stopped (SIGTERM), and rank 1 died of SIGKILL; the last checkpoint is of step 4"}),
+    ("the same of spawned ranks", facts(SPAWNED, (died(0, LOST, False),), asked=USER, exits={1: KILL}),
+     {"state": "stopped", "reason": "stopped (train stop), and rank 1 died of SIGKILL", "code": 75}),
+    ("the task failed while they saved", facts(LAUNCHED, (died(1, "ValueError: bad", True),), asked=USER, exits={1: 1}),
+     {"end": "died", "state": "failed", "reason": "rank 1: ValueError: bad", "code": 3}),
+    ("stop --now", facts(LAUNCHED, asked=USER_NOW, exits={0: KILL, 1: KILL}, saved=4),
+     {"state": "stopped", "reason": "stopped (train stop --now); the last checkpoint is of step 4"}),
+    ("stop --now of spawned ranks", facts(SPAWNED, asked=USER_NOW, exits={0: KILL}),
+     {"state": "stopped", "reason": "stopped (train stop --now)", "code": 75}),
+    ("stop --now of one process", facts(ALONE, asked=USER_NOW, saved=4),
+     {"state": "stopped", "reason": "stopped at once (train stop --now)", "stopped_by": "user"}),
+    ("stop --now of a torchrun", facts(TORCHRUN, asked=USER_NOW),
+     {"state": "stopped", "reason": "stopped at once (train stop --now)"}),
+    ("Ctrl-C twice", facts(SPAWNED, (died(0, LOST, False),), asked=TWICE, exits={0: 1}, saved=4),
+     {"end": "stopped", "state": "stopped", "stopped_by": "ctrl-c", "code": 130, "said": "",
+      "reason": "stopped at once (Ctrl-C twice); the last checkpoint is of step 4"}),
+    ("Ctrl-C twice, nothing saved", facts(ALONE, asked=TWICE),
+     {"reason": "stopped at once (Ctrl-C twice); there is no checkpoint", "code": 130}),
+
+    # somebody died
+    ("a rank was killed", facts(LAUNCHED, (died(0, LOST, False),), exits={0: 1, 1: KILL}),
+     {"end": "died", "state": None, "why": "rank 1 died of SIGKILL", "rank": 1, "again": True, "wait": 0.0,
+      "said": "rank 1 died of SIGKILL; starting again (1 of 3 without progress)", "deaths": 1, "reason": None}),
+    ("it was killed before, but has saved since", facts(LAUNCHED, exits={0: SEGV}, deaths=3, progress=True),
+     {"why": "rank 0 died of SIGSEGV", "again": True, "deaths": 1}),
+    ("one death too many", facts(LAUNCHED, exits={0: KILL}, deaths=3),
+     {"state": "failed", "again": False, "why": "rank 0 died of SIGKILL", "end": "died",
+      "reason": "died 4 times without a new checkpoint: rank 0 died of SIGKILL", "code": 3}),
+    ("no restarts, nothing saved", facts(LAUNCHED, exits={0: KILL}, max_restarts=0),
+     {"state": "failed", "reason": "died 1 time without a new checkpoint: rank 0 died of SIGKILL"}),
+    ("no restarts, but saved", facts(LAUNCHED, exits={0: KILL}, max_restarts=0, progress=True),
+     {"state": None, "reason": "rank 0 died of SIGKILL; no restarts are left", "again": False, "code": 3}),
+    ("an exception of the task", facts(LAUNCHED, (died(1, "ValueError: bad", True), died(0, LOST, False, 0.5))),
+     {"end": "died", "state": "failed", "reason": "rank 1: ValueError: bad", "rank": 1, "recurs": True}),
+    ("a failure of one rank alone", facts(LAUNCHED, (nan_1, died(0, LOST, False)), exits={1: 1}),
+     {"state": "failed", "reason": "rank 1: the loss is nan at step 3"}),
+    ("a disk that did not answer", facts(LAUNCHED, (died(0, "OSError: [Errno 5] I/O", False),), exits={0: 1}),
+     {"state": None, "again": True, "why": "rank 0: OSError: [Errno 5] I/O"}),
+    ("a busy machine", facts(LAUNCHED, (died(0, "RuntimeError: can't start new thread", False),), exits={0: 1}),
+     {"again": True, "wait": 2.0}),
+    ("a machine that stays busy", facts(LAUNCHED, exits={0: 1}, logs={0: BUSY}, deaths=9, max_restarts=20),
+     {"again": True, "wait": 30.0}),
+    ("torchrun cannot start", facts(LAUNCHED, exits={0: 1}, problem="can't start new thread"),
+     {"why": "torchrun failed: can't start new thread", "again": True, "wait": 2.0}),
+    ("a hang", facts(LAUNCHED, exits={0: KILL, 1: KILL}, hang="no progress for 9 s while training after step 3"),
+     {"why": "no progress for 9 s while training after step 3", "again": True, "rank": None}),
+    ("a code that nobody explains", facts(LAUNCHED, exits={1: 7}),
+     {"why": "rank 1 exited with code 7; see: train logs a --rank 1", "again": True}),
+    ("nobody says anything", facts(LAUNCHED), {"why": "the ranks ended without saying how", "again": True}),
+    ("killed for memory", facts(LAUNCHED, exits={1: KILL}, killed_at="the 2 GiB of this machine"),
+     {"state": "failed", "recurs": True,
+      "reason": f"out of memory: rank 1 was killed at the 2 GiB of this machine; {memory.ADVICE}"}),
+    ("its loader killed for memory",
+     facts(LAUNCHED, (died(0, LOADER, False),), exits={0: 1}, logs={0: LOADER}, killed_at="1 GiB"),
+     {"state": "failed", "reason": f"out of memory: a process of rank 0 was killed at 1 GiB; {memory.ADVICE}"}),
+    ("a hang while another process was killed for memory",
+     facts(LAUNCHED, exits={0: KILL}, hang="H", killed_at="1 GiB"),
+     {"state": None, "why": "H", "again": True}),
+
+    # nobody starts spawned ranks again
+    ("a spawned rank was killed", facts(SPAWNED, (died(0, LOST, False),), exits={1: KILL, 0: 1}),
+     {"end": "died", "state": None, "again": False, "code": 3,
+      "reason": "rank 1 died of SIGKILL; continue with: train resume a",
+      "said": "rank 1 died of SIGKILL; continue with: train resume a"}),
+    ("a spawned rank left with a code", facts(SPAWNED, exits={0: 7}),
+     {"state": None, "reason": "rank 0 exited with code 7; continue with: train resume a"}),
+    ("an exception of a spawned rank", facts(SPAWNED, (died(1, "ValueError: bad", True),), exits={0: ABRT, 1: 1}),
+     {"end": "failed", "state": "failed", "reason": "rank 1: ValueError: bad", "said": "rank 1: ValueError: bad"}),
+    ("one that passes", facts(SPAWNED, (died(1, "OSError: [Errno 5] I/O", False),), exits={1: 1}),
+     {"state": "failed", "reason": "rank 1: OSError: [Errno 5] I/O"}),
+    ("a spawned rank killed for memory", facts(SPAWNED, exits={0: KILL}, killed_at="1 GiB"),
+     {"state": "failed", "reason": f"out of memory: rank 0 was killed at 1 GiB; {memory.ADVICE}"}),
+    ("an exception in one process", facts(ALONE, (died(0, "ValueError: bad", True),)),
+     {"end": "failed", "state": "failed", "reason": "ValueError: bad", "said": "ValueError: bad", "code": 3}),
+    ("the same after a request to stop", facts(ALONE, (died(0, "OSError: full", False),), asked=TERMINATED),
+     {"state": "failed", "reason": "OSError: full"}),
+    ("a death under a torchrun of somebody else", facts(TORCHRUN, (died(0, LOST, False),)),
+     {"end": "died", "state": None, "why": f"rank 0: {LOST}", "reason": None, "again": False}),
+
+    # scripts: their exit codes and last words are all there is
+    ("a script ends", of_script(), {"end": "finished", "state": "finished", "reason": "", "code": 0}),
+    ("a script ends after train stop", of_script(asked=USER),
+     {"state": "stopped", "reason": "stopped (train stop); the script ended by itself on SIGTERM, with code 0"}),
+    ("a script dies of train stop", of_script(asked=USER, exits={0: TERM, 1: TERM}, is_ready=False),
+     {"state": "stopped",
+      "reason": "stopped (train stop); the script died of SIGTERM, for it does not handle it"}),
+    ("a script raises on train stop",
+     of_script(asked=USER, exits={0: 1}, logs={0: TRACEBACK + "KeyError: 1\n"}, is_ready=False),
+     {"state": "stopped", "reason": "stopped (train stop); the script ended by itself on SIGTERM, with code 1"}),
+    ("a script raises", of_script(exits={1: 1}, logs={1: TRACEBACK + "ValueError: bad shape\n"}),
+     {"end": "died", "state": "failed", "reason": "rank 1: ValueError: bad shape (exited with code 1)", "rank": 1}),
+    ("a peer of it has noticed first",
+     of_script(exits={0: 1}, logs={0: TRACEBACK + LOST + "\n", 1: TRACEBACK + "ValueError: bad\n"}),
+     {"state": "failed", "reason": "rank 1: ValueError: bad"}),
+    ("a script is killed", of_script(exits={0: 1, 1: KILL}, logs={0: TRACEBACK + "ValueError: bad\n"}),
+     {"state": None, "why": "rank 1 died of SIGKILL", "again": True}),
+    ("a peer is lost", of_script(exits={0: 1}, logs={0: TRACEBACK + LOST + "\n"}), {"state": None, "again": True}),
+    ("a script dies again and again", of_script(exits={0: KILL}, deaths=3),
+     {"state": "failed", "reason": "died 4 times before it had run 10 minutes: rank 0 died of SIGKILL"}),
+    ("memory is refused to a script", of_script(exits={0: ABRT}, logs={0: REFUSED_MEMORY}),
+     {"state": "failed", "recurs": True,
+      "reason": f"rank 0: out of memory (what(): std::bad_alloc): 8 GiB; {memory.ADVICE} (died of SIGABRT)"}),
+    ("a hang of a script", of_script(exits={0: KILL}, hang="no output"), {"why": "no output", "again": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("known", "expected"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS])
+def test_what_becomes_of_a_run(known: Facts, expected: dict[str, Any]) -> None:
+    decision = decide(known)
+    assert {key: getattr(decision, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("known", [row[1] for row in ENDS], ids=[row[0] for row in ENDS])
+def test_what_holds_for_every_decision(known: Facts) -> None:
+    decision: Decision = decide(known)
+    assert decision == decide(replace(known)), "the same facts, the same decision"
+    assert decision.end in ("finished", "stopped", "failed", "died")
+    assert (decision.state is None) <= (decision.end == "died")
+    assert (decision.stopped_by is not None) == (decision.state == "stopped")
+    assert decision.again <= (known.road is Road.LAUNCHED and decision.state is None)
+    assert (decision.reason is None) <= (decision.again or known.road is Road.TORCHRUN)
+    assert decision.code == {"finished": 0, "stopped": 75}.get(decision.state or "", 3) or decision.code == 130
+    assert "\n" not in decision.why and "\n" not in (decision.reason or "")
+
+
+def test_an_abort_says_why_before_it_is_taken_for_a_kill() -> None:
+    known = facts(LAUNCHED, exits={0: ABRT}, logs={0: REFUSED_MEMORY})
+    assert who_died(known).recurs and "8 GiB" in who_died(known).reason
+    assert not who_died(replace(known, logs={0: "[E] ProcessGroupNCCL: watchdog\n"})).recurs

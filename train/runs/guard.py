@@ -1,0 +1,90 @@
+"""Looking after the living ranks of a launched run: who hangs is ended, and who waits for the dead."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import tomllib
+from pathlib import Path
+
+from train.engine import uneven
+from train.errors import Refused
+from train.record import heartbeat
+from train.record.heartbeat import Beat
+from train.record.store import Run
+from train.runs.idle import MINUTES, Idle, end, seats
+from train.runs.processes import Guard
+from train.runs.watch import Watch, stack_of
+
+_GRACE = 3.0
+"""Seconds that ranks have to notice by themselves that one of them is dead."""
+
+
+def of(run: Run, attempt: int, ranks: int) -> Guard:
+    """What looks after this attempt: a task shows signs of life of its own, of a script there is only its output."""
+    record = run.read()
+    if not record.get("script"):
+        return OfTask(run, run.logs(attempt), ranks)
+    minutes = (record.get("watch") or {}).get("hang_minutes")
+    return OfScript(run.logs(attempt), MINUTES if minutes is None else float(minutes))
+
+
+class OfTask:
+    """Ends ranks that show no sign of life, and peers of one that is gone."""
+
+    def __init__(self, run: Run, logs: Path, ranks: int) -> None:
+        self.hang = ""
+        self._run, self._logs = run, logs
+        limits = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")).get("watch", {})
+        start = float(limits.get("start_minutes", 30.0))
+        self._watch = Watch(logs, ranks, limits.get("hang_minutes"), start, self._remark)
+        self._dead_since: float | None = None
+
+    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
+        if not pids:
+            return
+        if self._dead_since is None and self._watch.dead(started):
+            self._dead_since = time.monotonic()
+        self.hang = self.hang or self._watch.hangs() or ""
+        if self.hang and self._dead_since is None:
+            self._watch.dump()
+            self._dead_since = 0.0
+        # torchrun alone would give peers that wait for the dead 30 seconds
+        if self._dead_since is not None and time.monotonic() - self._dead_since > _GRACE:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for path in self._logs.glob("*.stack.txt"):
+            with contextlib.suppress(OSError):
+                if not path.stat().st_size:
+                    path.unlink()
+
+    def _remark(self, behind: Beat | None) -> str:
+        with contextlib.suppress(OSError, Refused):
+            return uneven.remark(self._run.read(), behind)
+        return ""
+
+
+class OfScript:
+    """Ends a script that neither speaks nor computes, and writes down what it was doing."""
+
+    def __init__(self, logs: Path, minutes: float) -> None:
+        self.hang = ""
+        self._logs, self._idle = logs, Idle(logs, minutes)
+
+    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
+        heartbeat.sign(self._logs)
+        if self.hang or is_stopping or not pids:  # one that was asked to stop may take its time
+            return
+        self.hang = self._idle.hangs(pids) or ""
+        if self.hang:
+            for rank, pid in seats(pids).items():
+                stack_of(pid, self._logs / f"rank{rank}.stack.txt")
+            end(pids)
+
+    def close(self) -> None:
+        """Its stacks stay."""

@@ -1,0 +1,136 @@
+"""Ranks under torchrun's elastic agent, which runs in a thread of this process: `train launch` and `train resume`.
+
+In a thread, so that signals are ours: torchrun alone would give ranks 30 seconds to save and report a stop as a
+failure. Each attempt has a rendezvous of its own and no restarts inside, so that no attempt reads another's keys, and
+restarts are counted in runs/supervise.py, against progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import threading
+import tomllib
+import traceback
+import uuid
+from collections.abc import Mapping
+
+from train.errors import one_line
+from train.record.outcome import Outcome
+from train.record.store import Lock, Run
+from train.runs import guard, scripts
+from train.runs.processes import Guard
+
+
+class Elastic:
+    """Ranks of a task or of a script, each started through runs/rank.py."""
+
+    repeats = False  # a script may take a second SIGTERM for another request
+
+    def __init__(self, run: Run, lock: Lock, ranks: int) -> None:
+        self.run, self.ranks = run, ranks
+        self.is_script = bool(run.read().get("script"))
+        self.problem = ""
+        self._exits: dict[int, int] = {}
+        self._thread = threading.Thread()
+        self._pids: list[int] = []
+        os.dup2(lock.fd, 0)  # how ranks inherit the lock: see runs/rank.py
+
+    def start(self, attempt: int) -> Guard | None:
+        self.problem, self._exits, self._pids = "", {}, []
+        looked_after = guard.of(self.run, attempt, self.ranks)
+        self._thread = threading.Thread(target=self._host, args=(attempt,), name="torchrun")
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no room for a thread: the machine is busy
+            self._thread = threading.Thread()
+            self._fail(error)
+        return looked_after
+
+    def _host(self, attempt: int) -> None:
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        try:
+            self._launch(attempt)
+        except ChildFailedError as error:
+            self._exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except BaseException as error:
+            self._fail(error)
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+
+    def _fail(self, error: BaseException) -> None:
+        self.problem, self._exits = one_line(error), {0: 1}
+
+    def wait(self) -> bool:
+        if self._thread.is_alive():
+            self._thread.join(0.2)
+        return not self._thread.is_alive()
+
+    def pids(self) -> list[int]:
+        import psutil
+
+        if len(self._pids) < self.ranks:  # an attempt starts its ranks once; looking costs a walk through /proc
+            try:
+                children = psutil.Process().children()
+                self._pids = sorted(p.pid for p in children if "train.runs.rank" in p.cmdline() or self.is_script)
+            except psutil.Error:
+                self._pids = []
+        return self._pids
+
+    def signal(self, number: int) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def exits(self) -> Mapping[int, int]:
+        return self._exits
+
+    def told(self) -> Mapping[int, Outcome]:
+        return {}
+
+    def _launch(self, attempt: int) -> None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        # it misses signal handlers in a thread, for fear of orphans; both are our business (see runs/rank.py)
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
+        self._prepare_environment(attempt)
+        rest = ["--", *scripts.command(self.run, self.run.read())] if self.is_script else []
+        arguments = ["-m", "train.runs.rank", str(self.run.folder), str(attempt), *rest]
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=self.ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            local_addr="127.0.0.1",
+        )
+        with tempfile.TemporaryDirectory(prefix="train-torchrun-") as desk:  # torchrun would leave one behind
+            config.logs_specs = DefaultLogsSpecs(log_dir=desk)
+            elastic_launch(config, sys.executable)(*arguments)
+
+    def _prepare_environment(self, attempt: int) -> None:
+        """What the ranks inherit from this process."""
+        if not self.is_script:
+            content = tomllib.loads((self.run.folder / "config.toml").read_text(encoding="utf-8"))
+            os.environ["OMP_NUM_THREADS"] = str(content.get("cpu_threads", 1))
+        elif self.ranks > 1:  # as torchrun does
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ["TRAIN_AGENT_PID"] = str(os.getpid())
+        logs = self.run.logs(attempt)
+        # NCCL's flight recorder, under the names of torch 2.7 and of later releases; runs/watch.py asks for its trace
+        for size in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
+            os.environ.setdefault(size, "2000")
+        for dump in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT"):
+            os.environ.setdefault(dump, "1")
+        for file in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
+            os.environ[file] = str(logs / "nccl-trace-rank")
+        os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(logs / "nccl-rank")
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
