@@ -14,6 +14,7 @@ from train.data.seeds import seed_compute
 from train.engine import uneven
 from train.engine.loss import Figure, evaluation_figures
 from train.engine.quiet import quiet
+from train.engine.spare import Spare
 from train.errors import TrainingFailed
 from train.parallel.precision import Precision
 from train.parallel.world import World
@@ -33,6 +34,7 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
     sharing: Sharing | None = None,
+    leaves_out: bool = False,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
 
@@ -44,6 +46,7 @@ def evaluate(
         plan: of the evaluation set.
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
         sharing: whose micro batches are whose; None: as ranks without anything special share them.
+        leaves_out: whether samples that cannot be read are left out.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
@@ -58,7 +61,7 @@ def evaluate(
     lends = sharing.lends
     slots = sharing.slots(micros)
     without = [] if lends else uneven.idle(micros, world.size, sharing.is_ordered)
-    spare: tuple[MicroBatch, Any] | None = None
+    spare = Spare(world, leaves_out) if lends else None
     try:
         with torch.no_grad():
             for slot, number in enumerate(slots):
@@ -70,12 +73,12 @@ def evaluate(
                 micro, batch = next(stream)
                 assert micro.of_evaluation
                 is_own = bool(len(micro.indices)) and not micro.is_lent
-                if lends and len(micro.indices):
-                    spare = micro, batch
-                elif lends:
-                    micro, batch = _spare(spare)
-                elif not is_own:  # none of its samples could be read
+                found = (micro, batch) if is_own else None  # of another, none of its samples could be read
+                if spare is not None:
+                    found = spare.instead_of(micro, batch)
+                if found is None:
                     continue
+                micro, batch = found
                 seed_compute(micro.seed, world.device)
                 is_risky = without and slot in (0, len(slots) - 1)
                 waits_for = f"{uneven.names(without)}, without data in an evaluation" if is_risky else ""
@@ -87,12 +90,6 @@ def evaluate(
     finally:
         module.train(was_training)
     return _summed(rows, names, micros, world)
-
-
-def _spare(spare: tuple[MicroBatch, Any] | None) -> tuple[MicroBatch, Any]:
-    if spare is None:
-        raise TrainingFailed("not one sample of the first evaluation batch could be read; look at the data set")
-    return spare
 
 
 def _row(samples: int, figures: dict[str, Figure], names: list[str]) -> list[Tensor | float]:

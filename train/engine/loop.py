@@ -152,7 +152,7 @@ class _Loop:
         beat = functools.partial(job.heart.beat, heartbeat.EVALUATING, self.done)
         evaluated = evaluate(
             job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._stream,
-            lambda: job.stop.asked, beat, job.sharing,
+            lambda: job.stop.asked, beat, job.sharing, job.leaves_out,
         )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True

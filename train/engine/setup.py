@@ -15,11 +15,12 @@ from train.checkpoint.saver import Saver
 from train.checkpoint.state import load
 from train.config import Config
 from train.data.loader import Loader
-from train.data.plan import MicroBatch, Plan, Sharing
+from train.data.plan import Plan, Sharing
 from train.engine import build, opened, uneven
 from train.engine.agenda import Agenda, agenda_of
 from train.engine.report import Report
 from train.engine.skipped import Skipped
+from train.engine.spare import Spare
 from train.parallel import strategy as strategies
 from train.parallel.precision import Precision
 from train.parallel.seat import Seat
@@ -57,8 +58,8 @@ class Job:
     heart: Heart
     evaluated: int
     """Last step after which an evaluation is on record; -1 without one."""
-    spare: tuple[MicroBatch, Any] | None = None
-    """The micro batch that this rank had last; kept where a rank without data has to compute all the same."""
+    spare: Spare | None = None
+    """Where a rank without data has to compute all the same."""
 
     @property
     def sharing(self) -> Sharing:
@@ -130,6 +131,7 @@ def set_up(
         Saver(run, world, config, attempt, saved),
         told, stop, heart,
         evaluation["step"] if evaluation else -1,
+        Spare(world, config.data.on_error == "skip") if strategy.lends_data else None,
     )  # fmt: skip
     if world.is_first:
         _announce(job, attempt, step)

@@ -19,7 +19,6 @@ from train.engine.loss import Figure, training_loss
 from train.engine.meter import Meter
 from train.engine.quiet import quiet
 from train.engine.setup import Job
-from train.errors import TrainingFailed
 from train.parallel.strategy import VOTES
 
 Stream = Iterator[tuple[MicroBatch, Any]]
@@ -130,30 +129,18 @@ def step(job: Job, number: int, stream: Stream, meter: Meter, save: bool, is_fir
 def _micro_batch(
     job: Job, micro: MicroBatch, batch: Any, sums: _Sums, samples: int, is_last: bool, waits_for: str
 ) -> None:
-    """Forward and backward of one micro batch; with weight 0 of one that is another rank's."""
-    micro, batch, is_own = _lent(job, micro, batch)
+    """Forward and backward of one micro batch; with weight 0 where it is not this rank's own."""
+    is_own = bool(len(micro.indices)) and not micro.is_lent
+    if job.spare is not None:
+        found = job.spare.instead_of(micro, batch)
+        if found is None:
+            return
+        micro, batch = found
     seed_compute(micro.seed, job.world.device)
     with job.strategy.micro_batch(micro.number, is_last):
         with job.precision.autocast(), quiet("loss", job.task.file, waits_for):
-            found = training_loss(job.task, job.strategy.call, batch, len(micro.indices))
+            loss = training_loss(job.task, job.strategy.call, batch, len(micro.indices))
         if is_own:
-            sums.add(micro.number, found)
-        weight = found.weight / samples if is_own else 0.0
-        job.strategy.backward(found.value, weight, sums.votes() if is_last else None)
-
-
-def _lent(job: Job, micro: MicroBatch, batch: Any) -> tuple[MicroBatch, Any, bool]:
-    """What to compute on, and whether it is this rank's own.
-
-    Where a forward is a collective, a rank whose samples cannot be read computes on what it had last.
-    """
-    if len(micro.indices):
-        if job.strategy.lends_data:
-            job.spare = micro, batch
-        return micro, batch, not micro.is_lent
-    if job.spare is None:
-        raise TrainingFailed(
-            f"not one sample of the first micro batch could be read, and {job.config.parallel.strategy} needs some on "
-            "every rank; look at the data set, or train with --parallel.strategy ddp"
-        )
-    return *job.spare, False
+            sums.add(micro.number, loss)
+        weight = loss.weight / samples if is_own else 0.0
+        job.strategy.backward(loss.value, weight, sums.votes() if is_last else None)

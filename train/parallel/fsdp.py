@@ -18,8 +18,33 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from train.errors import Refused
 from train.parallel.strategy import Spread
 from train.parallel.units import units
+
+
+def check(model: nn.Module, wrap: str) -> None:
+    """Whether a model can be spread in such units.
+
+    Raises:
+        Refused: it cannot; the message names the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise Refused(
+                f"fsdp cannot spread {name}, for it has no dimension; make it one of a single element (torch.ones(1)), "
+                "or use --parallel.strategy ddp"
+            )
+    seen: set[int] = set()
+    for unit in [*units(model, wrap, "wrap"), model]:
+        own = [(name, p) for name, p in unit.named_parameters() if id(p) not in seen]
+        seen |= {id(parameter) for _, parameter in own}
+        other = [name for name, parameter in own if parameter.dtype != own[0][1].dtype]
+        if other:
+            raise Refused(
+                f"fsdp cannot gather {own[0][0]} and {other[0]} together, for their types differ; name classes that "
+                "hold one type each with --parallel.wrap, or use --parallel.strategy ddp"
+            )
 
 
 class Sharded(Spread):

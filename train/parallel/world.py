@@ -42,12 +42,12 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def share(self, value: T | None) -> T:
-        """Rank 0's value, on every rank."""
+    def share(self, value: T | None, source: int = 0) -> T:
+        """The value of one rank, rank 0 if no other is named, on every rank."""
         if self.size == 1:
             return value  # type: ignore[return-value]
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        dist.broadcast_object_list(box, src=source, group=self.group)
         return box[0]  # type: ignore[return-value]
 
     def on_first(self, action: Callable[[], T]) -> T:

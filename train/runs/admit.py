@@ -20,9 +20,9 @@ from train.config import Config
 from train.engine import build, threads
 from train.engine.opened import config_of, data_differs, task_of
 from train.errors import Refused
-from train.parallel import strategy
+from train.parallel import fsdp, strategy
 from train.parallel.precision import Precision
-from train.parallel.units import recompute, units
+from train.parallel.units import recompute
 from train.parallel.world import pick_device
 from train.record import manifest as manifests
 from train.record.store import Run
@@ -126,7 +126,7 @@ def prepare(request: Request) -> Prepared:
     _check_sync_batchnorm(config, device, ranks, len(train_set))
     model = build.make_model(task, config, precision.weights)
     if strategy.resolve(config, ranks) in ("fsdp", "hsdp"):
-        units(model, config.parallel.wrap, "wrap")  # refuses what the model has not
+        fsdp.check(model, config.parallel.wrap)
     recompute(model, config.parallel.recompute)
     with _without_compiler():
         build.make_optimizer(task, model, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,3 +52,29 @@ def test_autocast_holds_inside_a_forward_pass_and_ends_with_it(name: str, inside
     with made.autocast():
         assert layer(torch.ones(1, 2)).dtype == inside
     assert layer(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_the_loss_of_a_model_that_is_float64_by_itself_is_not_rounded_to_float32(engine: Any, tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    changed = """
+
+_plain, _loss = model, loss
+
+
+def model(config):
+    return _plain(config).double()
+
+
+def loss(model, batch):
+    return _loss(model, batch | {"point": batch["point"].double()})
+
+
+def metrics(model, batch):
+    return {}
+"""
+    task.write_text(engine.task.read_text() + changed)
+    for name, ranks in (("double-1", 1), ("double-3", 3)):
+        assert engine.run(name, ranks, task=task)["state"] == "finished", engine.said(name)
+        losses = engine.losses(name)
+        assert any(loss != float(torch.tensor(loss, dtype=torch.float32)) for loss in losses)
+    assert engine.losses("double-3") == pytest.approx(engine.losses("double-1"), rel=1e-12)

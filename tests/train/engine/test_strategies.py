@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.train.engine.test_failures import sample_of
 from tests.train.engine.test_world_sizes import assert_same_training
+from train.data.order import order
 from train.errors import Refused
 
 EXACT = {"precision": "fp64"}
 FSDP = {"parallel__strategy": "fsdp", "parallel__wrap": "Linear"}
 """Units of one layer each: with `auto` so small a model would be one."""
+ORDERED = {"parallel__reduce": "ordered"}
 HSDP = {"parallel__strategy": "hsdp", "parallel__shard_size": 2}
 
 
@@ -107,6 +110,52 @@ def test_computing_activations_again_gives_the_same_bits_also_where_the_model_is
 def test_a_module_with_running_statistics_is_not_computed_twice(engine: Any) -> None:
     with pytest.raises(Refused, match="BatchNorm1d, whose running statistics would count every batch twice"):
         engine.run("never", 1, task__batchnorm="true", parallel__recompute="BatchNorm1d")
+
+
+MODELS = {
+    "a scalar": ("model.scale = nn.Parameter(torch.tensor(1.0))", "cannot spread scale, for it has no dimension"),
+    "two types": ("model.leave.double()", "cannot gather enter.weight and leave.weight together"),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_a_model_that_cannot_be_spread_is_refused_by_the_parameter(engine: Any, tmp_path: Path, what: str) -> None:
+    line, words = MODELS[what]
+    task = tmp_path / "task.py"
+    changed = f"\n\n_plain = model\n\n\ndef model(config):\n    model = _plain(config)\n    {line}\n    return model\n"
+    task.write_text(engine.task.read_text() + changed)
+    with pytest.raises(Refused, match=words):
+        engine.run("never", 2, task=task, parallel__strategy="fsdp")
+
+
+def test_samples_that_cannot_be_read_are_left_out_alike_where_the_model_is_spread(engine: Any, tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    # all of the second micro batch of the first step, and some others
+    bad = sorted({int(i) for i in order(0, 0, [4, 5, 6, 7, 20, 21, 33], 55)})
+    changed = f"""
+
+_get = Points.__getitem__
+
+
+def _getitem(self, index):
+    if len(self) == 55 and index in {bad}:
+        raise ValueError("broken")
+    return _get(self, index)
+
+
+Points.__getitem__ = _getitem
+"""
+    task.write_text(engine.task.read_text() + changed)
+    flags = EXACT | {"data__on_error": "skip"}
+    for name, ranks, more in (
+        ("left-1", 1, {}),
+        ("left-ddp", 2, {}),
+        ("left-fsdp", 2, FSDP),
+        ("left-ordered", 3, ORDERED),
+    ):
+        engine.run(name, ranks, task=task, **flags, **more)
+        assert engine.station.record(name)["skipped"] == {"training": len(bad)}
+        assert_same_training(engine, name, "left-1")
 
 
 @pytest.mark.parametrize(
