@@ -15,10 +15,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
-from train.errors import Refused
+from train.errors import Refused, TrainingFailed
 from train.parallel.strategy import Spread
 from train.parallel.units import units
 
@@ -59,6 +60,7 @@ class Sharded(Spread):
         # two dimensions: groups that hold the same part, and groups that hold one copy of the model among them
         shape = (size // self._share, self._share)
         mesh = init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        self._divisor = self._find_divisor(model, mesh["shard"])
         for unit in [*units(model, self.config.parallel.wrap, "wrap"), model]:
             # the root too: an evaluation would leave its parameters gathered, and the next step would use old ones
             fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=True)
@@ -66,6 +68,27 @@ class Sharded(Spread):
                 self._add_over(unit, mesh["replicate"].get_group())
         self._take(model)
         return model
+
+    def _find_divisor(self, model: nn.Module, mesh: DeviceMesh) -> float:
+        """What a sum of gradients over the ranks of a copy is divided by. Found by trying.
+
+        Asked for a mean of fp32 or bf16, gloo gives the sum and says nothing (torch 2.7); of other types torch divides
+        by itself. NCCL gives the mean.
+        """
+        found = set()
+        for dtype in sorted({p.dtype for p in model.parameters() if p.requires_grad}, key=str):
+            probe = nn.utils.skip_init(nn.Linear, 1, self._share, bias=False, dtype=dtype, device=self.world.device)
+            nn.init.ones_(probe.weight)
+            fully_shard(probe, mesh=mesh, reshard_after_forward=True)
+            probe(torch.ones(1, 1, dtype=dtype, device=self.world.device)).sum().backward()
+            assert isinstance(probe.weight.grad, DTensor)
+            found.add(self._share / probe.weight.grad.full_tensor().mean().item())
+        if len(found) > 1:
+            raise TrainingFailed(
+                "the model has parameters of several types, whose gradients are not added alike on this device; "
+                "use --parallel.strategy ddp"
+            )
+        return found.pop() if found else 1.0
 
     def _add_over(self, unit: nn.Module, group: dist.ProcessGroup) -> None:
         """After a unit's gradients are summed inside a copy, sum them over the copies.
@@ -87,8 +110,8 @@ class Sharded(Spread):
         yield
 
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
-        # it takes the mean over the ranks of a copy; weights are made for a sum
-        torch.autograd.backward(*self._root(value, weight * self._share))
+        # weights are made for a sum
+        torch.autograd.backward(*self._root(value, weight * self._divisor))
 
     def idle(self, votes: Tensor) -> None:
         raise AssertionError("a rank without data is lent some")

@@ -30,6 +30,21 @@ def test_a_spread_model_trains_as_one_process_does(steady: Any, ranks: int, flag
     assert_same_training(steady, name)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags"), [(2, FSDP), (3, FSDP), (2, HSDP), (4, HSDP)], ids=["fsdp2", "fsdp3", "hsdp2", "hsdp4"]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_in_other_precisions_too_the_first_losses_are_those_of_one_process(
+    engine: Any, ranks: int, flags: dict[str, Any], precision: str
+) -> None:
+    # gloo adds where FSDP asks for a mean of float32: without another word all gradients would be larger
+    if not (engine.station.runs / f"first-{precision}").exists():
+        engine.run(f"first-{precision}", 1, precision=precision, steps=5)
+    name = f"first-{precision}-{flags['parallel__strategy']}{ranks}"
+    engine.run(name, ranks, precision=precision, steps=5, **flags)
+    assert engine.losses(name) == pytest.approx(engine.losses(f"first-{precision}"), rel=1e-5)
+
+
 @pytest.mark.parametrize(("ranks", "flags"), [(3, FSDP), (4, HSDP)], ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_stopped_and_killed_it_ends_bit_for_bit_as_undisturbed(
