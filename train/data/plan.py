@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from train.data.order import order, seed_of
+from train.data.sharing import Sharing
 
 _CHUNK = 16384
 """Positions whose order is computed at a time: a vectorised call costs little more for many than for one."""
@@ -80,41 +81,6 @@ class MicroBatch:
     of_evaluation: bool = False
     is_lent: bool = False
     """Another rank's: this one has none left, but takes part in its computation, with weight 0."""
-
-
-def share(rank: int, micros: int, world: int, is_ordered: bool = False) -> range:
-    """Which of a step's micro batches are a rank's: r, r + W, …; with `is_ordered` neighbours, ceil(r M / W) and on.
-
-    No rank has more than ceil(M / W), nor less than that minus one.
-    """
-    if is_ordered:
-        return range(-(-rank * micros // world), -(-(rank + 1) * micros // world))
-    return range(rank, micros, world)
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """How the micro batches of a step are shared among ranks."""
-
-    rank: int = 0
-    world: int = 1
-    is_ordered: bool = False
-    """Neighbouring ones to each rank, so that it can add up a part of a fixed order by itself."""
-    lends: bool = False
-    """Every rank gets as many: where it has none left, the last one of the step, marked as lent."""
-
-    def slots(self, micros: int) -> list[int | None]:
-        """A rank's micro batches of a step with so many, as many as any rank has: None where it has none left."""
-        own: list[int | None] = list(share(self.rank, micros, self.world, self.is_ordered))
-        return own + [None] * (math.ceil(micros / self.world) - len(own))
-
-    def fetched(self, micros: int) -> Iterator[tuple[int, bool]]:
-        """The numbers of those that a rank fetches, and whether each is lent to it."""
-        for number in self.slots(micros):
-            if number is not None:
-                yield number, False
-            elif self.lends:
-                yield micros - 1, True
 
 
 def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Iterator[MicroBatch]:

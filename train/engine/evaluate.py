@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.data.plan import MicroBatch, Plan, Sharing
+from train.data.plan import MicroBatch, Plan
 from train.data.seeds import seed_compute
+from train.data.sharing import Sharing
 from train.engine import uneven
 from train.engine.loss import Figure, evaluation_figures
 from train.engine.quiet import quiet

@@ -16,7 +16,8 @@ from train.checkpoint.state import load, weights
 from train.config import Config
 from train.data.fetch import Bad, fetcher
 from train.data.loader import Loader, to_device
-from train.data.plan import MicroBatch, Sharing, evaluation_micro_batches
+from train.data.plan import MicroBatch, evaluation_micro_batches
+from train.data.sharing import Sharing
 from train.engine import build, opened
 from train.engine.evaluate import evaluate
 from train.errors import Refused, one_line

@@ -15,7 +15,8 @@ from train.checkpoint.saver import Saver
 from train.checkpoint.state import load
 from train.config import Config
 from train.data.loader import Loader
-from train.data.plan import Plan, Sharing
+from train.data.plan import Plan
+from train.data.sharing import Sharing
 from train.engine import build, opened, uneven
 from train.engine.agenda import Agenda, agenda_of
 from train.engine.report import Report

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from train.data.plan import share
+from train.data.sharing import share
 from train.record import heartbeat
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.data.plan import share
+from train.data.sharing import share
 from train.parallel.strategy import Spread
 
 Node = tuple[int, int]

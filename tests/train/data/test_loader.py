@@ -22,8 +22,9 @@ from torch.utils.data import Dataset, TensorDataset
 from train.data.fetch import fetcher
 from train.data.loader import Loader, to_device
 from train.data.order import order
-from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches, micro_batches_of
+from train.data.plan import MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
 from train.data.seeds import seed_compute
+from train.data.sharing import Sharing
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from engine.test_world_sizes import EXACT, assert_same_training
 
-from train.data.plan import Plan, Sharing, micro_batches_of
+from train.data.plan import Plan, micro_batches_of
+from train.data.sharing import Sharing
 
 FLAGS = {"precision": "fp64", "data__on_error": "skip", "eval__every_epochs": 0}
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.data.plan import share
+from train.data.sharing import share
 from train.parallel.ordered import Node, cover, exchanges, halves
 
 ORDERED = {"parallel__reduce": "ordered", "micro_batch_size": 2, "clip_grad_norm": 0.5}
