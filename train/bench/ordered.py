@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from train.config import Config, Parallel
-from train.parallel import strategy
+from train.parallel.choose import make
 from train.parallel.precision import Precision
+from train.parallel.strategy import VOTES
 from train.parallel.world import World, join, take_device
 
 WORLDS = (1, 2, 3, 4)
@@ -76,14 +77,14 @@ def _step(world: World, reduce: str) -> Callable[[], None]:
     images = torch.randn(BATCH, WIDTH).to(world.device)
     classes = torch.randint(10, (BATCH,)).to(world.device)
     parallel = Parallel(reduce="ordered" if reduce == "ordered" else "fast")
-    spread = strategy.make(world, Config(parallel=parallel), Precision("fp32", world.device))
+    spread = make(world, Config(parallel=parallel), Precision("fp32", world.device))
     model = spread.place(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     spread.start()
     micros = MICROS * world.size
 
     def step() -> None:
-        votes = torch.zeros(len(strategy.VOTES), device=world.device)
+        votes = torch.zeros(len(VOTES), device=world.device)
         spread.begin(micros)
         for slot in range(MICROS):
             is_last = slot == MICROS - 1

@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.config import Config
 from train.engine.readback import Readback
+from train.parallel.choose import make
 from train.parallel.precision import Precision
-from train.parallel.strategy import VOTES, make
+from train.parallel.strategy import VOTES
 from train.parallel.world import World, join, take_device
 
 RANKS = 2

@@ -22,9 +22,10 @@ from train.engine.agenda import Agenda, agenda_of
 from train.engine.report import Report
 from train.engine.skipped import Skipped
 from train.engine.spare import Spare
-from train.parallel import strategy as strategies
+from train.parallel import choose
 from train.parallel.precision import Precision
 from train.parallel.seat import Seat
+from train.parallel.strategy import Strategy
 from train.parallel.units import recompute
 from train.parallel.world import World, join, take_device
 from train.record import manifest as manifests
@@ -46,7 +47,7 @@ class Job:
     config: Config
     world: World
     precision: Precision
-    strategy: strategies.Strategy
+    strategy: Strategy
     optimizer: torch.optim.Optimizer
     loader: Loader
     plan: Plan
@@ -106,7 +107,7 @@ def set_up(
     world = join(config, seat.rank, seat.size, seat.local_rank, seat.local_size, device, seat.init)
     total = build.total_steps(config, plan)
     model = _model(run, task, config, precision, world)
-    strategy = strategies.make(world, config, precision)
+    strategy = choose.make(world, config, precision)
     model = strategy.place(model)
     optimizer = build.make_optimizer(task, model, config)
     faults.here("start")
@@ -189,7 +190,7 @@ def _announce(job: Job, attempt: int, step: int) -> None:
         steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="", without_data=without,
     )  # fmt: skip
     per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
-    spread = strategies.resolve(config, world.size)
+    spread = choose.resolve(config, world.size)
     job.report.say(
         f"{run.name}: {plan.length} samples, {job.total_steps} steps, global batch {per_rank}, "
         f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"

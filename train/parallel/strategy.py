@@ -12,7 +12,7 @@ The loop knows no strategy by name. A step is, on every rank, the same number of
     strategy.update(optimizer, clip_grad_norm)
 
 To add a strategy: a file beside this one with a class that has these methods (`Spread` holds what most share), its
-name in `parallel.strategy` (config/schema.py), and a line in `make`.
+name in `parallel.strategy` (config/schema.py), and a line in choose.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.config import Config
-from train.errors import Refused, TrainingFailed
+from train.errors import TrainingFailed
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
@@ -202,83 +202,3 @@ class Spread:
 def local(tensor: Any) -> Tensor:
     """What this rank holds of a tensor that may be spread over ranks."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def resolve(config: Config, size: int) -> str:
-    """The strategy that a configuration means for so many ranks: one rank has nobody to spread a model with."""
-    name = config.parallel.strategy
-    if name == "dp" or size > 1:
-        return "ddp" if name == "auto" else name
-    return "single"
-
-
-def check(config: Config, size: int, device: torch.device) -> None:
-    """Whether so many ranks on such a device can train as `parallel` says.
-
-    Raises:
-        Refused: they cannot; the message says what to change.
-    """
-    parallel, name = config.parallel, config.parallel.strategy
-    if name in ("single", "dp") and size > 1:
-        instead = (
-            "use ddp or leave it out" if name == "single" else "it is one process for all GPUs; use --nproc 1, or ddp"
-        )
-        raise Refused(f"--parallel.strategy {name} is for one rank, not {size}; {instead}")
-    if name == "dp" and device.type != "cuda":
-        raise Refused("--parallel.strategy dp (nn.DataParallel) needs GPUs; on a CPU use --nproc N with ddp")
-    if parallel.reduce == "ordered":
-        _check_ordered(config)
-    if parallel.shard_size is not None and name != "hsdp":
-        raise Refused(f"--parallel.shard_size is for --parallel.strategy hsdp, not {name}; leave it out")
-    if name == "hsdp" and size > 1:
-        if parallel.shard_size is None:
-            raise Refused(
-                "--parallel.strategy hsdp needs --parallel.shard_size: how many ranks share one copy of the model"
-            )
-        if size % parallel.shard_size:
-            raise Refused(
-                f"--parallel.shard_size {parallel.shard_size} does not divide the {size} ranks; "
-                f"use one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
-            )
-    if parallel.find_unused_parameters and name in ("fsdp", "hsdp"):
-        raise Refused(f"--parallel.find_unused_parameters is for ddp; {name} has no use for it: leave it out")
-    if parallel.wrap != "auto" and name not in ("fsdp", "hsdp"):
-        raise Refused(f"--parallel.wrap is for fsdp and hsdp, not {name}; leave it out")
-
-
-def _check_ordered(config: Config) -> None:
-    name = config.parallel.strategy
-    if name in ("dp", "fsdp", "hsdp"):
-        raise Refused(
-            f"--parallel.reduce ordered is for single and ddp: {name} adds gradients in an order of its own; "
-            "use --parallel.strategy ddp, or --parallel.reduce fast"
-        )
-    if config.sync_batchnorm:
-        raise Refused(
-            "--parallel.reduce ordered and sync_batchnorm exclude each other: the statistics would follow the number "
-            "of ranks; leave out one of them"
-        )
-
-
-def make(world: World, config: Config, precision: Precision) -> Strategy:
-    """The strategy of a run on these ranks."""
-    name = resolve(config, world.size)
-    if config.parallel.reduce == "ordered":
-        from train.parallel.ordered import Ordered
-
-        return Ordered(world, config, precision)
-    if name == "single":
-        from train.parallel.single import Single
-
-        return Single(world, config, precision)
-    if name == "dp":
-        from train.parallel.single import DataParallel
-
-        return DataParallel(world, config, precision)
-    if name == "ddp":
-        from train.parallel.ddp import Replicated
-
-        return Replicated(world, config, precision)
-    from train.parallel.fsdp import Sharded
-
-    return Sharded(world, config, precision)

@@ -20,7 +20,7 @@ from train.config import Config
 from train.engine import build, threads
 from train.engine.opened import config_of, data_differs, task_of
 from train.errors import Refused
-from train.parallel import fsdp, strategy
+from train.parallel import choose, fsdp
 from train.parallel.precision import Precision
 from train.parallel.units import recompute
 from train.parallel.world import pick_device
@@ -125,7 +125,7 @@ def prepare(request: Request) -> Prepared:
     train_set, eval_set = build.make_datasets(task, config)
     _check_sync_batchnorm(config, device, ranks, len(train_set))
     model = build.make_model(task, config, precision.weights)
-    if strategy.resolve(config, ranks) in ("fsdp", "hsdp"):
+    if choose.resolve(config, ranks) in ("fsdp", "hsdp"):
         fsdp.check(model, config.parallel.wrap)
     recompute(model, config.parallel.recompute)
     with _without_compiler():
@@ -201,7 +201,7 @@ def _without_compiler() -> Iterator[None]:
 
 
 def _check_ranks(config: Config, ranks: int, device: torch.device) -> None:
-    strategy.check(config, ranks, device)
+    choose.check(config, ranks, device)
     if config.batch_size < ranks:
         raise Refused(
             f"--batch_size {config.batch_size} is smaller than the number of ranks {ranks}; "
