@@ -54,6 +54,13 @@ def test_help_ls_show_logs_stop_and_resume_import_no_torch(finished: Station) ->
     assert done.returncode == 0, done.stderr
 
 
+def test_what_checks_a_launch_loads_no_compiler() -> None:
+    # torch's compiler and sympy take longer to load than all else that a launch does before its ranks start
+    code = "import sys, train.runs.admit; print(*{'torch._dynamo', 'sympy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_help_names_every_command_and_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     from train.config import fields
 

@@ -75,7 +75,7 @@ OFFERED = {
     "train launch --follow --batch-size 4 --optim.weight-decay=1 --compile true di": {"digits"},
     "train run digits --optim.": {f"--{name}" for name in config.fields() if name.startswith("optim.")},
     "train resume alpha --st": {"--steps"},
-    "train run digits --precision ": {"fp64", "fp32", "bf16", "fp16"},
+    "train run digits --precision ": {"fp64", "fp32", "bf16", "fp16", "tf32"},
     "train run digits --precision=b": {"bf16"},
     "train run digits --sync-batchnorm ": {"true", "false"},
     "train run digits --clip_grad_norm ": {"none"},
@@ -89,7 +89,7 @@ OFFERED = {
     "train ls --state ": {"created", "running", "stopped", "interrupted", "failed", "finished"},
     "train ls --sort=l": {"loss"},
     "train export alpha --checkpoint ": {"best", "20", "40"},
-    "train bench ": {"checkpoint", "resume", "stop"},
+    "train bench ": {"checkpoint", "ordered", "resume", "stop"},
     "train keeper --": {"--help", "--once", "--runs"},
     "train nonsense ": set(),
 }

@@ -1,18 +1,22 @@
-"""Which strategy a run has, and whether its ranks can do it."""
+"""Which strategy a run has, and whether its ranks can do it.
+
+What is asked before a launch must not load the strategies: tensors that are spread over ranks bring torch's compiler
+with them, five seconds that nobody needs there.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from train.config import Config
 from train.errors import Refused
-from train.parallel.ddp import Replicated
-from train.parallel.fsdp import Sharded
-from train.parallel.ordered import Ordered
-from train.parallel.precision import Precision
-from train.parallel.single import DataParallel, Single
-from train.parallel.strategy import Strategy
-from train.parallel.world import World
+
+if TYPE_CHECKING:
+    from train.parallel.precision import Precision
+    from train.parallel.strategy import Strategy
+    from train.parallel.world import World
 
 
 def resolve(config: Config, size: int) -> str:
@@ -73,13 +77,12 @@ def _check_ordered(config: Config) -> None:
 
 def make(world: World, config: Config, precision: Precision) -> Strategy:
     """The strategy of a run on these ranks."""
-    name = resolve(config, world.size)
+    from train.parallel.ddp import Replicated
+    from train.parallel.fsdp import Sharded
+    from train.parallel.ordered import Ordered
+    from train.parallel.single import DataParallel, Single
+
     if config.parallel.reduce == "ordered":
         return Ordered(world, config, precision)
-    if name == "single":
-        return Single(world, config, precision)
-    if name == "dp":
-        return DataParallel(world, config, precision)
-    if name == "ddp":
-        return Replicated(world, config, precision)
-    return Sharded(world, config, precision)
+    kinds = {"single": Single, "dp": DataParallel, "ddp": Replicated, "fsdp": Sharded, "hsdp": Sharded}
+    return kinds[resolve(config, world.size)](world, config, precision)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
 
 from train.errors import Refused
 
@@ -109,4 +108,6 @@ def recompute(model: nn.Module, chosen: str) -> None:
 
 
 def _again(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint  # two seconds, which a launch without it need not take
+
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -20,7 +20,7 @@ from train.config import Config
 from train.engine import build, threads
 from train.engine.opened import config_of, data_differs, task_of
 from train.errors import Refused
-from train.parallel import choose, fsdp
+from train.parallel import choose
 from train.parallel.precision import Precision
 from train.parallel.units import recompute
 from train.parallel.world import pick_device
@@ -126,6 +126,8 @@ def prepare(request: Request) -> Prepared:
     _check_sync_batchnorm(config, device, ranks, len(train_set))
     model = build.make_model(task, config, precision.weights)
     if choose.resolve(config, ranks) in ("fsdp", "hsdp"):
+        from train.parallel import fsdp
+
         fsdp.check(model, config.parallel.wrap)
     recompute(model, config.parallel.recompute)
     with _without_compiler():
