@@ -115,6 +115,11 @@ class Ordered(Spread):
         super()._take(model)
         self._statistics = [buffer for buffer in self._buffers if buffer.is_floating_point()]
         self._others = [buffer for buffer in self._buffers if not buffer.is_floating_point()]
+        # of the types and shapes of a sum, and how much there is of each type: what a message holds
+        self._like = [*(parameter.detach() for parameter in self.trainable), *self._statistics]
+        self._sizes: dict[torch.dtype, int] = {}
+        for tensor in self._like:
+            self._sizes[tensor.dtype] = self._sizes.get(tensor.dtype, 0) + tensor.numel()
         self.begin(0)
 
     def begin(self, micros: int) -> None:
@@ -135,9 +140,8 @@ class Ordered(Spread):
 
     def skip(self, number: int) -> None:
         """Of a micro batch none of whose samples can be read: it adds nothing."""
-        for buffer, before in zip(self._statistics, self._before, strict=True):
-            buffer.copy_(before)
-        self._keep(number)
+        with self.micro_batch(number, is_last=False):
+            pass
 
     def _keep(self, number: int) -> None:
         """Take the gradients and statistics of a micro batch, and add up what is complete with it."""
@@ -194,7 +198,8 @@ class Ordered(Spread):
         for node, peer in exchange.sends:
             operations += [dist.P2POp(dist.isend, flat, peer) for flat in self._packed(self._sums[node])]
         for node, peer in exchange.receives:
-            flats = [torch.empty_like(flat) for flat in self._packed(self._like())]
+            device = self.world.device
+            flats = [torch.empty(size, dtype=dtype, device=device) for dtype, size in self._sizes.items()]
             arriving.append((node, flats))
             operations += [dist.P2POp(dist.irecv, flat, peer) for flat in flats]
         if operations:
@@ -202,10 +207,6 @@ class Ordered(Spread):
                 work.wait()
         for node, flats in arriving:
             self._sums[node] = self._unpacked(flats)
-
-    def _like(self) -> list[Tensor]:
-        """Tensors of the types and shapes of a sum."""
-        return [*(p.detach() for p in self.trainable), *self._statistics]
 
     def _packed(self, tensors: list[Tensor]) -> list[Tensor]:
         """All tensors of a type as one, the types in the order in which they come."""
@@ -218,7 +219,7 @@ class Ordered(Spread):
         by_type = {flat.dtype: flat for flat in flats}
         at = dict.fromkeys(by_type, 0)
         found = []
-        for like in self._like():
+        for like in self._like:
             begin = at[like.dtype]
             at[like.dtype] = begin + like.numel()
             found.append(by_type[like.dtype][begin : at[like.dtype]].view(like.shape))
