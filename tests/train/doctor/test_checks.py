@@ -1,0 +1,401 @@
+"""Checks of packages, limits, disk, clock, weights and network: each fails for real where it can, and passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from machines import by_name, machine, program
+
+from train import cores
+from train.doctor import clock, disk, host, limits, network, packages, weights
+from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code
+from train.doctor.machine import Machine
+
+ROOT = Path(__file__).parents[3]
+
+
+def doctor(*arguments: str, cwd: Path, env: dict[str, str] | None = None, before: str = "") -> dict[str, Finding]:
+    """What `train doctor --json` finds, after a line of shell in its own shell."""
+    outer = {key: value for key, value in os.environ.items() if not key.startswith("TRAIN_")}
+    command = f'{before}\nexec "{sys.executable}" -m train doctor --json {" ".join(arguments)}'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=cwd, env=outer | {"PYTHONPATH": str(ROOT)} | (env or {}), capture_output=True,
+        text=True, check=False, timeout=120,
+    )  # fmt: skip
+    findings = [Finding(**each) for each in json.loads(done.stdout)]
+    assert done.returncode == exit_code(findings), done.stderr
+    return by_name(findings)
+
+
+def test_a_healthy_machine_is_well_and_told_quickly(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    findings = doctor(cwd=tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    bad = [finding for finding in findings.values() if finding.verdict == PROBLEM]
+    assert not [finding for finding in bad if finding.check not in ("Docker", "docker compose", "docker buildx")]
+    # versions come from metadata: importing torch alone takes seconds
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+
+
+def test_it_imports_no_torch() -> None:
+    loaded = "print(*{'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+    code = f"import sys, train.doctor.examine, train.doctor.__main__; {loaded}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == []
+
+
+def test_the_hosts_python_may_know_nothing_but_its_standard_library(tmp_path: Path) -> None:
+    # -I -S: no site-packages, nothing of the environment
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['x', '--json']"
+    code = f"{start}; from train.doctor.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert {each["check"] for each in json.loads(done.stdout)} >= {"shared memory", "clock", "room on disk"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--rendezvous", "node0"],
+        ["--rendezvous", "node0:0"],
+        ["--rendezvous", "node0:99999"],
+        ["--rendezvous", ""],
+        ["--nproc", "2"],
+        ["--timeout", "5"],
+        ["--job", "--nproc", "0"],
+        ["--job", "--nproc", "two"],
+        ["--job", "--rendezvous", "localhost:29400"],
+        ["everything"],
+    ],
+)
+def test_a_wrong_request_is_refused_in_a_line(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "train", "doctor", *arguments],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+# packages
+
+
+def test_a_second_cudnn_before_torchs_own(tmp_path: Path) -> None:
+    (tmp_path / "libcudnn.so.8").touch()
+    finding = doctor(cwd=tmp_path, env={"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"})["LD_LIBRARY_PATH"]
+    assert finding.verdict == PROBLEM
+    assert "two cuDNNs" in finding.seen
+    # the remedy, pasted
+    mended = doctor(cwd=tmp_path, env={"LD_LIBRARY_PATH": str(tmp_path)}, before=finding.remedy)
+    assert mended["LD_LIBRARY_PATH"].verdict == OK
+
+
+def test_a_torch_without_cuda_where_gpus_are_wanted(tmp_path: Path) -> None:
+    home, folder = tmp_path, tmp_path / "other"
+    info = folder / "torch-2.7.1+cpu.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.7.1+cpu\n")
+    (folder / "torch").mkdir()
+    # as its wheel has it
+    (folder / "torch" / "version.py").write_text("__version__ = '2.7.1+cpu'\ncuda: Optional[str] = None\n")
+    env = {"STATION_GPUS": "all", "PYTHONPATH": f"{folder}:{ROOT}"}
+    findings = doctor(cwd=home, env=env)
+    assert findings["torch"].verdict == PROBLEM
+    assert "without CUDA" in findings["torch"].seen
+    assert findings["one torch"].verdict == PROBLEM  # and a second one behind it
+    mended = doctor(cwd=home, env=env, before=f"{findings['one torch'].remedy}; export PYTHONPATH={ROOT}")
+    assert mended["torch"].verdict == mended["one torch"].verdict == OK
+
+
+def test_a_torchvision_for_another_torch(tmp_path: Path) -> None:
+    info = tmp_path / "torchvision-0.20.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.20.1\n")
+    findings = doctor(cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert findings["torchvision"].verdict == PROBLEM
+    assert "0.22" in findings["torchvision"].remedy
+    assert findings["lock"].verdict == WARNING
+
+
+def test_kernels_of_wheels() -> None:
+    assert packages.capabilities("12.6") == ((5, 0), (9, 0))
+    assert packages.capabilities("12.8")[1] >= (12, 0)
+    assert packages.capabilities("13.0")[0] == (7, 5)
+
+
+# limits
+
+
+def test_few_open_files(tmp_path: Path) -> None:
+    finding = doctor(cwd=tmp_path, before="ulimit -Sn 256")["open files"]
+    assert finding.verdict == PROBLEM
+    mended = doctor(cwd=tmp_path, before=f"ulimit -Sn 256; {finding.remedy}")
+    assert mended["open files"].verdict == OK
+
+
+def test_a_quota_of_cores(tmp_path: Path) -> None:
+    two = machine(tmp_path, {"sys/fs/cgroup/cpu.max": "150000 100000\n"})
+    assert cores.usable(two.root) == min(1.5, len(os.sched_getaffinity(0)))
+    old = machine(tmp_path / "v1", {
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    })  # fmt: skip
+    assert cores.usable(old.root) == 0.5
+    assert by_name(list(limits.checks(old)))["cores"].verdict == WARNING
+
+
+def test_locked_memory_matters_where_infiniband_is(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+        "from pathlib import Path; from train.doctor import limits; from train.doctor.machine import Machine\n"
+        "found = limits.checks(Machine({}, Path(sys.argv[1])))\n"
+        "print(*[each.verdict for each in found if each.check == 'locked memory'])"
+    )
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    for root, verdict in ((tmp_path, PROBLEM), (Path("/"), OK)):
+        if root == Path("/") and Machine().list("/sys/class/infiniband"):
+            continue
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(root)], capture_output=True, text=True, cwd=ROOT, check=True
+        )
+        assert done.stdout.strip() == verdict
+
+
+# disk
+
+
+def test_a_folder_of_runs_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    (finding,) = disk.checks(Machine(), tmp_path / "runs")
+    assert finding.verdict == PROBLEM
+
+
+def test_a_folder_of_runs_of_somebody_else() -> None:
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from train.doctor import disk; from train.doctor.machine import Machine\n"
+        "if os.geteuid() == 0: os.setuid(65534)  # whom modes keep out\n"
+        "found = next(disk.checks(Machine(), Path(sys.argv[1]))); print(found.verdict, found.seen, found.remedy)"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # not pytest's, whose parents nobody else may enter
+        Path(folder).chmod(0o555)
+        command = [sys.executable, "-c", code, folder]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        Path(folder).chmod(0o755)
+    assert done.stdout.startswith(PROBLEM), done.stderr
+    assert "chown" in done.stdout
+
+
+def test_what_a_folder_lies_on(tmp_path: Path) -> None:
+    mounts = (
+        "22 1 0:20 / / rw - overlay overlay rw\n23 22 0:21 / /workspace/runs rw - ext4 /dev/sda1 rw\n"
+        "24 22 0:22 / /fast rw - tmpfs tmpfs rw\n"
+    )
+    inside = machine(tmp_path, {"proc/self/mountinfo": mounts}, TRAINSTATION_IMAGE="1")
+    assert disk.mount_of(inside, Path("/workspace/runs/a")) == ("/workspace/runs", "ext4")
+    assert disk.mount_of(inside, Path("/workspace/runs2")) == ("/", "overlay")
+    assert disk._file_system(inside, Path("/workspace/runs")).verdict == OK
+    assert disk._file_system(inside, Path("/fast")).verdict == WARNING
+    assert disk._file_system(inside, Path("/home")).verdict == WARNING
+
+
+# clock
+
+
+def test_a_clock_that_is_not_the_kernels(tmp_path: Path) -> None:
+    true = machine(tmp_path, {"proc/stat": f"cpu 1\nbtime {int(time.time()) - 1000}\n", "proc/uptime": "1000.5 1\n"})
+    assert by_name(list(clock.checks(true, tmp_path)))["clock"].verdict == OK
+    off = machine(tmp_path / "off", {"proc/stat": f"btime {int(time.time()) + 2600}\n", "proc/uptime": "1000.5 1\n"})
+    (finding,) = clock.checks(off, tmp_path)
+    assert finding.verdict == PROBLEM
+    assert "60 minutes before" in finding.seen
+
+
+def test_a_clock_that_has_gone_backwards(tmp_path: Path) -> None:
+    record = tmp_path / "run" / "run.json"
+    record.parent.mkdir()
+    record.touch()
+    assert next(clock.checks(Machine(), tmp_path)).verdict == OK
+    os.utime(record, (time.time() + 7200, time.time() + 7200))
+    assert next(clock.checks(Machine(), tmp_path)).verdict == PROBLEM
+
+
+# weights
+
+
+def test_weights_of_a_wrapped_model(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from torch import nn
+
+    model = nn.DataParallel(nn.Linear(2, 2))
+    torch.save(model.state_dict(), tmp_path / "wrapped.pt")
+    save_file(model.state_dict(), tmp_path / "wrapped.safetensors")
+    torch.save(model.module.state_dict(), tmp_path / "plain.pt")
+    (tmp_path / "broken.pt").write_bytes(b"PK\x03\x04nothing")
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 9)
+    findings = list(weights.checks(tmp_path))
+    assert sorted(finding.seen.split(" in ")[1].split()[0] for finding in findings) == [
+        "wrapped.pt",
+        "wrapped.safetensors",
+    ]
+    assert all("2 of 2 names" in finding.seen for finding in findings)
+
+
+# network
+
+
+def names(place: str, **environ: str) -> dict[str, Finding]:
+    return by_name(list(network.checks(Machine(environ), network.parse(place))))
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    finding = names("no-such-host.invalid:29400")["rendezvous name"]
+    assert finding.verdict == PROBLEM
+    assert "/etc/hosts" in finding.remedy
+
+
+def test_a_port_that_is_free_and_one_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert "somebody listens" in names(f"127.0.0.1:{port}")["rendezvous port"].seen
+    assert "is free" in names(f"127.0.0.1:{port}")["rendezvous port"].seen
+
+
+def test_a_host_whose_name_is_its_loopback() -> None:
+    finding = network._loopback(network.Place("node0", 29400), "127.0.1.1", True)
+    assert finding.verdict == PROBLEM
+    assert "no other machine can reach" in finding.seen
+
+
+def test_the_interface_that_leads_there_and_one_that_does_not() -> None:
+    assert names("127.0.0.1:29400")["interface"].seen.startswith("lo ")
+    assert names("[::1]:29400")["rendezvous name"].verdict == OK or not socket.has_ipv6
+    wrong = names("127.0.0.1:29400", NCCL_SOCKET_IFNAME="=eth7", GLOO_SOCKET_IFNAME="lo")
+    assert wrong["NCCL_SOCKET_IFNAME"].verdict == PROBLEM
+    assert wrong["NCCL_SOCKET_IFNAME"].remedy == "export NCCL_SOCKET_IFNAME==lo"
+    assert wrong["GLOO_SOCKET_IFNAME"].verdict == OK
+
+
+@pytest.mark.parametrize(
+    ("wish", "fits"),
+    [
+        ("eth", True),
+        ("=eth", False),
+        ("=eth0", True),
+        ("^eth", False),
+        ("^docker,lo", True),
+        ("^=eth0", False),
+        ("ib,eth", True),
+    ],
+)
+def test_how_nccl_reads_names_of_interfaces(wish: str, fits: bool) -> None:
+    # NCCL user guide, environment variables, NCCL_SOCKET_IFNAME
+    assert network._matches(wish, "eth0") is fits
+
+
+def test_infiniband(tmp_path: Path) -> None:
+    port = "sys/class/infiniband/mlx5_0/ports/1/"
+    up = machine(
+        tmp_path, {port + "state": "4: ACTIVE\n", port + "rate": "200 Gb/sec (4X HDR)\n", "dev/infiniband/uverbs0": ""}
+    )
+    assert network._infiniband(up).seen == "mlx5_0:1 (200 Gb/sec (4X HDR))"
+    off = machine(tmp_path, NCCL_IB_DISABLE="1")
+    assert network._infiniband(off).verdict == WARNING
+    down = machine(tmp_path, {port + "state": "1: DOWN\n"})
+    assert network._infiniband(down).verdict == PROBLEM
+    kept = machine(tmp_path / "kept", {port + "state": "4: ACTIVE\n"})
+    assert "no /dev/infiniband" in network._infiniband(kept).seen
+    assert network._infiniband(machine(tmp_path / "none")).verdict == OK
+
+
+def test_a_small_mtu(tmp_path: Path) -> None:
+    assert network._mtu(machine(tmp_path, {"sys/class/net/wg0/mtu": "1420\n"}), "wg0").verdict == WARNING
+    assert network._mtu(machine(tmp_path, {"sys/class/net/eth0/mtu": "9000\n"}), "eth0").verdict == OK
+
+
+# the host
+
+_INFO = '{"ServerVersion": "27.1.1", "Runtimes": {"runc": {}, "nvidia": {}}, "CgroupDriver": "systemd"}'
+"""Of `docker info`, what is read."""
+_CARD = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03\n"}
+
+
+def engine(
+    folder: Path, info: str, compose: str = "2.29.1", buildx: str = "github.com/docker/buildx v0.16.1 34c19"
+) -> None:
+    (folder / "info.json").write_text(info)
+    script = f"""case "$1 $2" in
+        info*) cat {folder}/info.json ;;
+        "compose version") echo {compose} ;;
+        "buildx version") [ "{buildx}" ] && echo {buildx} ;;
+    esac"""
+    program(folder, "docker", script)
+
+
+def on_host(folder: Path, files: dict[str, str] | None = None) -> dict[str, Finding]:
+    here = machine(folder, files)
+    here.environ = (
+        {**here.environ, "PATH": str(folder / "bin") + ":/bin"} if (folder / "bin" / "cat").exists() else here.environ
+    )
+    return by_name(list(host.checks(here)))
+
+
+def test_an_engine_that_can_carry_the_station(tmp_path: Path) -> None:
+    engine(tmp_path, _INFO)
+    findings = on_host(tmp_path)
+    assert {finding.verdict for finding in findings.values()} == {OK, NOT_APPLICABLE}, findings
+
+
+def test_an_engine_that_does_not_answer(tmp_path: Path) -> None:
+    # as docker 20.10 prints it
+    words = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
+    engine(tmp_path, json.dumps({"ServerErrors": [words]}))
+    assert on_host(tmp_path)["Docker"].verdict == PROBLEM
+    words = "Got permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock"
+    engine(tmp_path, json.dumps({"ServerErrors": [words]}))
+    assert "usermod" in on_host(tmp_path)["Docker"].remedy
+
+
+def test_an_old_compose_and_no_buildx(tmp_path: Path) -> None:
+    engine(tmp_path, _INFO, compose="2.10.2", buildx="")
+    findings = on_host(tmp_path)
+    assert findings["docker compose"].verdict == findings["docker buildx"].verdict == PROBLEM
+
+
+def test_gpus_that_containers_do_not_get(tmp_path: Path) -> None:
+    engine(tmp_path, _INFO)
+    assert "not installed" in on_host(tmp_path, _CARD)["container toolkit"].seen
+    program(tmp_path, "nvidia-ctk", "echo NVIDIA Container Toolkit CLI version 1.16.2")
+    findings = on_host(tmp_path)
+    assert findings["container toolkit"].verdict == OK
+    assert findings["GPUs stay"].verdict == WARNING
+    (tmp_path / "dev/char").mkdir(parents=True)
+    (tmp_path / "dev/char/195:0").symlink_to("/dev/nvidia0")
+    assert "GPUs stay" not in on_host(tmp_path)
+    engine(tmp_path, _INFO.replace(', "nvidia": {}', ""))
+    assert "nvidia-ctk runtime configure" in on_host(tmp_path)["container toolkit"].remedy
+
+
+# how it is shown
+
+
+def test_a_finding_on_80_columns_and_its_remedy_whole() -> None:
+    remedy = "sudo " + "x" * 100
+    shown = as_text([Finding("a", OK, "word " * 40), Finding("bb", PROBLEM, "seen", remedy)], 80)
+    lines = shown.splitlines()
+    assert all(len(line) <= 80 for line in lines if "try:" not in line)
+    assert f"try: {remedy}" in shown
+    assert lines[-1] == "2 checks: 1 problem"

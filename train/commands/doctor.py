@@ -1,0 +1,58 @@
+"""`train doctor`: is this machine well, and what mends it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands.parser import Parser, number
+from train.errors import Refused
+
+
+def add_arguments(parser: Parser) -> None:
+    """Which checks, and how they are shown."""
+    add = parser.add_argument
+    add("--json", action="store_true", help="for machines: a list of check, verdict, seen, remedy")
+    text = "these alone, by their names with commas: 'shared memory,memory'; train doctor lists them"
+    add("--only", metavar="CHECK", help=text, offer=_checks)
+    add("--rendezvous", metavar="HOST:PORT", help="check the way to where ranks of several machines are to meet, too")
+    add(
+        "--job", action="store_true", help="under torchrun or srun, on every rank: what several ranks need; alone: here"
+    )
+    add("--nproc", metavar="N", help="with --job, alone: ranks to try it with (one per GPU, else 2)")
+    add("--timeout", metavar="SECONDS", help="with --job: how long a rank may take to come and to answer (30)")
+
+
+def _checks(**_: object) -> list[str]:
+    from train.doctor.examine import NAMES
+
+    return list(NAMES)
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Check, print a line a check. 1 if there is a problem."""
+    from train.doctor import finding, network
+    from train.doctor.examine import chosen, examine, names
+    from train.doctor.machine import Machine
+
+    ranks, seconds = number("nproc", options.nproc, 1), number("timeout", options.timeout, 1)
+    if not options.job and (ranks or seconds):
+        raise Refused(f"--{'nproc' if ranks else 'timeout'} is for --job; give both, or neither")
+    try:
+        place = network.parse(options.rendezvous) if options.rendezvous is not None else None
+        only = names(options.only) if options.only is not None else []
+        chosen([], only)  # a name that is none is refused at once
+    except ValueError as error:
+        raise Refused(error) from None
+    if options.job:
+        if place is not None:
+            raise Refused("--job and --rendezvous are two questions; ask one of them")
+        if only:
+            raise Refused("--only is for the checks of one machine, and --job for those of ranks; ask one of them")
+        from train.doctor.job import DEADLINE, examine_job
+
+        return examine_job(runs, options.json, ranks, seconds or DEADLINE)
+    findings = examine(Machine(), runs, place)
+    findings = chosen(findings, only) if only else findings
+    finding.show(findings, options.json)
+    return finding.exit_code(findings)

@@ -1,0 +1,136 @@
+"""Where runs are kept: may one write there, is there room, does it hold what it is given."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from train.doctor.finding import Finding, not_applicable, ok, problem, warning
+from train.doctor.machine import Machine
+from train.runs.memory import size
+
+MB = 2**20
+_LEAST_FREE, _LITTLE_FREE = 500 * MB, 5 * 1024 * MB
+_LEAST_INODES = 10_000
+_SLOW = 20 * MB
+"""Bytes a second below which checkpoints become what a run waits for."""
+_PROBE = 16 * MB
+_LASTING = ("tmpfs", "ramfs")
+
+
+def checks(machine: Machine, runs: Path) -> Iterator[Finding]:
+    """All checks of the disk under the folder of runs."""
+    place = _nearest(runs)
+    yield _owner(runs, place)
+    if not place.is_dir():
+        return
+    yield _room(place)
+    yield _file_system(machine, place)
+    if os.access(str(place), os.W_OK):
+        yield _locks(place)
+        yield _speed(place)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or what is there of its way."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _owner(runs: Path, place: Path) -> Finding:
+    """Whether whoever asks may write there; a container and its host know people by number."""
+    name = "folder of runs"
+    if not place.is_dir():
+        return problem(name, f"{place} is no folder", "train launch … --runs DIR")
+    mine, theirs = os.geteuid(), place.stat().st_uid
+    if not os.access(str(place), os.W_OK | os.X_OK):
+        seen = f"{place} belongs to {name_of(theirs)} (UID {theirs}); {name_of(mine)} (UID {mine}) may not write there"
+        return problem(name, seen, f"sudo chown -R {mine}:{os.getegid()} {place}")
+    return ok(name, f"{runs}, {'of UID ' + str(theirs) if place == runs.absolute() else 'to be made in ' + str(place)}")
+
+
+def _room(place: Path) -> Finding:
+    name = "room on disk"
+    disk = os.statvfs(str(place))
+    free, inodes = disk.f_frsize * disk.f_bavail, disk.f_favail
+    remedy = "train ls --sort created --reverse; train rm NAME"
+    if free < _LEAST_FREE:
+        return problem(name, f"{size(free)} free under {place}", remedy)
+    if disk.f_files and inodes < _LEAST_INODES:
+        return problem(name, f"{inodes} files more can be made under {place} (inodes; df -i)", remedy)
+    seen = f"{size(free)} free under {place}"
+    return warning(name, seen, remedy) if free < _LITTLE_FREE else ok(name, seen)
+
+
+def mount_of(machine: Machine, place: Path) -> tuple[str, str] | None:
+    """Where the file system that holds a folder is mounted, and its kind (proc_pid_mountinfo(5))."""
+    best: tuple[str, str] | None = None
+    for line in machine.read("/proc/self/mountinfo").splitlines():
+        fields = line.split()
+        if "-" not in fields:
+            continue
+        point = fields[4].replace("\\040", " ")
+        inside = point == "/" or str(place) == point or str(place).startswith(point + "/")
+        if inside and (best is None or len(point) >= len(best[0])):
+            best = point, fields[fields.index("-") + 1]
+    return best
+
+
+def _file_system(machine: Machine, place: Path) -> Finding:
+    name, found = "file system", mount_of(machine, place.resolve())
+    if found is None:
+        return not_applicable(name, "not told by /proc/self/mountinfo")
+    point, kind = found
+    if kind in _LASTING:
+        return warning(
+            name, f"{kind} at {point}: runs in memory are gone with the next start", "train launch … --runs DIR"
+        )
+    if kind == "overlay" and machine.is_container:
+        seen = f"{point} is the container's own layer: runs are gone with the container"
+        return warning(name, seen, "docker run -v /a/folder:/workspace/runs …")
+    return ok(name, f"{kind} at {point}")
+
+
+def _locks(place: Path) -> Finding:
+    """A run is alive exactly while its lock is held; some network file systems have none."""
+    try:
+        with tempfile.TemporaryFile(dir=str(place)) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        seen = f"{place} refuses locks ({error.strerror}): two could write to one run"
+        return problem("file locks", seen, "train launch … --runs DIR  # on another file system")
+    return ok("file locks", "are held")
+
+
+def _speed(place: Path) -> Finding:
+    """How fast a file is on the disk, fsync included."""
+    block = os.urandom(MB)  # what a disk that compresses cannot make small
+    try:
+        with tempfile.TemporaryFile(dir=str(place)) as file:
+            began = time.monotonic()
+            for _ in range(_PROBE // MB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            seconds = max(time.monotonic() - began, 1e-6)
+    except OSError as error:
+        return problem("write speed", f"{place}: {error.strerror}", f"df -h {place}; dmesg | tail")
+    rate = _PROBE / seconds
+    seen = f"{size(rate)}/s to {place}, on the disk"
+    if rate < _SLOW:
+        return warning("write speed", f"{seen}: checkpoints will be slow", "train bench checkpoint")
+    return ok("write speed", seen)

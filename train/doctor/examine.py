@@ -1,0 +1,70 @@
+"""All checks of one machine, in the order in which people meet what they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from train.doctor import clock, disk, gpu, host, limits, network, packages, weights
+from train.doctor.finding import Finding, not_applicable
+from train.doctor.machine import Machine
+from train.doctor.network import Place
+
+NAMES = (
+    "Docker", "docker compose", "docker buildx", "container toolkit", "GPUs stay", "GPUs", "driver",
+    "compute capability", "GPU memory errors", "GPU heat", "GPU memory", "packages", "torch", "torchvision", "lock",
+    "one torch", "LD_LIBRARY_PATH", "LD_PRELOAD", "shared memory", "memory", "cores", "locked memory", "open files",
+    "folder of runs", "room on disk", "file system", "file locks", "write speed", "clock", "weights",
+    "rendezvous name", "rendezvous address", "rendezvous port", "interface", "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME", "MTU", "InfiniBand",
+)  # fmt: skip
+"""Every check there is; which of them say something depends on the machine."""
+
+
+def chosen(findings: list[Finding], only: list[str]) -> list[Finding]:
+    """Those of these names, in the order of the names.
+
+    Raises:
+        ValueError: there is no check of a name.
+    """
+    found = []
+    for name in only:
+        known = next((known for known in NAMES if known.lower() == name.lower()), None)
+        if known is None:
+            raise ValueError(f"there is no check {name!r}; there are: {', '.join(NAMES)}")
+        there = [finding for finding in findings if finding.check == known]
+        found += there or [not_applicable(known, "nothing to check here: train doctor says what there is")]
+    return found
+
+
+def names(text: str) -> list[str]:
+    """The names in an option: 'shared memory,memory'.
+
+    Raises:
+        ValueError: there is none.
+    """
+    only = [name.strip() for name in text.split(",") if name.strip()]
+    if not only:
+        raise ValueError(f"--only names no check; there are: {', '.join(NAMES)}")
+    return only
+
+
+def examine(machine: Machine, runs: Path, place: Place | None = None) -> list[Finding]:
+    """Every check that needs no other rank. Takes a few seconds; changes nothing.
+
+    Args:
+        runs: the folder where runs are kept, or will be.
+        place: where ranks of several machines are to meet.
+    """
+    return list(_all(machine, runs, place))
+
+
+def _all(machine: Machine, runs: Path, place: Place | None) -> Iterator[Finding]:
+    yield from host.checks(machine)
+    yield from gpu.checks(machine)
+    yield from packages.checks(machine)
+    yield from limits.checks(machine)
+    yield from disk.checks(machine, runs)
+    yield from clock.checks(machine, runs)
+    yield from weights.checks(Path.cwd())
+    yield from network.checks(machine, place)

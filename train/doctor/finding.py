@@ -1,0 +1,100 @@
+"""What a check has found, and how it is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterable
+
+OK, WARNING, PROBLEM, NOT_APPLICABLE = "ok", "warning", "problem", "not applicable"
+_MARK = {OK: "ok", WARNING: "warning", PROBLEM: "problem", NOT_APPLICABLE: "-"}
+_COLOUR = {OK: "32", WARNING: "33", PROBLEM: "31", NOT_APPLICABLE: "2"}
+_NARROWEST = 40
+EXIT_WELL, EXIT_PROBLEM = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The verdict of one check."""
+
+    check: str
+    """Its name, as people would search for it."""
+    verdict: str
+    """OK, WARNING (it works, but not for long, or not well), PROBLEM (it does not work) or NOT_APPLICABLE."""
+    seen: str
+    """What was seen, in a line."""
+    remedy: str = ""
+    """A command to paste; with a warning or a problem."""
+
+
+def ok(check: str, seen: str) -> Finding:
+    return Finding(check, OK, seen)
+
+
+def warning(check: str, seen: str, remedy: str) -> Finding:
+    return Finding(check, WARNING, seen, remedy)
+
+
+def problem(check: str, seen: str, remedy: str) -> Finding:
+    return Finding(check, PROBLEM, seen, remedy)
+
+
+def not_applicable(check: str, why: str) -> Finding:
+    return Finding(check, NOT_APPLICABLE, why)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """1 if there is a problem, else 0."""
+    return EXIT_PROBLEM if any(finding.verdict == PROBLEM for finding in findings) else EXIT_WELL
+
+
+def as_json(findings: Iterable[Finding]) -> str:
+    """A list of objects with check, verdict, seen, remedy."""
+    return json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1)
+
+
+def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
+    """A line a check, the remedy below it, and how many are not well."""
+    name = max((len(finding.check) for finding in findings), default=0)
+    lines = []
+    for finding in findings:
+        mark = f"{_MARK[finding.verdict]:<8}"
+        if colour:
+            mark = f"\x1b[{_COLOUR[finding.verdict]}m{mark}\x1b[0m"
+        # wrapped as if the mark had no colour: its bytes are not seen
+        indent = " " * (8 + name + 2)
+        room = max(width, len(indent) + _NARROWEST)
+        seen = textwrap.wrap(finding.seen, room - len(indent), break_on_hyphens=False) or [""]
+        lines.append(f"{mark}{finding.check:<{name}}  {seen[0]}")
+        lines += [indent + more for more in seen[1:]]
+        if finding.remedy:
+            lines.append(f"{indent}try: {finding.remedy}")  # whole, however long: it is to be pasted
+    return "\n".join([*lines, "", summary(findings)])
+
+
+def summary(findings: Iterable[Finding]) -> str:
+    """How many are not well, in words."""
+    verdicts = [finding.verdict for finding in findings]
+    parts = [
+        f"{count} {word}{'s' if count > 1 else ''}"
+        for word, count in ((word, verdicts.count(word)) for word in (PROBLEM, WARNING))
+        if count
+    ]
+    return f"{len(verdicts)} checks: " + (", ".join(parts) if parts else "all is well")
+
+
+def show(findings: list[Finding], json_: bool) -> None:
+    """Print them."""
+    if json_:
+        print(as_json(findings))
+        return
+    width = 80
+    is_terminal = sys.stdout.isatty()
+    if is_terminal:
+        with contextlib.suppress(OSError):
+            width = os.get_terminal_size().columns
+    print(as_text(findings, width, is_terminal and "NO_COLOR" not in os.environ))

@@ -1,0 +1,183 @@
+"""GPUs: driver, kernels, errors, heat, who else is on them. All that is known comes from nvidia-smi."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import xml.etree.ElementTree as xml
+from collections.abc import Iterator
+
+from train.doctor import packages
+from train.doctor.finding import Finding, not_applicable, ok, problem, warning
+from train.doctor.machine import Machine, Said
+
+DRIVER = 525
+"""The oldest that runs PyTorch's CUDA 12 libraries (CUDA compatibility guide, minor version compatibility), and that
+the image asks for (NVIDIA_REQUIRE_CUDA)."""
+_TOO_FULL = 0.1
+"""The share of a GPU's memory that others may have before it is told."""
+_AGAIN = "docker compose up -d --force-recreate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU, as `nvidia-smi -q -x` describes it."""
+
+    number: int
+    node: xml.Element
+
+    def text(self, path: str) -> str:
+        return (self.node.findtext(path) or "").strip()
+
+    def number_of(self, path: str) -> float | None:
+        """A figure without its unit; None where the card does not tell."""
+        found = re.match(r"[\d.]+", self.text(path))
+        return float(found.group()) if found else None
+
+    @property
+    def label(self) -> str:
+        return f"GPU {self.number}"
+
+
+def checks(machine: Machine) -> Iterator[Finding]:
+    """All checks of GPUs."""
+    if not machine.wants_gpus():
+        why = "STATION_GPUS is none" if machine.is_station else "there is no NVIDIA GPU in this machine"
+        yield not_applicable("GPUs", why)
+        return
+    said = machine.run("nvidia-smi", "-q", "-x")
+    if said is None or said.code != 0:
+        yield _no_answer(machine, said)
+        return
+    try:
+        tree = xml.fromstring(said.out)
+    except xml.ParseError:
+        yield problem("GPUs", f"nvidia-smi says what is no XML: {said.first_line[:80]}", "nvidia-smi -q -x | head")
+        return
+    gpus = [Gpu(number, node) for number, node in enumerate(tree.iter("gpu"))]
+    yield _count(machine, gpus)
+    yield _driver(tree)
+    yield from _kernels(machine, gpus)
+    yield _memory_errors(gpus)
+    yield _heat(gpus)
+    yield _others(gpus)
+
+
+def _no_answer(machine: Machine, said: Said | None) -> Finding:
+    """Why nvidia-smi does not answer: its own words are few and well known."""
+    name = "GPUs"
+    if said is None:
+        if machine.is_container:
+            return problem(name, "this container was given none: nvidia-smi is not here", _AGAIN)
+        return problem(name, "a card is there, its driver is not installed", "sudo apt-get install nvidia-driver")
+    words = said.first_line
+    if "Unknown Error" in words and machine.is_container:
+        # what systemd's daemon-reload on the host does to running containers: NVIDIA/nvidia-container-toolkit#48
+        return problem(name, f"lost while the container ran (the host has reloaded its units): {words}", _AGAIN)
+    if "version mismatch" in words:
+        return problem(name, f"the driver was upgraded under a running kernel: {words}", "sudo reboot")
+    if "communicate with the NVIDIA driver" in words:
+        return problem(name, f"the driver is not loaded: {words}", "sudo modprobe nvidia")
+    if "No devices were found" in words or "GPU is lost" in words:
+        return problem(name, f"fallen off the bus: {words}", "sudo dmesg | grep -i -e xid -e nvrm")
+    return problem(name, f"nvidia-smi fails ({said.code}): {words}", "nvidia-smi")
+
+
+def _count(machine: Machine, gpus: list[Gpu]) -> Finding:
+    wanted = machine.environ.get("STATION_GPUS", "all")
+    expected = 1 if wanted in ("all", "none") else len(wanted.split(","))
+    kinds: dict[str, int] = {}
+    for gpu in gpus:
+        kinds[gpu.text("product_name")] = kinds.get(gpu.text("product_name"), 0) + 1
+    seen = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    if len(gpus) < expected:
+        return problem("GPUs", f"{wanted} were asked for, {len(gpus)} are here: {seen or 'none'}", _AGAIN)
+    return ok("GPUs", seen)
+
+
+def _driver(tree: xml.Element) -> Finding:
+    version, cuda = (tree.findtext("driver_version") or "?").strip(), (tree.findtext("cuda_version") or "?").strip()
+    found = re.match(r"\d+", version)
+    if not found:
+        return warning("driver", f"its version cannot be read: {version}", "nvidia-smi")
+    if int(found.group()) < DRIVER:
+        seen = f"{version} is too old for CUDA 12: {DRIVER} or newer is needed"
+        return problem("driver", seen, "sudo apt-get install nvidia-driver && sudo reboot")
+    return ok("driver", f"{version}, CUDA up to {cuda}; PyTorch's CUDA libraries and the 12.1 compiler need {DRIVER}")
+
+
+def _kernels(machine: Machine, gpus: list[Gpu]) -> Iterator[Finding]:
+    """Whether the wheel of torch has machine code for the cards."""
+    said = machine.run("nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader")
+    torch = packages.torch_of()
+    if said is None or said.code != 0 or torch is None or torch.cuda is None:
+        return
+    low, high = packages.capabilities(torch.cuda)
+    pairs = re.findall(r"(\d+), *(\d+)\.(\d+)", said.out)
+    caps: list[tuple[str, tuple[int, int]]] = [(number, (int(major), int(minor))) for number, major, minor in pairs]
+    bad = [f"GPU {number} ({major}.{minor})" for number, (major, minor) in caps if not low <= (major, minor) <= high]
+    known = f"{torch.version} for CUDA {torch.cuda} has kernels for {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    if bad:
+        remedy = "train launch … --gpus IDS" if len(bad) < len(gpus) else "pip install --upgrade torch torchvision"
+        yield problem("compute capability", f"torch {known}, none for {', '.join(bad)}", remedy)
+    elif caps:
+        mine = ", ".join(sorted({f"{major}.{minor}" for _, (major, minor) in caps}))
+        yield ok("compute capability", f"{mine}; torch {known}")
+
+
+def _memory_errors(gpus: list[Gpu]) -> Finding:
+    bad: list[str] = []
+    waiting: list[str] = []
+    for gpu in gpus:
+        volatile = gpu.node.find("ecc_errors/volatile")
+        counts = [] if volatile is None else [node for node in volatile if "uncorrectable" in node.tag]
+        errors = sum(int(node.text or 0) for node in counts if (node.text or "").strip().isdigit())
+        if errors or gpu.text("remapped_rows/remapped_row_failure") == "Yes":
+            bad.append(f"{gpu.label}: {errors} uncorrectable")
+        action = gpu.text("gpu_recovery_action")  # since driver 565
+        if action not in ("", "None", "N/A"):
+            bad.append(f"{gpu.label}: the driver asks for: {action}")
+        pending = gpu.text("remapped_rows/remapped_row_pending"), gpu.text("retired_pages/pending_retirement")
+        if "Yes" in pending:
+            waiting.append(gpu.label)
+    if bad:
+        return problem("GPU memory errors", "; ".join(bad), "sudo nvidia-smi --gpu-reset")
+    if waiting:
+        seen = f"{', '.join(waiting)}: pages wait for a reset to be taken out of use"
+        return warning("GPU memory errors", seen, "sudo nvidia-smi --gpu-reset")
+    is_on = any(gpu.text("ecc_mode/current_ecc") == "Enabled" for gpu in gpus)
+    return ok("GPU memory errors", "none uncorrected" if is_on else "not counted: ECC is off, or these cards have none")
+
+
+def _heat(gpus: list[Gpu]) -> Finding:
+    """Whether a card is slowed by heat or power. Reading: `clocks_event_reasons`, before driver 535 `…throttle…`."""
+    slow = []
+    for gpu in gpus:
+        for node in gpu.node.iter():
+            is_reason = node.tag.startswith(("clocks_event_reason_", "clocks_throttle_reason_"))
+            is_heat = any(word in node.tag for word in ("thermal", "hw_slowdown", "power_brake"))
+            if is_reason and is_heat and (node.text or "").strip() == "Active":
+                slow.append(f"{gpu.label}: {node.tag.split('_reason_')[1].replace('_', ' ')}")
+    temperatures = [gpu.number_of("temperature/gpu_temp") for gpu in gpus]
+    known = [degrees for degrees in temperatures if degrees is not None]
+    hot = f"at most {max(known):.0f} C" if known else "temperatures are not told"
+    if slow:
+        return warning("GPU heat", f"slowed down: {'; '.join(slow)}; {hot}", "nvidia-smi -q -d PERFORMANCE,TEMPERATURE")
+    return ok("GPU heat", hot)
+
+
+def _others(gpus: list[Gpu]) -> Finding:
+    """Memory that somebody else has taken. A container does not see the processes of others, but their memory."""
+    busy = []
+    for gpu in gpus:
+        used, total = gpu.number_of("fb_memory_usage/used"), gpu.number_of("fb_memory_usage/total")
+        if used and total and used > _TOO_FULL * total:
+            names = sorted(
+                {(node.findtext("process_name") or "?").rsplit("/", 1)[-1] for node in gpu.node.iter("process_info")}
+            )
+            busy.append(
+                f"{gpu.label}: {used / 1024:.1f} of {total / 1024:.1f} GiB{' by ' + ', '.join(names) if names else ''}"
+            )
+    if busy:
+        return warning("GPU memory", f"in use: {'; '.join(busy)}", "nvidia-smi")
+    return ok("GPU memory", "free")

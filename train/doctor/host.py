@@ -1,0 +1,91 @@
+"""The host that is to carry the station: its engine, and whether that can hand out GPUs. For `make doctor`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from train.doctor.finding import Finding, not_applicable, ok, problem, warning
+from train.doctor.machine import Machine
+
+COMPOSE = (2, 24)
+"""The oldest docker compose that reads docker-compose.yml."""
+
+
+def checks(machine: Machine) -> Iterator[Finding]:
+    """All checks of the host's engine; none inside a container."""
+    if machine.is_container:
+        return
+    said = machine.run("docker", "info", "--format", "{{json .}}")
+    if said is None:
+        yield not_applicable("Docker", "not installed; the station needs it, training does not: make engine, as root")
+        return
+    try:
+        info: dict[str, Any] = json.loads(said.out)
+    except ValueError:
+        info = {}
+    errors = info.get("ServerErrors") or []
+    if said.code != 0 or errors or not info.get("ServerVersion"):
+        words = str(errors[0]) if errors else said.first_line
+        if "permission denied" in words:
+            yield problem("Docker", "you may not use the engine", "sudo usermod -aG docker $USER  # then log in again")
+        else:
+            yield problem(
+                "Docker", f"no engine answers: {words[:120]}", "make engine  # or: sudo systemctl start docker"
+            )
+        return
+    yield ok("Docker", f"{info['ServerVersion']}")
+    yield _compose(machine)
+    yield _buildx(machine)
+    yield from _gpus(machine, info)
+
+
+def _compose(machine: Machine) -> Finding:
+    said = machine.run("docker", "compose", "version", "--short")
+    found = re.match(r"v?(\d+)\.(\d+)", said.out.strip()) if said and said.code == 0 else None
+    if not found or said is None:
+        return problem("docker compose", "the plugin is missing", "make engine")
+    if (int(found.group(1)), int(found.group(2))) < COMPOSE:
+        seen = f"{said.out.strip()} is older than {COMPOSE[0]}.{COMPOSE[1]}"
+        return problem("docker compose", seen, "make engine")
+    return ok("docker compose", said.out.strip())
+
+
+def _buildx(machine: Machine) -> Finding:
+    said = machine.run("docker", "buildx", "version")
+    if said is None or said.code != 0:
+        return problem("docker buildx", "the plugin is missing, and building the image takes it", "make engine")
+    return ok("docker buildx", " ".join(said.out.split()[1:2]) or "there")
+
+
+def _gpus(machine: Machine, info: dict[str, Any]) -> Iterator[Finding]:
+    """Whether containers get GPUs: NVIDIA's toolkit, known to the engine as a runtime or by CDI."""
+    name = "container toolkit"
+    if not machine.wants_gpus():
+        yield not_applicable(name, "there is no NVIDIA GPU in this machine")
+        return
+    tool = machine.run("nvidia-ctk", "--version")
+    hook = machine.run("nvidia-container-runtime-hook", "-version")
+    if tool is None and hook is None:
+        yield problem(name, "not installed: containers get no GPU", "sudo apt-get install nvidia-container-toolkit")
+        return
+    is_known = "nvidia" in (info.get("Runtimes") or {}) or bool(info.get("CDISpecDirs"))
+    if not is_known:
+        seen = "installed, but the engine does not know it"
+        yield problem(name, seen, "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker")
+        return
+    version = re.search(r"\d+\.\d+(\.\d+)?", tool.out) if tool else None
+    yield ok(name, f"{version.group() if version else 'there'}, and the engine knows it")
+    if info.get("CgroupDriver") == "systemd" and not any("nvidia" in entry for entry in _char_links(machine)):
+        # NVIDIA/nvidia-container-toolkit#48: runc looks for these links when systemd reloads its units
+        seen = "systemctl daemon-reload will take GPUs away from running containers: /dev/char has no links to them"
+        yield warning("GPUs stay", seen, "sudo nvidia-ctk system create-dev-char-symlinks --create-all")
+
+
+def _char_links(machine: Machine) -> Iterator[str]:
+    for name in machine.list("/dev/char"):
+        link = machine.path(f"/dev/char/{name}")
+        if link.is_symlink():
+            yield str(link.readlink()) if hasattr(link, "readlink") else ""

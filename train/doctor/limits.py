@@ -1,0 +1,98 @@
+"""What a process may take here: shared memory, locked memory, open files, memory, cores."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+
+from train import cores
+from train.doctor.finding import Finding, ok, problem, warning
+from train.doctor.machine import Machine
+from train.runs.memory import chain, size
+
+MB, GB = 2**20, 2**30
+_LEAST_SHARED = 256 * MB
+"""Docker gives 64 MB, which a few batches of pictures fill."""
+_LEAST_MEMORY = 2 * GB
+"""torch alone takes a few hundred MB a rank."""
+_LEAST_FILES = 1024
+"""Every tensor that a loader worker hands over is an open file for a moment."""
+
+
+def checks(machine: Machine) -> Iterator[Finding]:
+    """All checks of limits."""
+    yield _shared_memory(machine)
+    yield _memory()
+    yield _cores(machine)
+    yield _locked_memory(machine)
+    yield _open_files()
+
+
+def _shared_memory(machine: Machine) -> Finding:
+    """/dev/shm, by which loader workers and NCCL hand over tensors."""
+    name, path = "shared memory", str(machine.path("/dev/shm"))
+    remedy = "docker run --shm-size=16g …" if machine.is_container else "sudo mount -o remount,size=50% /dev/shm"
+    if machine.is_station:
+        remedy = "SHM_SIZE=16g make up  # on the host"
+    try:
+        place = os.statvfs(path)
+    except OSError as error:
+        return problem(name, f"{path}: {error.strerror}", remedy)
+    total, free = place.f_frsize * place.f_blocks, place.f_frsize * place.f_bavail
+    if total < _LEAST_SHARED:
+        return problem(
+            name, f"{size(total)} at {path}: loader workers and NCCL die or hang in less than 256 MiB", remedy
+        )
+    if free < _LEAST_SHARED:
+        return problem(name, f"{size(free)} free of {size(total)} at {path}", f"ls -lS {path} | head  # left by whom?")
+    if not os.access(path, os.W_OK):
+        return problem(name, f"{path} is not writable", f"sudo chmod 1777 {path}")
+    return ok(name, f"{size(free)} free of {size(total)}")
+
+
+def limit_of_memory() -> int | None:
+    """The least limit of the control groups around this process, in bytes."""
+    return min((group.limit for group in chain() if group.limit), default=None)
+
+
+def _memory() -> Finding:
+    limit = limit_of_memory()
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    where = "of this container or control group" if limit is not None and limit < machine else "of this machine"
+    most = min(limit or machine, machine)
+    if most < _LEAST_MEMORY:
+        seen = f"{size(most)} {where}: a rank of torch and its loader workers need more than {size(_LEAST_MEMORY)}"
+        return problem("memory", seen, "docker update --memory 16g --memory-swap 16g CONTAINER  # on the host")
+    return ok("memory", f"{size(most)} {where}")
+
+
+def _cores(machine: Machine) -> Finding:
+    usable, all_ = cores.usable(machine.root), os.cpu_count() or 1
+    seen = f"{usable:g} of {all_} usable"
+    if usable < 1:
+        return warning(
+            "cores", f"{seen}: training would wait for itself", "docker update --cpus 4 CONTAINER  # on the host"
+        )
+    return ok("cores", seen)
+
+
+def _locked_memory(machine: Machine) -> Finding:
+    """Memory that must stay where it is: InfiniBand needs as much as its buffers; CUDA's own pinning is not counted."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return ok("locked memory", "unlimited")
+    if machine.list("/sys/class/infiniband"):
+        remedy = "MEMLOCK=-1 make up  # on the host" if machine.is_station else "ulimit -l unlimited"
+        return problem("locked memory", f"{size(soft)}: InfiniBand cannot register its buffers", remedy)
+    return ok("locked memory", f"{size(soft)}; InfiniBand would need more, and there is none")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _LEAST_FILES:
+        most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+        seen = f"{soft}: loader workers run out of them below {_LEAST_FILES}"
+        remedy = f"ulimit -n {most}" if hard > soft else "sudo prlimit --nofile=65536 --pid $$"
+        return problem("open files", seen, remedy)
+    return ok("open files", str(soft))

@@ -1,0 +1,142 @@
+"""The way to other machines: does the rendezvous host's name resolve, who answers, which interface leads there."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+from train.cluster.address import Place, interface_of, is_mine, parse, source_towards
+from train.doctor.finding import Finding, ok, problem, warning
+from train.doctor.machine import Machine
+
+_PATIENCE = 3.0
+"""Seconds that a connection may take: more would be a firewall that drops it."""
+__all__ = ["Place", "checks", "interface_of", "parse", "source_towards"]
+
+
+def checks(machine: Machine, place: Place | None) -> Iterator[Finding]:
+    """All checks of the network; with a place to meet, of the way there."""
+    if place is None:
+        return
+    try:
+        address = _address(place.host)
+    except OSError as error:
+        seen = f"{place.host} does not resolve: {error.strerror}"
+        yield problem(
+            "rendezvous name", seen, f"echo 'ADDRESS {place.host}' | sudo tee -a /etc/hosts  # on every machine"
+        )
+        return
+    yield ok("rendezvous name", f"{place.host} is {address}")
+    here = is_mine(address)
+    yield _loopback(place, address, here)
+    yield _port(place, address, here)
+    source = source_towards(address, place.port)
+    if source is None:
+        yield problem("interface", f"no route leads to {address}", "ip route")
+        return
+    interface = interface_of(source, machine.read)
+    yield _interface(machine, interface, source, address)
+    yield from _wishes(machine, interface)
+    yield _mtu(machine, interface)
+    yield _infiniband(machine)
+
+
+def _address(host: str) -> str:
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _loopback(place: Place, address: str, here: bool) -> Finding:
+    """A host's own name often stands for 127.0.1.1 in its /etc/hosts (Debian does it): others never come there."""
+    name = "rendezvous address"
+    is_loop = ipaddress.ip_address(address.split("%")[0]).is_loopback
+    if is_loop and place.host not in ("localhost", "127.0.0.1", "::1"):
+        seen = f"{place.host} is {address} here, which no other machine can reach"
+        return problem(
+            name, seen, f"getent hosts {place.host}; sudo sed -i '/{place.host}/s/^127[.0-9]*/ADDRESS/' /etc/hosts"
+        )
+    if is_loop:
+        return warning(name, f"{address} is met by this machine alone", "hostname -I  # an address that others reach")
+    return ok(name, f"{address} is {'this machine' if here else 'another machine'}")
+
+
+def _port(place: Place, address: str, here: bool) -> Finding:
+    name = "rendezvous port"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as one:
+        one.settimeout(_PATIENCE)
+        code = one.connect_ex((address, place.port))
+    if code == 0:
+        return ok(name, f"{place.port}: somebody listens there")
+    if code == errno.ECONNREFUSED and here:
+        return ok(name, f"{place.port} is free, for node 0 to listen on")
+    if code == errno.ECONNREFUSED:
+        seen = f"{place.port} at {address}: nobody listens (yet): node 0 is not started, or its firewall rejects"
+        return warning(name, seen, f"ssh {place.host} ss -ltn sport = :{place.port}")
+    words = (
+        f"no answer in {_PATIENCE:.0f} s"
+        if code in (errno.EAGAIN, errno.ETIMEDOUT)
+        else errno.errorcode.get(code, code)
+    )
+    seen = f"{place.port} at {address}: {words}: a firewall drops it, or the machine is down"
+    return problem(name, seen, f"sudo iptables -I INPUT -p tcp --dport {place.port} -j ACCEPT  # on {place.host}")
+
+
+def _interface(machine: Machine, interface: str, source: str, address: str) -> Finding:
+    if not interface:
+        return warning("interface", f"none has {source}, which leads to {address}", "ip addr")
+    speed = machine.read(f"/sys/class/net/{interface}/speed").strip()
+    rate = f", {int(speed) / 1000:g} Gb/s" if speed.isdigit() else ""
+    return ok("interface", f"{interface} ({source}{rate}) leads to {address}")
+
+
+def _matches(wish: str, interface: str) -> bool:
+    """How NCCL and Gloo read *_SOCKET_IFNAME: prefixes with commas, `=` for whole names, `^` for all others."""
+    exact, inverted = "=" in wish[:2], "^" in wish[:2]
+    names: list[str] = [name for name in wish.lstrip("^=").split(",") if name]
+    hit = any(interface == name if exact else interface.startswith(name) for name in names)
+    return hit != inverted
+
+
+def _wishes(machine: Machine, interface: str) -> Iterator[Finding]:
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        wish = machine.environ.get(variable, "")
+        fitting = f"export {variable}={'=' if variable.startswith('NCCL') else ''}{interface}"
+        if wish and interface and not _matches(wish, interface):
+            yield problem(variable, f"is {wish}, and {interface} leads to the rendezvous", fitting)
+        elif wish:
+            yield ok(variable, wish)
+        else:
+            yield ok(variable, f"not set; to be sure: {fitting}")
+
+
+def _mtu(machine: Machine, interface: str) -> Finding:
+    mtu = machine.read(f"/sys/class/net/{interface}/mtu").strip() if interface else ""
+    if mtu.isdigit() and int(mtu) < 1500:
+        seen = f"{mtu} bytes on {interface}: a tunnel; packets of 1500 are cut or lost"
+        return warning("MTU", seen, f"sudo ip link set {interface} mtu 1500  # if all between allow it")
+    return ok("MTU", f"{mtu} bytes on {interface}" if mtu else "not told")
+
+
+def _infiniband(machine: Machine) -> Finding:
+    """Ports of InfiniBand or RoCE, their state and rate (sysfs-class-infiniband)."""
+    up: list[str] = []
+    down: list[str] = []
+    for card in machine.list("/sys/class/infiniband"):
+        for port in machine.list(f"/sys/class/infiniband/{card}/ports"):
+            folder = f"/sys/class/infiniband/{card}/ports/{port}"
+            state, rate = machine.read(f"{folder}/state").strip(), machine.read(f"{folder}/rate").strip()
+            (up if "ACTIVE" in state else down).append(f"{card}:{port} ({rate or state})")
+    if not up and not down:
+        return ok("InfiniBand", "none here: TCP is used")
+    if machine.environ.get("NCCL_IB_DISABLE", "0") != "0":
+        return warning(
+            "InfiniBand", f"switched off by NCCL_IB_DISABLE, and here: {', '.join(up + down)}", "unset NCCL_IB_DISABLE"
+        )
+    if not up:
+        return problem("InfiniBand", f"no port is active: {', '.join(down)}", "ibstat; sudo systemctl restart opensm")
+    if not machine.list("/dev/infiniband"):
+        seen = f"{', '.join(up)}, but this container has no /dev/infiniband"
+        return problem("InfiniBand", seen, "docker run --device /dev/infiniband --ulimit memlock=-1 …")
+    return ok("InfiniBand", ", ".join(up))
