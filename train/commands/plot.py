@@ -19,9 +19,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Draw them into one file."""
-    from train.record.plot import plot
+    from train.record.plot import plot, verdict
     from train.runs import select
 
-    plot(select.matching(runs, options.names), Path(options.to))
+    chosen = select.matching(runs, options.names)
+    plot(chosen, Path(options.to))
+    for run in chosen:
+        if said := verdict(run):
+            print(f"{run.name}: {said}", file=sys.stderr)
     print(f"wrote {options.to}", file=sys.stderr)
     return EXIT_FINISHED

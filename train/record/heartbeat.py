@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from train.record import plain
+
 STARTING, TRAINING, EVALUATING, SAVING, ENDING = range(5)
 NAMES = ("starting", "training", "evaluating", "saving", "ending")
 
@@ -33,7 +35,7 @@ class Heart:
     """A rank's side. Without a path it beats for nobody."""
 
     def __init__(self, path: Path | None) -> None:
-        self._count = 0
+        self._count, self._pid = 0, os.getpid()
         self.step = 0
         self._fd = -1
         if path is not None:
@@ -47,7 +49,7 @@ class Heart:
         if self._fd >= 0:
             self._count += 1
             with contextlib.suppress(OSError):
-                os.pwrite(self._fd, _FORM.pack(os.getpid(), phase, step, self._count), 0)
+                os.pwrite(self._fd, _FORM.pack(self._pid, phase, step, self._count), 0)
 
 
 def reached(logs: Path) -> int:
@@ -58,7 +60,7 @@ def reached(logs: Path) -> int:
 def read(path: Path) -> Beat | None:
     """The last sign of life of a rank, or None if it has shown none."""
     try:
-        return Beat(*_FORM.unpack(path.read_bytes()))
+        return Beat(*_FORM.unpack(plain.read(path, _FORM.size)))
     except (OSError, struct.error):
         return None
 

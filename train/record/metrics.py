@@ -14,20 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
+from train.record import plain
 from train.record.store import Run
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
-class Training(TypedDict):
-    """A training line: a step's loss and learning rate, and the speed of the steps since the line before."""
+class Speed(TypedDict):
+    """The speed of the steps since the line before."""
 
-    step: int
-    """Counted from 1, as everywhere."""
-    epoch: int
-    loss: float
-    lr: float
     samples_per_s: float
     data_wait: float
     """Seconds per step in which rank 0 waited for data."""
@@ -35,6 +31,16 @@ class Training(TypedDict):
     """Seconds per step."""
     memory: float
     """Bytes, the highest so far: of the GPU, or of rank 0's process where it computes on the CPU."""
+
+
+class Training(Speed):
+    """A training line: a step's loss and learning rate, and the speed."""
+
+    step: int
+    """Counted from 1, as everywhere."""
+    epoch: int
+    loss: float
+    lr: float
 
 
 class Evaluation(TypedDict):
@@ -50,6 +56,8 @@ class Evaluation(TypedDict):
 
 Line = Training | Evaluation
 
+_JSON = json.JSONEncoder(allow_nan=False)
+
 
 def is_evaluation(line: Line) -> TypeIs[Evaluation]:
     """Whether this is an evaluation line; all others are training lines."""
@@ -63,7 +71,10 @@ def samples_file(run: Run, rank: int) -> Path:
 
 def metrics_text(line: Line) -> str:
     """A line as metrics.jsonl has it. JSON has no NaN, and a reader should not have to know Python's dialect."""
-    return json.dumps(_finite(line), allow_nan=False)
+    try:
+        return _JSON.encode(line)
+    except ValueError:
+        return _JSON.encode(_finite(line))
 
 
 def samples_text(step: int, indices: Iterable[int]) -> str:
@@ -190,6 +201,20 @@ def last_evaluation(run: Run) -> Evaluation | None:
     return next(iter(reversed(evaluations(run))), None)
 
 
+_LAST = 1 << 14
+"""Bytes at the end of metrics.jsonl in which the last training line is looked for: a line has some 200."""
+
+
+def last_training(run: Run) -> Training | None:
+    """The last training line, without reading all of them."""
+    try:
+        text = plain.tail(run.metrics, _LAST)
+    except OSError:
+        return None
+    lines = _parsed(reversed(text[: text.rfind(b"\n") + 1].splitlines()))  # one or two are read, not all
+    return next((line for line in lines if not is_evaluation(line)), None)
+
+
 class Tail:
     """What comes to metrics.jsonl from now on."""
 
@@ -216,9 +241,14 @@ def _texts(run: Run) -> list[bytes]:
 
 
 def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
-    """The lines that are whole."""
+    """The lines that are whole; what is no line, in a file that somebody edited, is left out."""
     for text in texts:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-            if isinstance(line, dict):
+            if isinstance(line, dict) and isinstance(line.get("step"), int) and _is_sound(line):
                 yield cast(Line, line)
+
+
+def _is_sound(line: dict[str, Any]) -> bool:
+    figures = line.get("eval", {})
+    return isinstance(figures, dict) and not any(isinstance(value, (str, list, dict)) for value in figures.values())

@@ -1,53 +1,88 @@
-"""Pictures of runs: loss, learning rate, throughput and data wait over the steps."""
+"""Pictures of runs: loss, metrics, learning rate, throughput and data wait over the steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from train.errors import Refused, one_line
-from train.record import metrics
+from train.errors import Refused
+from train.record import metrics, settings
 from train.record.metrics import Evaluation, Training
 from train.record.store import Run
+from train.record.target import check, published
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-
-_STYLES = ("-", "--", ":", "-.")
-"""Of a task's metrics, in one colour a run."""
-_TITLES = {
-    "loss": "loss", "metrics": "metrics", "lr": "learning rate", "samples_per_s": "samples / s",
-    "data_wait": "waiting for data,\n% of a step",
+LOSS, LR, SPEED, WAIT, STEP = "loss", "lr", "samples_per_s", "data_wait", "step_time"
+TITLES = {
+    LOSS: "loss", LR: "learning rate", SPEED: "samples / s", WAIT: "data wait, % of a step",
+    STEP: "a step, ms",
 }  # fmt: skip
+_FROM_ZERO = (SPEED, WAIT, STEP)
+_FEW = 10
+"""So many colours are told apart by their names in matplotlib; more runs get shades of one scale."""
+_MANY = 200
+"""With more points, noise is drawn thin, and the mean over a fiftieth of them strong."""
+_MOST = 4000
+"""So many points of a line are drawn at most; of more, the lowest and highest of each stretch."""
+_LABEL = 70
+"""Letters, at most, that tell what a run's configuration has of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Curves:
+class Curves:
     """The lines of one run, and how it is drawn."""
 
     name: str
     training: list[Training]
     evaluations: list[Evaluation]
-    colour: str
-    prefix: str
+    colour: Any
+    prefix: str = ""
     """Of its labels, where there are several runs."""
+    verdict: str = ""
+    """On waiting for data, if there is reason for one."""
+    own: str = ""
+    """What its configuration has that others have not, in words."""
+
+    @property
+    def waiting(self) -> float:
+        """Which share of the time of its lines went by waiting for data."""
+        # a line speaks for the steps since the one before
+        before = [0, *(line["step"] for line in self.training)]
+        steps = [line["step"] - last for line, last in zip(self.training, before, strict=False)]
+        waited = sum(_number(line, WAIT) * count for line, count in zip(self.training, steps, strict=True))
+        elapsed = sum(_number(line, STEP) * count for line, count in zip(self.training, steps, strict=True))
+        return waited / max(elapsed, 1e-12)
+
+    def values(self, panel: str) -> list[float]:
+        """The figures of the training lines for a panel."""
+        if panel == WAIT:  # as a share of the step
+            return [100 * _number(line, WAIT) / max(_number(line, STEP), 1e-12) for line in self.training]
+        return [_number(line, panel) * (1000 if panel == STEP else 1) for line in self.training]
+
+
+def _number(line: Any, key: str) -> float:
+    """A figure of a line; nan, which leaves a gap, where it has none."""
+    value = line.get(key)
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def plot(runs: list[Run], target: Path) -> None:
     """Draw the runs into one picture.
 
     Raises:
-        Refused: the suffix is unknown, the folder is missing, or no run has metrics yet.
+        Refused: the target cannot be written, or no run has metrics yet.
     """
-    if target.suffix not in SUFFIXES:
-        raise Refused(f"--to {target}: must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if not target.absolute().parent.is_dir():
-        raise Refused(f"--to {target}: there is no folder {target.parent}; make it first")
-    drawn = [
-        _Curves(run.name, *metrics.read(run), f"C{number % 10}", f"{run.name}  " if len(runs) > 1 else "")
-        for number, run in enumerate(runs)
-    ]
+    check(target, SUFFIXES)
+    own = settings.differing(runs)
+    drawn = []
+    for number, run in enumerate(runs):
+        prefix = f"{run.name}  " if len(runs) > 1 else ""
+        colour = _colour(number, len(runs))
+        drawn.append(Curves(run.name, *metrics.read(run), colour, prefix, verdict(run), own[number]))
     empty = [curves.name for curves in drawn if not curves.training]
     if empty:
         raise Refused(f"{', '.join(empty)} has no metrics to plot yet; see: train logs {empty[0]}")
@@ -57,68 +92,159 @@ def plot(runs: list[Run], target: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure = _figure(drawn)
-    partial = target.with_name(f".{target.stem}.partial{target.suffix}")
-    try:
-        figure.savefig(partial, dpi=120)
-        partial.replace(target)
-    except OSError as error:
-        raise Refused(f"--to {target}: cannot be written: {error.strerror or one_line(error)}") from None
-    finally:
-        partial.unlink(missing_ok=True)
-        plt.close(figure)
+    with plt.rc_context({"text.parse_math": False}):  # a $ in a name is a $
+        figure = _figure(drawn)
+        try:
+            with published(target) as partial:
+                figure.savefig(partial, dpi=120)
+        finally:
+            plt.close(figure)
 
 
-def _figure(drawn: list[_Curves]) -> Any:
+def verdict(run: Run) -> str:
+    """What training said last of waiting for data: how much, and what helps; '' where it had no reason to."""
+    return str(run.read().get("data_wait") or "")
+
+
+def _colour(number: int, runs: int) -> Any:
+    if runs <= _FEW:
+        return f"C{number}"
+    import matplotlib
+
+    return matplotlib.colormaps["turbo"](0.05 + 0.9 * number / (runs - 1))
+
+
+def measures(drawn: Iterable[Curves]) -> list[str]:
+    """What the evaluations of these runs measured beside the loss."""
+    return sorted({name for curves in drawn for line in curves.evaluations for name in line["eval"] if name != LOSS})
+
+
+def _figure(drawn: list[Curves]) -> Any:
     """The panels above each other, over the same steps."""
     import matplotlib.pyplot as plt
 
     # an accuracy beside the loss when the task has one
-    names = sorted({name for curves in drawn for line in curves.evaluations for name in line["eval"] if name != "loss"})
-    panels = ["loss", *(["metrics"] if names else []), "lr", "samples_per_s", "data_wait"]
-    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 2.3 * len(panels) + 0.6), sharex=True)
+    panels = [LOSS, *(f"eval {name}" for name in measures(drawn)), LR, SPEED, WAIT]
+    height = 2.3 * len(panels) + 0.6
+    figure, axes = plt.subplots(len(panels), 1, figsize=(9, height), sharex=True)
     for axis, panel in zip(axes, panels, strict=True):
-        for curves in drawn:
-            if panel == "metrics":
-                _draw_metrics(axis, curves, names)
-            else:
-                _draw_training(axis, curves, panel)
-        axis.set_ylabel(names[0] if panel == "metrics" and len(names) == 1 else _TITLES[panel], fontsize=9)
-        axis.grid(alpha=0.25)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-        if panel in ("data_wait", "samples_per_s"):
-            axis.set_ylim(bottom=0)
-        if panel in ("loss", "metrics"):
-            axis.legend(fontsize=8, frameon=False)
+        draw(axis, drawn, panel)
     axes[-1].set_xlabel("step")
-    figure.suptitle(", ".join(curves.name for curves in drawn), fontsize=11)
-    figure.tight_layout()
+    top = _head(figure, drawn, height)
+    figure.tight_layout(rect=(0, 0, 1, top))
     figure.align_ylabels(axes)
     return figure
 
 
-def _draw_metrics(axis: Any, curves: _Curves, names: list[str]) -> None:
-    """What the evaluations measured beside the loss."""
-    for place, name in enumerate(names):
-        points = [(line["step"], line["eval"][name]) for line in curves.evaluations if name in line["eval"]]
-        if points:  # else another run's task has this one
-            axis.plot(
-                *zip(*points, strict=True), _STYLES[place % 4], color=curves.colour, marker="o", markersize=3,
-                label=f"{curves.prefix}{name}",
-            )  # fmt: skip
+def _head(figure: Any, drawn: list[Curves], height: float) -> float:
+    """What stands above the panels: the run's name, or which colour is whose. Returns where the panels may begin."""
+    if len(drawn) == 1:
+        figure.suptitle(drawn[0].name, fontsize=11)
+        return 1.0
+    from matplotlib.lines import Line2D
+
+    labels = [f"{curves.name}   {curves.own}".rstrip() for curves in drawn]
+    columns = 1 if max(map(len, labels)) > 45 else 2 if max(map(len, labels)) > 25 else 3
+    handles = [Line2D([], [], color=curves.colour, linewidth=2.5) for curves in drawn]
+    inches = 0.19 * math.ceil(len(drawn) / columns) + 0.1
+    figure.set_size_inches(9, height + inches)
+    figure.legend(handles, labels, loc="upper left", ncols=columns, fontsize=8.5, frameon=False)
+    return 1 - inches / (height + inches)
 
 
-def _draw_training(axis: Any, curves: _Curves, panel: str) -> None:
+def draw(axis: Any, drawn: list[Curves], panel: str) -> None:
+    """One panel: a figure of the training lines, or, as `eval NAME`, one of the evaluations."""
+    measure = panel.removeprefix("eval ") if panel.startswith("eval ") else None
+    for curves in drawn:
+        if measure is not None:
+            _draw_measure(axis, curves, measure)
+        else:
+            _draw_training(axis, curves, panel, is_alone=len(drawn) == 1)
+    axis.set_ylabel(measure if measure is not None else TITLES[panel], fontsize=9)
+    axis.grid(alpha=0.25)
+    axis.margins(x=0.02)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    if panel in _FROM_ZERO:
+        axis.set_ylim(bottom=0)
+    if panel == WAIT:
+        said = [f"{curves.prefix}{curves.verdict.split(' (')[0]}" for curves in drawn if curves.verdict]
+        axis.set_title("\n".join(said), fontsize=8, loc="left")
+    if panel == LOSS or (panel == WAIT and 1 < len(drawn) <= _FEW):
+        _explain(axis, drawn, panel)
+    elif panel == WAIT and len(drawn) == 1:
+        axis.text(
+            0.99,
+            0.97,
+            f"{drawn[0].waiting:.0%} of the time",
+            transform=axis.transAxes,
+            fontsize=8,
+            ha="right",
+            va="top",
+        )
+
+
+def _explain(axis: Any, drawn: list[Curves], panel: str) -> None:
+    """A legend inside a panel: of one run its lines, of several what a line and a dot stand for."""
+    if panel == WAIT or len(drawn) == 1:
+        axis.legend(fontsize=8, frameon=False)
+        return
+    from matplotlib.lines import Line2D
+
+    kinds = [Line2D([], [], color="grey"), Line2D([], [], color="grey", marker="o", markersize=3, linestyle="--")]
+    names = ["training", "evaluation"]
+    count = 2 if any(curves.evaluations for curves in drawn) else 1
+    axis.legend(kinds[:count], names[:count], fontsize=8, frameon=False)
+
+
+def _draw_measure(axis: Any, curves: Curves, name: str) -> None:
+    """A figure that evaluations measured."""
+    points = [(line["step"], _number(line["eval"], name)) for line in curves.evaluations if name in line["eval"]]
+    if points:  # else another run's task has this one
+        axis.plot(*zip(*points, strict=True), color=curves.colour, marker="o", markersize=3)
+
+
+def _draw_training(axis: Any, curves: Curves, panel: str, is_alone: bool) -> None:
     """A figure of the training lines; beside the loss that of the evaluations."""
-    is_loss = panel == "loss"
-    values = [dict(line)[panel] for line in curves.training]
-    if panel == "data_wait":  # as a share of the step
-        values = [100 * line["data_wait"] / max(line["step_time"], 1e-12) for line in curves.training]
-    steps = [line["step"] for line in curves.training]
-    label = f"{curves.prefix}training" if is_loss else curves.name
-    axis.plot(steps, values, color=curves.colour, alpha=0.55 if is_loss else 1, linewidth=1.2, label=label)
-    if is_loss and curves.evaluations:
-        points = [(line["step"], line["eval"]["loss"]) for line in curves.evaluations]
-        label = f"{curves.prefix}evaluation"
-        axis.plot(*zip(*points, strict=True), "-o", color=curves.colour, markersize=3, label=label)
+    is_loss = panel == LOSS
+    steps, values = [line["step"] for line in curves.training], curves.values(panel)
+    label = "training" if is_loss else f"{curves.prefix}{curves.waiting:.0%} of the time" if panel == WAIT else None
+    is_noisy = panel != LR and len(values) > _MANY
+    if is_noisy:
+        axis.plot(*_thinned(steps, values), color=curves.colour, alpha=0.3 if is_alone else 0.15, linewidth=0.7)
+        steps, values = _means(steps, values)
+    strength = 0.55 if is_loss and is_alone and not is_noisy else 1
+    axis.plot(*_thinned(steps, values), color=curves.colour, alpha=strength, linewidth=1.3, label=label)
+    points = [(line["step"], _number(line["eval"], LOSS)) for line in curves.evaluations] if is_loss else []
+    if points:
+        style = "-" if is_alone else "--"
+        axis.plot(
+            *zip(*points, strict=True), style, marker="o", color=curves.colour, markersize=3, label="evaluation",
+            linewidth=1.3 if is_alone else 0.9,
+        )  # fmt: skip
+
+
+def _means(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """The mean around each point, over a fiftieth of all; at both ends over what there is."""
+    import numpy as np
+
+    half = max(len(values) // 100, 1)
+    known = np.nan_to_num(np.asarray(values, dtype=float))
+    there = np.isfinite(np.asarray(values, dtype=float)).astype(float)
+    sums, counts = np.insert(np.cumsum(known), 0, 0), np.insert(np.cumsum(there), 0, 0)
+    low = np.maximum(np.arange(len(values)) - half, 0)
+    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return steps, ((sums[high] - sums[low]) / (counts[high] - counts[low])).tolist()
+
+
+def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """Not more points than can be seen: of each stretch its lowest and its highest, in their order."""
+    if len(values) <= _MOST:
+        return steps, values
+    size = -(-2 * len(values) // _MOST)
+    kept: list[int] = []
+    for begin in range(0, len(values), size):
+        places = [at for at in range(begin, min(begin + size, len(values))) if math.isfinite(values[at])] or [begin]
+        kept += sorted({min(places, key=values.__getitem__), max(places, key=values.__getitem__)})
+    return [steps[at] for at in kept], [values[at] for at in kept]

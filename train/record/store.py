@@ -22,7 +22,7 @@ from typing import Any
 
 from train import signals
 from train.errors import Refused, nearest, shortened
-from train.record import environment, heartbeat
+from train.record import environment, heartbeat, plain
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER = "polite", "now", "keeper"
@@ -47,6 +47,14 @@ _STEP = re.compile(r"step-(\d{8,})")
 def now() -> str:
     """The time as run.json records it: ISO 8601, UTC."""
     return _stamp(time.time())
+
+
+def seconds_of(stamp: Any) -> float | None:
+    """A time as run.json has it, in seconds since the epoch; None: it is none, in a record that was damaged."""
+    try:
+        return datetime.datetime.fromisoformat(stamp).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _stamp(seconds: float) -> str:
@@ -140,6 +148,10 @@ class Lock:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
+    def free(self) -> None:
+        """Unlock it for all who hold it, in whatever process: nobody of them will touch the run."""
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
     def release(self) -> None:
         """Close our copy; the lock is free once every process that inherited it has done so or died."""
         if self.fd >= 0:
@@ -174,10 +186,10 @@ class Run:
         """
         path = self.folder / "run.json"
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = json.loads(plain.read(path))
         except OSError as error:
             raise Refused(f"cannot read {path}: {error.strerror}; is {self.folder} a run folder?") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL:
             raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}")
@@ -210,7 +222,7 @@ class Run:
     def alive(self) -> bool:
         """Whether any process of the run lives, by the kernel's lock."""
         try:
-            fd = os.open(self.folder / "lock", os.O_RDONLY)
+            fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place keeps nobody waiting
         except OSError:
             return False
         try:
@@ -275,9 +287,14 @@ class Run:
             time.sleep(0.05)
         self.clear_stop()
 
-    def begin_attempt(self, world_size: int, **values: Any) -> int:
-        """Record that an attempt starts; returns its number, counted from 1. For the holder of the lock."""
+    def begin_attempt(self, world_size: int, from_step: int | None = None, **values: Any) -> int:
+        """Record that an attempt starts; returns its number, counted from 1. For the holder of the lock.
+
+        Args:
+            from_step: it continues after this one; by default after that of the newest checkpoint.
+        """
         number = 0
+        at = next(iter(self.steps_saved()), 0) if from_step is None else from_step
         # a living run writes down its progress twice a second
         last_sign = heartbeat.last_sign(self.logs(len(self.read()["attempts"])))  # of a script; a task has none
         last_written = _stamp(max((self.folder / "run.json").stat().st_mtime, last_sign))
@@ -294,9 +311,9 @@ class Run:
                 )  # fmt: skip
             record["attempts"].append(
                 {"number": number, "started": now(), "ready": None, "ended": None, "end": None, "reason": "",
-                 "world_size": world_size, "to_step": None,
+                 "world_size": world_size, "to_step": None, "host": socket.gethostname(),
                  # the steps of a script are its own
-                 "from_step": None if record.get("script") else next(iter(self.steps_saved()), 0)}
+                 "from_step": None if record.get("script") else at}
             )  # fmt: skip
             record["started"] = record["started"] or now()
             record.update(state=RUNNING, reason="", stopped_by=None, ended=None)
@@ -437,12 +454,23 @@ def _exists(run: Run) -> bool:
 
 
 def every(runs: Path) -> Iterator[Run]:
-    """All runs, the oldest first."""
+    """All runs, the oldest first. What vanishes meanwhile, or may not be looked into, is left out."""
+    found = []
     with contextlib.suppress(OSError):
-        folders = [p for p in runs.iterdir() if not p.name.startswith(".") and (p / "run.json").exists()]
-        yield from map(
-            Run, sorted(folders, key=lambda p: ((p / "lock").stat().st_mtime if (p / "lock").exists() else 0, p.name))
-        )
+        for name in os.listdir(runs):
+            folder = runs / name
+            with contextlib.suppress(OSError):
+                if not name.startswith(".") and (folder / "run.json").exists():
+                    found.append((_locked_at(folder), name, folder))
+    yield from (Run(folder) for _, _, folder in sorted(found))
+
+
+def _locked_at(folder: Path) -> float:
+    """When the lock of a run was made; 0.0: there is none."""
+    try:
+        return (folder / "lock").stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def remove(run: Run) -> None:

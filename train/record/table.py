@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from train import screen
 from train.errors import shortened
 from train.record.best import best
-from train.record.store import Run
+from train.record.store import Run, seconds_of
 
 
-def _ago(stamp: str | None) -> str:
-    if not stamp:
-        return "-"
-    seconds = (datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(stamp)).total_seconds()
+def _ago(stamp: Any) -> str:
+    moment = seconds_of(stamp)
+    if moment is None:
+        return "?" if stamp else "-"
+    seconds = time.time() - moment
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"
     return f"{max(seconds, 0):.0f} s ago"
 
 
-def _with_reason(state: str, reason: str | None) -> str:
+def with_reason(state: str, reason: str | None) -> str:
     """`failed: the loss is nan`; a reason that begins with the state says both."""
     return reason if reason and reason.startswith(state) else f"{state}: {reason}" if reason else state
 
 
-def _seconds(first: str, second: str) -> float:
-    return (datetime.datetime.fromisoformat(second) - datetime.datetime.fromisoformat(first)).total_seconds()
+def end_of(attempt: dict[str, Any], state: str) -> str:
+    """How an attempt of a run in this state ended; of one that was killed as a whole nobody could write it down."""
+    return attempt.get("end") or ("running" if state == "running" else "died with its machine or container")
+
+
+def _seconds(first: Any, second: Any) -> float:
+    begin, end = seconds_of(first), seconds_of(second)
+    return end - begin if begin is not None and end is not None else 0.0
 
 
 def _figures(record: dict[str, Any]) -> str:
@@ -62,7 +69,7 @@ def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) ->
 def story(run: Run) -> str:
     """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next."""
     record = run.shown()
-    lines = [f"{run.name}: {_with_reason(record['state'], record.get('reason'))}"]
+    lines = [f"{run.name}: {with_reason(record['state'], record.get('reason'))}"]
 
     def line(label: str, value: object) -> None:
         if value not in (None, "", {}, []):
@@ -88,14 +95,14 @@ def story(run: Run) -> str:
             else ""
         )
         line("best", f"step {found.step}, {found.metric} {found.value:.4f}{lost}")
+    sent = record.get("wandb") or {}
+    line("wandb", sent.get("problem") or sent.get("url") or sent.get("id"))
     attempts = record.get("attempts") or []
     for attempt in attempts:
-        end = attempt.get("end") or (
-            "running" if record["state"] == "running" else "died with its machine or container"
-        )
+        end = end_of(attempt, record["state"])
         ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
         made = _made(attempt, bool(record.get("script")))
-        lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {_with_reason(end, attempt.get('reason'))}")
+        lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {with_reason(end, attempt.get('reason'))}")
     if attempts and attempts[-1].get("last_lines") and record["state"] in ("failed", "interrupted"):
         lines += [f"    | {text}" for text in attempts[-1]["last_lines"]]
     if record.get("script"):

@@ -4,48 +4,74 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from train import config as configuration
 from train.config import Config
 from train.engine.report.board import Board
 from train.engine.report.progress import Progress
 from train.parallel.world import World
+from train.record.feed import Feed
 from train.record.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
 from train.record.store import Run
+from train.record.times import Times
 
 _PROGRESS_EVERY = 0.5
 """Seconds between two updates of run.json's progress."""
 
 
 class Report:
-    """One rank's reporting. Rank 0 writes metrics and progress; every rank its own sample log, if asked for."""
+    """One rank's reporting. The first of a machine writes metrics and progress; each its own sample log, if wanted."""
 
-    def __init__(self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool) -> None:
+    def __init__(
+        self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool, is_evaluated: bool = False
+    ) -> None:
+        """
+        Args:
+            done: the step that this attempt continues after.
+            is_evaluated: whether an evaluation is on record.
+        """
         self.run = run
         self._next_note = 0.0
         self._samples = Lines(samples_file(run, world.rank)) if config.log.samples else None
-        self._metrics = Lines(run.metrics) if world.is_first else None
-        tensorboard = world.is_first and config.log.tensorboard
-        self._board = Board(run.folder / "tensorboard", done, self.say) if tensorboard else None
-        self._progress = Progress(run.name, total_steps, done, bar) if world.is_first else None
+        self._metrics = Lines(run.metrics) if world.is_lead else None
+        tensorboard = world.is_lead and config.log.tensorboard
+        self._progress = Progress(run.name, total_steps, done, bar) if world.is_lead else None
+        self._feed = self._feeding(config.log.wandb) if world.is_first and config.log.wandb else None
+        settings = None if is_evaluated else _hyper_parameters(config, world.size)
+        self._board = Board(run.folder / "tensorboard", done, self.say, settings) if tensorboard else None
+
+    def _feeding(self, project: str) -> Feed | None:
+        """What sends curves away; training goes on without it."""
+        try:
+            return Feed(self.run, project, self.run.folder / "logs" / "wandb.log")
+        except OSError as error:
+            self.say(f"warning: nothing is sent to Weights & Biases: {error}")
+            return None
 
     def samples(self, step: int, indices: list[npt.NDArray[np.int64]]) -> None:
-        """Note which samples this rank consumed in a step (counted from 1)."""
+        """Note which samples this rank consumed in a step (counted from 1).
+
+        At once, and before the ranks add up the step: one that has made it, and outlives this one, finds the line.
+        """
         if self._samples is not None:
             self._samples.add(samples_text(step, (index for part in indices for index in part.tolist())))
+            self._samples.flush()
 
-    def training(self, line: dict[str, Any]) -> None:
-        """A training line of metrics.jsonl (its keys: record.metrics.Training). Rank 0 only."""
+    def training(self, line: Training) -> None:
+        """A training line of metrics.jsonl. The first rank of a machine only."""
         assert self._metrics is not None
-        self._metrics.add(metrics_text(cast(Training, line)))
+        self._metrics.add(metrics_text(line))
+        self._metrics.flush()  # before the next step is added up, for the same reason
         if self._board is not None:
-            self._board.training(cast(Training, line))
+            self._board.training(line)
 
     def evaluation(self, step: int, epoch: int, samples: int, figures: dict[str, float]) -> None:
-        """An evaluation line of metrics.jsonl. Rank 0 only."""
+        """An evaluation line of metrics.jsonl. The first rank of a machine only."""
         assert self._metrics is not None
         line: Evaluation = {"step": step, "epoch": epoch, "samples": samples, "eval": {**figures}}
         self._metrics.add(metrics_text(line))
@@ -55,8 +81,18 @@ class Report:
         text = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         self.say(f"evaluation after step {step} (epoch {epoch}, {samples} samples): {text}")
 
-    def progress(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
-        """Show how far it is: to who watches, and now and then in run.json for other processes. Rank 0 only."""
+    def evaluated_samples(self, batch: Any) -> None:
+        """A batch of an evaluation, on the device; of the first one in a run samples are shown."""
+        if self._board is not None:
+            self._board.samples(batch)
+
+    def finished(self) -> None:
+        """The run has come to its end."""
+        if self._board is not None:
+            self._board.finished()
+
+    def progress(self, step: int, epoch: int, loss: float, samples_per_s: float, times: Callable[[], Times]) -> None:
+        """Show how far it is: to who watches, and now and then in run.json for other processes. As above."""
         assert self._metrics is not None and self._progress is not None
         self._progress.show(step, epoch, loss, samples_per_s)
         now = time.monotonic()
@@ -64,10 +100,15 @@ class Report:
             self._next_note = now + _PROGRESS_EVERY
             self._metrics.flush()
             # on a full disk the next one may get through
-            self.run.note(step=step, epoch=epoch, loss=loss, samples_per_s=round(samples_per_s, 1))
+            self.run.note(_noting(times()), step=step, epoch=epoch, loss=loss, samples_per_s=round(samples_per_s, 1))
+
+    def times(self, times: Times) -> None:
+        """Note where the time of this attempt went."""
+        if self._metrics is not None:
+            self.run.note(_noting(times))
 
     def say(self, text: str) -> None:
-        """A line for people, from rank 0, that does not tear the bar."""
+        """A line for people, from the first rank of a machine, that does not tear the bar."""
         if self._progress is not None:
             self._progress.say(text)
 
@@ -81,7 +122,19 @@ class Report:
 
     def close(self) -> None:
         """Write what is left and take the bar away."""
-        for sink in (self._metrics, self._samples, self._board, self._progress):
+        for sink in (self._metrics, self._samples, self._board, self._feed, self._progress):
             if sink is not None:
                 with contextlib.suppress(OSError):
                     sink.close()
+
+
+def _hyper_parameters(config: Config, ranks: int) -> dict[str, str | float | bool]:
+    """What may have to do with the result, as plain values."""
+    flat = configuration.to_flat(config) | {"ranks": ranks}
+    kept = {name: value for name, value in flat.items() if not name.startswith(("log.", "watch."))}
+    return {n: v if isinstance(v, (bool, int, float, str)) else str(v) for n, v in kept.items() if v is not None}
+
+
+def _noting(times: Times) -> Callable[[dict[str, Any]], None]:
+    """What puts them into the record of the attempt."""
+    return lambda record: record["attempts"][-1].update(times=times)

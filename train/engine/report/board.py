@@ -3,44 +3,133 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from train.engine.report.pictures import pictures
 from train.record.metrics import Training
+
+_EVERY = 2.0
+"""Seconds between two times that lines are handed over: each time wakes a thread, which costs more than a step."""
+_STEP_TIMES = 50
+"""Lines whose step times make a histogram."""
+_TAGS = {key: f"train/{key}" for key in Training.__annotations__ if key not in ("step", "epoch")}
 
 
 class Board:
     """Curves for TensorBoard. It must not end a run: where it cannot write, it is given up, in a line."""
 
-    def __init__(self, folder: Path, done: int, say: Callable[[str], None]) -> None:
-        """Events of steps after `done`, which an attempt before this one may have written, are hidden."""
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(
+        self, folder: Path, done: int, say: Callable[[str], None], settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """Events of steps after `done`, which an attempt before this one may have written, are hidden.
 
+        Args:
+            settings: hyper-parameters to be shown beside the results; None: an attempt before this one has shown them.
+        """
+        self._say, self._settings = say, settings
+        self._step_times: list[float] = []
+        self._at = done
+        self._writer: Any = None
+        self._lines: list[tuple[Training, float]] = []
+        self._next = 0.0
+        try:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            say("warning: no TensorBoard events: the package tensorboard is not installed (--log.tensorboard false)")
+            return
         _hush_tensorboard()
-        self._say = say
-        self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1)
+        self._summary = Summary
+        self._writer = SummaryWriter(str(folder), purge_step=done + 1, max_queue=1000)
 
     def training(self, line: Training) -> None:
         """The figures of a training line."""
-        self._show({f"train/{key}": value for key, value in line.items() if key not in ("step", "epoch")}, line["step"])
+        if self._writer is None:
+            return
+        now = time.time()
+        self._lines.append((line, now))
+        self._step_times.append(1000 * line["step_time"])
+        self._at = line["step"]
+        if len(self._step_times) >= _STEP_TIMES:
+            self._histogram()
+        if now >= self._next:
+            self._next = now + _EVERY
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Lines as events, one each: the thread that writes them is woken for many at once."""
+        lines, self._lines = self._lines, []
+        for line, when in lines:
+            if self._writer is not None:
+                values = [self._summary.Value(tag=tag, simple_value=line[key]) for key, tag in _TAGS.items()]  # type: ignore[literal-required]
+                self._try(self._writer.file_writer.add_summary, self._summary(value=values), line["step"], when)
 
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         """The figures of an evaluation after this step."""
-        self._show({f"eval/{name}": value for name, value in figures.items()}, step)
+        self._hyper_parameters({f"eval/{name}": value for name, value in figures.items()})
+        for name, value in figures.items():
+            if self._writer is not None:
+                self._try(self._writer.add_scalar, f"eval/{name}", value, step)
 
-    def _show(self, values: Mapping[str, object], step: int) -> None:
+    def samples(self, batch: Any) -> None:
+        """Samples of an evaluation, once in a run, where they are images."""
+        if self._writer is None or self._settings is None:  # they were shown with the first evaluation
+            return
+        try:
+            found = pictures(batch)
+        except Exception as error:  # what a task calls a batch can be anything
+            self._say(f"warning: no pictures of samples for TensorBoard: {error}")
+            return
+        if found is not None:
+            self._try(self._writer.add_images, "eval/samples", found, self._at)
+
+    def _histogram(self) -> None:
+        """The times of the steps, in ms, that the last lines speak for."""
+        values, self._step_times = self._step_times, []
+        if self._writer is not None and values:
+            self._try(self._writer.add_histogram, "train/step_time_ms", np.array(values), self._at, 30)
+
+    def _hyper_parameters(self, results: Mapping[str, float]) -> None:
+        """The configuration, for the page that compares runs; their results are the curves of these names."""
+        if self._writer is None or self._settings is None:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        settings, self._settings = self._settings, None
+        for summary in hparams(dict(settings), dict(results))[:2]:
+            self._try(self._writer.file_writer.add_summary, summary)
+
+    def finished(self) -> None:
+        """The run has come to its end."""
+        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+        if self._writer is None:
+            return
+        self._hyper_parameters({"train/loss": 0.0})
+        end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+        content = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=end))
+        value = self._summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=content, tensor=metadata.NULL_TENSOR)
+        self._try(self._writer.file_writer.add_summary, self._summary(value=[value]))
+
+    def _try(self, write: Callable[..., None], *arguments: Any) -> None:
         if self._writer is None:
             return
         try:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+            write(*arguments)
         except OSError as error:
             self._writer = None
             self._say(f"warning: no more TensorBoard events: {error}")
 
     def close(self) -> None:
         """Write what is left."""
+        self._hyper_parameters({"train/loss": 0.0})
+        self._histogram()
+        self._hand_over()
         if self._writer is not None:
             self._writer.close()
 

@@ -18,7 +18,7 @@ import pytest
 from train.errors import Refused
 from train.record import heartbeat, store
 from train.record.store import Run
-from train.record.table import losses
+from train.record.table import listing, losses
 
 
 @pytest.fixture
@@ -265,3 +265,10 @@ def test_the_record_on_disk_is_plain_json(run: Run) -> None:
     run.update(loss=0.5, name="forged")
     assert json.loads((run.folder / "run.json").read_text())["loss"] == 0.5
     assert run.read()["name"] == "a"
+
+
+def test_times_that_are_none_are_told_as_unknown(run: Run) -> None:
+    damaged = run.read() | {"started": "yesterday"}
+    assert " ? " in listing([damaged], run.folder.parent).splitlines()[1]
+    ends = [{"started": "soon", "ready": 7, "ended": "later", "from_step": 0, "to_step": 3}] * 2
+    assert losses(ends)[1:] == (0.0, 0.0)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 
+from train.commands import plot as command
 from train.errors import Refused
-from train.record import metrics, store
+from train.record import metrics, settings, store
 from train.record.plot import plot
 from train.record.store import Run
 
@@ -91,3 +93,47 @@ def test_a_run_without_metrics_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="fresh has no metrics"):
         plot(runs, tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
+
+
+def test_a_run_that_waits_for_data_is_told_so_beside_its_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(tmp_path, "a")
+
+    def drawn(to: Path) -> tuple[str, str]:
+        assert command.run(Namespace(names=["a"], to=str(to)), tmp_path) == 0
+        return to.read_text(), capsys.readouterr().err
+
+    picture, told = drawn(tmp_path / "quiet.svg")
+    assert "10% of the time" in picture and "training waits" not in picture + told
+    said = "training waits 37% for data: raise data.workers to 8"
+    run.note(data_wait=f"{said} (train stop a)")
+    picture, told = drawn(tmp_path / "loud.svg")
+    assert said in picture and told.startswith(f"a: {said} (train stop a)\nwrote ")
+
+
+def test_of_several_runs_it_says_in_what_their_configurations_differ(tmp_path: Path) -> None:
+    runs = [made(tmp_path, "a"), made(tmp_path, "b"), made(tmp_path, "c")]
+    for run, rate in zip(runs, (0.1, 0.01, 0.1), strict=True):
+        (run.folder / "config.toml").write_text(f"seed = 0\n[optim]\nlr = {rate}\n[log]\nevery_steps = {rate}\n")
+    runs[2].update(world_size=4)
+    assert settings.differing(runs) == ["optim.lr=0.1  ranks=1", "optim.lr=0.01  ranks=1", "optim.lr=0.1  ranks=4"]
+    assert settings.differing(runs[:1]) == [""]
+    plot(runs, tmp_path / "all.svg")
+    text = (tmp_path / "all.svg").read_text()
+    assert "optim.lr=0.01" in text and "ranks=4" in text and "seed" not in text
+
+
+def test_more_runs_than_colours_and_more_points_than_pixels_are_drawn(tmp_path: Path) -> None:
+    runs = [made(tmp_path, f"many-{number}", steps=30, height=number + 1) for number in range(13)]
+    runs.append(made(tmp_path, "long", steps=20_000, evaluations=False))
+    plot(runs, tmp_path / "all.png")
+    assert coloured(tmp_path / "all.png") > 2000
+
+
+def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
+    run = made(tmp_path, "a")
+    with run.metrics.open("a") as file:
+        file.write('{"step": 60, "epoch": 1, "eval": {"loss": 1.0, "$\\\\frac{$": 0.5}}\n')
+    plot([run], tmp_path / "a.png")
+    assert coloured(tmp_path / "a.png") > 1000

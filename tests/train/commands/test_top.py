@@ -1,0 +1,124 @@
+"""`train top`: three real runs on a real terminal of 80 and of 60 columns, one of which dies while it is watched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Station
+
+
+class Screen:
+    """A command in a tmux of its own, whose screen can be read as a person reads it."""
+
+    def __init__(self, station: Station, columns: int, *arguments: str) -> None:
+        self.socket = station.folder / f"screen-{columns}"
+        self.command = ["tmux", "-f", os.devnull, "-S", str(self.socket)]
+        inside = [sys.executable, "-m", "train", *arguments]
+        subprocess.run(
+            [*self.command, "new-session", "-d", "-x", str(columns), "-y", "24", "--", *inside], cwd=station.folder,
+            env=station.environment() | {"TERM": "xterm-256color"}, check=True,
+        )  # fmt: skip
+        subprocess.run([*self.command, "set-option", "-g", "remain-on-exit", "on"], check=True)
+
+    def lines(self) -> list[str]:
+        done = subprocess.run([*self.command, "capture-pane", "-p"], capture_output=True, text=True, check=False)
+        return [line.rstrip() for line in done.stdout.splitlines()]
+
+    def wait_for(self, *texts: str) -> list[str]:
+        deadline = time.monotonic() + 120
+        while True:
+            lines = self.lines()
+            if all(any(text in line for line in lines) for text in texts):
+                return lines
+            assert time.monotonic() < deadline, "\n".join(lines)
+            time.sleep(0.1)
+
+    def wait_for_end(self) -> int:
+        """The command's exit status. The pane is asked, for tmux 3.3 does not always write there that it is dead."""
+        deadline = time.monotonic() + 120
+        while True:
+            command = [*self.command, "list-panes", "-F", "#{pane_dead} #{pane_dead_status}"]
+            dead, _, status = subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition(" ")
+            if dead == "1" and status.strip():
+                return int(status)
+            assert time.monotonic() < deadline, "\n".join(self.lines())
+            time.sleep(0.1)
+
+    def press(self, key: str) -> None:
+        subprocess.run([*self.command, "send-keys", key], check=True)
+
+    def close(self) -> None:
+        subprocess.run([*self.command, "kill-server"], capture_output=True, check=False)
+
+
+@pytest.fixture
+def screens(station: Station) -> Iterator[list[Screen]]:
+    made: list[Screen] = []
+    yield made
+    for screen in made:
+        screen.close()
+
+
+@pytest.mark.minutes
+def test_three_runs_are_watched_and_one_dies(station: Station, screens: list[Screen]) -> None:
+    station.ok("run", "digits", "--name", "over", "--steps", 4, "--cpu_threads", 1)
+    endless = ["--epochs", 100000, "--log.every_steps", 1, "--cpu_threads", 1]
+    runs = [station.start("run", "digits", "--name", name, *endless) for name in ("lives", "dies")]
+    try:
+        for name in ("lives", "dies"):
+            station.wait_for_step(name, 2)
+        screens += [Screen(station, columns, "top", "--every", "0.3") for columns in (80, 60)]
+        for screen, columns in zip(screens, (80, 60), strict=True):
+            lines = screen.wait_for("over", "lives", "dies", "rank 0", "training")
+            assert max(map(len, lines)) <= columns
+            assert "3 runs, 2 alive" in lines[0]
+            (head,) = (line for line in lines if line.startswith("NAME"))
+            assert {"STATE", "STEP", "LOSS"} <= set(head.split())
+            (over,) = (line for line in lines if line.startswith("over "))
+            assert "finished" in over and "4/4" in over
+        before = next(line for line in screens[0].wait_for("lives ") if line.startswith("lives "))
+        runs[1].send_signal(signal.SIGKILL)
+        for screen in screens:
+            lines = screen.wait_for("interrupted", "3 runs, 1 alive", "its processes died")
+            assert next(line for line in lines if line.startswith("dies ")).split()[1] == "interrupted"
+        deadline = time.monotonic() + 120
+        while before in screens[0].wait_for("lives "):  # it goes on, and the page with it
+            assert time.monotonic() < deadline, before
+            time.sleep(0.1)
+        screens[0].press("q")
+        screens[1].press("C-c")
+        for screen in screens:  # the screen before is back, with nothing of the page left on it
+            assert screen.wait_for_end() == 0
+            assert not any(line.startswith("NAME") for line in screen.lines())
+    finally:
+        for process in runs:
+            process.kill()
+            process.wait()
+
+
+def test_without_a_terminal_it_prints_once(finished: Station) -> None:
+    for arguments in (["top"], ["top", "--once", "done"]):
+        done = finished.ok(*arguments)
+        assert "\x1b" not in done.stdout
+        assert "done" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--every", "0"], ["--every", "soon"], ["--every", "nan"], ["no-such-run"]])
+def test_a_wrong_request_is_refused_in_a_line(arguments: list[str], finished: Station) -> None:
+    done = finished("top", *arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_empty_folder(tmp_path: Path, station: Station) -> None:
+    assert "no runs in" in station.ok("top", "--runs", tmp_path / "none").stdout

@@ -1,0 +1,86 @@
+"""What TensorBoard shows of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from train.engine.report.board import Board
+from train.engine.report.pictures import pictures
+from train.record.metrics import Training
+
+
+def line(step: int) -> Training:
+    return {
+        "step": step, "epoch": 1, "loss": 1 / step, "lr": 0.5, "samples_per_s": 100.0, "data_wait": 0.0,
+        "step_time": 0.25, "memory": 1000.0,
+    }  # fmt: skip
+
+
+def test_every_line_is_shown_once_and_an_attempt_hides_what_the_one_before_wrote_beyond_its_begin(
+    tmp_path: Path,
+) -> None:
+    for begin, end in ((0, 8), (5, 10)):
+        board = Board(tmp_path, begin, print)
+        for step in range(begin + 1, end + 1):
+            board.training(line(step))
+        board.evaluation(end, {"accuracy": end / 16})
+        board.close()
+    shown = EventAccumulator(str(tmp_path)).Reload()
+    tags = {"loss", "lr", "samples_per_s", "data_wait", "step_time", "memory"}
+    assert set(shown.Tags()["scalars"]) == {f"train/{tag}" for tag in tags} | {"eval/accuracy"}
+    assert [event.step for event in shown.Scalars("train/loss")] == [*range(1, 11)]
+    assert [event.value for event in shown.Scalars("train/step_time")] == [0.25] * 10
+    assert [(event.step, event.value) for event in shown.Scalars("eval/accuracy")] == [(10, 0.625)]
+
+
+def test_a_real_run_shows_step_times_samples_and_its_configuration_and_no_point_twice_after_a_stop(
+    engine: Any,
+) -> None:
+    station = engine.station
+    engine.run(
+        "board", task="digits", steps=55, batch_size=128, micro_batch_size=128, eval__every_epochs=0.5,
+        optim__lr=0.125, log__tensorboard="true",
+    )  # fmt: skip
+    engine.resume("board", steps=80)
+    shown = EventAccumulator(str(station.runs / "board" / "tensorboard"), {"histograms": 0, "scalars": 0}).Reload()
+    steps = [event.step for event in shown.Scalars("train/loss")]
+    assert steps == list(range(1, station.record("board")["step"] + 1))
+    assert shown.Scalars("train/lr")[0].value > 0
+    events = [json.loads(line) for line in (station.runs / "board" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in events if "loss" in line]
+    assert [event.value for event in shown.Scalars("train/loss")] == pytest.approx(losses)
+    histograms = shown.Histograms("train/step_time_ms")
+    assert sum(event.histogram_value.num for event in histograms) == len(steps)
+    assert len({event.step for event in histograms}) == len(histograms) >= 2
+    (picture,) = shown.Images("eval/samples")
+    assert picture.encoded_image_string.startswith(b"\x89PNG") and picture.width > 256
+    content = shown.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    values = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert values["optim.lr"].number_value == 0.125 and values["optim.name"].string_value == "sgd"
+    content = shown.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    names = {one.name.tag for one in plugin_data_pb2.HParamsPluginData.FromString(content).experiment.metric_infos}
+    assert names == {"eval/loss", "eval/accuracy"} <= set(shown.Tags()["scalars"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ((torch.rand(20, 1, 8, 8), torch.arange(20)), (16, 3, 64, 64)),
+        ({"x": torch.randint(0, 255, (3, 10, 12, 3), dtype=torch.uint8)}, (3, 3, 50, 60)),
+        (torch.rand(2, 3, 1200, 700), (2, 3, 400, 234)),
+        ((torch.full((2, 3, 64, 64), torch.nan), 1), (2, 3, 64, 64)),
+        (torch.rand(2, 5, 8, 8), None), (torch.zeros(0, 3, 8, 8), None), ([torch.rand(4, 9)], None), ("text", None),
+        (None, None), (torch.rand(4, 3, 2, 2), None),
+    ],
+)  # fmt: skip
+def test_images_are_found_by_their_shape(batch: Any, shape: tuple[int, ...] | None) -> None:
+    found = pictures(batch)
+    assert (None if found is None else tuple(found.shape)) == shape
+    assert found is None or (found.min() >= 0 and found.max() <= 1)

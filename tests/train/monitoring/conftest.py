@@ -1,0 +1,77 @@
+"""The real exporter and the real Prometheus, both on free ports of the loopback."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from monitored import Exporter, Gpus, Prometheus
+
+
+@pytest.fixture
+def exporters(tmp_path: Path) -> Iterator[Callable[..., Exporter]]:
+    """Starts exporters, and ends them with the test."""
+    made: list[Exporter] = []
+
+    def make(runs: Path, *arguments: str, env: dict[str, str] | None = None) -> Exporter:
+        made.append(Exporter(runs, tmp_path / f"exporter-{len(made)}.log", *arguments, env=env))
+        return made[-1]
+
+    yield make
+    for exporter in made:
+        exporter.close()
+
+
+@pytest.fixture(scope="session")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with prometheus and promtool: this system's, or out of Debian's package, which is not installed."""
+    found = shutil.which("prometheus")
+    if found and shutil.which("promtool", path=str(Path(found).parent)):
+        return Path(found).parent
+    if not (shutil.which("apt-get") and shutil.which("dpkg")):
+        pytest.skip("there is no prometheus, nor a package archive of Debian's to take it from")
+    folder = tmp_path_factory.mktemp("prometheus")
+    for attempt in range(2):
+        done = subprocess.run(["apt-get", "download", "prometheus"], cwd=folder, capture_output=True, check=False)
+        if done.returncode == 0:
+            break
+        assert attempt == 0, done.stderr.decode()
+        subprocess.run(["apt-get", "update"], capture_output=True, check=False)
+    (package,) = folder.glob("*.deb")
+    subprocess.run(["dpkg", "-x", package, folder], check=True)
+    return folder / "usr" / "bin"
+
+
+@pytest.fixture(scope="session")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a library that stands for the driver's; see nvml.c."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler to make a stand-in for the driver's library with")
+    folder = tmp_path_factory.mktemp("nvml")
+    source, library = Path(__file__).with_name("nvml.c"), folder / "libnvidia-ml.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True)
+    return folder
+
+
+@pytest.fixture
+def gpus(nvml: Path, tmp_path: Path) -> Gpus:
+    return Gpus(nvml, tmp_path)
+
+
+@pytest.fixture
+def prometheus(tools: Path, tmp_path: Path) -> Iterator[Callable[[int], Prometheus]]:
+    made: list[Prometheus] = []
+
+    def make(exporter: int) -> Prometheus:
+        folder = tmp_path / f"prometheus-{len(made)}"
+        folder.mkdir()
+        made.append(Prometheus(tools, folder, exporter))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()

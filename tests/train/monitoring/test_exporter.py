@@ -1,0 +1,301 @@
+"""`train exporter`: whatever lies in the folder of runs, Prometheus gets a page that it can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from monitored import DEPLOY, Exporter, Gpus, free_port, until
+
+from train.record import store
+from train.runs.monitor.collect import Collector
+from train.runs.monitor.figures import FIGURES
+
+if TYPE_CHECKING:
+    from conftest import Station
+
+RECORD = {
+    "state": "finished", "attempts": [{"number": 1, "started": "2026-01-01T00:00:00+00:00", "end": "finished"}],
+    "step": 5, "epoch": 1, "world_size": 1, "total_steps": 5, "loss": 0.5, "ended": "2026-01-01T00:10:00+00:00",
+    "started": "2026-01-01T00:00:00+00:00", "task": "digits", "device": "cpu",
+}  # fmt: skip
+
+
+def put(runs: Path, name: str | bytes, **changed: Any) -> Path:
+    """A run folder as a run leaves it, without the run."""
+    folder = Path(os.fsdecode(os.path.join(os.fsencode(runs), os.fsencode(name))))  # noqa: PTH118
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    (folder / "run.json").write_text(json.dumps(RECORD | changed))
+    return folder
+
+
+def test_it_tells_of_a_real_run_what_its_files_say(finished: Station, exporters: Callable[..., Exporter]) -> None:
+    exporter = exporters(finished.runs, "--recent", "1000")
+    found = exporter.metrics()
+    record, lines = finished.record("done"), finished.metrics("done")
+    of = lambda name: next(value for key, value in found[name].items() if ("run", "done") in key)  # noqa: E731
+    assert of("train_run_step") == record["step"] == lines[-2]["step"]
+    assert of("train_run_target_steps") == record["total_steps"]
+    assert of("train_run_loss") == pytest.approx(record["loss"])
+    assert of("train_run_attempts_total") == 1 and of("train_run_deaths_total") == 0
+    assert of("train_run_checkpoint_step") == record["step"]
+    assert exporter.of("train_run_state", run="done", state="finished") == 1
+    assert exporter.of("train_run_state", run="done", state="running") == 0
+    assert found["train_runs_disk_size_bytes"][()] > found["train_runs_disk_free_bytes"][()] > 0
+    assert set(found) <= set(FIGURES) | {name for name in found if name.startswith("process_")}
+
+
+def test_it_loads_no_torch(finished: Station, exporters: Callable[..., Exporter]) -> None:
+    exporter = exporters(finished.runs, "--recent", "1000")
+    exporter.page()
+    assert "torch" not in Path(f"/proc/{exporter.process.pid}/maps").read_text()
+
+
+def test_ranks_tell_what_they_do(station: Station, exporters: Callable[..., Exporter]) -> None:
+    exporter = exporters(station.runs)  # before there is a folder
+    assert exporter.of("train_runs", state="running") == 0
+    run = station.start(
+        "run", "digits", "--name", "two", "--spawn", 2, "--epochs", 100000, "--log.every_steps", 1, "--cpu_threads", 1
+    )
+    try:
+        station.wait_for_step("two", 3)
+        step = until("rank 1 is seen", lambda: exporter.of("train_rank_step", run="two", rank="1"))
+        until("it goes on", lambda: (exporter.of("train_rank_step", run="two", rank="1") or 0) > step)
+        for rank in ("0", "1"):
+            memory = exporter.of("train_rank_resident_memory_bytes", run="two", rank=rank)
+            assert memory is not None and memory > 50 << 20
+        assert exporter.of("train_run_ranks", run="two") == 2
+        assert 0 <= exporter.of("train_run_data_wait_ratio", run="two") <= 1  # type: ignore[operator]
+        assert exporter.of("train_run_samples_per_second", run="two") > 0  # type: ignore[operator]
+        moved = exporter.of("train_run_last_progress_timestamp_seconds", run="two")
+        assert moved is not None and abs(time.time() - moved) < 60
+    finally:
+        run.terminate()  # politely: its ranks are to end with it
+        run.wait()
+
+
+def damage(runs: Path) -> None:
+    """Every kind of damage, and of malice, that a folder can hold."""
+    put(runs, "empty").joinpath("run.json").write_text("")
+    put(runs, "binary").joinpath("run.json").write_bytes(os.urandom(5000))
+    put(runs, "list").joinpath("run.json").write_text("[1, 2]")
+    put(runs, "deep").joinpath("run.json").write_text("[" * 200_000)
+    put(runs, "half").joinpath("run.json").write_text(json.dumps(RECORD)[:40])
+    with (put(runs, "huge") / "run.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    for name, file in (("pipe", "run.json"), ("pipe-lock", "lock"), ("pipe-lines", "metrics.jsonl")):
+        folder = put(runs, name, state="running")
+        (folder / file).unlink(missing_ok=True)
+        os.mkfifo(folder / file)
+    for name, target in (
+        ("zero", "/dev/zero"),
+        ("loop", "run.json"),
+        ("nowhere", "/nonexistent"),
+        ("self", "/proc/self/mem"),
+    ):
+        folder = put(runs, f"link-{name}")
+        (folder / "run.json").unlink()
+        (folder / "run.json").symlink_to(target)
+    (runs / "link-folder").symlink_to("/proc/self/fd")
+    (runs / "link-here").symlink_to(runs)
+    (runs / "a-file").write_text("no folder")
+    (runs / ".hidden").mkdir()
+    put(runs, "folder").joinpath("run.json").unlink()
+    (runs / "folder" / "run.json").mkdir()
+    put(runs, "types", state=5, attempts="x", step="y", epoch=[], world_size={})
+    put(runs, "attempts", attempts=[1, None, {"number": "x"}, {"number": 10**30}], state="running", step=True)
+    put(runs, "numbers", step=10**400, loss=1e400, epoch=-1, world_size=10**18, total_steps=0.5, state="failed")
+    put(runs, "times", started="yesterday", ended=12, state="failed")
+    put(runs, "state", state='x"} 1\nevil 1')
+    put(runs, "task", task='t"\n\\\ud800x' * 100, device=["cuda"])
+    lines = put(runs, "lines", state="running")
+    lines.joinpath("metrics.jsonl").write_bytes(b"\xff\xfe\n{}\n[]\n" + b'{"step_time": 0, "data_wait": "x"}\n')
+    beats = put(runs, "beats", state="running", world_size=10**9)
+    (beats / "logs" / "attempt-1").mkdir(parents=True)
+    for number in (*range(2000), 999999):
+        (beats / "logs" / "attempt-1" / f"rank{number}.beat").write_bytes(os.urandom(32))
+    put(runs, 'name"\n\\ {x}')
+    put(runs, b"bytes-\xff\xfe")
+    put(runs, "ж" * 100)
+
+
+def test_no_damage_is_a_word_to_the_scraper(
+    tmp_path: Path, exporters: Callable[..., Exporter], tools: Path, station: Station
+) -> None:
+    runs = tmp_path / "broken"
+    damage(runs)
+    exporter = exporters(runs)
+    page = exporter.page()
+    found = exporter.metrics()
+    assert found["train_exporter_problems_total"][()] == 0, exporter.log.read_text()
+    assert found["train_runs_damaged"][()] >= 12
+    assert exporter.of("train_run_step", run='name"\n\\ {x}') == 5
+    assert exporter.of("train_run_step", run="bytes-\\udcff\\udcfe") == 5
+    assert len(page.splitlines()) < 5000
+    assert "Traceback" not in exporter.log.read_text() + page
+    # promtool also says what in the names is against the conventions
+    done = subprocess.run(
+        [tools / "promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and not done.stdout + done.stderr, done.stdout + done.stderr
+    done = station("top", "--once", "--runs", runs)  # who shares the gathering bears it too
+    assert done.returncode == 0, done.stderr
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changed=st.dictionaries(st.sampled_from([*RECORD, "script", "host", "pids"]), JSON, max_size=5), line=JSON)
+def test_no_record_makes_it_fail(tmp_path: Path, changed: dict[str, Any], line: Any) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    folder = tmp_path / "runs" / "any"
+    if not folder.exists():
+        put(tmp_path / "runs", "any")
+    (folder / "run.json").write_text(json.dumps(RECORD | changed))
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    registry = CollectorRegistry()
+    registry.register(Collector(tmp_path / "runs", 5))
+    assert "train_exporter_problems_total 0.0" in generate_latest(registry).decode()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes another user")
+def test_a_folder_of_another_users_hides_only_itself() -> None:
+    runs = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        put(runs, "open")
+        put(runs, "closed").chmod(0o700)
+        runs.chmod(0o755)
+        code = (
+            "import os, sys; from pathlib import Path\n"
+            "from train.runs.monitor import look; from train.record import store\n"
+            "runs = Path(sys.argv[1]); os.setgid(65534); os.setuid(65534)\n"
+            "print([record['name'] for record in look.Runs(runs).records()], [run.name for run in store.every(runs)])\n"
+        )
+        command, env = [sys.executable, "-c", code, str(runs)], os.environ | {"PYTHONPATH": str(DEPLOY.parents[1])}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.stdout == "['open'] ['open']\n", done.stderr
+        runs.chmod(0o700)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert "PermissionError" in done.stderr.splitlines()[-1]  # and no empty page
+    finally:
+        shutil.rmtree(runs)
+
+
+def test_runs_come_and_go_while_it_looks(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:
+    runs = tmp_path / "busy"
+    for number in range(60):
+        put(runs, f"stays-{number}")
+    exporter, is_over = exporters(runs, "--recent", "1000"), threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            for number in range(20):
+                put(runs, f"goes-{number}", state="running")
+            for number in range(20):
+                shutil.rmtree(runs / f"goes-{number}")
+
+    churning = threading.Thread(target=come_and_go)
+    churning.start()
+    try:
+        for _ in range(40):
+            found = exporter.metrics()
+            assert found["train_exporter_problems_total"][()] == 0, exporter.log.read_text()
+            assert sum(("run", f"stays-{n}") in key for n in range(60) for key in found["train_run_step"]) == 60
+    finally:
+        is_over.set()
+        churning.join()
+
+
+def test_the_number_of_series_is_bounded(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:
+    runs = tmp_path / "many"
+    for number in range(300):
+        put(runs, f"run-{number:03}", ended=f"2026-01-01T{number // 60:02}:{number % 60:02}:00+00:00")
+    exporter = exporters(runs, "--recent", "5")
+    found = exporter.metrics()
+    names = {dict(key)["run"] for key in found["train_run_step"]}
+    assert names == {f"run-{number:03}" for number in range(295, 300)}  # those that ended last
+    assert exporter.of("train_runs", state="finished") == 300
+    assert found["train_runs_left_out"][()] == 295
+    store.bury(store.Run(runs / "run-299"))
+    assert exporter.of("train_run_step", run="run-299") is None  # removed: gone at once
+    assert exporter.of("train_run_step", run="run-294") == 5
+
+
+def test_a_driver_that_never_answers_holds_nothing_up(
+    tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus
+) -> None:
+    exporter = exporters(tmp_path / "none", env=gpus.env)
+    assert exporter.of("train_gpu_up", gpu="0") == 1
+    assert exporter.of("train_gpu_info", gpu="0", uuid="GPU-0", name='Stand-in "A"') == 1
+    assert exporter.of("train_gpu_utilization_ratio", gpu="1") == pytest.approx(0.51)
+    assert exporter.of("train_gpu_throttled", gpu="0", reason="power_cap") == 1
+    gpus.hangs.touch()
+    assert exporter.of("train_gpu_up", gpu="0") == 0
+    assert exporter.of("train_runs", state="running") == 0
+
+
+def test_silent_connections_keep_nobody_out(finished: Station, exporters: Callable[..., Exporter]) -> None:
+    exporter = exporters(finished.runs, "--recent", "1000")
+    silent = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(40)]
+    try:
+        assert exporter.of("train_run_step", run="done")
+        silent[0].sendall(b"\x00\xff nonsense\r\n\r\n")
+        asking = socket.create_connection(("127.0.0.1", exporter.port))
+        silent += [asking, socket.create_connection(("127.0.0.1", exporter.port))]
+        asking.sendall(b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc")
+        assert b"405" in asking.recv(1000)
+        silent[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        silent[-1].close()  # before it is answered
+        assert exporter.of("train_run_step", run="done")
+    finally:
+        for connection in silent:
+            connection.close()
+    assert "Traceback" not in exporter.log.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--port", "x"], ["--port", "0"], ["--port", "65536"], ["--port", "-1"], ["--port="], ["--address", "192.0.2.1"],
+     ["--address", "no such host"], ["--address="], ["--recent", "x"], ["--recent", "100000"], ["--nothing", "1"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_wrong_request_is_refused_in_a_line(arguments: list[str], station: Station) -> None:
+    done = station("exporter", *arguments)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert not station.runs.exists()
+
+
+def test_a_port_that_is_taken_is_named(station: Station) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = station("exporter", "--port", port)
+    assert done.returncode == 2
+    assert done.stderr == f"train: --port {port} is taken on 127.0.0.1; give another --port\n"
+
+
+def test_every_figure_is_in_the_documentation() -> None:
+    text = (DEPLOY.parents[1] / "docs" / "monitoring.md").read_text()
+    missing = [name for name in FIGURES if f"`{name}`" not in text]
+    assert not missing

@@ -1,0 +1,37 @@
+"""`train exporter`: figures of runs and GPUs for Prometheus, over HTTP."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from train.commands.parser import Parser, number
+from train.errors import Refused
+
+_PORT = "9477"
+_RECENT = 20
+_MOST_RECENT = 1000
+
+
+def add_arguments(parser: Parser) -> None:
+    """Where it listens, and of how many runs it tells."""
+    text = "where it listens; 0.0.0.0 is every way into this machine, and asks nobody who they are (127.0.0.1)"
+    parser.add_argument("--address", default="127.0.0.1", help=text)
+    parser.add_argument("--port", default=_PORT, help=f"({_PORT})")
+    text = f"runs that have ended, of which it tells: the last so many ({_RECENT})"
+    parser.add_argument("--recent", metavar="N", help=text)
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Serve until it is stopped."""
+    port = number("port", options.port, 1)
+    if port is None or port > 65535:
+        raise Refused(f"--port {options.port}: must be a whole number from 1 to 65535")
+    recent = number("recent", options.recent)
+    if recent is not None and recent > _MOST_RECENT:
+        raise Refused(f"--recent {recent}: at most {_MOST_RECENT}; each run is some thirty series more")
+    if not options.address:
+        raise Refused("--address is empty; 127.0.0.1 is this machine alone")
+    from train.runs.monitor.serve import serve
+
+    serve(runs, options.address, port, _RECENT if recent is None else recent)

@@ -1,0 +1,105 @@
+"""`train top`: a live page of the runs, their ranks and the GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import shutil
+import sys
+import termios
+import tty
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.commands import shared
+from train.commands.parser import Parser
+from train.errors import EXIT_FINISHED, Refused
+from train.record import store
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from train.runs.top import Page
+
+_EVERY = 2.0
+"""Seconds between two looks."""
+_STYLE = {
+    "head": "bold", "rank": "dim", "gpu": "cyan", store.RUNNING: "green", store.CREATED: "yellow",
+    store.FAILED: "red", store.INTERRUPTED: "yellow",
+}  # fmt: skip
+
+
+def add_arguments(parser: Parser) -> None:
+    """Which runs, and how often."""
+    shared.add_names(parser, "*")
+    parser.add_argument("--every", metavar="SECONDS", help=f"between two looks ({_EVERY:.0f})")
+    parser.add_argument("--once", action="store_true", help="print the page once, as without a terminal")
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Show the page until q or Ctrl-C; without a terminal, once."""
+    from train.runs import select as chosen
+    from train.runs.top import Page
+
+    every = _seconds(options.every)
+    names = [found.name for found in chosen.matching(runs, options.names)] if options.names else []
+    page = Page(runs, names)
+    if options.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+        print("\n".join(row.text.rstrip() for row in page.rows(columns, 10_000)))
+        return EXIT_FINISHED
+    _live(page, every)
+    return EXIT_FINISHED
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        seconds = _EVERY if text is None else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise Refused(f"--every {text}: give seconds between 0.1 and 3600")
+    return seconds
+
+
+def _live(page: Page, every: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _keys(),
+        Live(_drawn(page), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while not _quits(every):
+            live.update(_drawn(page), refresh=True)
+
+
+def _drawn(page: Page) -> Text:
+    from rich.text import Text
+
+    size = shutil.get_terminal_size()
+    text = Text(no_wrap=True, overflow="crop")
+    for row in page.rows(size.columns, size.lines - 1):
+        text.append(row.text + "\n", style=_STYLE.get(row.kind, ""))
+    return text.append("q leaves", style="dim")
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[None]:
+    """Keys come one by one, and are not shown."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _quits(seconds: float) -> bool:
+    """Wait for a key or for the time to pass. Whether the key was q, or the terminal has gone."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(ready) and sys.stdin.read(1) in ("q", "Q", "")

@@ -1,0 +1,257 @@
+"""Where the time of a run went, from its creation to its end: parts that add up to the whole. Pure, but for `of`.
+
+The marks of the attempts in run.json (started, ready, ended) cut the whole into pieces; what rank 0 has measured
+between two marks (`times` of an attempt) tells what a piece of training was. What nobody has measured is shown as such.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, cast
+
+from train.record import heartbeat
+from train.record.store import INTERRUPTED, RUNNING, Run, seconds_of
+
+
+class Times(TypedDict):
+    """What an attempt notes of itself in run.json: seconds since it was ready, by the clock of rank 0."""
+
+    step: int
+    """The last one made then, counted from 1."""
+    seconds: float
+    """In all; what is in none of the others is computing."""
+    start: float
+    """What the ranks do together before the first step."""
+    data: float
+    communication: float | None
+    """Not hidden behind computing; None: it cannot be told apart from computing."""
+    checkpoints: float
+    evaluation: float
+
+
+PARTS = {
+    "compute": ("computing", "Forward, backward and optimizer, and what the engine does between them."),
+    "communication": (
+        "communication",
+        "Waiting for other ranks' gradients after the last backward pass has computed its own; what travels while it "
+        "computes costs nothing and is not in it. Waiting for a slower rank is in it. One step in 16 is measured.",
+    ),
+    "data": ("data", "Training waited for its next batch. On a GPU, the device may have been computing meanwhile."),
+    "checkpoints": ("checkpoints", "Training waited for a checkpoint; what is written in the background is not in it."),
+    "evaluation": ("evaluation", "Evaluations, with their own data and communication."),
+    "start": (
+        "starting and ending",
+        "From the creation or a resume to the first step: imports, data sets, model, meeting the others; and from the "
+        "last step to the end.",
+    ),
+    "lost": (
+        "lost to deaths",
+        "Steps that had to be made again, and the time from the last sign of life before a death until training "
+        "went on.",
+    ),
+    "idle": ("stopped", "From a stop, or a failure, to the resume after it."),
+    "unknown": ("not told apart", "Nobody has measured what this was."),
+}  # fmt: skip
+"""Every part: its name, and what is in it."""
+_TRAINING = ("compute", "communication", "data")
+"""What steps are made of."""
+_BACK = 0.5
+"""Seconds by which the clock may go backwards between two marks without a word: those of two processes, or machines."""
+
+
+@dataclass
+class Account:
+    """Where the time went."""
+
+    whole: float = 0.0
+    """Seconds from the creation to the end, or to now."""
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """Seconds by the names of PARTS; together `whole`."""
+    again: float = 0.0
+    """Of what is lost: steps that were made again."""
+    redone: int = 0
+    """How many they were."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know of these figures."""
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        parts = {name: round(seconds, 3) for name, seconds in self.parts.items()}
+        return {"seconds": round(self.whole, 3), **parts, "steps_redone": self.redone, "notes": self.notes}
+
+
+def of(run: Run) -> Account:
+    """Where the time of a run went; of one that lives, up to now."""
+    record = run.shown()
+    attempts = [one for one in record["attempts"] if isinstance(one, dict)] if _is_list(record) else []
+    seen = 0.0
+    if record["state"] == INTERRUPTED:
+        signs = [heartbeat.last_sign(run.logs(len(attempts)))]
+        signs += [path.stat().st_mtime for path in (run.folder / "run.json", run.metrics) if path.exists()]
+        seen = max(signs)
+    now = datetime.datetime.now(datetime.UTC).timestamp()
+    return account(record, attempts, now, seen, next(iter(run.steps_saved()), 0))
+
+
+def _is_list(record: dict[str, Any]) -> bool:
+    return isinstance(record.get("attempts"), list)
+
+
+def account(record: dict[str, Any], attempts: list[dict[str, Any]], now: float, seen: float, saved: int) -> Account:
+    """The same from what is known of it.
+
+    Args:
+        record: run.json with the effective state.
+        now, seen: seconds since the epoch: this moment, and the last sign of life of a run that nobody ended.
+        saved: the step of the newest checkpoint.
+    """
+    line = _Line(record.get("created") or (attempts[0].get("started") if attempts else None))
+    found = line.account
+    is_script, before = bool(record.get("script")), ""
+    for place, attempt in enumerate(attempts):
+        is_last = place == len(attempts) - 1
+        away = "start" if not before else "lost" if before == "died" else "idle"
+        line.to(attempt.get("started"), away)
+        back = "lost" if before == "died" else "start"
+        if attempt.get("ready"):
+            line.to(attempt["ready"], back)
+        ends = attempt.get("ended")
+        if ends is None and is_last:
+            ends = now if record["state"] in (RUNNING, "created") else seen
+        before = attempt.get("end") or ("" if record["state"] == RUNNING and is_last else "died")
+        seconds = line.to(ends, None)
+        if attempt.get("ready"):
+            next_from = saved if is_last else _whole(attempts[place + 1].get("from_step"))
+            lives = is_last and record["state"] == RUNNING
+            _training(found, attempt, seconds, before, None if lives or before == "finished" else next_from)
+        elif is_script:
+            found.parts["unknown"] += seconds
+        else:
+            found.parts["lost" if before == "died" else "start"] += seconds
+    if attempts:
+        line.to(record.get("ended"), "start" if before in ("finished", "stopped", "failed") else "lost")
+    else:
+        line.to(now if record["state"] == "created" else record.get("ended"), "start")
+    found.whole = line.length
+    found.notes += _notes(record, attempts, line.went_back)
+    return found
+
+
+class _Line:
+    """The time that has been gone through, from mark to mark; never backwards."""
+
+    def __init__(self, begin: Any) -> None:
+        self.account = Account()
+        self._begin = self._at = _seconds(begin)
+        self.went_back = 0.0
+
+    @property
+    def length(self) -> float:
+        return 0.0 if self._at is None or self._begin is None else self._at - self._begin
+
+    def to(self, mark: Any, part: str | None) -> float:
+        """Go on to a mark, and count the way as this part, if one is named. Returns its seconds."""
+        at = _seconds(mark)
+        if at is None:
+            return 0.0
+        if self._at is None:
+            self._begin = self._at = at
+        way = at - self._at
+        self.went_back = max(self.went_back, -way)
+        self._at = max(self._at, at)
+        if part is not None:
+            self.account.parts[part] += max(way, 0.0)
+        return max(way, 0.0)
+
+
+def _training(found: Account, attempt: dict[str, Any], seconds: float, end: str, next_from: int | None) -> None:
+    """Tell apart what an attempt did from the moment it was ready.
+
+    Args:
+        end: how it ended; '': it lives.
+        next_from: its steps after this one are made again; None: none of them is.
+    """
+    own = dict.fromkeys(PARTS, 0.0)
+    times = measured(attempt)
+    begin, to = _whole(attempt.get("from_step")), _whole(attempt.get("to_step"))
+    after = seconds
+    if times is None:
+        own["unknown"], after = seconds, 0.0
+    else:
+        known = min(times["seconds"], seconds)
+        shrink = known / times["seconds"] if times["seconds"] else 0.0
+        own |= {part: shrink * float(times[part] or 0.0) for part in ("start", "checkpoints", "evaluation")}
+        left = max(known - sum(own.values()), 0.0)
+        own["communication"] = min(shrink * (times["communication"] or 0.0), left)
+        own["data"] = min(shrink * times["data"], left - own["communication"])
+        own["compute"] = left - own["communication"] - own["data"]
+        after = seconds - sum(own.values())
+        made = times["step"] - (begin or 0)
+        if end not in ("finished", "stopped") and to is not None and made > 0 and left:
+            # steps that it made after it last noted its times took as long as those before, if there was time
+            later = min(after, max(to - times["step"], 0) * left / made)
+            for part in _TRAINING:
+                own[part] *= 1 + later / left
+            after -= later
+    if next_from is not None and begin is not None and to is not None and to > max(next_from, begin):
+        _lose(found, own, to - max(next_from, begin), to - begin)
+    own["lost" if end == "died" else "unknown" if not end else "start"] += after
+    for part, value in own.items():
+        found.parts[part] += value
+
+
+def _lose(found: Account, own: dict[str, float], steps: int, made: int) -> None:
+    """Move the time of the last steps of an attempt, by their share, to what is lost."""
+    for part in (*_TRAINING, "unknown"):
+        lost = own[part] * steps / made
+        own[part] -= lost
+        own["lost"] += lost
+        found.again += lost
+    found.redone += steps
+
+
+def measured(attempt: dict[str, Any]) -> Times | None:
+    """What an attempt has noted of its times; None: nothing, or nothing that can be so."""
+    times = attempt.get("times")
+    if not isinstance(times, dict):
+        return None
+    names = [name for name in Times.__annotations__ if not (name == "communication" and times.get(name) is None)]
+    values = [times.get(name) for name in names]
+    if not all(isinstance(value, (int, float)) and math.isfinite(value) and value >= 0 for value in values):
+        return None
+    return cast(Times, {name: times.get(name) for name in Times.__annotations__})
+
+
+def _notes(record: dict[str, Any], attempts: list[dict[str, Any]], went_back: float) -> list[str]:
+    """What a reader must know."""
+    notes = []
+    ready = [attempt for attempt in attempts if attempt.get("ready")]
+    told = [found for attempt in ready if (found := measured(attempt)) is not None]
+    if record.get("script"):
+        notes.append("a script: what it did while it ran, and which steps it made again, only it knows")
+    elif len(told) < len(ready):
+        notes.append("an attempt has not noted its times: it was of an earlier release, or died too soon")
+    if any(times["communication"] is None for times in told):
+        notes.append("communication is not told apart from computing here: fsdp, hsdp and dp do both at once")
+    if record["state"] == INTERRUPTED:
+        notes.append("interrupted: told up to its last sign of life; a resume may find newer steps in memory")
+    if record["state"] in (RUNNING, "created"):
+        notes.append("not ended yet: told up to now")
+    if went_back > _BACK:
+        notes.append(f"the clock went back by {went_back:.1f} s between two marks: parts around it are too short")
+    if not record.get("created"):
+        notes.append("when it was created is not known: told from its first attempt")
+    return notes
+
+
+def _seconds(mark: Any) -> float | None:
+    """Seconds since the epoch of a mark in run.json, or None where it is none."""
+    if isinstance(mark, (int, float)) and not isinstance(mark, bool):
+        return float(mark) or None
+    return seconds_of(mark)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,141 @@
+"""The GPUs of this machine, by NVML; none where it, or its package, is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+_AGAIN = 60.0
+"""Seconds between two times that NVML is begun anew, because a GPU does not answer or there is none."""
+REASONS = {
+    "gpu_idle": 0x1, "application_clocks": 0x2, "power_cap": 0x4, "hardware": 0x8, "sync_boost": 0x10,
+    "thermal": 0x20, "hardware_thermal": 0x40, "power_brake": 0x80, "display_clocks": 0x100,
+}  # fmt: skip
+"""Why a GPU's clocks are lower than they could be: names, and NVML's bits (nvmlClocksEventReasons)."""
+ECC = {"corrected": 0, "uncorrected": 1}
+"""nvmlMemoryErrorType_t."""
+
+
+@dataclasses.dataclass
+class Gpu:
+    """A GPU at one moment. What it does not tell is None."""
+
+    number: int
+    uuid: str
+    name: str
+    answers: bool = False
+    """False: it was there before, and is gone, or gives no answer."""
+    use: float | None = None
+    """From 0 to 1."""
+    memory_used: float | None = None
+    """Bytes, as the next."""
+    memory_size: float | None = None
+    celsius: float | None = None
+    celsius_slowdown: float | None = None
+    """Where it begins to slow itself down."""
+    watts: float | None = None
+    watts_limit: float | None = None
+    ecc: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Errors of its memory since it was made, by kind."""
+    reasons: int | None = None
+    """Bits of REASONS."""
+    processes: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Bytes that processes have there, by process id, as numbered where the driver is."""
+
+
+class Gpus:
+    """Looks at the GPUs again and again. One that was seen once is told of until it is back, or this process ends."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._handles: dict[str, Any] = {}
+        self._seen: dict[str, Gpu] = {}
+        self._begun = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._begun, self._handles = time.monotonic(), {}
+        with contextlib.suppress(Exception):  # NVML has errors of its own for everything
+            import pynvml
+
+            if self._nvml is not None:
+                pynvml.nvmlShutdown()
+                self._nvml = None
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            for number in range(pynvml.nvmlDeviceGetCount()):
+                with contextlib.suppress(pynvml.NVMLError):
+                    handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+                    uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
+                    self._handles[uuid] = handle
+                    self._seen[uuid] = Gpu(number, uuid, name)
+
+    def read(self) -> list[Gpu]:
+        """All that have been seen, in their order; those that answer, with their figures."""
+        found = self._read()
+        if not all(gpu.answers for gpu in found) or not found:
+            if time.monotonic() - self._begun < _AGAIN:
+                return found
+            self._begin()
+            found = self._read()
+        return found
+
+    def _read(self) -> list[Gpu]:
+        found = [self._look(gpu, self._handles.get(uuid)) for uuid, gpu in self._seen.items()]
+        return sorted(found, key=lambda gpu: (gpu.number, gpu.uuid))
+
+    def _look(self, seen: Gpu, handle: Any) -> Gpu:
+        nvml, gpu = self._nvml, Gpu(seen.number, seen.uuid, seen.name)
+        if nvml is None or handle is None:
+            return gpu
+        try:
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        except Exception as error:
+            # a GPU that shares the machine's memory has none of its own to tell of, and is well
+            if getattr(error, "value", None) != getattr(nvml, "NVML_ERROR_NOT_SUPPORTED", 3):
+                return gpu
+        else:
+            gpu.memory_used, gpu.memory_size = float(memory.used), float(memory.total)
+        gpu.answers = True
+        gpu.use = _told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        sensor = nvml.NVML_TEMPERATURE_GPU
+        gpu.celsius = _told(
+            lambda: nvml.nvmlDeviceGetTemperature(handle, sensor),
+            lambda: nvml.nvmlDeviceGetTemperatureV(handle, sensor),  # what is to take its place
+        )
+        gpu.celsius_slowdown = _told(
+            lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+        )
+        gpu.watts = _told(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+        gpu.watts_limit = _told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
+        for kind, number in ECC.items():
+            # 1: since it was made (nvmlEccCounterType_t)
+            count = _told(functools.partial(nvml.nvmlDeviceGetTotalEccErrors, handle, number, 1))
+            if count is not None:
+                gpu.ecc[kind] = count
+        reasons = _told(
+            lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
+            lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),  # its name up to driver 535
+        )
+        gpu.reasons = None if reasons is None else int(reasons)
+        with contextlib.suppress(Exception):
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                if process.usedGpuMemory:
+                    gpu.processes[int(process.pid)] = float(process.usedGpuMemory)
+        return gpu
+
+
+def _told(*ways: Callable[[], Any]) -> float | None:
+    """What the first way to ask gives that has an answer; None where this GPU has no such thing."""
+    for ask in ways:
+        with contextlib.suppress(Exception):
+            return float(ask())
+    return None
+
+
+def _text(told: str | bytes) -> str:
+    return told.decode(errors="replace") if isinstance(told, bytes) else told

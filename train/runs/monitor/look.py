@@ -1,0 +1,223 @@
+"""Runs as they stand at one moment: what run.json, the last line of metrics.jsonl and the signs of life say.
+
+Nothing is asked of the run itself, so a look costs training nothing, and finds also those that died. What a run folder
+holds may be damaged or made by somebody else: each figure is checked for its kind, and is None where it is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+from train.errors import Refused
+from train.record import heartbeat, metrics, store
+from train.record.heartbeat import Beat
+from train.record.store import Run
+
+ALIVE = (store.CREATED, store.RUNNING)
+STATES = (store.CREATED, store.RUNNING, store.STOPPED, store.FAILED, store.FINISHED, store.INTERRUPTED)
+_ENDED = (store.STOPPED, store.FAILED, store.FINISHED)
+_BEAT = re.compile(r"rank(\d{1,6})\.beat")
+MOST_RANKS = 1024
+"""Of one run on one machine. A damaged run.json may say any number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """A rank of the attempt that runs, on this machine."""
+
+    number: int
+    beat: Beat | None
+    """None: it has shown no sign of life yet."""
+    beaten: float
+    """When it showed the last one, in seconds since the epoch; 0.0: never."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a run is, and how fast. None: it is not known."""
+
+    step: int
+    total: int | None
+    loss: float | None
+    rate: float | None
+    """Learning rate."""
+    samples_per_s: float | None
+    waits: float | None
+    """The share of a step in which rank 0 waited for data, from 0 to 1."""
+    step_time: float | None
+    """Seconds."""
+    memory: float | None
+    """Bytes, the highest so far: of rank 0's GPU, or of its process on a CPU."""
+
+
+class Runs:
+    """Looks at a folder of runs again and again. What cannot have changed is not read again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.damaged = 0
+        """Run folders that could not be read when they were last looked at."""
+        self._known: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+
+    def records(self, names: list[str] | None = None) -> list[dict[str, Any]]:
+        """run.json with the effective state: of those that live first, then of those that ended last.
+
+        Args:
+            names: of these runs alone.
+
+        Raises:
+            OSError: the folder is there and cannot be read.
+        """
+        found, self.damaged = {}, 0
+        with contextlib.suppress(FileNotFoundError):  # before the first run
+            os.scandir(self.folder).close()
+        for run in store.every(self.folder):
+            if names and run.name not in names:
+                continue
+            try:
+                record = self._record(run)
+                if record["state"] not in STATES or not isinstance(record["attempts"], list):
+                    raise Refused("no state, or no attempts")
+                found[run.name] = record
+            except (Refused, OSError):  # being removed, or damaged: train ls says so
+                self.damaged += run.folder.exists()
+            except Exception:  # what nobody foresaw of one run must not hide the others
+                self.damaged += 1
+        self._known = {name: known for name, known in self._known.items() if name in found}
+        newest_first = sorted(found.values(), key=_last_change, reverse=True)
+        return sorted(newest_first, key=lambda record: record["state"] not in ALIVE)  # stable
+
+    def _record(self, run: Run) -> dict[str, Any]:
+        status = (run.folder / "run.json").stat()
+        mark = (status.st_mtime_ns, status.st_ino, status.st_size)
+        known = self._known.get(run.name)
+        if known is not None and known[0] == mark:
+            return known[1]
+        record = run.shown()
+        if record["state"] in _ENDED:  # any other state can change without this file
+            self._known[run.name] = mark, record
+        return record
+
+
+def _last_change(record: dict[str, Any]) -> str:
+    return str(record.get("ended") or record.get("started") or "")
+
+
+def is_alive(record: dict[str, Any]) -> bool:
+    """Whether the run has not ended, or is about to begin."""
+    return record["state"] in ALIVE
+
+
+def progress(run: Run, record: dict[str, Any]) -> Progress:
+    """How far a run is. Of one that has ended the speed is not told."""
+    line: Any = metrics.last_training(run) if is_alive(record) else None
+    line = line or {}
+    step, total = whole(record.get("step")) or 0, whole(record.get("total_steps"))
+    if is_alive(record) and (logs := last_logs(run, record)):
+        step = max(step, heartbeat.reached(logs))
+    step_time, waited = number(line.get("step_time")), number(line.get("data_wait"))
+    loss = number(line.get("loss"))
+    return Progress(
+        step=step, total=total, loss=number(record.get("loss")) if loss is None else loss, rate=number(line.get("lr")),
+        samples_per_s=number(line.get("samples_per_s")), step_time=step_time, memory=number(line.get("memory")),
+        waits=min(waited / step_time, 1.0) if waited is not None and step_time else None,
+    )  # fmt: skip
+
+
+def last_logs(run: Run, record: dict[str, Any]) -> Path | None:
+    """Where the ranks of the last attempt write; None: there was none."""
+    attempt = record["attempts"][-1] if record["attempts"] else None
+    said = whole(attempt.get("number")) if isinstance(attempt, dict) else None
+    return None if said is None else run.logs(said)
+
+
+def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
+    """The ranks of the last attempt, those that have shown no sign of life yet among them."""
+    logs = last_logs(run, record)
+    if logs is None:
+        return []
+    numbers = set(range(min(whole(record.get("world_size")) or 1, MOST_RANKS)))
+    with contextlib.suppress(OSError):
+        numbers |= {int(match[1]) for path in logs.iterdir() if (match := _BEAT.fullmatch(path.name))}
+    found = []
+    for rank in sorted(numbers)[:MOST_RANKS]:
+        path = logs / f"rank{rank}.beat"
+        beat, beaten = heartbeat.read(path), 0.0
+        if beat is not None:
+            with contextlib.suppress(OSError):
+                beaten = path.stat().st_mtime
+        found.append(Rank(rank, beat, beaten))
+    return found
+
+
+def moved(record: dict[str, Any], found: list[Rank]) -> float | None:
+    """When a run that lives last showed progress, in seconds since the epoch; None: a script's steps are its own.
+
+    Whichever rank it was: one that is through with its part waits for the others without a sign.
+    """
+    if record.get("script") or not record["attempts"] or not isinstance(record["attempts"][-1], dict):
+        return None
+    last = max((rank.beaten for rank in found), default=0.0)
+    return max(last, store.seconds_of(record["attempts"][-1].get("started")) or 0.0) or None
+
+
+def phase(found: list[Rank]) -> int:
+    """What a run does: of its ranks the one that is behind tells (heartbeat.NAMES)."""
+    beats = [rank.beat for rank in found if rank.beat is not None]
+    behind = min(beats, key=lambda beat: (beat.step, beat.count), default=None)
+    return behind.phase if behind is not None and 0 <= behind.phase < len(heartbeat.NAMES) else heartbeat.STARTING
+
+
+def process(record: dict[str, Any], rank: Rank) -> Any:
+    """psutil's view of a rank; None where it is not seen from here: on another machine, beyond a container's wall."""
+    import psutil
+
+    if rank.beat is None or record.get("host") != socket.gethostname():
+        return None
+    with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+        found = psutil.Process(rank.beat.pid)
+        if found.create_time() <= rank.beaten + 1:  # else it is dead, and its number another's
+            return found
+    return None
+
+
+def saved(run: Run) -> tuple[int, float] | None:
+    """Step of the newest checkpoint, and when it was made, in seconds since the epoch."""
+    for step in run.steps_saved():
+        with contextlib.suppress(OSError):
+            return step, run.checkpoint(step).stat().st_mtime
+    return None
+
+
+def number(value: Any) -> float | None:
+    """A figure as a number."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    except OverflowError:
+        return None
+
+
+def whole(value: Any) -> int | None:
+    """A count that is none below zero, and none beyond what counts here can be."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
+
+
+def resident(process: Any) -> float | None:
+    """Bytes of memory of a process."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return float(process.memory_info().rss)
+    return None
+
+
+def deaths(record: dict[str, Any], attempts: list[dict[str, Any]]) -> int:
+    """How many attempts died. Of one that was killed as a whole nobody could say so before the next begins."""
+    unsaid = record["state"] == store.INTERRUPTED and bool(attempts) and attempts[-1].get("end") is None
+    return sum(attempt.get("end") == "died" for attempt in attempts) + unsaid

@@ -1,0 +1,103 @@
+"""Serves the figures over HTTP: every path of it is the page that Prometheus scrapes. Whoever asks changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import Any, NoReturn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+import prometheus_client
+
+from train.errors import EXIT_FINISHED, Refused
+from train.runs.monitor.collect import Collector
+
+_SILENCE = 5.0
+"""Seconds that a connection may say nothing."""
+_AT_ONCE = 100
+"""Connections that are served at the same time; others wait to be taken."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENCE
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not a line a scrape."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+        self.address_family = family
+        self._places = threading.BoundedSemaphore(_AT_ONCE)
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without asking a name server what this machine is called, as the library's would."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "train-exporter", self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._places.acquire()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """One that hangs up, or says nothing, is no error of ours."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            logging.getLogger("train.exporter").warning("a request failed: %s: %s", type(error).__name__, error)
+
+
+def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:
+    """Serve until SIGTERM or SIGINT, then exit.
+
+    Raises:
+        Refused: the address or the port cannot be had.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FINISHED))
+    logging.basicConfig(stream=sys.stderr, format="train: %(message)s", level=logging.INFO)
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(Collector(runs, recent))
+    prometheus_client.ProcessCollector(registry=registry)
+    with _bound(address, port) as server:
+        server.set_app(prometheus_client.make_wsgi_app(registry))
+        host = str(server.server_address[0])
+        shown = f"[{host}]" if ":" in host else host
+        print(f"figures of {runs} on http://{shown}:{port}/metrics", flush=True)
+        server.serve_forever()
+    sys.exit(EXIT_FINISHED)
+
+
+def _bound(address: str, port: int) -> _Server:
+    try:
+        family, *_, target = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]  # fmt: skip
+    except (socket.gaierror, UnicodeError):
+        raise Refused(
+            f"--address {address}: no such address; 127.0.0.1 is this machine, 0.0.0.0 every way in"
+        ) from None
+    try:
+        return _Server(family, target)  # type: ignore[arg-type]
+    except PermissionError:
+        raise Refused(f"--port {port}: ports below 1024 are root's; give another --port") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise Refused(f"--port {port} is taken on {address}; give another --port") from None
+        raise Refused(f"--address {address}: {error.strerror}; hostname -I lists this machine's") from None

@@ -1,0 +1,134 @@
+"""What `train top` shows: the runs, their ranks and the GPUs at one moment, as rows of text. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from train import screen
+from train.errors import one_line
+from train.record import heartbeat, store
+from train.record.store import Run
+from train.runs.monitor import look
+from train.runs.monitor.gpus import Gpu, Gpus
+
+_NONE = "-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the page."""
+
+    text: str
+    kind: str
+    """head, the state of a run, rank or gpu: how it is coloured."""
+
+
+class Page:
+    """Looks at a folder of runs again and again. It remembers what is needed to tell speeds: nothing else is kept."""
+
+    def __init__(self, runs: Path, names: list[str] | None = None) -> None:
+        self.runs, self.names = runs, names or []
+        self._looked = look.Runs(runs)
+        self._processes: dict[int, Any] = {}
+        self._gpus = Gpus()
+        self._cards: list[Gpu] = []
+
+    def rows(self, columns: int, lines: int) -> list[Row]:
+        """The page as it stands now, cut to what fits: those that live first, then those that ended last."""
+        records, self._cards = self._looked.records(self.names), self._gpus.read()
+        alive = [record for record in records if look.is_alive(record)]
+        rows = [Row(screen.cut(self._summary(len(records), len(alive)), columns), "head")]
+        rows += [Row(screen.cut(_gpu_line(gpu), columns), "gpu") for gpu in self._cards]
+        rows.append(Row("", "head"))
+        if not records:
+            return [*rows, Row(f"no runs in {self.runs}; a first one: train launch digits", "head")]
+        heading = ["NAME", "STATE", "STEP", "LOSS", "SAMPLES/S", "WAIT", "LEFT"]
+        body = [_line_of(Run(self.runs / record["name"]), record) for record in records]
+        # what is told least is left out first on a narrow terminal
+        shown = screen.table([heading, *body], columns, dispensable=[6, 5], elastic=[0, 1]).splitlines()
+        rows.append(Row(shown[0], "head"))
+        for record, text in zip(records, shown[1:], strict=True):
+            rows.append(Row(text, record["state"]))
+            if look.is_alive(record):
+                rows += [Row(screen.cut(rank, columns), "rank") for rank in self._ranks(record)]
+            elif record["state"] in (store.FAILED, store.INTERRUPTED) and record.get("reason"):
+                rows.append(Row(screen.cut(f"  {one_line(record['reason'])}", columns), "rank"))
+        if len(rows) > lines:
+            left_out = len(rows) - lines + 1
+            rows = [*rows[: lines - 1], Row(f"… {left_out} lines more; name runs to see them: train top NAME", "head")]
+        return rows
+
+    def _summary(self, count: int, alive: int) -> str:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        load = os.getloadavg()[0]
+        return (
+            f"train top {time.strftime('%H:%M:%S')}  {count} run{'s' if count != 1 else ''}, {alive} alive  "
+            f"load {load:.1f} of {os.cpu_count()}  memory {memory.used / 2**30:.1f} of {memory.total / 2**30:.0f} GiB"
+        )
+
+    def _ranks(self, record: dict[str, Any]) -> list[str]:
+        """A line a rank of the attempt that runs: what it is doing, and what it takes."""
+        visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
+        lines = []
+        for rank in look.ranks(Run(self.runs / record["name"]), record):
+            doing = heartbeat.NAMES[look.phase([rank])]
+            what = f"{doing:<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
+            card = cards.get(visible[rank.number]) if rank.number < len(visible) else None
+            gpu = _use(card) if card is not None and record.get("device") == "cuda" else ""
+            lines.append(f"  rank {rank.number:<3} {what} {self._taken(look.process(record, rank))}{gpu}")
+        return lines
+
+    def _taken(self, found: Any) -> str:
+        """Processor and memory of a process; '-' where it is not seen from here."""
+        import psutil
+
+        if found is not None:
+            process = self._processes.get(found.pid)
+            if process != found:  # psutil compares when they were made, too
+                process = self._processes[found.pid] = found
+            with contextlib.suppress(psutil.Error):
+                percent, size = process.cpu_percent(), process.memory_info().rss
+                return f"cpu {percent:4.0f} %  mem {size / 2**30:5.1f} GiB"
+        return f"cpu {_NONE:>4}    mem {_NONE:>5}    "
+
+
+def _visible(record: dict[str, Any]) -> list[int]:
+    """Which GPU each rank has."""
+    chosen = str(record.get("gpus") or "")
+    ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
+    return ids or list(range(min(look.whole(record.get("world_size")) or 1, look.MOST_RANKS)))
+
+
+def _line_of(run: Run, record: dict[str, Any]) -> list[str]:
+    now = look.progress(run, record)
+    left = (now.total - now.step) * now.step_time if now.total and now.step_time else None
+    return [
+        one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else _NONE,
+        f"{now.loss:.4f}" if now.loss is not None else _NONE,
+        f"{now.samples_per_s:.0f}" if now.samples_per_s is not None else _NONE,
+        f"{100 * now.waits:.0f} %" if now.waits is not None else _NONE,
+        str(datetime.timedelta(seconds=round(left))) if left is not None else _NONE,
+    ]  # fmt: skip
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    if not gpu.answers:
+        return f"GPU {gpu.number}  does not answer; see: train doctor"
+    degrees = _NONE if gpu.celsius is None else f"{gpu.celsius:.0f}"
+    return f"GPU {gpu.number}{_use(gpu)}  {degrees} C  {gpu.name}"
+
+
+def _use(gpu: Gpu) -> str:
+    """Use and memory of one."""
+    if gpu.use is None or gpu.memory_used is None or gpu.memory_size is None:
+        return ""
+    used, size = gpu.memory_used / 2**30, gpu.memory_size / 2**30
+    return f"  gpu {100 * gpu.use:3.0f} %  {used:5.1f} of {size:.0f} GiB"
