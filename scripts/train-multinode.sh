@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# One run on several machines: copy this checkout to all of them, and call this on each with the same arguments.
+#
+#     scripts/train-multinode.sh --hosts node0,node1 --name first digits --epochs 5
+#     scripts/train-multinode.sh --hosts node0,node1 --resume first
+#
+# It finds by itself which of the hosts this is: the one whose address is one of this machine's. The first host is where
+# all meet. Options: --port P (29400), --nproc N (one rank a GPU, or 2 where there is none), --min M (nodes may leave
+# and join; at least M go on), --rank R (which host this is, where addresses do not tell). Hosts may also stand in
+# TRAIN_HOSTS, or, one a line, in a file: --hosts @FILE. It runs in tmux; train stop NAME on any of them stops all.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+refuse() {
+    echo "train-multinode: $1" >&2
+    exit 2
+}
+
+hosts=${TRAIN_HOSTS:-} port=29400 nproc='' least='' rank='' resume='' rest=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --hosts | --port | --nproc | --min | --rank | --resume)
+            [ $# -ge 2 ] || refuse "$1 needs a value"
+            case $1 in
+                --hosts) hosts=$2 ;;
+                --port) port=$2 ;;
+                --nproc) nproc=$2 ;;
+                --min) least=$2 ;;
+                --rank) rank=$2 ;;
+                --resume) resume=$2 ;;
+            esac
+            shift 2
+            ;;
+        *)
+            rest+=("$1")
+            shift
+            ;;
+    esac
+done
+[ -n "$hosts" ] || refuse "say which machines: --hosts HOST,HOST,… (the same list on each), or TRAIN_HOSTS"
+if [ "${hosts#@}" != "$hosts" ]; then
+    [ -r "${hosts#@}" ] || refuse "cannot read ${hosts#@}"
+    hosts=$(sed 's/#.*//' "${hosts#@}")
+fi
+read -r -a list <<<"$(tr ',\n\t' '   ' <<<"$hosts")"
+count=${#list[@]}
+[ "$count" -ge 1 ] || refuse "the list of hosts is empty"
+
+# Whether a host is this machine: one of its addresses is one of ours, or it has our name.
+is_here() {
+    local address
+    while read -r address _; do
+        ip -o addr show 2>/dev/null | awk '{sub("/.*", "", $4); print $4}' | grep -qxF "$address" && return 0
+    done < <(getent ahosts "$1")
+    [ "$1" = "$(hostname)" ] || [ "$1" = "$(hostname -f 2>/dev/null)" ]
+}
+
+if [ -z "$rank" ]; then
+    for index in "${!list[@]}"; do
+        if is_here "${list[$index]}"; then
+            [ -z "$rank" ] || refuse "${list[$rank]} and ${list[$index]} are both this machine; say which: --rank R"
+            rank=$index
+        fi
+    done
+    [ -n "$rank" ] || refuse "none of ${list[*]} is this machine ($(hostname)); correct the list, or say which: --rank R"
+fi
+case $rank in '' | *[!0-9]*) refuse "--rank $rank: give a number from 0 to $((count - 1))" ;; esac
+[ "$rank" -lt "$count" ] || refuse "--rank $rank: the $count hosts are counted from 0 to $((count - 1))"
+
+if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
+    train=(train)
+elif [ -x .venv/bin/train ]; then
+    train=(.venv/bin/train)
+else
+    refuse "no environment here: make setup, or make up and make shell"
+fi
+cluster=(--nnodes "${least:+$least:}$count" --node-rank "$rank" --rendezvous "${list[0]}:$port")
+echo "train-multinode: this is node $rank of $count (${list[$rank]}); all meet at ${list[0]}:$port" >&2
+if [ -n "$resume" ]; then
+    exec "${train[@]}" resume "$resume" ${nproc:+--nproc "$nproc"} "${cluster[@]}" ${rest[@]+"${rest[@]}"}
+fi
+if [ -z "$nproc" ]; then
+    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || gpus=0
+    nproc=$((gpus > 0 ? gpus : 2))
+fi
+exec "${train[@]}" launch ${rest[@]+"${rest[@]}"} --nproc "$nproc" "${cluster[@]}"

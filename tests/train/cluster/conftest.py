@@ -1,0 +1,149 @@
+"""Machines of a run: each a folder of runs of its own on this one, met at a port of the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import PATIENCE, Station
+
+FIELDS = (
+    "--batch_size", 60, "--micro_batch_size", 5, "--checkpoint.every_steps", 50, "--log.every_steps", 1,
+    "--log.samples", "true", "--log.tensorboard", "false", "--task.width", 8, "--cpu_threads", 1,
+    "--optim.name", "adamw",
+)  # fmt: skip
+"""Of all runs here: digests of the same steps are comparable."""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Machines:
+    """Stations that stand for machines."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.stations = []
+        for number in range(count):
+            (folder / f"node{number}").mkdir()
+            self.stations.append(Station(folder / f"node{number}"))
+        self.rendezvous = f"127.0.0.1:{free_port()}"
+
+    def launch(self, name: str, node: int, *arguments: object, nnodes: object = None, nproc: int = 1) -> Any:
+        """Launch a node, and return at once what it said."""
+        return self.stations[node](
+            "launch", "digits", "--name", name, "--nproc", nproc, *FIELDS, "--nnodes", nnodes or len(self.stations),
+            "--node-rank", node, "--rendezvous", self.rendezvous, *arguments,
+        )  # fmt: skip
+
+    def launch_all(self, name: str, *arguments: object, **given: Any) -> None:
+        for node in range(len(self.stations)):
+            done = self.launch(name, node, *arguments, **given)
+            assert done.returncode == 0, done.stderr
+
+    def kill(self, name: str, node: int) -> None:
+        """Kill all processes of a node."""
+        pids = self.stations[node].record(name)["pids"]
+        for pid in (pids.get("agent"), *pids.get("ranks", [])):
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill_rank(self, name: str, node: int) -> None:
+        os.kill(self.stations[node].record(name)["pids"]["ranks"][0], signal.SIGKILL)
+
+    def wait(self, name: str, node: int, until: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        self.stations[node].wait(name, until, what)
+        return self.stations[node].run(name).shown()
+
+    def wait_for_reason(self, name: str, node: int, words: str) -> dict[str, Any]:
+        return self.wait(name, node, lambda record: words in (record["reason"] or ""), f"the reason {words!r}")
+
+    def ends(self, name: str) -> list[dict[str, Any]]:
+        """The records of all nodes, once all have ended."""
+        return [station.wait_for_end(name) for station in self.stations]
+
+    def close(self) -> None:
+        for station in self.stations:
+            station.close()
+
+
+def consumed(*stations: Station, name: str) -> dict[int, list[int]]:
+    """Data set indices by step, over all ranks of all nodes."""
+    steps: dict[int, list[int]] = {}
+    for station in stations:
+        for step, ids in station.samples(name).items():
+            steps.setdefault(step, []).extend(ids)
+    return {step: sorted(ids) for step, ids in sorted(steps.items())}
+
+
+def lines(station: Station, name: str) -> list[Any]:
+    """What metrics.jsonl says but for speeds."""
+    return [(line["step"], line.get("loss"), line.get("eval")) for line in station.metrics(name)]
+
+
+def digest_of(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    """Two of them."""
+    made = Machines(tmp_path, 2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def alone(shared_station: Station) -> Callable[[int, int], Station]:
+    """Runs of the same fields on one machine, nobody disturbing them, by ranks and steps: named `R-S`."""
+    made: set[str] = set()
+
+    def run(ranks: int, steps: int) -> Station:
+        name = f"{ranks}-{steps}"
+        if name not in made:
+            shared_station.ok(
+                "launch", "digits", "--name", name, "--nproc", ranks, "--steps", steps, *FIELDS, "--follow"
+            )
+            made.add(name)
+        return shared_station
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def like_alone(alone: Callable[[int, int], Station]) -> Callable[[Machines, str, int, int], None]:
+    """Checks that a run over machines ended as one of the same ranks and steps on one machine."""
+
+    def check(machines: Machines, name: str, ranks: int, steps: int) -> None:
+        single, other = alone(ranks, steps), f"{ranks}-{steps}"
+        for record in machines.ends(name):
+            assert record["state"] == "finished", record["reason"]
+            assert record["weights_sha256"] == single.record(other)["weights_sha256"]
+            assert record["metrics"] == single.record(other)["metrics"]
+        assert consumed(*machines.stations, name=name) == consumed(single, name=other)
+        for station in machines.stations:
+            assert lines(station, name) == lines(single, other)
+            assert max(station.run(name).steps_saved()) == steps
+
+    return check

@@ -1,0 +1,68 @@
+"""Two nodes in two network namespaces: the way between them is found, cut and mended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.cluster.conftest import Machines, free_port
+from tests.train.conftest import PATIENCE, Station
+
+NAME = f"train{os.getpid() % 10000}"
+HERE, THERE = f"{NAME}a", f"{NAME}b"
+"""The two ends of a wire."""
+
+
+def ip(*arguments: str) -> bool:
+    return subprocess.run(["ip", *arguments], capture_output=True, check=False).returncode == 0
+
+
+class Elsewhere(Station):
+    """A station in a network namespace of its own."""
+
+    def __call__(self, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["ip", "netns", "exec", NAME, sys.executable, "-m", "train", *map(str, arguments)],
+            cwd=self.folder, env=self.environment() | (env or {}), stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Machines]:
+    """Two machines with a wire between them, the second one in a namespace."""
+    if os.geteuid() or shutil.which("ip") is None or not ip("netns", "add", NAME):
+        pytest.skip("needs root and network namespaces")
+    made = Machines(tmp_path, 2)
+    try:
+        assert ip("link", "add", HERE, "type", "veth", "peer", "name", THERE, "netns", NAME)
+        assert ip("addr", "add", "198.51.100.1/30", "dev", HERE) and ip("link", "set", HERE, "up")
+        inside = ("netns", "exec", NAME, "ip")
+        assert ip(*inside, "addr", "add", "198.51.100.2/30", "dev", THERE)
+        assert ip(*inside, "link", "set", THERE, "up") and ip(*inside, "link", "set", "lo", "up")
+        made.stations[1] = Elsewhere(made.stations[1].folder)
+        made.rendezvous = f"198.51.100.1:{free_port()}"
+        yield made
+    finally:
+        made.close()
+        ip("netns", "delete", NAME)
+        ip("link", "delete", HERE)
+
+
+@pytest.mark.minutes
+def test_a_wire_is_found_cut_and_mended(far: Machines, like_alone: Any) -> None:
+    far.launch_all("a", "--steps", 900)
+    far.wait("a", 1, lambda record: record["step"] >= 100, "step 100")
+    assert [station.record("a")["interface"] for station in far.stations] == [HERE, THERE]
+    ip("link", "set", HERE, "down")  # nobody hears of it: no connection is closed
+    far.wait_for_reason("a", 0, "waiting for node 1 of 2")
+    far.wait_for_reason("a", 1, "waiting for node 0 of 2")
+    ip("link", "set", HERE, "up")
+    like_alone(far, "a", 2, 900)

@@ -1,0 +1,117 @@
+"""What cannot be is refused in a line, before anything is created; and which way leads to the others."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.cluster.conftest import Machines, free_port
+from tests.train.conftest import Station
+from train.cluster import address
+from train.errors import Refused
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--nnodes", 2, "--rendezvous", "127.0.0.1:29999"), "--node-rank"),
+        (("--nnodes", 2, "--node-rank", 0), "--rendezvous"),
+        (("--nnodes", 2, "--node-rank", 2, "--rendezvous", "127.0.0.1:29999"), "from 0 to 1"),
+        (("--nnodes", "3:2", "--node-rank", 0, "--rendezvous", "127.0.0.1:29999"), "--nnodes 3:2"),
+        (("--nnodes", "x", "--node-rank", 0, "--rendezvous", "127.0.0.1:29999"), "--nnodes x"),
+        (("--node-rank", 1, "--rendezvous", "127.0.0.1:29999"), "--nnodes is missing"),
+        (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "127.0.0.1"), "HOST:PORT"),
+        (("--nnodes", 2, "--node-rank", 1, "--rendezvous", "no-such-host.invalid:29999"), "does not resolve"),
+        (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "127.0.0.1:2", "--wait-minutes", 0), "--wait-minutes"),
+    ],
+)
+def test_a_wrong_request(station: Station, arguments: tuple[object, ...], words: str) -> None:
+    done = station("launch", "digits", "--name", "a", *arguments)
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not station.runs.exists()
+
+
+def test_a_name_is_needed_and_a_script_is_torchruns_business(station: Station) -> None:
+    cluster = ("--nnodes", 2, "--node-rank", 0, "--rendezvous", "127.0.0.1:29999")
+    assert "--name" in station("launch", "digits", *cluster).stderr
+    (station.folder / "s.py").write_text("")
+    done = station("launch", "--script", "s.py", "--name", "a", *cluster)
+    assert done.returncode == 2 and "torchrun" in done.stderr
+
+
+def test_a_port_that_is_taken_and_a_strategy_that_is_not_there_yet(machines: Machines) -> None:
+    done = machines.launch("a", 1, "--parallel.strategy", "fsdp")
+    assert done.returncode == 2 and "several machines" in done.stderr
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        machines.rendezvous = f"127.0.0.1:{other.getsockname()[1]}"
+        done = machines.launch("a", 0)
+    assert done.returncode == 2 and "cannot listen" in done.stderr and done.stderr.count("\n") == 1
+    assert not any((machine.runs / "a").exists() for machine in machines.stations)
+
+
+@pytest.mark.minutes
+def test_a_node_that_differs_is_refused_on_both_and_the_run_waits_for_a_fitting_one(machines: Machines) -> None:
+    for station in machines.stations:
+        (station.folder / "t.py").write_text(Path(__file__).with_name("task.py").read_text())
+    task = machines.stations[1].folder / "t.py"
+    task.write_text(task.read_text() + "\n# changed\n")
+    cluster = ("--nnodes", 2, "--rendezvous", machines.rendezvous, "--wait-minutes", 0.3)
+    for node, station in enumerate(machines.stations):
+        station.ok("launch", "t.py", "--name", "a", "--steps", 5, "--node-rank", node, *cluster)
+    refused = machines.stations[1].wait_for_end("a")
+    assert refused["state"] == "failed" and "another task file" in refused["reason"] and "node 1" in refused["reason"]
+    machines.wait_for_reason("a", 0, "another task file")
+    # nobody else comes: it says who is missing
+    record = machines.stations[0].wait_for_end("a")
+    assert record["state"] == "interrupted" and "node 1 of 2" in record["reason"], record["reason"]
+
+
+def test_a_port_listens_where_its_name_leads() -> None:
+    port = free_port()
+    with address.listen(address.Place("127.0.0.1", port)) as one:
+        assert one.getsockname() == ("127.0.0.1", port)
+        with pytest.raises(Refused, match="cannot listen"):
+            address.listen(address.Place("127.0.0.1", port))
+    # an address that others know this machine by, and it does not
+    with address.listen(address.Place("203.0.113.7", port)) as one:
+        assert one.getsockname()[0] == "0.0.0.0"
+
+
+def test_the_interface_is_the_one_that_leads_to_the_others_unless_the_user_says() -> None:
+    name, wanted = address.interfaces(address.Place("127.0.0.1", 1), {"NCCL_SOCKET_IFNAME": "ib0"})
+    assert (name, wanted) == ("lo", {"GLOO_SOCKET_IFNAME": "lo"})
+
+
+def test_ports_of_infiniband_are_those_that_are_active(tmp_path: Path) -> None:
+    for card, state, layer in (("mlx5_0", "4: ACTIVE", "InfiniBand"), ("mlx5_1", "1: DOWN", "InfiniBand"),
+                               ("mlx5_2", "4: ACTIVE", "Ethernet")):  # fmt: skip
+        port = tmp_path / card / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "link_layer").write_text(layer)
+    assert address.infiniband(tmp_path) == ["mlx5_0:1"]
+
+
+def test_the_rooms_code_needs_no_torch() -> None:
+    text = "import sys, train.cluster.member, train.cluster.same; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
+
+
+def test_the_script_finds_which_host_this_is() -> None:
+    script = Path(__file__).parents[3] / "scripts" / "train-multinode.sh"
+
+    def said(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([script, *arguments], capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    assert "--hosts" in said("digits")[1]
+    code, text = said("--hosts", "203.0.113.1,203.0.113.2", "digits")
+    assert code == 2 and "none of" in text
+    code, text = said("--hosts", "203.0.113.1,127.0.0.1", "digits")  # without --name
+    assert code == 2 and "this is node 1 of 2 (127.0.0.1); all meet at 203.0.113.1:29400" in text and "--name" in text

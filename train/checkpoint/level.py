@@ -1,0 +1,252 @@
+"""Machines of a run, each with a run folder of its own, agree on the state to continue from, and pass it on.
+
+Each machine writes whole checkpoints, and keeps the state in memory of its own. After a death some have newer ones than
+others: the newest that anyone has is taken, and it travels, with the lines of the run, in pieces through a group of the
+machines' first ranks. What arrives is verified as what is read from the disk is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from train.checkpoint import snapshot
+from train.checkpoint.shared import Slots, begin_of_tensors
+from train.parallel.world import World
+from train.record import manifest as manifests
+from train.record.store import Run, sync_folder
+
+_PIECE = 16 << 20
+"""Bytes that travel at once."""
+_LINES = ("metrics.jsonl", "skipped.jsonl")
+"""What a machine that was away lacks besides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """What a machine could continue from."""
+
+    saved: int = 0
+    """The step of its newest whole checkpoint; 0: none."""
+    save: str = ""
+    """The mark that all machines' checkpoints of the same save have."""
+    kept: int = 0
+    """The step whose state it has in memory; 0: none."""
+    mark: str = ""
+    """Of the attempt that left it there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """What all machines continue from, and have."""
+
+    step: int = 0
+    saved: int = 0
+    """The newest step that all have a checkpoint of; 0: none."""
+    manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slot: int | None = None
+    """The buffer of this machine's memory in which the state lies; None: take it from the disk."""
+    warnings: tuple[str, ...] = ()
+
+
+def agree(run: Run, world: World, slots: Slots | None, fingerprint: str) -> Agreed:
+    """Choose the newest state, and bring it to every machine. A collective.
+
+    Raises:
+        OSError, Refused: a machine cannot read or take it; on every rank alike.
+    """
+    mine, warnings = world.on_leads(lambda: _offer(run, slots, fingerprint))
+    everybody = world.gather(mine)
+    offers = [everybody[lead] for lead in world.leads]
+    saved, kept = max(each.saved for each in offers), max(each.kept for each in offers)
+    if slots is not None and kept and kept >= saved:
+        source = next(place for place, each in enumerate(offers) if each.kept == kept)
+        have = [(each.kept, each.mark) == (kept, offers[source].mark) for each in offers]
+        if all(have) or _send_memory(run, world, slots, _Road(world, source, have)):
+            found = slots.newest()
+            assert found is not None
+            return Agreed(kept, min(each.saved for each in offers), slot=found[0], warnings=warnings)
+    if not saved:
+        return Agreed(warnings=warnings)
+    source = next(place for place, each in enumerate(offers) if each.saved == saved)
+    have = [(each.saved, each.save) == (saved, offers[source].save) for each in offers]
+    if not all(have):
+        _send_checkpoint(run, world, saved, _Road(world, source, have))
+    manifest = world.on_leads(lambda: manifests.read_manifest(run.checkpoint(saved)))
+    return Agreed(saved, saved, manifest, warnings=warnings)
+
+
+def _offer(run: Run, slots: Slots | None, fingerprint: str) -> tuple[Offer, tuple[str, ...]]:
+    """On the first rank of a machine: clear away what a kill left, and see what is there."""
+    manifests.clean(run)
+    step, manifest, unused = manifests.newest_valid(run) or (0, {}, [])
+    for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
+        manifests.set_aside(run, newer, line.prefix)
+    offer = Offer(step, str(manifest.get("save") or manifest.get("digest", "")))
+    found = slots.newest() if slots is not None else None
+    if slots is not None and found is not None:
+        content = snapshot.read(slots, found[0], fingerprint)
+        if content is None:
+            slots.wipe(found[0])
+        else:
+            offer = dataclasses.replace(offer, kept=content.step, mark=content.mark)
+    return offer, tuple(unused)
+
+
+class _Road:
+    """From one machine to those that lack something.
+
+    Args:
+        source: the place of the machine that sends, among the leads.
+        have: by place, whether a machine needs nothing.
+    """
+
+    def __init__(self, world: World, source: int, have: list[bool]) -> None:
+        self.world, self._source = world, world.leads[source]
+        self._group = dist.new_group(list(world.leads), backend="gloo", timeout=world.timeout)
+        self.sends = world.rank == self._source
+        self.takes = world.is_lead and not have[world.leads.index(world.rank)]
+
+    def tell(self, what: Any) -> Any:
+        """What the one who sends says, on every rank."""
+        return self.world.share(what if self.sends else None, self._source)
+
+    def pass_on(self, size: int, file: IO[bytes] | None) -> Iterator[memoryview]:
+        """The bytes that the one who sends reads from a file, piece by piece. On the first rank of every machine.
+
+        What cannot be read travels as zeros, which whoever takes it will find out.
+        """
+        for at in range(0, size, _PIECE):
+            piece = torch.zeros(min(_PIECE, size - at), dtype=torch.uint8)
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.readinto(piece.numpy())  # type: ignore[attr-defined]
+            dist.broadcast(piece, src=self._source, group=self._group)
+            yield piece.numpy().data
+
+
+def _send_memory(run: Run, world: World, slots: Slots, road: _Road) -> bool:
+    """Bring the newest state in memory to those that lack it. Whether all have it then."""
+    found = slots.newest() if road.sends else None
+    content = slots.read(found[0]) if found is not None else None
+    head = found[1] if found is not None else None
+    described = road.tell((head, content[0]) if head is not None and content is not None else None)
+    if described is None:
+        return False
+    head, plain = described
+    taken = True
+    if world.is_lead:
+        size = begin_of_tensors(len(plain)) + head.tensors
+        if road.takes:
+            try:
+                slots.reserve(size)
+            except OSError:
+                taken = False
+        file = _Memory(content[1], head.start) if content is not None else None
+        pieces = road.pass_on(head.tensors, file)  # type: ignore[arg-type]
+        if road.takes and taken:
+            try:
+                taken = slots.write(head.step, plain, pieces, 1.0)
+            except OSError:
+                taken = False
+        for _ in pieces:  # what nobody here has taken
+            pass
+    _send_lines(run, world, road)
+    return world.is_everywhere(taken)
+
+
+class _Memory:
+    """Reads tensors out of a buffer, as from a file."""
+
+    def __init__(self, memory: Any, start: int) -> None:
+        self._memory, self._at = memory, start
+
+    def readinto(self, target: Any) -> int:
+        with memoryview(self._memory) as view:
+            memoryview(target).cast("B")[:] = view[self._at : self._at + len(target)]
+        self._at += len(target)
+        return len(target)
+
+
+def _send_checkpoint(run: Run, world: World, step: int, road: _Road) -> None:
+    """Bring a checkpoint to those that lack it, and verify it there."""
+    folder = run.checkpoint(step)
+    partial = run.checkpoints / f"{manifests.PARTIAL}{folder.name}-sent"
+    if road.takes:
+        shutil.rmtree(partial, ignore_errors=True)
+    names = sorted(os.listdir(folder)) if road.sends else []
+    problem = _send_files(world, road, [(folder / name, partial / name) for name in names], partial)
+
+    def publish() -> None:
+        if not road.takes:
+            return
+        try:
+            if problem is not None:
+                raise problem
+            manifests.verify(partial)
+            sync_folder(partial)
+            if folder.exists():
+                manifests.set_aside(run, step)
+            partial.rename(folder)
+            sync_folder(run.checkpoints)
+        except (OSError, ValueError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(f"{folder.name} cannot be taken from another machine: {error}") from error
+
+    world.on_leads(publish)
+    _send_lines(run, world, road)
+
+
+def _send_lines(run: Run, world: World, road: _Road) -> None:
+    """Bring the lines of the run to those that were away."""
+    there = [name for name in _LINES if (run.folder / name).exists()] if road.sends else []
+    files = [(run.folder / name, run.folder / f".sent-{name}") for name in there]
+    problem = _send_files(world, road, files, run.folder)
+
+    def publish() -> None:
+        if problem is not None:
+            raise problem
+        for name in _LINES:
+            if road.takes and (run.folder / f".sent-{name}").exists():
+                (run.folder / f".sent-{name}").replace(run.folder / name)
+
+    world.on_leads(publish)
+
+
+def _send_files(world: World, road: _Road, files: list[tuple[Path, Path]], into: Path) -> OSError | None:
+    """Bring files to a folder of those that lack them. Returns what was in the way here."""
+    listed = road.tell([(target.name, source.stat().st_size) for source, target in files])
+    problem: OSError | None = None
+    if not world.is_lead:
+        return None
+    for place, (name, size) in enumerate(listed):
+        with contextlib.ExitStack() as opened:
+            source = opened.enter_context(files[place][0].open("rb")) if road.sends else None
+            target = None
+            try:
+                if road.takes and problem is None:
+                    into.mkdir(parents=True, exist_ok=True)
+                    target = opened.enter_context((into / name).open("wb"))
+            except OSError as error:
+                problem = error
+            for piece in road.pass_on(size, source):
+                try:
+                    if target is not None and problem is None:
+                        target.write(piece)
+                except OSError as error:
+                    problem = error
+            try:
+                if target is not None and problem is None:
+                    target.flush()
+                    os.fsync(target.fileno())
+            except OSError as error:
+                problem = error
+    return problem

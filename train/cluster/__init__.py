@@ -1,0 +1,1 @@
+"""Several machines: where they meet, that they run the same, who is there and who is missing. Imports no torch."""

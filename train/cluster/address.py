@@ -1,0 +1,156 @@
+"""Where machines meet, and which way leads there: asked of the kernel, nothing is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import ipaddress
+import re
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from train.errors import Refused
+
+_SIOCGIFADDR = 0x8915
+"""Asks for the address of an interface (netdevice(7))."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where ranks meet: HOST:PORT."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse(text: str) -> Place:
+    """HOST:PORT, also [::1]:29400.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\s]+)):(\d{1,5})", text)
+    if not found or not 0 < int(found.group(3)) < 65536:
+        raise ValueError(f"--rendezvous {text}: give HOST:PORT, such as node0:29400")
+    return Place(found.group(1) or found.group(2), int(found.group(3)))
+
+
+def resolve(place: Place) -> str:
+    """The address that a place has here.
+
+    Raises:
+        Refused: its name does not resolve.
+    """
+    try:
+        return str(socket.getaddrinfo(place.host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise Refused(
+            f"--rendezvous {place}: {place.host} does not resolve here: {error.strerror}; give an address, or: "
+            f"echo 'ADDRESS {place.host}' | sudo tee -a /etc/hosts"
+        ) from None
+
+
+def is_mine(address: str) -> bool:
+    """Whether an address is this machine's: one can bind to those alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as one:
+        one.bind((address, 0))
+        return True
+    return False
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def source_towards(address: str, port: int) -> str | None:
+    """The address that this machine would send from, as the kernel's routes have it. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as one:
+        one.connect((address, port))
+        return str(one.getsockname()[0])
+    return None
+
+
+def interface_of(source: str, read: Callable[[str], str] = _read) -> str:
+    """The name of the interface that has this address; '' if none has.
+
+    Args:
+        read: gives the text of a file.
+    """
+    if ":" in source:
+        packed = ipaddress.ip_address(source.split("%")[0]).exploded.replace(":", "")
+        rows = (line.split() for line in read("/proc/net/if_inet6").splitlines())
+        return next((row[5] for row in rows if row and row[0] == packed), "")
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+            asked = struct.pack("256s", name.encode()[:15])
+            answer = fcntl.ioctl(one.fileno(), _SIOCGIFADDR, asked)
+            if socket.inet_ntoa(answer[20:24]) == source:
+                return name
+    return ""
+
+
+def listen(place: Place) -> socket.socket:
+    """Listen where the others come to. On node 0.
+
+    On the address alone that the name has, if it is this machine's and others can come there; else on all: a name may
+    stand for 127.0.1.1 on its own machine, or for the outside of a network whose inside this is.
+
+    Raises:
+        Refused: the port is taken.
+    """
+    address = resolve(place)
+    is_loop = ipaddress.ip_address(address.split("%")[0]).is_loopback
+    is_meant = is_loop and place.host in ("localhost", "127.0.0.1", "::1")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    here = address if is_meant or (is_mine(address) and not is_loop) else everywhere
+    one = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind((here, place.port))
+        one.listen(128)
+    except OSError as error:
+        one.close()
+        raise Refused(
+            f"--rendezvous {place}: node 0 cannot listen there: {error.strerror}; who does: ss -ltnp sport = "
+            f":{place.port}; or choose another port"
+        ) from None
+    one.setblocking(False)
+    return one
+
+
+def interfaces(place: Place, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """The interface that leads to the others, and what is to be set for it unless the user has set it.
+
+    On node 0, whose way to itself is the loopback, it is the one that has the address others come to.
+    """
+    address = resolve(place)
+    source = source_towards(address, place.port)
+    name = interface_of(source) if source else ""
+    if not name:
+        return "", {}
+    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    cards = infiniband()
+    if cards and name != "lo":
+        wanted["NCCL_IB_HCA"] = f"={','.join(cards)}"
+    return name, {key: value for key, value in wanted.items() if not environ.get(key)}
+
+
+def infiniband(root: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """The active ports of InfiniBand, as NCCL_IB_HCA has them: card:port (sysfs-class-infiniband)."""
+    return sorted(
+        f"{port.parents[1].name}:{port.name}"
+        for port in root.glob("*/ports/*")
+        if "ACTIVE" in _read(f"{port}/state") and _read(f"{port}/link_layer").strip() == "InfiniBand"
+    )

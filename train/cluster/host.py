@@ -1,0 +1,123 @@
+"""Node 0's side of the table: takes in who comes to HOST:PORT, and passes on what the table says. Waits for nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+from train.cluster.table import Out, Table
+from train.cluster.wire import Message, Wire
+
+_EVERY = 1.0
+"""Seconds between two signs of life."""
+_STRANGERS = 20.0
+"""Seconds in which who has come must have said who it is."""
+
+
+class Host:
+    """Serves a table.
+
+    Args:
+        listening: where the others come to.
+        first: what node 0 says of itself.
+    """
+
+    def __init__(self, listening: socket.socket, first: Message) -> None:
+        self._listening, self._now = listening, time.monotonic
+        self.table = Table(first, self._now())
+        self._wires: dict[int, Wire] = {}
+        self._strangers: dict[int, float] = {}
+        self._next, self._signed = 0, 0.0
+        self._store: socket.socket | None = None
+
+    @property
+    def address(self) -> str:
+        """Where this machine itself reaches it."""
+        address = str(self._listening.getsockname()[0])
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+
+    def tick(self) -> None:
+        """Take in what has come. To be called several times a second."""
+        now = self._now()
+        if self._store is None:
+            self._offer_store()
+        self._accept(now)
+        for key, wire in list(self._wires.items()):
+            for message in wire.receive():
+                self._hear(key, message, now)
+            if not wire.is_open:
+                self._drop(key, now)
+        for key, since in list(self._strangers.items()):
+            if now - since > _STRANGERS:
+                self._drop(key, now)
+        self._post(self.table.tick(now))
+        if now - self._signed > _EVERY:
+            self._signed = now
+            for wire in self._wires.values():
+                wire.send({"is": "alive"})
+
+    def _accept(self, now: float) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one, _ = self._listening.accept()
+                self._next += 1
+                self._wires[self._next], self._strangers[self._next] = Wire(one), now
+
+    def _hear(self, key: int, message: Message, now: float) -> None:
+        try:
+            if key in self._strangers:
+                del self._strangers[key]
+                if message["is"] == "hello":
+                    self._post(self.table.hello(key, message, now))
+                else:
+                    self._drop(key, now)
+            else:
+                self._post(self.table.heard(key, message, now))
+        except (KeyError, TypeError, ValueError):  # what no node of this release says
+            self._drop(key, now)
+
+    def _drop(self, key: int, now: float) -> None:
+        self._strangers.pop(key, None)
+        wire = self._wires.pop(key, None)
+        if wire is not None:
+            wire.close()
+        self._post(self.table.gone(key, now))
+
+    def _post(self, out: Out) -> None:
+        for key, message in list(out):
+            wire = self._wires.get(key)
+            if wire is not None:
+                wire.send(message)
+
+    def take_store(self) -> socket.socket:
+        """Where the ranks of the round that has just begun meet: node 0's rank 0 serves it."""
+        assert self._store is not None
+        taken, self._store = self._store, None
+        return taken
+
+    def _offer_store(self) -> None:
+        """Listen where the ranks of the next round will meet: before they are told, so that it is not taken."""
+        self._store = socket.socket(self._listening.family, socket.SOCK_STREAM)
+        self._store.bind((self._listening.getsockname()[0], 0))
+        self._store.listen(2048)
+        self.table.port = int(self._store.getsockname()[1])
+
+    def dismiss(self, line: str) -> None:
+        """Tell who waits that nothing comes any more."""
+        self._post(self.table.dismiss(line))
+
+    def forget(self) -> None:
+        """Close what a forked process has of it."""
+        for wire in self._wires.values():
+            wire.forget()
+        self._listening.close()
+
+    def close(self) -> None:
+        """Nobody can come any more."""
+        if self._store is not None:
+            self._store.close()
+        for wire in self._wires.values():
+            wire.flush()
+            wire.close()
+        self._listening.close()

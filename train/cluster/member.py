@@ -1,0 +1,136 @@
+"""A node's side of the table: comes to HOST:PORT, comes again when the way was cut, and hears what is said there."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import os
+import socket
+import time
+
+from train.cluster.address import Place, resolve
+from train.cluster.host import Host
+from train.cluster.table import LOST
+from train.cluster.wire import Message, Wire
+from train.errors import Refused
+
+_AGAIN = 0.5
+"""Seconds between two tries to reach the table."""
+_EVERY = 1.0
+"""Seconds between two signs of life."""
+
+
+class Member:
+    """One node of a run.
+
+    Args:
+        place: where the table is.
+        hello: what this node says of itself.
+        host: on node 0, which serves the table; served whenever this is looked after.
+    """
+
+    def __init__(self, place: Place, hello: Message, host: Host | None) -> None:
+        self.place, self.hello, self.host = place, hello, host
+        self.is_away = False
+        """Whether it does not come again yet: it has not come to terms with what it lost."""
+        self.problem = "nobody has answered yet"
+        """Why the table cannot be reached; '' where it can."""
+        self.heard: collections.deque[Message] = collections.deque()
+        """What was said, to be taken from the left. `lost`: the table is gone, and the round with it."""
+        self._wire: Wire | None = None
+        self._trying: socket.socket | None = None
+        self._tried, self._signed, self._last = 0.0, 0.0, 0.0
+
+    def tick(self) -> None:
+        """Look after the connection. To be called several times a second."""
+        if self.host is not None:
+            self.host.tick()
+        now = time.monotonic()
+        if self._wire is None:
+            if not self.is_away:
+                self._come(now)
+            return
+        for message in self._wire.receive():
+            self._last = now
+            if message["is"] == "bye":
+                self._wire.close()
+            elif message["is"] != "alive":
+                self.heard.append(message)
+        if now - self._last > LOST:
+            self._wire.close()
+        if not self._wire.is_open:
+            self._wire, self._tried, self.problem = None, now, "the connection was lost"
+            self.heard.append({"is": "lost"})
+        elif now - self._signed > _EVERY:
+            self._signed = now
+            self.say({"is": "alive"})
+
+    def say(self, message: Message) -> None:
+        """Say something at the table; of a node that is not there nobody hears."""
+        if self._wire is not None:
+            self._wire.send(message)
+        if self.host is not None:
+            self.host.tick()
+
+    def _come(self, now: float) -> None:
+        """Connect, without waiting."""
+        if self._trying is None:
+            if now - self._tried < _AGAIN:
+                return
+            self._tried = now
+            try:
+                address = self._address()
+            except Refused as error:
+                self.problem = str(error)
+                return
+            self._trying = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+            self._trying.setblocking(False)
+            code = self._trying.connect_ex((address, self.place.port))
+            if code not in (0, errno.EINPROGRESS):
+                self._give_up(code)
+            return
+        code = self._trying.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._give_up(code)
+            return
+        try:
+            if self._trying.getpeername() == self._trying.getsockname():  # TCP can connect a free port with itself
+                self._give_up(errno.ECONNREFUSED)
+                return
+        except OSError:
+            if now - self._tried > LOST:
+                self._give_up(errno.ETIMEDOUT)
+            return
+        self._wire, self._trying, self._last, self.problem = Wire(self._trying), None, now, ""
+        self._wire.send(self.hello)
+
+    def _address(self) -> str:
+        if self.host is not None:  # it listens where others come to, or everywhere
+            return self.host.address
+        return resolve(self.place)
+
+    def _give_up(self, code: int) -> None:
+        assert self._trying is not None
+        self._trying.close()
+        self._trying = None
+        self.problem = f"{os.strerror(code)}"
+        if code == errno.ETIMEDOUT:
+            self.problem = "no answer: a firewall drops it, or the machine is down"
+
+    def forget(self) -> None:
+        """Close what a forked process has of it; the connection stays its parent's."""
+        for one in (self._wire, self._trying, self.host):
+            if one is not None:
+                one.forget() if not isinstance(one, socket.socket) else one.close()
+
+    def close(self) -> None:
+        """Leave the table."""
+        if self._wire is not None:
+            self._wire.flush()
+            self._wire.close()
+        if self._trying is not None:
+            with contextlib.suppress(OSError):
+                self._trying.close()
+        if self.host is not None:
+            self.host.close()

@@ -1,0 +1,95 @@
+"""That machines run the same: what each tells of itself, and in what two differ."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def code_digest() -> str:
+    """A short digest of the package's Python files: names and contents, in order."""
+    folder = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def hello(
+    run: str,
+    node: int,
+    nproc: int,
+    least: int,
+    most: int,
+    home: Path,
+    same: Mapping[str, Any],
+    chosen: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a node says of itself when it comes.
+
+    Args:
+        least: nodes without which nothing begins. most: nodes that there is room for.
+        home: its run folder.
+        same: what must be the same everywhere; under `config` the fields of the configuration.
+        chosen: fields of the configuration that no user has set: node 0's are taken.
+    """
+    mine = {"python": platform.python_version(), "code": code_digest(), **same}
+    return {
+        "is": "hello", "run": run, "node": node, "nproc": nproc, "least": least, "most": most, "chosen": dict(chosen),
+        "host": socket.gethostname(), "home": str(home), "same": mine,
+    }  # fmt: skip
+
+
+_WORDS = {
+    "torch": "version of torch",
+    "python": "version of Python",
+    "code": "copy of train/",
+    "task": "task file",
+    "data": "data set",
+    "init": "--init file",
+}
+"""What must be the same, in words."""
+
+
+def name_of(hello: Mapping[str, Any]) -> str:
+    """A node in words."""
+    return f"node {hello['node']} ({hello['host']})"
+
+
+def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """In what a node that has come cannot run with node 0, in a line that names it; '' where it can.
+
+    Args:
+        first: what node 0 said. other: what the node has said.
+    """
+    who, zero = name_of(other), name_of(first)
+    if other["run"] != first["run"]:
+        return f"{who} comes with run {other['run']}, and {first['run']} meets here; give each run a port of its own"
+    for key, flag in (("least", "--nnodes"), ("most", "--nnodes")):
+        if other[key] != first[key]:
+            return f"{who} was started with {flag} {_range(other)}, and {zero} with {_range(first)}"
+    if not 0 <= other["node"] < first["most"]:
+        return f"{who} is none of {first['most']} nodes; they are counted from 0"
+    mine, its = dict(first["same"]), dict(other["same"])
+    fields, its_fields = mine.pop("config"), its.pop("config")
+    for key in mine.keys() | its.keys():
+        if mine.get(key) != its.get(key):
+            what = _WORDS.get(key, key)
+            return f"{who} has another {what} than {zero}: {_short(its.get(key))} instead of {_short(mine.get(key))}"
+    for key in sorted(fields.keys() | its_fields.keys()):
+        if fields.get(key) != its_fields.get(key):
+            return f"{who} has another configuration than {zero}: {key} is {its_fields.get(key)}, not {fields.get(key)}"
+    return ""
+
+
+def _range(hello: Mapping[str, Any]) -> str:
+    return str(hello["most"]) if hello["least"] == hello["most"] else f"{hello['least']}:{hello['most']}"
+
+
+def _short(value: Any) -> str:
+    text = str(value or "none")
+    return text[:12] if len(text) > 24 else text

@@ -1,0 +1,351 @@
+"""This node among those of its run, for who supervises its ranks: waits for the others, hears how they are, tells how
+its own ranks ended. What becomes of the run is decided on every node alike, from what all have said (verdict.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import re
+import socket
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from train import config as configuration
+from train.cluster import address, same
+from train.cluster.address import Place
+from train.cluster.host import Host
+from train.cluster.member import Member
+from train.cluster.wire import Message
+from train.parallel.seat import Seat
+from train.record.outcome import Kind, Outcome
+from train.record.store import Run, write_atomically
+from train.runs.verdict import Asked, Facts
+
+WAIT_MINUTES = 30.0
+"""Default of --wait-minutes: how long a node waits for the others."""
+_LINGER = 60.0
+"""Seconds for which node 0, when its run has ended, waits for a node that does not know it yet."""
+_MEET = 300
+"""Seconds in which the ranks of a round reach the one that they meet at. Where one dies, its node ends them before."""
+_LAST_WORDS = 4000
+"""Characters of the log of a rank that failed, which travel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A node's place in its run, as run.json keeps it under `cluster`."""
+
+    least: int
+    most: int
+    node: int
+    rendezvous: str
+    wait_minutes: float = WAIT_MINUTES
+
+    @property
+    def place(self) -> Place:
+        return address.parse(self.rendezvous)
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.least < self.most
+
+
+def settings_of(record: Mapping[str, Any]) -> Settings | None:
+    """Of a run's record; None: it is on one machine alone."""
+    return Settings(**record["cluster"]) if record.get("cluster") else None
+
+
+class Nodes:
+    """The seat of this node.
+
+    Args:
+        nproc: ranks of this node.
+        listening: on node 0, where the others come to.
+    """
+
+    def __init__(self, run: Run, nproc: int, settings: Settings, listening: socket.socket | None) -> None:
+        self.run, self.settings = run, settings
+        hello = _hello(run, nproc, settings)
+        host = Host(listening, hello) if listening is not None else None
+        self._member = Member(settings.place, hello, host)
+        self._store: socket.socket | None = None
+        self._missing: list[int] = []
+        self._is_seated = False
+        self.begun: Message | None = None
+        """The round that this node is in, or is to begin."""
+        self.refused = ""
+        self.closed = ""
+        """That the others have come to an end without this node."""
+        self.remarks: list[str] = []
+        """Lines for the terminal."""
+        self._remark = ""
+        """The last of them, while this node waits."""
+        self.ended = ""
+        """Why the round is over, where this node did not end it."""
+        self.regroup = ""
+        """Why the round is to stop, to begin anew."""
+        self.told: Message | None = None
+        """How the ranks of all nodes ended."""
+        self.stop: Mapping[str, Any] | None = None
+        """What another node says of a stop that it was asked for."""
+        self._is_troubled = self._is_stopping = False
+
+    def tick(self) -> None:
+        """Look after the table. To be called several times a second."""
+        self._member.tick()
+        while self._member.heard:
+            self._hear(self._member.heard.popleft())
+
+    def _hear(self, message: Message) -> None:
+        said = message["is"]
+        if said == "begin":
+            self.begun, self.told, self.ended, self.regroup, self._is_troubled = message, None, "", "", False
+            self._remark = ""
+            if self._member.host is not None:
+                self._store = self._member.host.take_store()
+        elif said == "waiting":
+            self._missing, self._is_seated = message["missing"], True
+        elif said == "refused":
+            self.refused = message["line"]
+        elif said == "closed":
+            self.closed = message["line"]
+        elif said == "remark":
+            self._remark = message["line"]
+            self.remarks.append(self._remark)
+        elif said == "end":
+            self.ended = message["why"]
+        elif said == "regroup":
+            self.regroup = message["why"]
+        elif said == "reports":
+            self.told = message
+        elif said == "stop":
+            self.stop = message
+        elif said == "lost":
+            self._is_seated = False
+            self._member.is_away = self.begun is not None  # or a round might begin while its ranks still end
+            if self.begun is not None and self.told is None:
+                self.ended = self.ended or f"{_names(self.begun)[0]} is gone"
+                self.told = {"lost": [_names(self.begun)[0]], "came": [], "reports": {}}
+
+    def waiting_for(self) -> str:
+        """Whom this node waits for, in a line."""
+        return "; ".join(filter(None, [self._missing_ones(), self._remark]))
+
+    def _missing_ones(self) -> str:
+        where, most = self.settings.rendezvous, self.settings.most
+        if self.settings.node and not self._is_seated:
+            return f"waiting for node 0 of {most} at {where} ({self._member.problem or 'connected'})"
+        names = ", ".join(map(str, self._missing))
+        if self._missing:
+            return f"waiting for node{'s' if len(self._missing) > 1 else ''} {names} of {most} at {where}"
+        return f"waiting for the other nodes to be ready at {where}"
+
+    def ready(self) -> None:
+        """This node waits for the next round."""
+        self.begun, self.told, self.ended, self.regroup = None, None, "", ""
+        self._member.is_away = False
+        self._member.say({"is": "ready"})
+
+    def seats(self) -> list[Seat]:
+        """Of the ranks of this node in the round that has begun."""
+        assert self.begun is not None
+        counts = [node["ranks"] for node in self.begun["nodes"]]
+        leads = tuple(itertools.accumulate(counts[:-1], initial=0))
+        mine = next(place for place, node in enumerate(self.begun["nodes"]) if node["node"] == self.settings.node)
+        store, here = self._store, self._member.host
+        to = here.address if here is not None else address.resolve(self.settings.place)
+        return [
+            Seat(
+                leads[mine] + local, sum(counts), local, counts[mine],
+                functools.partial(_meet, to, self.begun["port"], store if leads[mine] + local == 0 else None), leads,
+            )
+            for local in range(counts[mine])
+        ]  # fmt: skip
+
+    def started(self) -> None:
+        """The ranks are there, and one of them serves where they meet."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def forget(self) -> None:
+        """In a rank: what is the agent's own is closed."""
+        self._member.forget()
+
+    def environment(self) -> dict[str, str]:
+        """What the ranks of this node get besides."""
+        _, wanted = address.interfaces(self.settings.place, _environ())
+        return wanted | {"GROUP_RANK": str(self.settings.node)}
+
+    @property
+    def interface(self) -> str:
+        """The one that leads to the others."""
+        return address.interfaces(self.settings.place, {})[0]
+
+    def names(self) -> list[str]:
+        """The nodes of the round, in words."""
+        return _names(self.begun) if self.begun is not None else []
+
+    def take_over(self) -> None:
+        """Take what no user has set of the configuration from node 0, so that all compute alike."""
+        assert self.begun is not None
+        path = self.run.folder / "config.toml"
+        text = before = path.read_text(encoding="utf-8")
+        for name, value in self.begun["chosen"].items():
+            text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {int(value)}", text)
+        if text != before:
+            write_atomically(path, text)
+
+    def trouble(self) -> None:
+        """A rank of this node is dead, and the others will be: the others need not wait to find out."""
+        if not self._is_troubled:
+            self._is_troubled = True
+            self._member.say({"is": "trouble"})
+
+    def ask_stop(self, asked: Asked) -> None:
+        """Tell the others once that a stop is wanted."""
+        if not self._is_stopping or asked.now:
+            self._is_stopping = True
+            self._member.say({"is": "stop", "stop": {"by": asked.by, "words": asked.words, "now": asked.now}})
+
+    def exchange(self, facts: Facts, look: Callable[[], None]) -> Facts:
+        """Tell how the ranks of this node ended, wait for what the others say, and put it together."""
+        assert self.begun is not None
+        report = _report(facts, self.regroup)
+        self._member.say({"is": "over", "round": self.begun["round"], "report": report})
+        while self.told is None:
+            look()
+            time.sleep(0.02)
+        reports = self.told["reports"] | {str(self.settings.node): report}
+        return merged(facts, reports, self.told["lost"], self.told["came"])
+
+    def facts_of_others(self, facts: Facts) -> Facts:
+        """What the others say of a round that this node was in, and did not live to see the end of."""
+        assert self.told is not None
+        return merged(facts, self.told["reports"], self.told["lost"], [])
+
+    def leave(self) -> None:
+        """This node has written down how its run ended. Node 0 stays until all others know it, too."""
+        self._member.say({"is": "leave"})
+        host, until = self._member.host, time.monotonic() + _LINGER
+        while host is not None and host.table.untold and time.monotonic() < until:
+            host.tick()
+            time.sleep(0.02)
+        if host is not None:
+            name = self.run.name
+            host.dismiss(f"the other nodes have ended {name}; on this one: train resume {name} --nnodes 1")
+        self._member.close()
+
+
+def _environ() -> Mapping[str, str]:
+    import os
+
+    return os.environ
+
+
+def _names(begun: Message) -> list[str]:
+    return [same.name_of(node) for node in begun["nodes"]]
+
+
+def _meet(host: str, port: int, listening: socket.socket | None) -> Any:
+    """Where the ranks of a round meet, in a rank."""
+    import datetime
+
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=_MEET)
+    if listening is None:
+        return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False, use_libuv=False)
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        use_libuv=False,
+        master_listen_fd=listening.detach(),  # which the other kind does not take
+    )
+
+
+def _hello(run: Run, nproc: int, settings: Settings) -> Message:
+    import torch
+
+    record = run.read()
+    fields = _flat(tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")))
+    chosen = {name: fields[name] for name in record.get("chosen", ()) if name in fields}
+    config = {name: value for name, value in fields.items() if name not in configuration.LOCAL and name not in chosen}
+    must = {
+        "torch": torch.__version__,
+        "task": record.get("task_sha256") or record.get("task"),
+        "data": _digest(run.folder / "data.json"),
+        "init": _digest(run.folder / "init.safetensors"),
+        "config": config,
+    }
+    return same.hello(run.name, settings.node, nproc, settings.least, settings.most, run.folder.resolve(), must, chosen)
+
+
+def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return found
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+
+
+def _report(facts: Facts, regroup: str) -> Message:
+    """What the others are to know of how the ranks of this node ended."""
+    outcomes = [dataclasses.asdict(one) for one in facts.outcomes.values()]
+    asked = facts.asked
+    return {
+        "bad": bool(facts.exits or facts.hang or facts.problem or any(o.is_fault for o in facts.outcomes.values())),
+        "outcomes": outcomes,
+        "exits": {str(rank): code for rank, code in facts.exits.items()},
+        "logs": {str(rank): text[-_LAST_WORDS:] for rank, text in facts.logs.items() if rank in facts.exits},
+        "hang": facts.hang, "problem": facts.problem, "killed_at": facts.killed_at, "shortage": facts.shortage,
+        "asked": {"by": asked.by, "words": asked.words, "now": asked.now} if asked is not None else None,
+        "saved": facts.saved, "is_ready": facts.is_ready, "progress": facts.progress, "deaths": facts.deaths,
+        "regroup": regroup,
+    }  # fmt: skip
+
+
+def merged(facts: Facts, reports: Mapping[str, Message], lost: list[str], came: list[str]) -> Facts:
+    """One node's facts with what all nodes say.
+
+    Args:
+        lost: nodes that are gone. came: nodes that wait for the next round.
+    """
+    said = [reports[node] for node in sorted(reports, key=int)]
+
+    def first(key: str) -> Any:
+        return next((report[key] for report in said if report[key]), type(said[0][key])() if said else None)
+
+    def by_rank(key: str) -> dict[int, Any]:
+        return {int(rank): value for report in said for rank, value in report[key].items()}
+
+    outcomes = [Outcome(**found | {"kind": Kind(found["kind"])}) for report in said for found in report["outcomes"]]
+    asked = facts.asked or next((Asked(**report["asked"]) for report in said if report["asked"]), None)
+    return dataclasses.replace(
+        facts,
+        outcomes={outcome.rank: outcome for outcome in outcomes},
+        exits=by_rank("exits"),
+        logs=by_rank("logs"),
+        hang=first("hang") or "",
+        problem=first("problem") or "",
+        killed_at=first("killed_at") or None,
+        shortage=first("shortage") or "",
+        asked=asked,
+        saved=max((report["saved"] for report in said), default=facts.saved),
+        is_ready=any(report["is_ready"] for report in said),
+        progress=any(report["progress"] for report in said),
+        deaths=max((report["deaths"] for report in said), default=facts.deaths),
+        regroup=first("regroup") or (f"{' and '.join(came)} came" if came else ""),
+        lost=" and ".join(lost),
+    )
