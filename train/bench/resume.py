@@ -8,7 +8,6 @@ is that of a whole attempt of one step: reading and verifying the checkpoint, th
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from train.bench import virtual
+from train.bench.turns import silently
 from train.checkpoint.saver import Saver
 from train.engine import build, opened
 from train.errors import EXIT_FINISHED
@@ -26,6 +26,7 @@ from train.parallel.world import World
 from train.record import store
 from train.record.store import Run
 from train.runs import admit, spawn
+from train.runs.request import Request
 from train.signals import StopRequest
 
 BATCH = 1000
@@ -33,7 +34,7 @@ BATCH = 1000
 
 def bench(folder: Path, samples: int, times: int = 5) -> str:
     """Measure in this folder. Returns a table in Markdown."""
-    _warm_up_silently()
+    silently(spawn.warm_up)  # lines of ranks are no figures
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
         places = [int(samples / BATCH * share) for share in (0.01, 0.95)]
         bases = [_placed(Path(name), samples, step) for step in places]
@@ -58,16 +59,6 @@ def bench(folder: Path, samples: int, times: int = 5) -> str:
     return "\n".join(lines)
 
 
-def _warm_up_silently() -> None:
-    """Start the server that forks ranks with nothing to speak to: a line a rank is no figure."""
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    spawn.warm_up()
-    os.dup2(kept, 2)
-    os.close(kept)
-    os.close(nothing)
-
-
 def _placed(runs: Path, samples: int, step: int) -> Run:
     """A run that stands after this step, with one step to go."""
     flags = {
@@ -75,7 +66,7 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
         "log.tensorboard": "false", "log.every_steps": "1", "checkpoint.every_minutes": "0",
         "checkpoint.asynchronous": "false",
     }  # fmt: skip
-    prepared = admit.prepare(admit.Request(virtual.__file__, flags))
+    prepared = admit.prepare(Request(virtual.__file__, flags))
     run = store.create(runs, f"at-{step}", prepared.files, prepared.record)
     task = opened.task_of(run)
     config = opened.config_of(run, task)

@@ -7,26 +7,23 @@ reduction of its own for the flag, as it is written by hand. Small, for there th
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from train.bench.turns import measure, ratio
 from train.config import Config
 from train.engine.readback import Readback
 from train.parallel.choose import make
 from train.parallel.precision import Precision
 from train.parallel.strategy import VOTES
-from train.parallel.world import World, join, take_device
+from train.parallel.world import World
 
 RANKS = 2
 STEPS = 50
@@ -35,42 +32,14 @@ STEPS = 50
 
 def bench(folder: Path, times: int) -> str:
     """Measure with this many blocks of each way. Returns a table in Markdown."""
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
-        torch.multiprocessing.spawn(_rank, (name, times), nprocs=RANKS)
-        blocks: dict[str, list[float]] = json.loads((Path(name) / "blocks.json").read_text())
-    lines = ["| way | ms a step | / plain DDP | quartiles |", "|---|---|---|---|"]
-    plain = blocks["plain DDP, no stop"]
-    for way, seconds in blocks.items():
-        # each block beside the plain one of the same turn: the machine's moods cancel
-        ratios = [one / other for one, other in zip(seconds, plain, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        milliseconds = 1000 * statistics.median(seconds) / STEPS
-        lines.append(f"| {way} | {milliseconds:.3f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
-    return "\n".join(lines)
-
-
-def _rank(rank: int, folder: str, times: int) -> None:
-    torch.set_num_threads(1)
-    config = Config(device="auto" if torch.cuda.device_count() >= RANKS else "cpu")
-    device = take_device(config, RANKS, rank)
-    world = join(config, rank, RANKS, rank, RANKS, device, f"file://{folder}/store")
     ways = {"plain DDP, no stop": _ddp, "train: rides along": _riding, "a reduction of its own": _own}
-    steps = {name: make(world) for name, make in ways.items()}
-    blocks: dict[str, list[float]] = {name: [] for name in ways}
-    for count in range(times + 2):
-        for name, step in steps.items():
-            world.barrier()
-            began = time.perf_counter()
-            for _ in range(STEPS):
-                step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if count > 1:  # DDP lays out its buckets at first
-                blocks[name].append(time.perf_counter() - began)
-    if world.is_first:
-        Path(folder, "blocks.json").write_text(json.dumps(blocks))
-    world.barrier()
-    dist.destroy_process_group()
+    blocks = measure(folder, RANKS, ways, STEPS, times)
+    lines = ["| way | ms a step | / plain DDP | quartiles |", "|---|---|---|---|"]
+    for way, seconds in blocks.items():
+        middle, quartiles = ratio(seconds, blocks["plain DDP, no stop"])
+        milliseconds = 1000 * statistics.median(seconds) / STEPS
+        lines.append(f"| {way} | {milliseconds:.3f} | {middle:.3f} | {quartiles} |")
+    return "\n".join(lines)
 
 
 def _parts(world: World) -> tuple[nn.Module, Tensor, Tensor]:
@@ -115,7 +84,8 @@ def _riding(world: World) -> Callable[[], None]:
         with strategy.micro_batch(0, is_last=True):
             strategy.backward(cross_entropy(strategy.call(images), classes), 1 / RANKS, votes)
         sums = strategy.reduce(votes)
-        strategy.update(optimizer, None)
+        strategy.settle(optimizer, None)
+        strategy.update(optimizer)
         readback.put(None, sums)
         for _, values in readback.take(everything=False):
             assert not values[VOTES.index("stop")]

@@ -27,6 +27,11 @@ def resolve(config: Config, size: int) -> str:
     return "single"
 
 
+def shards(config: Config, size: int) -> bool:
+    """Whether each of so many ranks holds a part of the model only."""
+    return resolve(config, size) in ("fsdp", "hsdp")
+
+
 def check(config: Config, size: int, device: torch.device) -> None:
     """Whether so many ranks on such a device can train as `parallel` says.
 

@@ -7,22 +7,29 @@ first backward, and that votes ride in a bucket, at no communication of their ow
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from train.errors import TrainingFailed
 from train.parallel.strategy import VOTES, Spread
 
 
 class _Forward(nn.Module):
     """What DDP wraps: the model, and one more parameter whose gradient carries the votes through the reduction."""
 
-    def __init__(self, module: nn.Module, tail: nn.Parameter) -> None:
+    def __init__(self, module: nn.Module, tail: nn.Parameter, touches: bool) -> None:
+        """
+        Args:
+            touches: whether a pass without data uses every parameter.
+        """
         super().__init__()
         self.module = module
         self.tail = tail
+        self.touches = touches
         self.idle = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,10 +38,32 @@ class _Forward(nn.Module):
         # touches every parameter and no buffer. A chain, so that gradients become ready from the last parameter to
         # the first as in a real backward: DDP lays out its buckets in that order
         chain = self.tail.sum() * 0
-        for parameter in self.module.parameters():
+        for parameter in self.module.parameters() if self.touches else ():
             if parameter.requires_grad:
                 chain = chain + parameter.sum().to(chain.dtype)
         return chain
+
+
+class _Parallel(DistributedDataParallel):
+    """DDP that names our own remedy."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            places = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = [name.removeprefix("module.") for name, _ in self.module.named_parameters()]
+            raise _unused([names[int(place)] for place in (places[1].split() if places else ())]) from error
+
+
+def _unused(names: list[str]) -> TrainingFailed:
+    found = f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else "a parameter"
+    return TrainingFailed(
+        f"ddp waits for a gradient of every parameter in every step, and the last backward of one gave {found} none; "
+        "use --parallel.find_unused_parameters true (a resume may), or leave out what the loss does not use"
+    )
 
 
 class Replicated(Spread):
@@ -46,9 +75,10 @@ class Replicated(Spread):
         self._rides = not parallel.find_unused_parameters
         # of the weights' type, so that it shares a bucket with them and costs no reduction of its own
         zeros = torch.zeros(len(VOTES), dtype=self.votes_type, device=world.device)
-        self._tail = nn.Parameter(zeros, requires_grad=self._rides)
-        self._forward = _Forward(model, self._tail)
-        self.call = self._ddp = DistributedDataParallel(
+        self._tail = nn.Parameter(zeros)
+        # a rank without data must not give gradients of 0 to what nobody used: weight decay would reach it
+        self._forward = _Forward(model, self._tail, touches=self._rides)
+        self.call = self._ddp = _Parallel(
             self._forward,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             broadcast_buffers=False,  # agree_on_buffers does it, once a step
@@ -72,10 +102,10 @@ class Replicated(Spread):
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
         # DDP takes the mean over the ranks; weights are made for a sum
         root, gradient = self._root(value, weight * self.world.size)
-        if votes is None or not self._rides:
+        if votes is None:
             torch.autograd.backward(root, gradient)
         else:
-            torch.autograd.backward([root, self._tail], [gradient, votes * self.world.size])
+            self._reducing(root, gradient, votes)
 
     def idle(self, votes: Tensor) -> None:
         self._forward.idle = True
@@ -83,17 +113,38 @@ class Replicated(Spread):
             zero = self._ddp()
         finally:
             self._forward.idle = False
-        nothing = torch.zeros_like(zero)
+        self._reducing(zero, torch.zeros_like(zero), votes)
+
+    def _reducing(self, root: Tensor, gradient: Tensor, votes: Tensor) -> None:
+        """The backward pass in which gradients, and with them the votes, are reduced."""
+        computed: list[Any] = []
+        if self.exposed.is_on:
+            # torch calls what is queued in order when all gradients are there: this, then the wait for buckets of DDP
+            end = torch.autograd.Variable._execution_engine.queue_callback
+            root.register_hook(lambda _: end(lambda: computed.append(self.exposed.mark())))
         if self._rides:
-            torch.autograd.backward([zero, self._tail], [nothing, votes * self.world.size])
+            torch.autograd.backward([root, self._tail], [gradient, votes * self.world.size])
         else:
-            torch.autograd.backward(zero, nothing)
+            torch.autograd.backward(root, gradient)
+        if computed:
+            self.exposed.add(computed[0], self.exposed.mark())
 
     def reduce(self, votes: Tensor) -> Tensor:
         if self._rides:
+            if any(parameter.grad is None for parameter in self.trainable):  # then nothing has been reduced
+                raise _unused(
+                    [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+                )
             assert self._tail.grad is not None
             return self._tail.grad.detach()
-        return self.world.add(votes)
+        return super().reduce(votes)
+
+    def not_finite(self) -> str:
+        # that a step left a parameter out, so that its sums are none, DDP says at the next forward: ask before a save
+        if self._rides:
+            self.idle(torch.zeros_like(self._tail))
+            self.clear()
+        return super().not_finite()
 
     def clear(self) -> None:
         super().clear()

@@ -52,6 +52,7 @@ class Sharded(Spread):
     """fsdp and hsdp."""
 
     lends_data = True
+    tells_exposed = False
 
     def place(self, model: nn.Module) -> nn.Module:
         model.to(self.world.device)

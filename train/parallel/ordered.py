@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from train.data.sharing import share
 from train.parallel.strategy import Spread
+from train.parallel.stream import Stream, levels
 
 Node = tuple[int, int]
 """A subtree: the first of its micro batches, and the one after its last."""
@@ -47,6 +48,15 @@ def cover(node: Node, own: Node) -> list[Node]:
         return [node]
     left, right = halves(node)
     return cover(left, own) + cover(right, own)
+
+
+def pairs(node: Node) -> frozenset[int]:
+    """The first of every two micro batches that are siblings in the tree over `node`."""
+    low, high = node
+    if high - low <= 2:
+        return frozenset([low] if high - low == 2 else [])
+    left, right = halves(node)
+    return pairs(left) | pairs(right)
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,15 @@ def _span(numbers: range) -> Node:
     return (numbers.start, numbers.stop)
 
 
+@dataclass
+class _First:
+    """What stays of the first of two siblings while the second is computed."""
+
+    versions: list[int]
+    """Of its gradients: a parameter that the second did not use has the same one after it."""
+    statistics: list[Tensor]
+
+
 class Ordered(Spread):
     """Copies of the model on one or several ranks, whose gradients are added in the order of the tree."""
 
@@ -120,6 +139,10 @@ class Ordered(Spread):
         self._sizes: dict[torch.dtype, int] = {}
         for tensor in self._like:
             self._sizes[tensor.dtype] = self._sizes.get(tensor.dtype, 0) + tensor.numel()
+        self._stream = Stream(self.world, self._like) if self.world.size > 1 and levels(self.world.size) else None
+        if self._stream is not None:
+            for place, parameter in enumerate(self.trainable):
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_is_there, place))
         self.begin(0)
 
     def begin(self, micros: int) -> None:
@@ -128,13 +151,23 @@ class Ordered(Spread):
         self._sums: dict[Node, list[Tensor]] = {}
         own = share(self.world.rank, micros, self.world.size, True)
         self._own = cover((0, micros), _span(own)) if micros else []
+        self._pairs = frozenset().union(*map(pairs, self._own))
+        self._first: _First | None = None
         self._before = [buffer.clone() for buffer in self._statistics]
         self._counts: list[Tensor] | None = None
+        self._streams = self._stream is not None and micros > 0 and micros % self.world.size == 0
+        if self._streams:  # the last two are added where they are sent from, which costs less
+            self._pairs -= {own.stop - 2}
+        self._streamed: int | None = None
+        """The micro batch whose gradients are sent as they are made: the last one, in a step that can be streamed."""
+        if self._stream is not None:
+            self._stream.begin()
 
     @contextlib.contextmanager
     def micro_batch(self, number: int, is_last: bool) -> Iterator[None]:
-        for buffer, before in zip(self._statistics, self._before, strict=True):
-            buffer.copy_(before)
+        if self._statistics:
+            torch._foreach_copy_(self._statistics, self._before)
+        self._streamed = number if is_last and self._streams else None
         yield
         self._keep(number)
 
@@ -143,17 +176,89 @@ class Ordered(Spread):
         with self.micro_batch(number, is_last=False):
             pass
 
+    def _gradient_is_there(self, place: int, parameter: Tensor) -> None:
+        """A gradient of this rank's last micro batch is made, and with it the rank's sum."""
+        if self._streamed is not None and parameter.grad is not None:
+            self._send(place, parameter.grad)
+
+    @torch.no_grad()
+    def _send(self, place: int, last: Tensor) -> None:
+        """Give the sum over this rank's micro batches away, of one parameter or statistic.
+
+        `last` is what `_node` says: the last one's, or the sum of the last two.
+        """
+        assert self._stream is not None and self._streamed is not None
+        (own,), known_last = self._own, self._node(self._streamed)
+
+        def value(node: Node, out: Tensor | None) -> Tensor:
+            if node == known_last:
+                return last if out is None else out.copy_(last)
+            known = self._sums.get(node)
+            if known is not None:
+                return known[place]
+            left, right = halves(node)  # the last micro batch is always in the right one
+            return torch.add(value(left, None), value(right, None), out=out)
+
+        value(own, self._stream.views[place])
+        self._stream.written(place)
+
     def _keep(self, number: int) -> None:
         """Take the gradients and statistics of a micro batch, and add up what is complete with it."""
-        # a parameter that was not used has zeros, as it would beside a rank that did use it
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trainable]
-        self.clear()
+        self.hold_buffers()
         if number == 0:
             self._counts = [buffer.clone() for buffer in self._others]
-        self._sums[number, number + 1] = [*gradients, *(buffer.clone() for buffer in self._statistics)]
-        for node in self._own:
-            if node[0] <= number < node[1]:
-                self._fold(node)
+        if self._streamed is not None:
+            self._keep_streamed()
+        elif number in self._pairs:
+            self._keep_first()
+        else:
+            self._sums[self._node(number)] = [*self._gradients(), *self._made_of_statistics()]
+            self._first = None
+            self.clear()
+            for node in self._own:
+                if node[0] <= number < node[1]:
+                    self._fold(node)
+
+    def _node(self, number: int) -> Node:
+        """Of what the gradients are the sum when a micro batch is done: of it, or of it and the sibling before it."""
+        return (number if self._first is None else number - 1, number + 1)
+
+    def _keep_first(self) -> None:
+        """Leave the gradients of the first of two siblings where they are: autograd adds the second's to them."""
+        gradients = self._gradients()
+        for parameter, gradient in zip(self.trainable, gradients, strict=True):
+            parameter.grad = gradient
+        self._first = _First([gradient._version for gradient in gradients], [b.clone() for b in self._statistics])
+
+    def _gradients(self) -> list[Tensor]:
+        """Those of the micro batch, or of two siblings. A parameter that was not used has zeros, as it would beside a
+        rank that did use it; and they are added, for -0.0 + 0.0 is not -0.0."""
+        if self._first is None:
+            return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trainable]
+        gradients = [p.grad for p in self.trainable if p.grad is not None]
+        with torch.no_grad():
+            for gradient, version in zip(gradients, self._first.versions, strict=True):
+                if gradient._version == version:
+                    gradient.add_(0.0)
+        return gradients
+
+    def _made_of_statistics(self) -> list[Tensor]:
+        if self._first is None:
+            return [buffer.clone() for buffer in self._statistics]
+        return [first + buffer for first, buffer in zip(self._first.statistics, self._statistics, strict=True)]
+
+    @torch.no_grad()
+    def _keep_streamed(self) -> None:
+        """What no hook has sent: of parameters that were not used, and the statistics."""
+        assert self._stream is not None
+        for place, parameter in enumerate(self.trainable):
+            if not self._stream.is_here(place):
+                self._send(place, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.add_(0.0))
+        for place, buffer in enumerate(self._made_of_statistics(), len(self.trainable)):
+            self._send(place, buffer)
+        self._streamed = self._first = None
+        self._sums.clear()
+        self.clear()
 
     def _fold(self, node: Node) -> bool:
         """Add up a subtree as far as its parts are there. Whether its sum is."""
@@ -178,11 +283,9 @@ class Ordered(Spread):
 
     def reduce(self, votes: Tensor) -> Tensor:
         size = self.world.size
-        for exchange in exchanges(self._micros, size, self.world.rank) if size > 1 else ():
-            self._exchange(exchange)
-            if exchange.node not in self._sums:
-                self._add(exchange.node, *halves(exchange.node))
-        total = self._sums.pop((0, self._micros))
+        summed = votes.clone() if size > 1 else votes
+        adding = dist.all_reduce(summed, async_op=True) if size > 1 else None
+        total = self._sent() if self._streams else self._exchanged()
         for parameter, gradient in zip(self.trainable, total, strict=False):
             parameter.grad = gradient
         with torch.no_grad():
@@ -190,7 +293,31 @@ class Ordered(Spread):
                 buffer.copy_(added / self._micros)
             for buffer, first in zip(self._others, self._counts or [], strict=False):
                 buffer.copy_(first)
-        return self.world.add(votes)
+        if adding is not None:
+            with self.exposed.waiting():
+                adding.wait()
+        return summed
+
+    def _sent(self) -> list[Tensor]:
+        """The sums of a step that was streamed."""
+        assert self._stream is not None
+        if self._sums:  # of the last micro batch no sample could be read
+            (own,) = self._own
+            for place, part in enumerate(self._sums.pop(own)):
+                self._stream.views[place].copy_(part)
+                self._stream.written(place)
+        with self.exposed.waiting():
+            self._stream.finish()
+        return self._stream.views
+
+    def _exchanged(self) -> list[Tensor]:
+        """The sums of a step in which ranks send what others lack."""
+        size = self.world.size
+        for exchange in exchanges(self._micros, size, self.world.rank) if size > 1 else ():
+            self._exchange(exchange)
+            if exchange.node not in self._sums:
+                self._add(exchange.node, *halves(exchange.node))
+        return self._sums.pop((0, self._micros))
 
     def _exchange(self, exchange: Exchange) -> None:
         """Send and receive the sums of subtrees, each as one message a type."""
@@ -203,8 +330,9 @@ class Ordered(Spread):
             arriving.append((node, flats))
             operations += [dist.P2POp(dist.irecv, flat, peer) for flat in flats]
         if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            with self.exposed.waiting():
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
         for node, flats in arriving:
             self._sums[node] = self._unpacked(flats)
 

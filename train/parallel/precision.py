@@ -9,6 +9,8 @@ import torch
 
 from train.errors import Refused
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Precision:
     """The arithmetic of a run on one device.
@@ -38,5 +40,5 @@ class Precision:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of a forward pass."""
         if self._autocast is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         return torch.autocast(self.device.type, dtype=self._autocast)

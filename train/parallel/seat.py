@@ -21,7 +21,14 @@ class Seat:
     local_rank: int = 0
     local_size: int = 1
     init: Any = "env://"
-    """An init_method of torch.distributed, or a store."""
+    """An init_method of torch.distributed, a store, or a function without arguments that makes one."""
+    leads: tuple[int, ...] = (0,)
+    """The first rank of each machine, in order."""
+
+    @property
+    def lead(self) -> int:
+        """The first rank of this one's machine: it writes what its run folder holds of the whole."""
+        return max(rank for rank in self.leads if rank <= self.rank)
 
 
 def seat_of_environment() -> Seat:

@@ -17,6 +17,8 @@ class DataParallel(Spread):
     Slower than ddp: threads of one interpreter, and the model is copied to the other GPUs in every forward.
     """
 
+    tells_exposed = False
+
     def _take(self, model: nn.Module) -> None:
         super()._take(model)
         self.call = nn.DataParallel(model)

@@ -9,7 +9,8 @@ The loop knows no strategy by name. A step is, on every rank, the same number of
             strategy.backward(value, weight, votes if is_last else None)
         or, where this rank has no data in the last slot: strategy.idle(votes)
     sums = strategy.reduce(votes)
-    strategy.update(optimizer, clip_grad_norm)
+    strategy.settle(optimizer, clip_grad_norm)
+    strategy.update(optimizer)
 
 To add a strategy: a file beside this one with a class that has these methods (`Spread` holds what most share), its
 name in `parallel.strategy` (config/schema.py), and a line in choose.py.
@@ -18,6 +19,9 @@ name in `parallel.strategy` (config/schema.py), and a line in choose.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from train.config import Config
 from train.errors import TrainingFailed
+from train.parallel.exposed import Exposed
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
@@ -36,7 +41,7 @@ many ranks were asked to stop, want to save, and have a loss that counts by itse
 
 
 class Strategy(Protocol):
-    """How a model is spread. All methods but `micro_batch` and `clear` are collectives: every rank calls them alike."""
+    """How a model is spread. All methods but `micro_batch` and `update` are collectives: all ranks call them alike."""
 
     module: nn.Module
     """The model itself, under its own names: what is evaluated and saved."""
@@ -48,6 +53,12 @@ class Strategy(Protocol):
     """Whether gradients are added in one order, whatever the number of ranks."""
     votes_type: torch.dtype
     """Of the tensors that carry VOTES."""
+    agreed: Mapping[int, Tensor]
+    """What the ranks last agreed on for each buffer, by its id; no rank changes it afterwards."""
+    exposed: Exposed
+    """How long this rank waits for communication."""
+    tells_exposed: bool
+    """Whether all of that can be told apart from computing."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Take the model, on the CPU and with its first weights. Before an optimizer is made, or a state read.
@@ -74,16 +85,25 @@ class Strategy(Protocol):
         """Instead of the last micro batch, where this rank has none: takes part with weight 0, changes no buffer."""
 
     def reduce(self, votes: Tensor) -> Tensor:
-        """After the last backward of a step: gradients are sums over all ranks now. Returns the sums of the votes."""
+        """After the last backward of a step: gradients are sums over all ranks now. Returns the sums of the votes.
+
+        What it returns may be the tensor that it was given; that one is not changed, for it serves the next step too.
+        """
 
     def scale_gradients(self, by: Tensor) -> None:
         """Multiply every gradient with a scalar tensor."""
 
-    def update(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
-        """Clip to a global 2-norm, if given, make the step of the optimizer, agree on the buffers, forget gradients."""
+    def settle(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+        """Clip to a global 2-norm, if given, and agree on the buffers: the last that waits for others in a step."""
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the step of the optimizer, and forget the gradients. No collective."""
 
     def not_finite(self) -> str:
         """The name of a parameter with a value that is not finite, on every rank alike; '' where all are."""
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Spread:
@@ -91,13 +111,16 @@ class Spread:
 
     lends_data = False
     is_ordered = False
+    tells_exposed = True
     votes_type: torch.dtype
     module: nn.Module
     call: nn.Module
+    agreed: Mapping[int, Tensor] = MappingProxyType({})
 
     def __init__(self, world: World, config: Config, precision: Precision) -> None:
         self.world, self.config, self.precision = world, config, precision
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.exposed = Exposed(world.device)
 
     def place(self, model: nn.Module) -> nn.Module:
         self._take(model.to(self.world.device))
@@ -109,6 +132,7 @@ class Spread:
         if not self.trainable:
             raise TrainingFailed("the model has no parameter to train; check model() of the task")
         self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+        self._held = _held(model)
         # sums in less than fp32 would be wrong (a third is 0.334 in bf16); a model of float64 loses nothing
         doubles = any(parameter.dtype == torch.float64 for parameter in self.trainable)
         self.votes_type = torch.float64 if doubles else torch.float32
@@ -123,14 +147,15 @@ class Spread:
         pass
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def _root(self, value: Tensor, weight: float) -> tuple[Tensor, Tensor]:
         """The scalar to differentiate, scaled where the precision needs it, and the gradient to begin with."""
         key = (weight, value.dtype)
         gradient = self._weights.get(key)
         if gradient is None:
-            gradient = self._weights[key] = torch.tensor(weight, dtype=value.dtype, device=value.device)
+            # not torch.tensor: it copies from the host, and waits for the device
+            gradient = self._weights[key] = torch.full((), weight, dtype=value.dtype, device=value.device)
         scaler = self.precision.scaler
         return (value if scaler is None else scaler.scale(value)), gradient
 
@@ -144,24 +169,30 @@ class Spread:
                 parameter.grad = torch.zeros_like(parameter)
 
     def reduce(self, votes: Tensor) -> Tensor:
-        return self.world.add(votes)
+        if self.world.size == 1:
+            return votes
+        with self.exposed.waiting():
+            return self.world.add(votes.clone())
 
     def scale_gradients(self, by: Tensor) -> None:
         torch._foreach_mul_([local(p.grad) for p in self.trainable if p.grad is not None], by)
 
-    def update(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
-        scaler = self.precision.scaler
-        if scaler is not None:
-            scaler.unscale_(optimizer)
+    def settle(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_(optimizer)
         if clip is not None:
             self._clip(clip)
+        self.hold_buffers()
+        # not before the next forward: evaluations and checkpoints, of which every rank writes a part, read buffers too
+        self.agree_on_buffers()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        scaler = self.precision.scaler
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
         else:
             optimizer.step()
-        # here, not before the forward: evaluations and checkpoints, of which every rank writes a part, read buffers too
-        self.agree_on_buffers()
         self.clear()
 
     def _clip(self, largest: float) -> None:
@@ -170,20 +201,48 @@ class Spread:
             norm = norm.full_tensor()
         nn.utils.clip_grads_with_norm_(self.trainable, largest, norm)
 
+    def hold_buffers(self) -> None:
+        """Keep the model's buffers the tensors they were: `self.mean = 0.9 * self.mean + …` makes another each time.
+
+        What is summed, agreed on and kept in memory goes by these tensors.
+
+        Raises:
+            TrainingFailed: a buffer that belongs to the state has got another shape or type.
+        """
+        for place in self._held:
+            now = place.module._buffers.get(place.name)
+            if now is place.buffer:
+                continue
+            if now is not None and (now.shape, now.dtype) == (place.buffer.shape, place.buffer.dtype):
+                with torch.no_grad():
+                    place.buffer.copy_(now)
+                place.module._buffers[place.name] = place.buffer
+            elif place.name not in place.module._non_persistent_buffers_set:  # caches may grow: nobody saves them
+                raise TrainingFailed(
+                    f"the buffer {place.full_name} of the model was {_kind(place.buffer)} and is {_kind(now)} after a "
+                    "step, which no checkpoint could be read into; keep its shape and type, or register it with "
+                    "persistent=False"
+                )
+
     def agree_on_buffers(self) -> None:
         """Give every rank rank 0's buffers, so that what a checkpoint holds is what every rank continues with."""
         if self.world.size == 1 or not self._buffers:
             return
+        agreed: dict[int, Tensor] = {}
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self._buffers:
             by_type.setdefault(buffer.dtype, []).append(buffer)
         with torch.no_grad():
             for buffers in by_type.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                dist.broadcast(flat, src=0)
+                with self.exposed.waiting():
+                    dist.broadcast(flat, src=0)
+                parts = flat.split([buffer.numel() for buffer in buffers])
+                views = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
+                agreed.update((id(buffer), view) for buffer, view in zip(buffers, views, strict=True))
                 if not self.world.is_first:
-                    for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                        buffer.copy_(part.view_as(buffer))
+                    torch._foreach_copy_(buffers, views)  # one kernel on a GPU, not one a buffer
+        self.agreed = agreed
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -197,6 +256,29 @@ class Spread:
             bad.append(~torch.isfinite(local(parameter)).all())
         found = self.world.add(torch.stack(bad).to(torch.float32)).tolist()  # one reduction, one wait
         return next((name for name, count in zip(names, found, strict=True) if count), "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A buffer, and where its module has it."""
+
+    module: nn.Module
+    name: str
+    full_name: str
+    buffer: Tensor
+
+
+def _held(model: nn.Module) -> list[_Held]:
+    return [
+        _Held(module, name, f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.numel()
+    ]
+
+
+def _kind(buffer: Tensor | None) -> str:
+    return "None" if buffer is None else f"{str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)}"
 
 
 def local(tensor: Any) -> Tensor:

@@ -33,6 +33,8 @@ def units(model: nn.Module, chosen: str, field: str) -> list[nn.Module]:
     owners = _owners(model)
     if chosen != "auto":
         names = [name.strip() for name in chosen.split(",") if name.strip()]
+        if not names:
+            raise Refused(f"--parallel.{field} {chosen}: names no class; use auto, or names of classes with commas")
         known = sorted({type(module).__name__ for module in model.modules() if module is not model})
         for name in names:
             if name not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,30 +14,62 @@ from torch import Tensor
 
 from train.config import Config
 from train.errors import Refused, TrainingFailed
+from train.parallel import cards, nccl
+from train.parallel.seat import Seat
 
 T = TypeVar("T")
 
 
-class World:
-    """The ranks of a run as one of them sees them."""
+class NoGPU(Refused):
+    """A GPU is asked for, and there is none. There may be one again."""
 
-    def __init__(self, rank: int, size: int, local_rank: int, device: torch.device) -> None:
-        self.rank, self.size, self.local_rank, self.device = rank, size, local_rank, device
+
+class World:
+    """The ranks of a run as one of them sees them.
+
+    Args:
+        leads: the first rank of each machine, in order.
+    """
+
+    def __init__(
+        self, rank: int, size: int, local_rank: int, device: torch.device, leads: tuple[int, ...] = (0,)
+    ) -> None:
+        self.rank, self.size, self.local_rank, self.device, self.leads = rank, size, local_rank, device, leads
         self.group: Any = None
         """The process group of the collectives below; None is the default one."""
         self.timeout: datetime.timedelta | None = None
         """How long a collective may take; None is torch's default."""
+        self.node: World = self
+        """The ranks of this machine, which share a run folder."""
+        self._base = 0
+        """What is rank 0 here is this one of the default group."""
 
     def with_own_group(self) -> World:
         """The same ranks with a group on the CPU of its own, for collectives of another thread. A collective."""
-        other = World(self.rank, self.size, self.local_rank, torch.device("cpu"))
+        other = World(self.rank, self.size, self.local_rank, torch.device("cpu"), self.leads)
         other.timeout = self.timeout
         other.group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
+        other.find_node()
         return other
+
+    def find_node(self) -> None:
+        """Make the group of this machine's ranks. A collective."""
+        if len(self.leads) == 1:
+            return
+        for lead, end in itertools.pairwise((*self.leads, self.size)):
+            group = dist.new_group(range(lead, end), backend="gloo", timeout=self.timeout)
+            if lead <= self.rank < end:
+                self.node = World(self.rank - lead, end - lead, self.local_rank, torch.device("cpu"))
+                self.node.timeout, self.node.group, self.node._base = self.timeout, group, lead
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.rank in self.leads
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -47,7 +80,7 @@ class World:
         if self.size == 1:
             return value  # type: ignore[return-value]
         box = [value]
-        dist.broadcast_object_list(box, src=source, group=self.group)
+        dist.broadcast_object_list(box, src=self._base + source, group=self.group)
         return box[0]  # type: ignore[return-value]
 
     def on_first(self, action: Callable[[], T]) -> T:
@@ -64,6 +97,22 @@ class World:
             raise error
         return result  # type: ignore[return-value]
 
+    def on_leads(self, action: Callable[[], T]) -> T:
+        """What `action` returns when the first rank of each machine runs it; an OSError or refusal of any of them is
+        raised on every rank."""
+        if len(self.leads) == 1:
+            return self.on_first(action)
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = self.node.on_first(action)
+        except (OSError, Refused, TrainingFailed) as caught:
+            error = caught
+        for each in self.gather(error):
+            if each is not None:
+                raise each
+        return result  # type: ignore[return-value]
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
         if self.size == 1:
@@ -78,6 +127,10 @@ class World:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def is_everywhere(self, flag: bool) -> bool:
+        """Whether the flag is up on every rank."""
+        return not self.any(not flag)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is up on any rank."""
         if self.size == 1:
@@ -86,14 +139,15 @@ class World:
 
 
 def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.device:
-    """The device of a rank.
+    """The device of a rank. Asks how many GPUs there are, and touches none: a process may fork after it.
 
     Raises:
-        Refused: a GPU is asked for and there is none, or there are more ranks than GPUs.
+        NoGPU: a GPU is asked for and there is none.
+        Refused: there are more ranks than GPUs.
     """
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     if config.device == "cuda" and gpus == 0:
-        raise Refused("device cuda is asked for, but torch sees no GPU here; leave out --device, or see nvidia-smi")
+        raise NoGPU("device cuda is asked for, but torch sees no GPU here; leave out --device, or see nvidia-smi")
     if gpus == 0:
         return torch.device("cpu")
     if ranks_here > gpus:
@@ -101,36 +155,38 @@ def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.devic
     return torch.device("cuda", local_rank)
 
 
-def take_device(config: Config, ranks_here: int, local_rank: int) -> torch.device:
-    """`pick_device`, and what this process does on a GPU from now on it does on that one.
+def take_device(device: torch.device) -> None:
+    """What this process does on a GPU from now on it does on that one.
 
     Raises:
-        Refused: see `pick_device`.
+        Refused: this torch has no kernels for it.
     """
-    device = pick_device(config, ranks_here, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return device
+        card = torch.cuda.get_device_properties(device)
+        cards.check([cards.Card(card.name, (card.major, card.minor))])
 
 
-def join(
-    config: Config, rank: int, size: int, local_rank: int, local_size: int, device: torch.device, init: Any = "env://"
-) -> World:
-    """Meet the other ranks; `init` says where: an init_method of torch.distributed, or a store."""
+def join(config: Config, seat: Seat, device: torch.device) -> World:
+    """Meet the other ranks, where the seat says. A collective."""
+    init = seat.init
     timeout = datetime.timedelta(minutes=config.parallel.timeout_minutes)
-    if size > 1:
-        if local_size == size:
+    if seat.size > 1:
+        if len(seat.leads) == 1 and seat.local_size == seat.size:
             # a host whose own name resolves to nothing reachable is common; its loopback always is
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        if device.type == "cuda":
+            nccl.prepare(config.deterministic)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            **({"init_method": init} if isinstance(init, str) else {"store": init}),
-            rank=rank,
-            world_size=size,
+            **({"init_method": init} if isinstance(init, str) else {"store": init() if callable(init) else init}),
+            rank=seat.rank,
+            world_size=seat.size,
             timeout=timeout,
             **options,
         )
-    world = World(rank, size, local_rank, device)
+    world = World(seat.rank, seat.size, seat.local_rank, device, seat.leads)
     world.timeout = timeout
+    world.find_node()
     return world

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 
+import pytest
+import torch
+
 from tests.train.conftest import Station
+from train.bench.collective import KILOBYTES, bus_rate
 
 
 def table(text: str) -> list[list[str]]:
@@ -28,9 +34,102 @@ def test_resume_compares_the_begin_of_an_epoch_with_its_end(station: Station) ->
     assert os.listdir(station.runs) == []
 
 
+def test_exporter_says_what_a_scrape_takes(station: Station) -> None:
+    rows = table(station.ok("bench", "exporter", "--times", 1).stdout)
+    assert [row[0] for row in rows[2:]] == [f"{n} {state}" for state in ("running", "finished") for n in (1, 10, 200)]
+    assert all(int(row[5]) > 20 for row in rows[2:])
+    assert os.listdir(station.runs) == []
+
+
+@pytest.mark.minutes
+def test_start_compares_a_launch_a_death_and_a_resume_with_torchrun(station: Station) -> None:
+    rows = table(station.ok("bench", "start", "--times", 1).stdout)
+    ours = ["train launch", "a rank killed", "train resume"]
+    ways = ["torchrun, bare DDP", *(f"{way}, cold" for way in ours), *(f"{way}, warm" for way in ours)]
+    assert [row[0] for row in rows[2:]] == ways
+    assert all(float(row[2]) > 0 and float(row[4]) > 0 for row in rows[2:])
+    assert rows[2][5:] == ["1.00", "1.00"]
+    assert os.listdir(station.runs) == []
+
+
 def test_stop_compares_the_flag_that_rides_along_with_plain_ddp(station: Station) -> None:
     rows = table(station.ok("bench", "stop", "--times", 2).stdout)
     assert [row[0] for row in rows[2:]] == ["plain DDP, no stop", "train: rides along", "a reduction of its own"]
     assert all(float(row[1]) > 0 for row in rows[2:])
     assert rows[2][2] == "1.000"
+    assert os.listdir(station.runs) == []
+
+
+def test_input_compares_the_task_images_with_torchvisions_reference(station: Station) -> None:
+    text = station.ok("bench", "input", "--pictures", 8, "--times", 2).stdout
+    rows = table(text)
+    assert text.startswith("500 x 375 JPEG, ")
+    assert [row[0] for row in rows[2:]] == ["torchvision's reference", "train: images"]
+    assert rows[2][3] == "1.00" and all(float(row[1]) > 0 and float(row[2]) > 0 for row in rows[2:])
+    assert os.listdir(station.runs) == []
+
+
+def test_collective_compares_all_reduce_by_size_with_a_copy_and_says_what_it_cannot_show(station: Station) -> None:
+    text = station.ok("bench", "collective", "--nproc", 3, "--times", 2).stdout
+    rows = table(text)
+    assert [int(row[0]) for row in rows[2:]] == list(KILOBYTES)
+    for size, milliseconds, bus, copy, share in rows[2:]:
+        assert float(milliseconds) > 0 and float(copy) > 0
+        # 3 ranks: each link carries four thirds of the tensor
+        assert math.isclose(float(bus), 4 / 3 * int(size) * 1.024e-3 / float(milliseconds), rel_tol=0.1, abs_tol=0.006)
+        assert math.isclose(float(share), float(bus) / float(copy), rel_tol=0.1, abs_tol=0.01)
+    if torch.cuda.device_count() < 3:
+        assert "Not shown: 3 ranks over NCCL" in text
+    assert os.listdir(station.runs) == []
+
+
+def test_the_rate_of_a_reduction_is_that_of_one_link() -> None:
+    assert bus_rate(1000, 2, 1.0) == 1000 and bus_rate(1000, 4, 0.5) == 3000
+
+
+@pytest.mark.minutes
+def test_loop_compares_the_engine_with_loops_written_by_hand(station: Station) -> None:
+    done = station.ok("bench", "loop", "--model", "resnet18", "--times", 1)
+    rows = table(done.stdout)
+    assert [row[0] for row in rows[2:5]] == ["a loop that indexes tensors", "a loop on DataLoader", "train"]
+    assert all(float(row[1]) > 0 for row in rows[2:])
+    assert rows[2][2] == "1.000" and rows[3][3] == "1.000"
+    assert os.listdir(station.runs) == []
+
+
+@pytest.mark.minutes
+def test_recovery_compares_a_death_with_plain_torchrun(station: Station) -> None:
+    rows = table(station.ok("bench", "recovery", "--steps", 150, "--times", 1).stdout)
+    ours, plain = rows[2], rows[3]
+    assert [row[0] for row in (ours, plain)] == ["train launch", "torchrun, torch.save every 50 steps"]
+    assert ours[1] == "1" and float(ours[2]) > 0
+    assert (ours[5], ours[6], ours[8]) == ("0", "0", "1 of 1 equal")
+    assert os.listdir(station.runs) == []
+
+
+@pytest.mark.minutes
+def test_scaling_compares_strategies_with_a_hand_written_loop_and_draws_it(station: Station) -> None:
+    picture = station.folder / "scaling.svg"
+    arguments = ["--strategies", "dp,ddp,fsdp,hsdp", "--nproc", "2,3", "--times", 2, "--json", "--to", picture]
+    found = json.loads(station.ok("bench", "scaling", *arguments).stdout)
+    here = {(row["ranks"], row["way"]): row for row in found["rows"]}
+    cpu = not torch.cuda.device_count()
+    if cpu:
+        several = [
+            *((2, way) for way in ("DDP by hand", "ddp", "fsdp", "hsdp")),
+            (3, "DDP by hand"),
+            (3, "ddp"),
+            (3, "fsdp"),
+        ]
+        assert list(here) == [(1, "a bare loop"), (1, "single"), *several]
+        assert [what.split(",")[0] for what in found["missing"]][:3] == [
+            "dp (nn.DataParallel) on 2", "dp (nn.DataParallel) on 3", "hsdp on 3 ranks",
+        ]  # fmt: skip
+    first = here[1, "a bare loop"]["samples_per_s"]
+    for (ranks, _), row in here.items():
+        assert math.isclose(row["speed_up"], row["samples_per_s"] / first)
+        assert math.isclose(row["efficiency"], row["speed_up"] / ranks)
+        assert row["memory"] > 1e6 and row["by_hand"] > 0
+        assert ranks == 1 or row["not_computing"] < 1
+    assert "<svg" in picture.read_text()
     assert os.listdir(station.runs) == []

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.train.engine.test_failures import sample_of
-from tests.train.engine.test_world_sizes import assert_same_training
+from tests.train.training import assert_same_training, sample_of
+from train.config import Config, Parallel
 from train.data.order import order
+from train.engine.build import make_optimizer
 from train.errors import Refused
 
 EXACT = {"precision": "fp64"}
@@ -17,6 +20,11 @@ FSDP = {"parallel__strategy": "fsdp", "parallel__wrap": "Linear"}
 """Units of one layer each: with `auto` so small a model would be one."""
 ORDERED = {"parallel__reduce": "ordered"}
 HSDP = {"parallel__strategy": "hsdp", "parallel__shard_size": 2}
+ODD = {
+    "task": Path(__file__).with_name("odd.py"), **EXACT, "batch_size": 6, "micro_batch_size": 2, "steps": 10,
+    "schedule__decay": "constant",
+}  # fmt: skip
+"""Three micro batches a step, two in the short one; the rate does not depend on the last step."""
 
 
 @pytest.mark.parametrize(
@@ -104,6 +112,77 @@ def test_tied_weights_stay_in_one_unit(engine: Any) -> None:
     assert_same_training(engine, "tied-fsdp", "tied-1")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags"), [(2, {}), (3, {}), (3, FSDP)], ids=["ddp2", "ddp3 with a rank without data", "fsdp3"]
+)
+def test_weight_decay_leaves_alone_what_no_rank_used_in_a_step(engine: Any, ranks: int, flags: dict[str, Any]) -> None:
+    both = ODD | {"task__kind": "optional", "task__optimizer": "AdamW"}
+    if not (engine.station.runs / "optional-1").exists():
+        engine.run("optional-1", 1, **both)
+    name = f"optional-{flags.get('parallel__strategy', 'ddp')}{ranks}"
+    engine.run(name, ranks, **both, **(flags or {"parallel__find_unused_parameters": "true"}))
+    assert_same_training(engine, name, "optional-1")
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(1, {}), (2, FSDP)], ids=["single", "fsdp2"])
+def test_a_parameter_that_no_step_has_used_does_not_keep_a_run_from_going_on(
+    engine: Any, ranks: int, flags: dict[str, Any]
+) -> None:
+    # Adam has no state for it
+    both = ODD | flags | {"task__kind": "optional", "task__optimizer": "AdamW"}
+    engine.run(f"unused-{ranks}", ranks, **both)
+    engine.run(f"unused-{ranks}-parts", ranks, **both | {"steps": 2})
+    engine.resume(f"unused-{ranks}-parts", ranks, steps=10)
+    assert engine.outcome(f"unused-{ranks}-parts") == engine.outcome(f"unused-{ranks}")
+
+
+def test_a_step_that_ddp_did_not_add_up_is_never_saved(engine: Any) -> None:
+    # torch complains at the next forward; after the last step there is none
+    record = engine.run("not-added", 2, **ODD | {"task__kind": "optional", "steps": 1})
+    assert record["state"] == "failed" and not list(engine.station.run("not-added").steps_saved())
+    assert "gave extra.weight, extra.bias none; use --parallel.find_unused_parameters true" in record["reason"]
+    assert engine.resume("not-added", 2, parallel__find_unused_parameters="true")["state"] == "finished"
+    # used by a micro batch before the last one of a rank: its gradient is there, and yet it was not reduced
+    first = {"task__kind": "optional", "batch_size": 22, "micro_batch_size": 1}
+    for steps in (1, 2):
+        record = engine.run(f"used-before-{steps}", 2, **ODD | first | {"steps": steps})
+        assert record["state"] == "failed" and "find_unused_parameters true" in record["reason"], record["reason"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_buffers_that_a_forward_assigns_anew_are_those_of_the_model(engine: Any, ranks: int) -> None:
+    flags = ODD | {"task__kind": "assigned"}
+    engine.run(f"assigned-{ranks}", ranks, **flags)
+    engine.run(f"assigned-{ranks}-parts", ranks, **flags | {"steps": 3})
+    engine.resume(f"assigned-{ranks}-parts", ranks, steps=10)
+    assert engine.outcome(f"assigned-{ranks}-parts") == engine.outcome(f"assigned-{ranks}")
+    for n in {1, ranks}:
+        if not (engine.station.runs / f"assigned-ordered-{n}").exists():
+            engine.run(f"assigned-ordered-{n}", n, **flags, **ORDERED)
+    records = [engine.station.record(f"assigned-ordered-{n}") for n in (1, ranks)]
+    assert records[0]["weights_sha256"] == records[1]["weights_sha256"]
+
+
+def test_a_buffer_that_no_checkpoint_could_be_read_into_is_named(engine: Any) -> None:
+    record = engine.run("growing", 1, **ODD, task__kind="growing")
+    assert "the buffer mean of the model was float64 (8,) and is float64 (16,) after a step" in record["reason"]
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "SGD", "RMSprop"])
+def test_an_optimizer_of_the_tasks_own_goes_on_with_the_same_bits(engine: Any, kind: str) -> None:
+    # NAdam keeps numbers of fp32 beside weights of fp64; an empty group is easily made, of a model without biases, say
+    flags = ODD | {"task__optimizer": kind}
+    engine.run(f"own-{kind}", 1, **flags)
+    engine.run(f"own-{kind}-parts", 1, **flags | {"steps": 3})
+    engine.resume(f"own-{kind}-parts", 1, steps=10)
+    assert engine.outcome(f"own-{kind}-parts") == engine.outcome(f"own-{kind}")
+
+
+def test_weights_of_complex_numbers_stay_complex_in_fp64(engine: Any) -> None:
+    assert engine.run("complex", 1, **ODD, task__kind="complex")["state"] == "finished", engine.said("complex")
+    assert engine.weights("complex")["turn"].is_complex()
+
+
 def test_a_weight_that_is_not_finite_is_found_on_whatever_rank_it_lies(engine: Any) -> None:
     # the loss of the first step is finite, the step that its gradient asks for is not
     flags = {"task__poison": sample_of(1), "task__poison_value": 1e-30, "optim__lr": 1e12, "checkpoint__every_steps": 1}
@@ -112,6 +191,8 @@ def test_a_weight_that_is_not_finite_is_found_on_whatever_rank_it_lies(engine: A
 
 
 def test_computing_activations_again_gives_the_same_bits_also_where_the_model_is_spread(engine: Any) -> None:
+    with pytest.raises(Refused, match=r"parallel\.wrap ,: names no class"):
+        engine.run("never", 2, parallel__strategy="fsdp", parallel__wrap=",")
     with pytest.raises(Refused, match=r"parallel\.recompute Lineal: the model has no module of that class"):
         engine.run("never", 1, parallel__recompute="Lineal")
     flags = FSDP | {"optim__name": "adamw", "optim__lr": 0.01}
@@ -141,6 +222,39 @@ def test_a_model_that_cannot_be_spread_is_refused_by_the_parameter(engine: Any, 
     task.write_text(engine.task.read_text() + changed)
     with pytest.raises(Refused, match=words):
         engine.run("never", 2, task=task, parallel__strategy="fsdp")
+
+
+@pytest.fixture(scope="module")
+def stopped(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The engine with `waiting` in it: a run of ddp on two ranks, one of whose weights is of another type."""
+    task = tmp_path_factory.mktemp("task") / "task.py"
+    line = "model.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))"
+    changed = f"\n\n_plain = model\n\n\ndef model(config):\n    model = _plain(config)\n    {line}\n    return model\n"
+    task.write_text(engine.task.read_text() + changed)
+    flags = {"task__batchnorm": "true", "parallel__find_unused_parameters": "true"}
+    assert engine.run("waiting", 2, ["2 0 SIGTERM"], task=task, **flags)["state"] == "stopped"
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--parallel.strategy", "fsdp", "--parallel.wrap", "Lineal"], "no module of that class; it has BatchNorm1d,"),
+        (["--parallel.recompute", "BatchNorm1d"], "would count every batch twice"),
+        (["--parallel.strategy", "hsdp", "--parallel.shard_size", "2"], "cannot gather scale and"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_resume_that_this_model_cannot_do_is_refused_before_a_rank_begins(
+    stopped: Any, flags: list[str], words: str
+) -> None:
+    run = stopped.station.run("waiting")
+    before = {name: (run.folder / name).read_bytes() for name in ("run.json", "config.toml")}
+    # what a run has of ddp's own has to go with it
+    done = stopped.station("resume", "waiting", "--parallel.find_unused_parameters", "false", *flags)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+    assert {name: (run.folder / name).read_bytes() for name in before} == before
 
 
 def test_samples_that_cannot_be_read_are_left_out_alike_where_the_model_is_spread(engine: Any, tmp_path: Path) -> None:
@@ -193,3 +307,15 @@ def test_what_these_ranks_cannot_do_is_refused_in_a_line(
     with pytest.raises(Refused, match=words):
         engine.run("never", ranks, **{key.replace(".", "__"): value for key, value in flags.items()})
     assert not (engine.station.runs / "never").exists()
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "LBFGS"])
+def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_spread(name: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizers: Any = SimpleNamespace(
+        optimizer=lambda model, config: getattr(torch.optim, name)(model.parameters()), file="task.py"
+    )
+    for strategy in ("fsdp", "hsdp"):
+        with pytest.raises(Refused, match=f"{name} needs whole parameters"):
+            make_optimizer(optimizers, model, Config(parallel=Parallel(strategy=strategy)))
+    assert isinstance(make_optimizer(optimizers, model, Config()), getattr(torch.optim, name))

@@ -10,7 +10,8 @@ import torch
 
 from train.errors import Refused
 from train.parallel.precision import Precision
-from train.runs.admit import Request, prepare
+from train.runs.admit import prepare
+from train.runs.request import Request
 
 
 def test_bf16_trains_on_a_cpu_with_weights_in_float32(engine: Any) -> None:

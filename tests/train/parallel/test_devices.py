@@ -1,0 +1,122 @@
+"""Where a run computes is settled at its launch: GPUs that are gone are waited for, and not replaced in silence."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.training import Engine
+from train.config import Config
+from train.engine import threads
+from train.engine.export import evaluate_run
+from train.errors import Refused
+from train.parallel.world import NoGPU, pick_device
+from train.record.outcome import Kind, Outcome, read_all
+from train.runs import admit
+from train.runs.verdict import Facts, Road, decide
+
+
+def settings(engine: Engine, name: str) -> dict[str, Any]:
+    return tomllib.loads((engine.station.run(name).folder / "config.toml").read_text())
+
+
+def move(engine: Engine, name: str) -> None:
+    """Make a run one that was launched where there were GPUs."""
+    file = engine.station.run(name).folder / "config.toml"
+    text = file.read_text()
+    assert 'device = "cpu"' in text
+    file.write_text(text.replace('device = "cpu"', 'device = "cuda"'))
+
+
+@pytest.fixture
+def stopped(engine: Engine, request: pytest.FixtureRequest) -> str:
+    """A run of GPUs that are gone, stopped in the middle."""
+    name = request.node.name.replace("_", "-")[:60]
+    assert engine.run(name, script=["4 0 SIGTERM"])["state"] == "stopped"
+    assert settings(engine, name)["device"] == "cpu"  # auto was asked for: what it meant is written down
+    move(engine, name)
+    return name
+
+
+def test_a_resume_by_hand_is_refused_with_what_to_do(engine: Engine, stopped: str) -> None:
+    with pytest.raises(NoGPU) as refused:
+        engine.resume(stopped)
+    assert f"train resume {stopped} --device cpu" in str(refused.value) and "\n" not in str(refused.value)
+    assert engine.station.record(stopped)["state"] == "stopped"
+
+
+def test_its_user_may_move_it_to_the_cpu(engine: Engine, stopped: str) -> None:
+    assert engine.resume(stopped, device="cpu")["state"] == "finished"
+    assert settings(engine, stopped)["device"] == "cpu"
+
+
+def test_auto_is_settled_again_when_a_resume_asks_for_it(engine: Engine, stopped: str) -> None:
+    assert engine.resume(stopped, device="auto")["state"] == "finished"
+    assert settings(engine, stopped)["device"] == "cpu"
+
+
+def test_ranks_that_find_no_gpu_leave_the_run_to_be_resumed(engine: Engine, stopped: str) -> None:
+    run = engine.station.run(stopped)
+    record = engine._train(run, 1, ())
+    assert record["state"] == "interrupted"
+    end = read_all(run.logs(len(record["attempts"])))[0]
+    assert end.kind is Kind.DIED and not end.recurs and "No CUDA GPUs are available" in end.reason
+
+
+def test_an_agent_does_not_start_it_again_and_again() -> None:
+    end = Outcome(0, Kind.DIED, reason="RuntimeError: No CUDA GPUs are available: a computes on GPUs", recurs=False)
+    facts = Facts("a", Road.LAUNCHED, outcomes={0: end}, deaths=3, max_restarts=3)
+    decision = decide(facts)
+    assert (decision.end, decision.state, decision.again) == ("died", None, False)
+    assert "train keeper" in str(decision.reason) and "train resume a" in str(decision.reason)
+
+
+def test_an_evaluation_goes_where_there_is_something_to_compute_on(engine: Engine, stopped: str) -> None:
+    assert evaluate_run(engine.station.run(stopped), None)[1] == 23
+
+
+def test_on_a_gpu_loader_processes_follow_cores_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    monkeypatch.setattr(threads, "share", lambda ranks: 16 // ranks)
+    assert [threads.loaders(ranks, gpu, False) for ranks in (1, 2, 4, 8, 16)] == [8, 7, 3, 1, 1]
+    assert threads.loaders(1, cpu, False) == threads.loaders(1, gpu, True) == 0
+
+
+def test_what_was_chosen_is_written_down(engine: Engine, stopped: str) -> None:
+    assert settings(engine, stopped)["data"]["workers"] == 0
+
+
+def test_too_many_ranks_for_the_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device(Config(), 2, 1) == torch.device("cuda", 1)
+    with pytest.raises(Refused, match="use --nproc 2"):
+        pick_device(Config(), 3, 0)
+
+
+def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has GPUs and a run does not use them, nothing may open one: it would hold memory there."""
+    from train.checkpoint.saver import Saver
+    from train.parallel.world import World
+    from train.record.store import Run, create
+
+    def opened() -> None:
+        raise AssertionError("a device was opened")
+
+    run: Run = create(tmp_path, "a", {}, {})
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
+    saver = Saver(run, World(0, 1, 0, torch.device("cpu")), Config(), 1, lambda step: None)
+    saver.prepare(model, optimizer)
+    saver.save(3, model, optimizer, {})
+    saver.wait()
+    assert run.steps_saved() == [3]
+    assert admit.versions()["gpu"] == "none"

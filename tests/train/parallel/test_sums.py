@@ -1,0 +1,80 @@
+"""The sum that `parallel.reduce ordered` makes on a rank, beside the tree added up by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from train.config import Config, Parallel
+from train.parallel.ordered import Node, Ordered, halves
+from train.parallel.precision import Precision
+from train.parallel.strategy import VOTES
+from train.parallel.world import World
+
+UNUSED = {"never": (), "first": (0, 2, 4), "second": (1, 3, 6), "both": (0, 1, 5), "all": tuple(range(7))}
+"""The micro batches in which one of the model's layers is not used."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.always, self.sometimes = nn.Linear(5, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, samples: Tensor, uses_both: bool) -> Tensor:
+        samples = self.norm(samples)
+        value = self.always(samples).square().sum()
+        if uses_both:  # with gradients of either zero: -0.0 + 0.0 is not -0.0
+            value = value + (self.sometimes * torch.tensor([-0.0, 1.0, 0.0])).sum()
+        return value
+
+
+def make() -> Model:
+    torch.manual_seed(3)
+    return Model()
+
+
+def loss(model: nn.Module, number: int, unused: tuple[int, ...]) -> Tensor:
+    samples = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+    return model(samples, number not in unused)
+
+
+def bits(tensors: list[Tensor]) -> list[list[int]]:
+    return [tensor.detach().contiguous().view(torch.int32).flatten().tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize("unused", UNUSED.values(), ids=UNUSED.keys())
+@pytest.mark.parametrize("micros", [1, 2, 3, 4, 6, 7])
+def test_a_sum_is_that_of_the_tree_to_the_last_bit(micros: int, unused: tuple[int, ...]) -> None:
+    leaves = []
+    for number in range(micros):
+        model = make()
+        loss(model, number, unused).backward()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        leaves.append([*gradients, model.norm.running_mean, model.norm.running_var])
+
+    def tree(node: Node) -> list[Tensor]:
+        if node[1] - node[0] == 1:
+            return leaves[node[0]]
+        left, right = map(tree, halves(node))
+        return [one + other for one, other in zip(left, right, strict=True)]
+
+    world = World(0, 1, 0, torch.device("cpu"))
+    spread = Ordered(world, Config(parallel=Parallel(reduce="ordered")), Precision("fp32", world.device))
+    model = make()
+    spread.place(model)
+    votes = torch.zeros(len(VOTES))
+    for _ in range(2):  # what a step leaves behind must not reach the next
+        made = make().state_dict()
+        model.load_state_dict(made)
+        spread.begin(micros)
+        for number in range(micros):
+            is_last = number == micros - 1
+            with spread.micro_batch(number, is_last):
+                spread.backward(loss(spread.call, number, unused), 1.0, votes if is_last else None)
+        spread.reduce(votes)
+        *expected, mean, variance = tree((0, micros))
+        assert bits([p.grad for p in model.parameters() if p.grad is not None]) == bits(expected)
+        assert bits([model.norm.running_mean, model.norm.running_var]) == bits([mean / micros, variance / micros])
+        spread.clear()

@@ -1,0 +1,66 @@
+"""The same training as torch's tutorials have it: DDP, a DistributedSampler, torch.save every so many steps.
+
+torchrun --max-restarts 100 --nproc-per-node 2 train/bench/bare.py FOLDER STEPS SAVE_EVERY
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from train.bench import perceptron
+
+BATCH = 128
+
+
+def main(folder: Path, steps: int, every: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, saved = dist.get_rank(), folder / "snapshot.pt"
+    torch.manual_seed(0)
+    data = perceptron.Points()
+    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
+    loader = DataLoader(data, BATCH // dist.get_world_size(), sampler=sampler, drop_last=True)
+    model = perceptron.model(None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    done = 0
+    if saved.exists():
+        state = torch.load(saved)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["step"]
+    spread = DistributedDataParallel(model)
+    with (folder / "steps.log").open("a", buffering=1) as log:
+        while done < steps:
+            epoch, begun = divmod(done, len(loader))
+            sampler.set_epoch(epoch)
+            for batch in itertools.islice(loader, begun, min(len(loader), begun + steps - done)):
+                optimizer.zero_grad()
+                perceptron.loss(spread, batch).backward()
+                optimizer.step()
+                done += 1
+                if rank == 0:
+                    log.write(f"{done}\n")
+                    if done % every == 0:
+                        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
+                        torch.save(state, folder / "snapshot.tmp")
+                        (folder / "snapshot.tmp").replace(saved)
+    if rank == 0:
+        digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values()))
+        (folder / "digest").write_text(digest.hexdigest())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

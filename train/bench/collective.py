@@ -1,0 +1,73 @@
+"""`train bench collective`: how fast ranks add a tensor up, by its size, beside what their link gives.
+
+The rate is the bus bandwidth of NVIDIA's nccl-tests (doc/PERFORMANCE.md there): of a tensor of S bytes, every link
+carries 2 (n - 1) / n S, so that the rate of n ranks compares with that of one link. What the link gives is a plain copy
+of as many bytes at the same time on every rank: on GPUs to the next one; on a CPU within its memory, where ranks meet.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from train.bench.turns import measure
+from train.parallel.world import World
+
+KILOBYTES = (64, 1024, 16384, 65536)
+STEPS = 5
+"""Reductions a block."""
+
+
+def bench(folder: Path, times: int, ranks: int | None = None) -> str:
+    """Measure with so many blocks of each size. Returns a table in Markdown, and says what this machine cannot show.
+
+    Args:
+        ranks: default: the GPUs, or 2 processes on the CPU where there is no more than one.
+    """
+    gpus = torch.cuda.device_count()
+    ranks = ranks or max(gpus, 2)
+    on_gpus = gpus >= ranks
+    ways = {f"{kind} {size}": functools.partial(way, size) for size in KILOBYTES for kind, way in _KINDS.items()}
+    blocks = measure(folder, ranks, ways, STEPS, times)
+    where = "GPUs over NCCL" if on_gpus else "one CPU over gloo"
+    lines = [
+        f"{ranks} ranks on {where}, medians of {times} blocks of {STEPS}:",
+        "",
+        "| size kB | all-reduce ms | bus GB/s | copy GB/s | bus / copy |",
+        "|---|---|---|---|---|",
+    ]
+    for size in KILOBYTES:
+        reduced, copied = (statistics.median(blocks[f"{kind} {size}"]) / STEPS for kind in _KINDS)
+        bus, link = bus_rate(1024 * size, ranks, reduced), 1024 * size / copied
+        lines.append(f"| {size} | {1000 * reduced:.3f} | {bus / 1e9:.2f} | {link / 1e9:.2f} | {bus / link:.2f} |")
+    if not on_gpus:
+        here = {0: "no GPU is here", 1: "one GPU is here"}.get(gpus, f"{gpus} GPUs are here")
+        lines += ["", f"Not shown: {ranks} ranks over NCCL, for {here}."]
+    return "\n".join(lines)
+
+
+def bus_rate(size: int, ranks: int, seconds: float) -> float:
+    """Bytes a second over each link, of an all-reduce of `size` bytes that took so long."""
+    return 2 * (ranks - 1) / ranks * size / seconds
+
+
+def _all_reduce(kilobytes: int, world: World) -> Callable[[], None]:
+    values = torch.zeros(256 * kilobytes, device=world.device)
+    return lambda: (dist.all_reduce(values), None)[1]
+
+
+def _copy(kilobytes: int, world: World) -> Callable[[], None]:
+    values = torch.zeros(256 * kilobytes, device=world.device)
+    if world.device.type == "cuda":
+        target = torch.empty_like(values, device=f"cuda:{(world.rank + 1) % world.size}")
+    else:
+        target = torch.empty_like(values)
+    return lambda: (target.copy_(values), None)[1]
+
+
+_KINDS = {"all-reduce": _all_reduce, "copy": _copy}

@@ -1,0 +1,252 @@
+"""`train bench recovery`: what the death of a rank costs, beside plain torchrun and torch.save.
+
+Two ranks train the same model on the same machine, in turn: as `train launch` starts them, and as torch's tutorials do
+it (bare.py). One of them, drawn at random, gets SIGKILL. Told are the seconds until a step ends that had never been
+made, how many steps were made twice, and whether the weights at the end are those of a run that nothing met. With
+`--every S` a rank is killed every so many seconds, and the whole time counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from train.bench import bare, perceptron
+from train.record import store
+from train.runs import launch
+from train.runs.launch import Order
+
+RANKS, SAVE_EVERY = 2, 50
+PATIENCE = 120.0
+"""Seconds without a new step after which a way is given up."""
+
+
+class Way(Protocol):
+    """A run of one kind, alive."""
+
+    def step(self) -> int:
+        """The last step that was made; 0: none."""
+
+    def ranks(self) -> list[int]:
+        """Process ids of its ranks, once all live."""
+
+    def lives(self) -> bool: ...
+
+    def end(self) -> None:
+        """Leave nothing of it behind."""
+
+    def digest(self) -> str:
+        """Of the weights; '' where it has not finished."""
+
+    def twice(self) -> int:
+        """How many steps it has made twice."""
+
+
+class Launched:
+    """`train launch`."""
+
+    def __init__(self, runs: Path, name: str, steps: int) -> None:
+        flags = {
+            "steps": str(steps), "batch_size": str(bare.BATCH), "cpu_threads": "1", "device": "cpu",
+            "checkpoint.every_steps": str(SAVE_EVERY), "log.every_steps": "1", "log.tensorboard": "false",
+        }  # fmt: skip
+        request = {"task": perceptron.__file__, "flags": flags}
+        launch.start(Order("new", str(runs), name, request, nproc=str(RANKS), max_restarts=100))
+        self.run = store.Run(runs / name)
+
+    def step(self) -> int:
+        line = _last_line(self.run.metrics)
+        return int(json.loads(line)["step"]) if line else 0
+
+    def ranks(self) -> list[int]:
+        pids = self.run.read()["pids"].get("ranks", [])
+        return list(pids) if len(pids) == RANKS else []
+
+    def lives(self) -> bool:
+        return self.run.alive()
+
+    def end(self) -> None:
+        self.run.stop(store.NOW)
+        subprocess.run(launch.tmux(self.run.folder.parent, "kill-server"), capture_output=True, check=False)
+
+    def digest(self) -> str:
+        return self.run.read()["weights_sha256"] or ""
+
+    def twice(self) -> int:
+        attempts = self.run.read()["attempts"]
+        return sum(max(0, a["to_step"] - b["from_step"]) for a, b in itertools.pairwise(attempts))
+
+
+class Bare:
+    """torchrun and torch.save."""
+
+    def __init__(self, runs: Path, name: str, steps: int) -> None:
+        self.folder = runs / name
+        self.folder.mkdir()
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--max-restarts",
+            "100",
+            "--nproc-per-node",
+            str(RANKS),
+            bare.__file__,
+            str(self.folder),
+            str(steps),
+            str(SAVE_EVERY),
+        ]
+        with (self.folder / "log").open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def step(self) -> int:
+        return int(_last_line(self.folder / "steps.log") or 0)
+
+    def ranks(self) -> list[int]:
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            pids = [child.pid for child in psutil.Process(self.process.pid).children()]
+            return pids if len(pids) == RANKS else []
+        return []
+
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in self.ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def digest(self) -> str:
+        path = self.folder / "digest"
+        return path.read_text() if path.exists() else ""
+
+    def twice(self) -> int:
+        steps = (self.folder / "steps.log").read_text().split()
+        return len(steps) - len(set(steps))
+
+
+WAYS: dict[str, Callable[[Path, str, int], Way]] = {
+    "train launch": Launched,
+    f"torchrun, torch.save every {SAVE_EVERY} steps": Bare,
+}
+
+
+@dataclass
+class Found:
+    """What became of one run."""
+
+    recoveries: list[float]
+    """Seconds from each kill to a step that had never been made."""
+    hangs: int
+    seconds: float
+    """From the first step to the end."""
+    twice: int
+    digest: str
+
+
+def bench(folder: Path, steps: int, times: int, every: float | None, seed: int = 0) -> str:
+    """Measure in this folder. Returns a table in Markdown.
+
+    Args:
+        times: runs of each way, one kill each.
+        every: kill a rank every so many seconds instead, as often as the run lives.
+    """
+    random_ = random.Random(seed)
+    lines = [
+        "| way | kills | s to a new step: least | median | most | hung | made twice | time / undisturbed | digest |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
+        calm = {
+            way: _live(make(Path(name), f"calm-{n}", steps), [], random_) for n, (way, make) in enumerate(WAYS.items())
+        }
+        found: dict[str, list[Found]] = {way: [] for way in WAYS}
+        for count in range(times):  # in turn, so that a slow moment meets both
+            at = steps * random_.uniform(0.2, 0.8)
+            for n, (way, make) in enumerate(WAYS.items()):
+                run = make(Path(name), f"run-{n}-{count}", steps)
+                found[way].append(_live(run, [int(at)], random_, every))
+        lines += [_row(way, runs, calm[way]) for way, runs in found.items()]
+    return "\n".join(lines)
+
+
+def _row(way: str, runs: list[Found], calm: Found) -> str:
+    took = [seconds for run in runs for seconds in run.recoveries]
+    figures = f"{min(took):.2f} | {statistics.median(took):.2f} | {max(took):.2f}" if took else "- | - | -"
+    hung, equal = sum(run.hangs for run in runs), sum(run.digest == calm.digest for run in runs)
+    done = [run.seconds / calm.seconds for run in runs if run.digest]
+    ratio = f"{statistics.median(done):.2f}" if done else "-"
+    twice = sum(run.twice for run in runs)
+    return f"| {way} | {len(took) + hung} | {figures} | {hung} | {twice} | {ratio} | {equal} of {len(runs)} equal |"
+
+
+def _live(run: Way, at: list[int], random_: random.Random, every: float | None = None) -> Found:
+    """Watch a run to its end, and kill one of its ranks after each of these steps, or every so many seconds."""
+    found, at = Found([], 0, 0.0, 0, ""), list(at)
+    try:
+        began = changed = time.monotonic()
+        killed: float | None = None
+        highest = 0
+        while run.lives():
+            now, highest_now = time.monotonic(), run.step()
+            if highest_now > highest:
+                if not highest:
+                    began = next_at = now
+                if killed is not None:
+                    found.recoveries.append(now - killed)
+                    killed, next_at = None, now
+                highest, changed = highest_now, now
+            is_due = highest and killed is None and (now - next_at > every if every else bool(at) and highest >= at[0])
+            if is_due and _kill(run, random_):
+                killed = changed = time.monotonic()
+                highest = max(highest, run.step())
+                del at[:1]
+            if now - changed > PATIENCE:
+                found.hangs += 1
+                break
+            time.sleep(0.01)
+        found.seconds = time.monotonic() - began
+    finally:
+        run.end()
+    found.twice, found.digest = run.twice(), run.digest()
+    return found
+
+
+def _last_line(path: Path) -> str:
+    """The last whole line of a file; '' if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return ""
+    return lines[-2].decode() if len(lines) > 1 else ""
+
+
+def _kill(run: Way, random_: random.Random) -> bool:
+    ranks = run.ranks()
+    if not ranks:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(random_.choice(ranks), signal.SIGKILL)
+        return True
+    return False

@@ -1,0 +1,87 @@
+"""Ways to do the same step, timed in turn block by block on the same ranks, so that a slow moment meets all of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from train.config import Config
+from train.parallel.seat import Seat
+from train.parallel.world import World, join, pick_device, take_device
+
+Way = Callable[[World], Callable[[], None]]
+"""Makes the step of a way on a rank."""
+Blocks = dict[str, list[float]]
+"""The seconds of each block, by way."""
+_PRELOAD = ("torch", "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered", "train.parallel.single")
+"""What ranks find loaded, where a server forks them."""
+
+
+def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times: int) -> Blocks:
+    """Time `times` blocks of `steps` steps of each way.
+
+    Args:
+        ways: by name, what makes the step on a rank; functions of a module, for they travel to other processes.
+    """
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
+        method = "forkserver"
+        if torch.cuda.device_count():  # which GPUs a process sees is its starter's to say
+            method = "spawn"
+        multiprocessing.set_forkserver_preload(list(_PRELOAD))
+        given = (ranks, name, dict(ways), steps, times)
+        torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method=method)
+        return dict(json.loads((Path(name) / "blocks.json").read_text()))
+
+
+def silently(start: Callable[[], None]) -> None:
+    """Start a server of processes that has nothing to speak to, nor have they."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        start()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def ratio(seconds: list[float], plain: list[float]) -> tuple[float, str]:
+    """The median of the ratios of blocks to those of the same turn, and their quartiles in words."""
+    low, middle, high = statistics.quantiles([one / other for one, other in zip(seconds, plain, strict=True)], n=4)
+    return middle, f"{low:.3f} to {high:.3f}"
+
+
+def _rank(rank: int, size: int, folder: str, ways: dict[str, Any], steps: int, times: int) -> None:
+    torch.set_num_threads(1)
+    config = Config(device="auto" if torch.cuda.device_count() >= size else "cpu")
+    device = pick_device(config, size, rank)
+    take_device(device)
+    world = join(config, Seat(rank, size, rank, size, f"file://{folder}/store"), device)
+    made = {name: way(world) for name, way in ways.items()}
+    blocks: Blocks = {name: [] for name in made}
+    for count in range(times + 2):
+        for name, step in made.items():
+            world.barrier()
+            began = time.perf_counter()
+            for _ in range(steps):
+                step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if count > 1:  # DDP lays out its buckets at first
+                blocks[name].append(time.perf_counter() - began)
+    if world.is_first:
+        Path(folder, "blocks.json").write_text(json.dumps(blocks))
+    if size > 1:
+        world.barrier()
+        dist.destroy_process_group()
