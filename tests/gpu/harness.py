@@ -1,0 +1,236 @@
+"""What the parts of the proof share: sizes, rows of the table, and runs as `train run` makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from train.parallel.seat import Seat
+from train.record import store
+from train.record.outcome import Outcome
+from train.record.store import Run
+from train.runs import admit
+from train.runs.processes.forked import Forked
+from train.runs.processes.here import Here
+from train.runs.request import Request
+from train.runs.supervise import Supervisor
+from train.runs.verdict import Road
+from train.runs.worker import run_rank
+from train.signals import StopRequest
+
+OK, FAILED, BELOW, FIGURE, UNCHECKED = "ok", "FAILED", "below goal", "figure", "not checked"
+TASKS = Path(__file__).with_name("tasks")
+_LARGE = 40 * 2**30
+"""Bytes of a card on which the usual batches fit, in fp32 too."""
+_numbers = itertools.count(1)
+
+
+@dataclasses.dataclass
+class Row:
+    """A line of the table."""
+
+    what: str
+    found: str
+    verdict: str = FIGURE
+    goal: str = ""
+    figures: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What JSON keeps besides."""
+    part: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Where the proof is run, and how large."""
+
+    device: str
+    """cuda or cpu"""
+    is_small: bool
+    """So small that a CPU makes it in a minute: proves that the code runs, and no more."""
+    gpus: int
+    folder: Path
+    """For run folders; on a disk of the kind that runs are kept on."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def precisions(self, task: str) -> tuple[str, ...]:
+        """Those to prove a task in: all that this device has; small, all of them for one task."""
+        if self.is_small and task != "digits":
+            return ("bf16",)
+        return ("fp32", "bf16", "fp16") if self.is_gpu else ("fp32", "bf16")
+
+    @property
+    def place(self) -> torch.device:
+        """The device of a single rank."""
+        return torch.device("cuda", 0) if self.is_gpu else torch.device("cpu")
+
+    def flags(self, task: str) -> dict[str, Any]:
+        """A task of the size that its speed is measured at."""
+        common = {
+            "device": self.device, "log.tensorboard": "false", "data.workers": 0, "checkpoint.every_minutes": 0,
+            "checkpoint.keep": 1, "schedule.decay": "constant", "eval.every_epochs": 0,
+        }  # fmt: skip
+        if not self.is_gpu:
+            common["cpu_threads"] = 1
+        sizes: dict[str, dict[str, Any]] = {
+            "digits": {"batch_size": 64, "optim.name": "sgd", "optim.lr": 0.05},
+            "resnet": {"batch_size": 256, "optim.name": "sgd", "optim.lr": 0.01},
+            "gpt": {"batch_size": 16, "optim.name": "adamw", "optim.lr": 1e-4},
+        }
+        if self.is_gpu and torch.cuda.mem_get_info()[1] < _LARGE:
+            sizes["resnet"]["batch_size"], sizes["gpt"]["batch_size"] = 64, 4
+        if self.is_small:
+            sizes["resnet"] |= {"batch_size": 8, "task.size": 32, "task.classes": 10, "task.count": 64,
+                                "task.width": 8, "task.depth": 14}  # fmt: skip
+            sizes["gpt"] |= {"batch_size": 4, "task.vocabulary": 256, "task.context": 32, "task.layers": 2,
+                             "task.width": 64, "task.heads": 4, "task.count": 64}  # fmt: skip
+        return common | sizes[task]
+
+
+def exact_flags(scale: Scale, task: str) -> dict[str, Any]:
+    """A task of the size at which its exactness is looked at: many steps in a few seconds, with dropout."""
+    flags = scale.flags(task) | {"checkpoint.every_steps": 8, "log.every_steps": 1}
+    if scale.is_gpu and task == "resnet":
+        flags |= {"batch_size": 48, "task.count": 256, "task.size": 96}
+    if task == "gpt":
+        flags |= {"task.dropout": 0.1}
+        if scale.is_gpu:
+            flags |= {"task.layers": 4, "task.context": 256, "batch_size": 12, "task.count": 128}
+    return flags
+
+
+def warm_up() -> None:
+    """What the server that ranks are forked from imports before."""
+    set_forkserver_preload(
+        [
+            "train.runs.unmoved",
+            "train.runs.processes.forked",
+            "train.engine.loop",
+            "train.runs.admit",
+            "tests.gpu.models",
+        ]
+    )
+
+
+def made(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> Run:
+    """A new run of one of the tasks here, checked as every run is."""
+    texts = {name: str(value) for name, value in flags.items()}
+    prepared = admit.prepare(Request(str(TASKS / f"{task}.py"), texts, ranks=ranks))
+    return store.create(scale.folder, f"{task}-{next(_numbers)}", prepared.files, prepared.record)
+
+
+def train_here(run: Run) -> None:
+    """Train a run in this process, to its end.
+
+    Raises:
+        RuntimeError: it did not come to its end.
+    """
+
+    ends: list[Outcome] = []
+
+    def rank(attempt: int) -> Outcome:
+        ends.append(run_rank(run, Seat(), attempt, StopRequest(()), bar=False))
+        return ends[-1]
+
+    lock = run.acquire()
+    assert lock is not None
+    try:
+        Supervisor(run, Here(rank), Road.ALONE, StopRequest(())).keep()
+    finally:
+        lock.release()
+    record = run.read()
+    if record["state"] != store.FINISHED:
+        print(ends[-1].traceback if ends else "", file=sys.stderr)
+        raise RuntimeError(f"{run.name} is {record['state']}: {record['reason'] or record['attempts'][-1]}")
+
+
+def train_forked(run: Run, ranks: int = 1, fault: str = "") -> dict[str, Any]:
+    """Train a run in processes of its own, as `train run --spawn` does; its record afterwards.
+
+    Args:
+        fault: where to kill it; see train/faults.py.
+    """
+    lock = run.acquire(patience=30.0)
+    assert lock is not None, f"{run.name} is alive"
+    try:
+        with _quiet():
+            Supervisor(run, Forked(run, lock, ranks, {"TRAIN_FAULT": fault}), Road.SPAWNED, StopRequest(())).keep()
+    finally:
+        lock.release()
+    return run.shown()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What ranks say goes to their logs, not here."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    sys.stderr.flush()
+    kept = os.dup(2)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def hush() -> None:
+    """No lines of runs in this process on the terminal."""
+    logger = logging.getLogger("train")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    logger.setLevel(logging.WARNING)
+
+
+class Stretch:
+    """Times what lies between two optimizer steps of this process, whatever loop makes them.
+
+    It counts optimizer steps by torch's own hook, so that our loop and a hand-written one are measured by the same
+    means, and waits for the device at both ends and nowhere between.
+    """
+
+    def __init__(self, first: int, last: int, device: str) -> None:
+        self.seconds = 0.0
+        """Per step."""
+        self.memory = 0
+        """Bytes of the device at most, between the two."""
+        self.at: list[float] = []
+        """When each step was given to the device, by the host's clock."""
+        self._first, self._last, self._is_gpu = first, last, device == "cuda"
+
+    def __enter__(self) -> Stretch:
+        self._handle = register_optimizer_step_post_hook(lambda *_: self._step())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _step(self) -> None:
+        count = len(self.at) + 1
+        if count in (self._first, self._last) and self._is_gpu:
+            torch.cuda.synchronize()
+            if count == self._first:
+                torch.cuda.reset_peak_memory_stats()
+            else:
+                self.memory = torch.cuda.max_memory_allocated()
+        self.at.append(time.perf_counter())
+        if count == self._last:
+            self.seconds = (self.at[-1] - self.at[self._first - 1]) / (self._last - self._first)
+
+
+def mebibytes(count: float) -> str:
+    return f"{count / 2**20:.0f} MiB"

@@ -1,0 +1,64 @@
+"""Every way to spread a model, over NCCL where there are several GPUs: exact after a kill, and how fast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tests.gpu.exact import STEPS, compare
+from tests.gpu.harness import FAILED, FIGURE, UNCHECKED, Row, Scale, exact_flags, made, train_forked
+from train.record import store
+
+
+def part(scale: Scale) -> Iterator[Row]:
+    """ddp, fsdp, hsdp, ordered sums and dp on as many ranks as there are GPUs, at most four."""
+    if scale.is_gpu and scale.gpus < 2:
+        yield Row("ddp, fsdp, hsdp, ordered sums over NCCL; dp", "they need two GPUs or more; here is one", UNCHECKED)
+        return
+    ranks = min(scale.gpus, 4) if scale.is_gpu else 2
+    flags = exact_flags(scale, "gpt") | {"steps": STEPS, "precision": "bf16", "micro_batch_size": 1, "batch_size": 4}
+    ways: dict[str, dict[str, Any]] = {
+        "ddp": {"parallel.strategy": "ddp"},
+        "fsdp": {"parallel.strategy": "fsdp", "parallel.wrap": "Block"},
+        "hsdp": {"parallel.strategy": "hsdp", "parallel.wrap": "Block", "parallel.shard_size": 2},
+        "ordered": {"parallel.reduce": "ordered"},
+    }
+    if not scale.is_gpu:  # tests/train has all of them on CPUs
+        ways = {"ddp": ways["ddp"]}
+    if ranks % 2:
+        del ways["hsdp"]
+    for name, own in ways.items():
+        what = f"{name}, {ranks} ranks"
+        try:
+            yield compare(scale, "gpt", what, flags | own, ranks)
+        except Exception as error:
+            yield Row(what, f"{type(error).__name__}: {error}"[:300], FAILED)
+    if not scale.is_gpu:
+        yield Row("everything over NCCL; dp", "it needs GPUs", UNCHECKED)
+        return
+    yield _ordered_on_one(scale, flags | ways["ordered"], ranks)
+    yield _scaling(scale, ranks)
+
+
+def _ordered_on_one(scale: Scale, flags: dict[str, Any], ranks: int) -> Row:
+    digests = [train_forked(made(scale, "gpt", flags, count), count).get("weights_sha256") for count in (1, ranks)]
+    is_equal = digests[0] is not None and digests[0] == digests[1]
+    return Row(f"ordered: 1 and {ranks} ranks", "equal" if is_equal else str(digests), "ok" if is_equal else FAILED)
+
+
+def _scaling(scale: Scale, ranks: int) -> Row:
+    """Samples a second of the full GPT on all ranks over those on one, with a batch of the same size a rank."""
+    rates = {}
+    for count, strategy in ((1, "single"), (ranks, "ddp"), (1, "dp")):
+        flags = scale.flags("gpt") | {"precision": "bf16", "steps": 40, "log.every_steps": 20}
+        whole = ranks if strategy == "dp" else count
+        flags |= {"batch_size": flags["batch_size"] * whole, "parallel.strategy": strategy}
+        run = made(scale, "gpt", flags, count)
+        record = train_forked(run, count)
+        if record["state"] != store.FINISHED:
+            return Row("scaling", f"{strategy}: {record['reason']}"[:300], FAILED)
+        last = run.metrics.read_text(encoding="utf-8").splitlines()[-1]  # of the second half: things are ready by then
+        rates[strategy] = json.loads(last)["samples_per_s"]
+    found = ", ".join(f"{name} {rate / rates['single']:.2f} times one" for name, rate in rates.items())
+    return Row(f"scaling on {ranks} GPUs", found, FIGURE, figures=rates)
