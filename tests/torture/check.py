@@ -8,7 +8,9 @@ from typing import Any
 
 from train.record import manifest, store
 from train.record.store import Run
-from train.runs.admit import Request, apply_resume, prepare, prepare_resume
+from train.runs.admit import prepare
+from train.runs.readmit import apply_resume, prepare_resume
+from train.runs.request import Request
 
 FLAGS = {
     "batch_size": "60", "micro_batch_size": "8", "checkpoint.every_steps": "5", "checkpoint.keep": "2",
@@ -25,12 +27,13 @@ class Failure(Exception):
 
 
 def make(
-    runs: Path, name: str, ranks: int, workers: int, asynchronous: bool, steps: int, more: dict[str, str] | None = None
-) -> Run:
+    runs: Path, name: str, ranks: int, workers: int, asynchronous: bool, steps: int,
+    more: dict[str, str] | None = None, task: str = "digits",
+) -> Run:  # fmt: skip
     """A fresh run; `more` are flags."""
     flags = FLAGS | {"steps": str(steps), "data.workers": str(workers)} | (more or {})
     flags["checkpoint.asynchronous"] = str(asynchronous).lower()
-    prepared = prepare(Request("digits", flags, ranks=ranks))
+    prepared = prepare(Request(task, flags, ranks=ranks))
     return store.create(runs, name, prepared.files, prepared.record)
 
 

@@ -48,7 +48,28 @@ SPREAD = {
     "ordered": (3, {"parallel.reduce": "ordered"}),
 }
 """Ways to spread a model beside ddp: on how many ranks, and the flags."""
-EVERY_RANK = ("start", "loaded", "step", "evaluate", "save.staged", "save.begin", "save.written", "save.shards")
+NO_DISK = {"checkpoint.every_steps": "none", "checkpoint.every_minutes": "0"}
+"""One checkpoint, at the end."""
+REMEMBERED = {
+    "digits": ("digits", {}),
+    "batchnorm": (
+        str(Path(__file__).parents[1] / "train" / "learner.py"),
+        {"task.batchnorm": "true", "task.samples": "1437", "task.width": "64"},
+    ),
+}  # type: dict[str, tuple[str, dict[str, str]]]
+"""Tasks whose runs are started again from memory, with their flags: without and with running statistics."""
+FAULTS_OF_MEMORY = (
+    "snapshot.begin@0:40",
+    "snapshot.written@0:30",
+    "snapshot.sealed@0:50",
+    "update@0:150",
+    "update@0:110,snapshot.written@1:1",
+)
+"""Where every attempt is killed; at the last, the survivor too, while it leaves its state behind."""
+EVERY_RANK = (
+    "start", "loaded", "step", "evaluate", "update", "save.staged", "save.begin", "save.written",
+    "save.shards",
+)  # fmt: skip
 """Points that all ranks pass; the others are rank 0's."""
 
 
@@ -147,7 +168,8 @@ class Torture:
     def points(self, ranks: int) -> None:
         """A kill at each named point, of rank 0 and of another; then other world sizes, twice in one epoch."""
         for point, victim, asynchronous in itertools.product(faults.POINTS, (0, 1), (False, True)):
-            if point == "decided":  # the supervisor's: here that is this process
+            # the supervisor's, which is this process; and of memory that an agent owns: see `remembered`
+            if point == "decided" or point.startswith("snapshot"):
                 continue
             if (victim and point not in EVERY_RANK) or (point == "save.staged" and not asynchronous):
                 continue
@@ -239,6 +261,53 @@ class Torture:
             )  # fmt: skip
         subprocess.run(launch.tmux(self.runs, "kill-server"), capture_output=True, check=False)
 
+    def remembered(self, ranks: int, kills: int) -> None:
+        """Ranks killed while they train, and started again from memory: there is nothing for them on the disk."""
+        seat = (ranks, 0, True)
+        for kind in REMEMBERED:
+            base = self._remembered(kind, seat)
+            launched.resume(base)
+            launched.wait_for_end(base)
+            wanted = outcome(base)
+            if wanted["state"] != store.FINISHED:
+                raise Failure(logs(base))
+            for everyone in (False, True) if ranks > 1 else (True,):
+                whom = "all ranks" if everyone else "a rank"
+                self._burn(kind, seat, f"SIGKILL of {whom}", wanted, kills, everyone)
+            for text in FAULTS_OF_MEMORY:
+                self._burn(kind, seat, text, wanted, 1, everyone=True)
+        subprocess.run(launch.tmux(self.runs, "kill-server"), capture_output=True, check=False)
+
+    def _burn(self, kind: str, seat: Seat, how: str, wanted: dict[str, Any], kills: int, everyone: bool) -> None:
+        """A row: kills at random instants, or a fault that meets every attempt."""
+        what = f"{kind}, from memory: {how}"
+        if self.only not in what:
+            return
+        hits, again, failures, made = 0, 0, [], []
+        while hits < kills and len(failures) < 3:
+            run = self._remembered(kind, seat)
+            made.append(run)
+            try:
+                if how.startswith("SIGKILL"):
+                    launched.under_fire(run, self.random, everyone, min(MANY, kills - hits))
+                else:
+                    launched.resume(run, how)
+                    launched.wait_for_end(run, several=5)
+                compare(run, wanted)
+                redone = launched.twice(run)
+                if redone and not everyone:
+                    raise Failure(f"{run.name}: {redone} steps were made twice")
+                again += redone
+            except Failure as failure:
+                failures.append(str(failure))
+            hits += max(1, len(run.read()["attempts"]) - 1)
+        self.table.judge(seat, what, made, hits, failures, f", {again} steps made twice")
+
+    def _remembered(self, kind: str, seat: Seat) -> Run:
+        self._number += 1
+        task, flags = REMEMBERED[kind]
+        return make(self.runs, f"remembered-{self._number}", *seat, steps=LONG, more=flags | NO_DISK, task=task)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -247,6 +316,7 @@ def main() -> int:
     parser.add_argument("--spread-kills", type=int, default=24, help="SIGKILLs for each of fsdp, hsdp and ordered")
     parser.add_argument("--launched-kills", type=int, default=40, help="SIGKILLs of launched runs: rank, agent, tmux")
     parser.add_argument("--launched-stops", type=int, default=150, help="stops of launched runs: agent, rank, all")
+    parser.add_argument("--memory-kills", type=int, default=9, help="SIGKILLs a row of runs that go on from memory")
     parser.add_argument(
         "--points", action=argparse.BooleanOptionalAction, default=True, help="a kill at every named point; world sizes"
     )
@@ -278,6 +348,9 @@ def main() -> int:
                 torture.strategies(options.spread_kills)
             if options.launched_kills or options.launched_stops:
                 torture.launched(2, options.launched_kills, options.launched_stops)
+            for ranks in (1, 2, 3) if options.memory_kills else ():
+                if ranks in options.ranks:
+                    torture.remembered(ranks, options.memory_kills)
         except Exception:  # in an undisturbed run: there is nothing to compare with
             table.failures.append(traceback.format_exc())
             os.write(table.out, f"\n{table.failures[-1]}\n".encode())

@@ -1,9 +1,9 @@
 """A checkpoint is committed or it does not exist.
 
 Commit: every rank writes its shards with torch.distributed.checkpoint into a fresh `.partial-…` folder, hashed on
-their way and fsynced (writer.py); rank 0 writes the manifest last; one rename publishes the folder; its parent is
-fsynced. Old checkpoints are pruned only after that. Loading verifies every hash and falls back to the newest
-checkpoint that is whole (record/manifest.py).
+their way and fsynced (writer.py); the first rank of a machine writes the manifest last; one rename publishes the
+folder; its parent is fsynced. Old checkpoints are pruned only after that. Loading verifies every hash and falls back to
+the newest checkpoint that is whole (record/manifest.py). Of several machines each writes all of it into its own folder.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import errno
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from train import faults
 from train.checkpoint.stage import Stage
@@ -30,6 +33,17 @@ from train.parallel.world import World
 from train.record.best import pick, scores_of
 from train.record.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
 from train.record.store import Run, sync_folder
+
+
+def _broadcast(self: Any, object: Any) -> Any:
+    """As torch's own, which takes the number of a rank in its group for that in the default group (torch 2.7)."""
+    box = [object]
+    if self.use_dist:
+        dist.broadcast_object_list(box, src=self.global_coordinator_rank, group=self.group)
+    return box[0]
+
+
+_DistWrapper.broadcast_object = _broadcast  # type: ignore[method-assign]
 
 
 class CannotSave(OSError):
@@ -44,10 +58,14 @@ class Saver:
     """
 
     def __init__(self, run: Run, world: World, config: Config, attempt: int, saved: Callable[[int], None]) -> None:
-        """`saved` is called on rank 0 with the step of each checkpoint once it is durable; maybe from a thread."""
+        """
+        Args:
+            saved: called on the first rank of a machine with the step of each checkpoint once it is durable; maybe from
+                a thread.
+        """
         self.run, self.attempt, self.config, self._saved = run, attempt, config, saved
         self.world = world.with_own_group()
-        self._stage = Stage() if config.checkpoint.asynchronous else None
+        self._stage = Stage(world.node.rank, world.node.size) if config.checkpoint.asynchronous else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.is_prepared = False
@@ -75,15 +93,18 @@ class Saver:
         """
         self.wait()
         state = state_of(module, optimizer)
-        if self._stage is None:
-            self._commit(step, state, facts)
+        size = size_of(state)  # of all of it, over all ranks
+        stage = self._stage
+        if stage is None:
+            self._commit(step, state, size, facts)
             return
-        state = self._stage.copy(state)
+        state = stage.copy(state)
         faults.here("save.staged")
 
         def work() -> None:
             try:
-                self._commit(step, state, facts)
+                stage.take_device()
+                self._commit(step, state, size, facts)
             except BaseException as error:  # also that of a peer's death: this rank must not believe it has saved
                 self._error = error
 
@@ -109,25 +130,43 @@ class Saver:
         if error is not None:
             raise error
 
-    def _commit(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
+    def _commit(self, step: int, state: dict[str, Any], size: int, facts: dict[str, Any]) -> None:
         final = self.run.checkpoint(step)
         partial = self.run.checkpoints / f"{PARTIAL}{final.name}-{self.attempt}"
         try:
             faults.here("save.begin")
-            self.world.on_first(lambda: self._begin(partial, size_of(state)))
-            writer = DurableWriter(partial)
-            # DCP gathers the errors of all ranks and raises on each of them
-            dcp.save(state, storage_writer=writer, process_group=self.world.group)
+            self.world.on_leads(lambda: self._begin(partial, size))
+            listed = self._write(partial, state)
             faults.here("save.shards")
-            parts = self.world.gather(writer.entries)
-            listed = {name: entry for part in parts for name, entry in part.items()}
-            manifest = manifest_text(facts | {"format": FORMAT, "step": step, "files": listed})
-            self.world.on_first(lambda: self._publish(partial, final, manifest))
+            facts = facts | {
+                "format": FORMAT,
+                "step": step,
+                "save": self.world.share(uuid.uuid4().hex),
+                "files": listed,
+            }
+            manifest = manifest_text(facts)
+            self.world.on_leads(lambda: self._publish(partial, final, manifest))
         except (OSError, dcp.api.CheckpointException) as error:
             self._abandon(partial)
             raise CannotSave(reason_of(error)) from error
-        if self.world.is_first:
+        if self.world.is_lead:
             self._saved(step)
+
+    def _write(self, partial: Path, state: dict[str, Any]) -> dict[str, Any]:
+        """Write the shards; on several machines each writes a whole checkpoint. Returns what the manifest lists."""
+        writer, node, problem = DurableWriter(partial), self.world.node, ""
+        try:
+            # DCP gathers the errors of all ranks and raises on each of them
+            dcp.save(state, storage_writer=writer, process_group=node.group, no_dist=node.size == 1)
+        except (OSError, dcp.api.CheckpointException) as error:
+            if len(self.world.leads) == 1:
+                raise
+            problem = reason_of(error)
+        if len(self.world.leads) > 1:  # a checkpoint counts where all machines have written theirs
+            problem = next(filter(None, self.world.gather(problem)), "")
+            if problem:
+                raise OSError(problem)
+        return {name: entry for part in node.gather(writer.entries) for name, entry in part.items()}
 
     def _begin(self, partial: Path, size: int) -> None:
         self.run.checkpoints.mkdir(exist_ok=True)
@@ -156,7 +195,7 @@ class Saver:
         prune(self.run, self.config.checkpoint.keep, self.config.checkpoint.best)
 
     def _abandon(self, partial: Path) -> None:
-        if self.world.is_first:
+        if self.world.is_lead:
             shutil.rmtree(partial, ignore_errors=True)
 
 

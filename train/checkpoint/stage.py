@@ -1,50 +1,208 @@
-"""Host memory that a state is copied to, so that training can go on while it is written."""
+"""Host memory that a state is copied to, so that training can go on while it is written.
+
+One piece of memory of exactly the size that is needed, in which every tensor has its place; pinned as a whole where the
+state lies on a GPU. (torch's own pinned memory comes in powers of two, for each tensor.) What all ranks hold alike is
+divided among them first, so that each copies, and keeps room for, its part alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
+import logging
+import math
+import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+log = logging.getLogger("train")
+
+_STEP = 64
+"""Bytes that a place begins at a multiple of: a line of the processor's cache."""
+Path = tuple[str, ...]
+
+
+def divided(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The part of a state that a rank writes, of what several ranks hold alike; all that is its alone.
+
+    A plain tensor is the same on all ranks; a DTensor on those that differ in nothing but dimensions of the mesh over
+    which it is replicated. Each goes to the rank among them that has least so far, the large ones first. Everything
+    but tensors stays on every rank. The same on every rank, without asking the others.
+    """
+    loads: dict[int, list[int]] = {}
+    keeps: dict[Path, bool] = {}
+    tensors = list(_tensors(state))
+    for path, tensor in sorted(tensors, key=lambda found: (-_bytes(_local(found[1])), found[0])):
+        place, copies = _copy_of(tensor, rank, size)
+        load = loads.setdefault(copies, [0] * copies)
+        owner = load.index(min(load))
+        load[owner] += _bytes(_local(tensor))
+        keeps[path] = owner == place
+
+    def part(value: Any, path: Path) -> Any:
+        if isinstance(value, dict):
+            return {
+                key: part(inner, (*path, str(key)))
+                for key, inner in value.items()
+                if keeps.get((*path, str(key)), True)
+            }
+        return value
+
+    return dict(part(state, ()))
+
+
+def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors in a tree of dicts. What is in lists belongs to them, and is not divided."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _tensors(inner, (*path, str(key)))
+
+
+def _copy_of(tensor: Tensor, rank: int, size: int) -> tuple[int, int]:
+    """Which of so many equal copies this rank's is."""
+    if not isinstance(tensor, DTensor):
+        return rank, size
+    mesh, place, copies = tensor.device_mesh, 0, 1
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    for dimension, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            place = place * mesh.size(dimension) + coordinate[dimension]
+            copies *= mesh.size(dimension)
+    return place, copies
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where in the memory a tensor lies."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Stage:
-    """Host memory into which a state is copied, reused from one checkpoint to the next."""
+    """Host memory into which a rank's part of a state is copied, reused from one checkpoint to the next."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, ...], Tensor] = {}
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self._rank, self._size = rank, size
+        self._places: dict[Path, _Place] = {}
+        self._memory: mmap.mmap | None = None
+        self._pinned = 0
+        """Address of the memory, where it is pinned; else 0."""
+        self._device: torch.device | None = None
+        """The GPU that the state lies on."""
         self._lock = threading.Lock()
 
+    @property
+    def bytes(self) -> int:
+        """Of host memory that is held."""
+        return len(self._memory) if self._memory is not None else 0
+
     def reserve(self, state: dict[str, Any]) -> None:
-        """Allocate and touch the memory that a copy of this state needs."""
+        """Find and touch the memory that a copy of this state needs. From any thread."""
         with self._lock:
-            self._walk(state, (), lambda tensor, buffer: buffer.zero_())
+            self._make_room(divided(state, self._rank, self._size))
+
+    def take_device(self) -> None:
+        """Let this thread use the state's GPU: threads begin on the first one, and would open it."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state that training cannot change. Valid until the next call."""
+        """A copy of this rank's part of the state, which training cannot change. Valid until the next call."""
         with self._lock:
-            copied = self._walk(state, (), lambda tensor, buffer: buffer.copy_(tensor.detach(), non_blocking=True))
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            mine = divided(state, self._rank, self._size)
+            self._make_room(mine)
+            copied = self._copied(mine, ())
+            if self._device is not None:
+                torch.cuda.current_stream(self._device).synchronize()
             return dict(copied)
 
-    def _walk(self, value: Any, path: tuple[str, ...], fill: Callable[[Tensor, Tensor], Any]) -> Any:
+    def _make_room(self, state: dict[str, Any]) -> None:
+        """Give every tensor a place, unless it has one."""
+        places: dict[Path, _Place] = {}
+        end = 0
+        for path, tensor in _all_tensors(state):
+            local = _local(tensor)
+            if local.device.type == "cuda":
+                self._device = local.device
+            places[path] = _Place(end, local.shape, local.dtype)
+            end += -(-_bytes(local) // _STEP) * _STEP
+        if places == self._places:
+            return
+        self._release()
+        self._places = places
+        self._memory = memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # a fork would make pages that a GPU writes to somebody else's
+        memory.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        if self._device is None:
+            flat.zero_()  # the first touch of memory costs more than many copies into it
+        else:
+            self._pin(flat)
+
+    def _pin(self, flat: Tensor) -> None:
+        self.take_device()
+        code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+        if code == 0:
+            self._pinned = flat.data_ptr()
+        else:  # copies wait for the device then, and come to the same
+            log.warning(
+                "warning: %.0f MB of host memory cannot be pinned (CUDA error %d): checkpoints hold training up longer",
+                flat.numel() / 1e6, code,
+            )  # fmt: skip
+
+    def _release(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            self._pinned = 0
+        self._memory = None  # freed with the last tensor that lies in it
+
+    def _copied(self, value: Any, path: Path) -> Any:
         if isinstance(value, dict):
-            return {key: self._walk(inner, (*path, str(key)), fill) for key, inner in value.items()}
+            return {key: self._copied(inner, (*path, str(key))) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._walk(inner, (*path, str(place)), fill) for place, inner in enumerate(value))
+            return type(value)(self._copied(inner, (*path, str(place))) for place, inner in enumerate(value))
         if isinstance(value, DTensor):
             # made like this, and not by from_local, which would take the copy back to the device
-            return DTensor(self._walk(value.to_local(), path, fill), value._spec, requires_grad=False)
+            return DTensor(self._copied(value.to_local(), path), value._spec, requires_grad=False)
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        buffer = self._buffers.get(path)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            pin = value.device.type == "cuda"
-            buffer = self._buffers[path] = torch.empty(value.shape, dtype=value.dtype, pin_memory=pin)
-        fill(value, buffer)
-        return buffer
+        return self._tensor(self._places[path]).copy_(value.detach(), non_blocking=True)
+
+    def _tensor(self, place: _Place) -> Tensor:
+        """What lies in a place: a tensor with a storage of its own size, which is written as it is."""
+        count = math.prod(place.shape)
+        if not count:
+            return torch.empty(place.shape, dtype=place.dtype)
+        assert self._memory is not None
+        return torch.frombuffer(self._memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
+
+
+def _all_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors in a tree of dicts, lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        value = {str(place): inner for place, inner in enumerate(value)}
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _all_tensors(inner, (*path, str(key)))
+    elif isinstance(value, Tensor):
+        yield path, value

@@ -29,8 +29,28 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
     """Model and optimizer state under names that do not depend on how the model is spread."""
     state: dict[str, Any] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
+        is_fresh = not optimizer.state
         state["optim"] = get_optimizer_state_dict(module, optimizer)
+        if is_fresh and _forget_step(optimizer):
+            state["optim"] = get_optimizer_state_dict(module, optimizer)
     return state
+
+
+def _forget_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Undo what torch's step with gradients of 0, by which it makes the state of a fresh optimizer, leaves in counters.
+
+    Else Adam would count one step more than it has made, and correct its means too little. Returns whether there were
+    any counters.
+    """
+    counters = [values for values in optimizer.state.values() if isinstance(values, dict) and "step" in values]
+    for values in counters:
+        if isinstance(values["step"], Tensor):
+            values["step"].zero_()
+        else:
+            values["step"] = 0
+        if "mu_product" in values:  # NAdam's, of the momenta so far
+            values["mu_product"].fill_(1.0)
+    return bool(counters)
 
 
 def size_of(state: Any) -> int:
@@ -42,8 +62,13 @@ def size_of(state: Any) -> int:
     return 0
 
 
-def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def load(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, by_itself: bool = False
+) -> None:
     """Read a verified checkpoint into a model and, if given, its fresh optimizer. A collective under several ranks.
+
+    Args:
+        by_itself: every rank reads all that it needs, without asking the others: their folders are others.
 
     Raises:
         ValueError: names or shapes of the model differ from those in the checkpoint.
@@ -52,14 +77,30 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | Non
         parameter.grad = None  # a gradient here would make torch skip the optimizer's state silently
     state = state_of(module, optimizer)
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+        reader = dcp.FileSystemReader(folder)
+        unused = _take_unused(state["optim"], reader) if optimizer is not None else []
+        dcp.load(state, storage_reader=reader, no_dist=by_itself)
     except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
         if isinstance(cause_of(error), OSError):  # of the disk, and may pass
             raise OSError(f"{folder.name} cannot be read: {reason_of(error)}") from error
         raise ValueError(f"the model does not fit the checkpoint {folder.name}: {reason_of(error)}") from error
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
+        state["optim"]["state"].update({name: {} for name in unused})
         set_optimizer_state_dict(module, optimizer, state["optim"])
+        for without in [parameter for parameter, values in optimizer.state.items() if not values]:
+            del optimizer.state[without]
+
+
+def _take_unused(state: dict[str, Any], reader: dcp.FileSystemReader) -> list[str]:
+    """Take from a fresh optimizer's state the parameters that had none when the checkpoint was written, for no step had
+    used them yet. Returns their names."""
+    paths = (reader.read_metadata().planner_data or {}).values()
+    written = {path[2] for path in paths if path[:2] == ("optim", "state")}
+    unused = [name for name in state["state"] if name not in written] if written else []
+    for name in unused:
+        del state["state"][name]
+    return unused
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

@@ -155,7 +155,8 @@ class DurableWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1)
+        # copying ahead is for tensors on a GPU, and makes the thread that writes use, and wait for, the first one
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
         self.fs = files = _Files()
         self.entries = files.entries
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,12 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from train.data import handles
 from train.data.fetch import Bad, gatherer
+from train.data.pinned import pinned
 from train.data.plan import MicroBatch
+from train.data.seeds import seed_compute
+
+OnDevice = Callable[[Any], Any]
+"""From a batch as it was fetched, on the device now, to what loss and metrics get: a task's `on_device`."""
 
 
 class _Fetching(Dataset[Any]):
@@ -59,7 +63,8 @@ class Loader:
     The workers are forked here, for the whole life of the loader, and not whenever an evaluation begins: a fork copies
     one thread of its process and the locks of all. Where another thread held one at that moment (of the C library,
     say, while a checkpoint was being written), a worker waited for it for ever, once in some thousand evaluations.
-    So make the loader before other threads have work.
+    So make the loader before other threads have work, and before this process touches a GPU: what a fork inherits of
+    one is broken.
     """
 
     def __init__(
@@ -72,27 +77,30 @@ class Loader:
         dtype: torch.dtype | None,
         skipped: Callable[[Sequence[Bad]], None] | None = None,
         channels_last: bool = False,
+        on_device: OnDevice | None = None,
     ) -> None:
         """
         Args:
             train_set: may be None, as may `eval_set`, where no micro batch of it is asked for.
             dtype: floating point tensors are converted to it; None leaves them.
             channels_last: whether tensors of four dimensions are laid out so.
+            on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
             skipped: samples that cannot be read are left out and told to it; None raises what the first one raised.
 
         Raises:
             Refused: a file that is open here cannot be opened by workers too.
         """
         self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
+        self._on_device = on_device
         if workers:
             handles.check()
         self._sampler = _Sampler()
+        self._fetching = _Fetching(train_set, eval_set, collate, skipped is not None)
         self._loader = DataLoader(
-            _Fetching(train_set, eval_set, collate, skipped is not None),
+            self._fetching,
             sampler=self._sampler,  # anything to iterate over is enough
             batch_size=None,
             num_workers=workers,
-            pin_memory=device.type == "cuda",
             worker_init_fn=functools.partial(_start_worker, rank=os.getpid()),
             prefetch_factor=4 if workers else None,
             persistent_workers=workers > 0,
@@ -114,16 +122,21 @@ class Loader:
         One pass at a time: the next one ends it. Where samples were left out, the indices are those of the others;
         without any, the batch is None.
         """
-        self._sampler.plan = plan
-        for planned, batch, bad in self._loader:
+        for planned, batch, bad in pinned(self._fetched(plan), self._device, bool(self._workers)):
             micro = planned
             if bad:
                 if self._skipped is None:
                     raise bad[0].raised()
                 self._skipped(bad)
                 left_out = np.isin(planned.indices, [one.index for one in bad])
-                micro = replace(planned, indices=planned.indices[~left_out])
-            yield micro, to_device(batch, self._device, self._dtype, self._channels_last)
+                micro = planned._replace(indices=planned.indices[~left_out])
+            yield micro, prepared(batch, micro.seed, self._device, self._dtype, self._channels_last, self._on_device)
+
+    def _fetched(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:
+        if not self._loader.num_workers:
+            return map(self._fetching.__getitem__, plan)  # what DataLoader would do, without 20 us of its own a batch
+        self._sampler.plan = plan
+        return iter(self._loader)
 
     def close(self) -> None:
         """End the workers.
@@ -147,12 +160,34 @@ class Loader:
         self.close()
 
 
+def prepared(
+    batch: Any,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    channels_last: bool,
+    on_device: OnDevice | None,
+) -> Any:
+    """A fetched batch as loss and metrics get it; see Loader.
+
+    Args:
+        seed: of the micro batch.
+    """
+    if on_device is not None and batch is not None:
+        batch = to_device(batch, device)
+        seed_compute(seed, device, "on device")
+        batch = on_device(batch)
+    return to_device(batch, device, dtype, channels_last)
+
+
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None, channels_last: bool = False) -> Any:
     """The batch with every tensor in it (in lists, tuples, dicts, named tuples) moved to the device."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            if value.device == device and value.dtype == kind and not (channels_last and value.dim() == 4):
+                return value
             layout = torch.channels_last if channels_last and value.dim() == 4 else torch.preserve_format
             return value.to(device, kind, non_blocking=True, memory_format=layout)
         if isinstance(value, dict):

@@ -6,9 +6,11 @@ the training process or a loader worker, this rank or another, before or after a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +41,7 @@ class Plan:
     limit: int = 0
     """Of an evaluation set: at most so many samples are evaluated; 0: all."""
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int:
         return self.length // self.batch_size if self.drop_last else math.ceil(self.length / self.batch_size)
 
@@ -70,9 +72,11 @@ class Plan:
         return math.ceil(self.samples(step) / self.micro_batch_size)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """What to fetch: data set indices and the seed of everything random while fetching and computing them."""
+class MicroBatch(NamedTuple):
+    """What to fetch: data set indices and the seed of everything random while fetching and computing them.
+
+    A tuple, for one is made every step: a frozen dataclass of six fields takes 2 us more.
+    """
 
     step: int
     number: int
@@ -87,19 +91,21 @@ def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Ite
     """What a rank fetches in steps first <= step < last, in order."""
     chunk_key, chunk = (-1, -1), np.empty(0, dtype=np.int64)
     size = max(_CHUNK // plan.batch_size, 1) * plan.batch_size
+    fetched = functools.cache(lambda micros: list(sharing.fetched(micros)))  # a few numbers, the same every step
     for step in range(first, last):
-        epoch = plan.epoch(step)
-        start, stop = plan.span(step)
+        epoch, place = divmod(step, plan.steps_per_epoch)
+        start = place * plan.batch_size
+        stop = min(start + plan.batch_size, plan.length)
         if chunk_key != (epoch, start // size):
             chunk_key = (epoch, start // size)
             begin = chunk_key[1] * size
             chunk = order(plan.seed, epoch, np.arange(begin, min(begin + size, plan.length)), plan.length)
         offset = start - chunk_key[1] * size
-        for number, is_lent in sharing.fetched(plan.micro_batches(step)):
+        for number, is_lent in fetched(-(-(stop - start) // plan.micro_batch_size)):
             low = number * plan.micro_batch_size
             high = min(low + plan.micro_batch_size, stop - start)
             indices, seed = chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
-            yield MicroBatch(step, number, indices, seed, is_lent=is_lent)
+            yield MicroBatch(step, number, indices, seed, False, is_lent)
 
 
 def evaluation_micro_batches(plan: Plan, sharing: Sharing) -> Iterator[MicroBatch]:

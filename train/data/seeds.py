@@ -17,9 +17,13 @@ def seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed & (2**63 - 1))
 
 
-def seed_compute(seed: int, device: torch.device) -> None:
-    """Seed every generator that a forward pass may draw from, apart from those of fetching."""
-    seed = seed_of(seed, "compute")
+def seed_compute(seed: int, device: torch.device, tag: str = "compute") -> None:
+    """Seed every generator that a forward pass may draw from, apart from those of fetching.
+
+    Args:
+        tag: what is computed.
+    """
+    seed = seed_of(seed, tag)
     seed_host(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed & (2**63 - 1))

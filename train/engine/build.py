@@ -7,16 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from train.checkpoint.kinds import keep_types
 from train.config import Config
+from train.data.fetch import fetcher
 from train.data.fingerprint import Files, Fingerprint, of_sets
+from train.data.loader import prepared
 from train.data.order import seed_of
-from train.data.plan import Plan
+from train.data.plan import MicroBatch, Plan
 from train.data.seeds import seed_host
 from train.errors import Refused, one_line
+from train.parallel.precision import Precision
 from train.tasks import Task, where
 
 
@@ -68,7 +73,16 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
         raise Refused(f"model in {task.file} must return a torch.nn.Module, got {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise Refused(f"the model of {task.file} has no parameter to train")
-    return model.to(weights) if weights == torch.float64 else model
+    # not to(weights), which would make real numbers of complex ones
+    return model.double() if weights == torch.float64 else model
+
+
+def first_samples(task: Task, config: Config, precision: Precision, train_set: Any) -> Any:
+    """A micro batch of the first samples of the training set (again from the first where it is too small)."""
+    assert isinstance(config.micro_batch_size, int)
+    indices = np.arange(config.micro_batch_size) % len(train_set)
+    batch = fetcher(train_set, task.collate)(MicroBatch(0, 0, indices, config.seed))
+    return prepared(batch, config.seed, precision.device, precision.inputs, config.channels_last, task.on_device)
 
 
 def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -79,7 +93,10 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
             raise Refused(
                 f"optimizer in {task.file} must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
-        return optimizer
+        _check_spread(optimizer, config)
+        # a checkpoint names groups by their parameters: one without any could not be read back
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return keep_types(optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optim = config.optim
     common: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
@@ -89,6 +106,20 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
         return torch.optim.SGD(parameters, momentum=optim.momentum, **common)
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return kind(parameters, betas=(optim.momentum, 0.999), **common)
+
+
+def _check_spread(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """An optimizer must see whole parameters if its step is not made element by element; with fsdp it sees parts.
+
+    Raises:
+        Refused: one of torch's that would make another step, or none.
+    """
+    name = config.parallel.strategy
+    if name in ("fsdp", "hsdp") and type(optimizer).__name__ in ("Adafactor", "Rprop", "LBFGS"):
+        raise Refused(
+            f"torch.optim.{type(optimizer).__name__} needs whole parameters, and --parallel.strategy {name} spreads "
+            "them over ranks; use --parallel.strategy ddp, or another optimizer"
+        )
 
 
 def _call(task: Task, function: str, *arguments: Any) -> Any:
@@ -160,7 +191,7 @@ def plan_of(config: Config, length: int) -> Plan:
     Raises:
         Refused: it has not even one whole batch, and a short one is to be left out.
     """
-    assert config.micro_batch_size is not None
+    assert isinstance(config.micro_batch_size, int)
     if config.data.drop_last and length < config.batch_size:
         raise Refused(
             f"--data.drop_last true leaves nothing to train on: the training set has {length} samples, fewer than "
@@ -171,7 +202,7 @@ def plan_of(config: Config, length: int) -> Plan:
 
 def evaluation_plan(config: Config, length: int) -> Plan:
     """How the evaluation set is cut, and how much of it is evaluated."""
-    assert config.micro_batch_size is not None
+    assert isinstance(config.micro_batch_size, int)
     limit = config.eval.limit_batches * config.batch_size
     return Plan(length, config.batch_size, config.micro_batch_size, config.seed, limit=limit)
 

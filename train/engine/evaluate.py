@@ -36,6 +36,7 @@ def evaluate(
     beat: Callable[[], None] = lambda: None,
     sharing: Sharing | None = None,
     leaves_out: bool = False,
+    look: Callable[[Any], None] = lambda _: None,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
 
@@ -48,6 +49,7 @@ def evaluate(
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
         sharing: whose micro batches are whose; None: as ranks without anything special share them.
         leaves_out: whether samples that cannot be read are left out.
+        look: is shown the first batch of this rank.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
@@ -80,6 +82,8 @@ def evaluate(
                 if found is None:
                     continue
                 micro, batch = found
+                if not rows:
+                    look(batch)
                 seed_compute(micro.seed, world.device)
                 is_risky = without and slot in (0, len(slots) - 1)
                 waits_for = f"{uneven.names(without)}, without data in an evaluation" if is_risky else ""

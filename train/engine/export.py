@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +14,17 @@ from torch import nn
 from train.checkpoint.state import load, weights
 from train.config import Config
 from train.data.fetch import Bad, fetcher
-from train.data.loader import Loader, to_device
+from train.data.loader import Loader, prepared
 from train.data.plan import MicroBatch, evaluation_micro_batches
 from train.data.sharing import Sharing
-from train.engine import build, opened
+from train.engine import arithmetic, build, opened
 from train.engine.evaluate import evaluate
 from train.errors import Refused, one_line
 from train.parallel.precision import Precision
-from train.parallel.world import World, pick_device
+from train.parallel.world import NoGPU, World, pick_device, take_device
 from train.record import manifest as manifests
-from train.record.store import Run, sync_folder
+from train.record.store import Run
+from train.record.target import check, published
 from train.tasks import Task
 
 log = logging.getLogger("train")
@@ -70,18 +70,11 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
     """Write the weights of a run to a .safetensors, .pt or .onnx file, whole or not at all. Returns their step.
 
     Raises:
-        Refused: the suffix is unknown, the folder is missing, or the model cannot be exported.
+        Refused: the target cannot be written, or the model cannot be exported.
     """
-    if target.suffix not in SUFFIXES:
-        raise Refused(f"--to {target}: must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if not target.absolute().parent.is_dir():
-        raise Refused(f"--to {target}: there is no folder {target.parent}; make it first")
-    if target.is_dir():
-        raise Refused(f"--to {target}: is a folder; give a file")
+    check(target, SUFFIXES)
     task, config, model, step = load_trained(run, step)
-    partial = target.with_name(f".{target.stem}.partial{target.suffix}")
-    try:
-        partial.touch()  # libraries have errors of their own for a file that cannot be written
+    with published(target) as partial:
         if target.suffix == ".onnx":
             _to_onnx(task, config, model, partial)
         else:
@@ -93,14 +86,6 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
                 save_file(state, partial, metadata={"run": run.name, "step": str(step)})
             else:
                 torch.save(state, partial)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(target)
-        sync_folder(target.absolute().parent)
-    except OSError as error:
-        raise Refused(f"--to {target}: cannot be written: {error.strerror or one_line(error)}") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return step
 
 
@@ -117,7 +102,8 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None
     import numpy as np
 
     batch = fetcher(dataset, task.collate)(MicroBatch(0, 0, np.arange(min(2, len(dataset))), config.seed))
-    batch = to_device(batch, torch.device("cpu"), torch.float64 if config.precision == "fp64" else None)
+    dtype = torch.float64 if config.precision == "fp64" else None
+    batch = prepared(batch, config.seed, torch.device("cpu"), dtype, False, task.on_device)
     calls: list[tuple[Any, ...]] = []
     hook = model.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
     model.eval()
@@ -150,9 +136,8 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
         Refused: the task has no evaluation set, or there is no usable checkpoint.
     """
     task, config, model, step = load_trained(run, step)
-    assert config.cpu_threads is not None
-    torch.set_num_threads(config.cpu_threads)
-    device = pick_device(config, 1, 0)
+    arithmetic.fix(config)
+    device = _device_of(run, config)
     precision = Precision(config.precision, device)
     train_set, eval_set = build.make_datasets(task, config)
     if eval_set is None:
@@ -162,11 +147,32 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
     plan = build.evaluation_plan(config, len(eval_set))
     world = World(0, 1, 0, device)
-    workers = config.data.workers if workers is None else workers
-    skipped = _tell if config.data.on_error == "skip" else None
-    with Loader(None, eval_set, task.collate, workers, device, precision.inputs, skipped) as loader:
+    workers = (config.data.workers or 0) if workers is None else workers
+    skipped = _tell if config.data.leaves_out else None
+    loader = Loader(
+        None, eval_set, task.collate, workers, device, precision.inputs, skipped, config.channels_last, task.on_device
+    )
+    with loader:
+        take_device(device)
         stream = loader.batches(evaluation_micro_batches(plan, Sharing()))
-        evaluated = evaluate(task, model.to(device), plan, world, precision, stream)
+        model = arithmetic.lay_out(model, config).to(device)
+        arithmetic.compile_as_asked(model, config)
+        try:
+            evaluated = evaluate(task, model, plan, world, precision, stream)
+        except RuntimeError as error:
+            said = arithmetic.refusal(error)
+            if not said:
+                raise
+            raise Refused(said) from None
     assert evaluated is not None
     figures, samples = evaluated
     return step, samples, figures
+
+
+def _device_of(run: Run, config: Config) -> torch.device:
+    """Where to evaluate: as training, and on the CPU what was trained on GPUs where there are none."""
+    try:
+        return pick_device(config, 1, 0)
+    except NoGPU:
+        log.warning("warning: %s was trained on a GPU, and torch sees none here: evaluated on the CPU", run.name)
+        return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""How training ended, left behind by each rank: what it made, and of rank 0 the figures of the whole."""
+"""How training ended, left behind by each rank: what it made, and of the first of a machine the figures of all."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from train.record.outcome import Kind, Outcome
 
 
 def conclude(job: Job, done: Done, attempt: int) -> Outcome:
-    """Leave behind how training ended, and say so on rank 0.
+    """Leave behind how training ended, and say so on the first rank of each machine.
 
     Raises:
-        TrainingFailed: rank 0 cannot leave it behind; a resume will find the last checkpoint and do so.
+        TrainingFailed: that one cannot leave it behind; a resume will find the last checkpoint and do so.
     """
     job.report.sync()
+    job.report.times(done.times)
     job.heart.beat(heartbeat.ENDING, done.step)
     # a collective where the weights are spread, so before the first rank is alone
-    digest = "" if done.stopped else weights_sha256(weights_of(job.strategy.module), job.world.is_first)
+    digest = "" if done.stopped else weights_sha256(weights_of(job.strategy.module), job.world.is_lead)
     reason = (job.stop.reason or "another rank was asked to") if done.stopped else ""
     end = Outcome(job.world.rank, Kind.STOPPED if done.stopped else Kind.FINISHED, done.step, reason)
-    if not job.world.is_first:
+    if not job.world.is_lead:
         return end
     figures = {"epoch": job.plan.epoch_of(done.step), **facts(job.run)}
     if done.stopped:
@@ -43,6 +44,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
             f"continue with: train resume {job.run.name}"
         ) from error
     if not done.stopped:
+        job.report.finished()
         faults.here("finished")
     job.report.say(said)
     return end

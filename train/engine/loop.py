@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from train import config as configuration
 from train import faults
 from train.checkpoint.saver import CannotSave
 from train.engine import schedule
+from train.engine.account import Account
 from train.engine.agenda import micro_batches
 from train.engine.evaluate import evaluate
 from train.engine.meter import Clock, Meter
@@ -20,10 +22,13 @@ from train.engine.readback import Readback
 from train.engine.setup import Done, Job
 from train.engine.skipped import FILE as SKIPPED
 from train.engine.step import step
+from train.engine.votes import Votes
 from train.engine.wait import DataWait
 from train.errors import TrainingFailed
 from train.parallel.strategy import VOTES
 from train.record import heartbeat
+from train.record.metrics import Speed, Training
+from train.record.times import Times
 
 _EMPTY_STEPS = 10
 """Steps in a row without a sample that can be read after which a run has failed."""
@@ -37,14 +42,18 @@ def train(job: Job, done: int) -> Done:
     """
     loop, agenda = _Loop(job, done), job.agenda
     job.strategy.module.train()
-    job.strategy.start()
+    with loop.account.spent("start"):
+        job.strategy.start()
     try:
+        if agenda.saves(done):  # a death came before: the state is from memory
+            loop.save()
         if agenda.evaluates(done) and job.evaluated < done:  # it ended before the evaluation that was due
             loop.evaluate()
         while loop.done < agenda.total_steps and not loop.is_stopping:
             loop.step()
             save, evaluates = agenda.saves(loop.done), agenda.evaluates(loop.done)
             save |= loop.read_votes(everything=save or evaluates)
+            job.snapshots.end_update(loop.done)
             if save or loop.is_stopping:
                 loop.save()
             if evaluates and not loop.is_stopping:
@@ -54,12 +63,15 @@ def train(job: Job, done: int) -> Done:
         # every rank fails at this step; the checkpoint before it may still be on its way to the disk
         with contextlib.suppress(Exception):
             job.saver.wait()
+        job.report.times(loop.times())
         raise
-    return Done(loop.done, loop.is_stopping and not loop.is_complete)
+    except Exception:  # a peer is gone, most likely
+        job.snapshots.leave_behind()
+        raise
+    return Done(loop.done, loop.is_stopping and not loop.is_complete, loop.times())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     number: int
     rate: float
     samples: int
@@ -69,16 +81,20 @@ class _Loop:
     """Where training stands, and the things it does in turn."""
 
     def __init__(self, job: Job, done: int) -> None:
-        self.job, self.done = job, done
+        self.job, self.done, self.account = job, done, Account()
         self.is_stopping = False
-        self._begun = self._saved = done
+        self._begun, self._saved = done, job.saved
         self._rates = [group["lr"] * schedule.scale(job.config) for group in job.optimizer.param_groups]
         self._stream = job.loader.batches(
             micro_batches(job.agenda, job.plan, job.evaluation, job.sharing, done, job.evaluated)
         )
+        self._votes = Votes(job.strategy.votes_type, job.world.device, job.strategy.is_ordered, job.stop)
         self._readback = Readback[_Step](job.world.device)
         self._clock = Clock(job.config.checkpoint.every_minutes)
-        self._meter = Meter(DataWait(job.run.name, job.config.data.workers, job.world.size))
+        self._meter = Meter(DataWait(job.run.name, job.config.data.workers or 0, job.world.size))
+        self._lines: collections.deque[Training] = collections.deque(maxlen=2)
+        """Those that rank 0, if it died now, might not have written."""
+        job.snapshots.lines = self.lines
 
     @property
     def is_complete(self) -> bool:
@@ -93,7 +109,7 @@ class _Loop:
         for group, rate in zip(job.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         is_due, is_first = self._clock.is_due(), self.done == self._begun
-        sums = step(job, self.done, self._stream, self._meter, save=is_due, is_first=is_first)
+        sums = step(job, self._votes, self.done, self._stream, self._meter, save=is_due, is_first=is_first)
         self.done += 1
         job.heart.beat(heartbeat.TRAINING, self.done)
         if not job.saver.is_prepared:
@@ -116,30 +132,60 @@ class _Loop:
 
     def _look_at(self, made: _Step, votes: dict[str, float]) -> None:
         """Check the loss of a step; write its line."""
-        job, meter = self.job, self._meter
-        by_count = votes["counted"] or job.leaves_out
-        loss = votes["loss"] / (votes["count"] if by_count else made.samples) if votes["count"] else 0.0
+        job, meter, leaves_out = self.job, self._meter, self.job.config.data.leaves_out
+        loss = self._loss(made, votes)
         if not math.isfinite(loss):
             raise TrainingFailed(
                 f"the loss is {loss} at step {made.number}; lower --optim.lr or set --clip_grad_norm, "
                 "and look at the data of that step (--log.samples true)"
             )
-        meter.empty = 0 if votes["count"] or not job.leaves_out else meter.empty + 1
+        meter.empty = 0 if votes["count"] or not leaves_out else meter.empty + 1
         if meter.empty == _EMPTY_STEPS or (meter.empty and made.number == meter.empty == job.total_steps):
             raise TrainingFailed(
                 f"not one sample could be read in {meter.empty} steps in a row, up to step {made.number}; "
                 f"why, says {SKIPPED} in the run folder"
             )
-        is_last = made.number == job.total_steps
-        if job.world.is_first and (made.number % job.config.log.every_steps == 0 or is_last):
-            self._write(made, loss, is_last)
+        if self._is_told(made) and job.world.is_lead:
+            self._write(made, loss)
+        elif self._is_told(made) and job.snapshots.is_on:
+            self._lines.append(self._line(made, loss, self._meter.read(job.world.device)))
 
-    def _write(self, made: _Step, loss: float, is_last: bool) -> None:
+    def _is_told(self, made: _Step) -> bool:
+        """Whether a line belongs to a step."""
+        return made.number % self.job.config.log.every_steps == 0 or made.number == self.job.total_steps
+
+    def _line(self, made: _Step, loss: float, figures: Speed) -> Training:
+        epoch = self.job.plan.epoch_of(made.number)
+        return {"step": made.number, "epoch": epoch, "loss": loss, "lr": made.rate, **figures}
+
+    def lines(self) -> list[Training] | None:
+        """The lines of the last steps, which rank 0 may not have written; None where a loss is not finite."""
+        found = list(self._lines)
+        for made, values in self._readback.peek():
+            votes = dict(zip(VOTES, values, strict=True))
+            loss = self._loss(made, votes)
+            if not math.isfinite(loss):
+                return None
+            if self._is_told(made):
+                found.append(self._line(made, loss, self._meter.figures(self.job.world.device)))
+        return found
+
+    def times(self) -> Times:
+        """Where the time of this attempt has gone so far, on this rank."""
+        strategy = self.job.strategy
+        communication = strategy.exposed.seconds() if strategy.tells_exposed else None
+        return self.account.read(self.done, self._meter.data, communication)
+
+    def _loss(self, made: _Step, votes: dict[str, float]) -> float:
+        by_count = votes["counted"] or self.job.config.data.leaves_out
+        return votes["loss"] / (votes["count"] if by_count else made.samples) if votes["count"] else 0.0
+
+    def _write(self, made: _Step, loss: float) -> None:
         job = self.job
-        figures, epoch = self._meter.read(job.world.device), job.plan.epoch_of(made.number)
-        job.report.training({"step": made.number, "epoch": epoch, "loss": loss, "lr": made.rate, **figures})
-        job.report.progress(made.number, epoch, loss, figures["samples_per_s"])
-        advice = self._meter.wait.advice(is_last)
+        line = self._line(made, loss, self._meter.read(job.world.device))
+        job.report.training(line)
+        job.report.progress(made.number, line["epoch"], loss, line["samples_per_s"], self.times)
+        advice = self._meter.wait.advice(made.number == job.total_steps)
         if advice:
             job.report.say(f"warning: {advice}")
             job.run.note(data_wait=advice)
@@ -150,17 +196,19 @@ class _Loop:
         faults.here("evaluate")
         assert job.evaluation is not None
         beat = functools.partial(job.heart.beat, heartbeat.EVALUATING, self.done)
-        evaluated = evaluate(
-            job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._stream,
-            lambda: job.stop.asked, beat, job.sharing, job.leaves_out,
-        )  # fmt: skip
+        with self.account.spent("evaluation"):
+            evaluated = evaluate(
+                job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._stream,
+                lambda: job.stop.asked, beat, job.sharing, job.config.data.leaves_out,
+                job.report.evaluated_samples,
+            )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True
             self.save()
         else:
             figures, samples = evaluated
             job.evaluated = self.done
-            if job.world.is_first:
+            if job.world.is_lead:
                 job.report.evaluation(self.done, job.plan.epoch_of(self.done), samples, figures)
         self._meter.restart()
 
@@ -173,14 +221,16 @@ class _Loop:
         if self.done == self._saved:
             return
         self.read_votes(everything=True)
-        if self._commit(is_last=self.is_stopping or self.done == self.job.total_steps):
-            self._saved = self.done
+        with self.account.spent("checkpoints"):
+            if self._commit(is_last=self.is_stopping or self.done == self.job.total_steps):
+                self._saved = self.done
         self._clock.restart()
 
     def finish_saving(self) -> None:
         """Wait for what is being written; where it failed and nothing comes after it, write it again."""
-        if not self._wait_for_save() and self.is_stopping:  # it was under way when the stop came
-            self._commit(is_last=True)
+        with self.account.spent("checkpoints"):
+            if not self._wait_for_save() and self.is_stopping:  # it was under way when the stop came
+                self._commit(is_last=True)
 
     def _commit(self, is_last: bool) -> bool:
         """Whether the checkpoint is there now, or on its way."""

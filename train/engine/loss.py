@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from train.errors import TrainingFailed
 from train.tasks import Task
 
+_WIDE = (torch.float32, torch.float64)
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class Figure:
     """One figure of one batch."""
 
@@ -41,7 +43,8 @@ class Figure:
 
     def total(self, dtype: torch.dtype) -> Tensor:
         """The sum over the batch, without the graph."""
-        return self.value.detach().to(dtype) * self.weight
+        value = self.value.detach()
+        return (value if value.dtype == dtype else value.to(dtype)) * self.weight
 
     def counted(self) -> Tensor | float:
         """How much the total is the sum of."""
@@ -71,9 +74,10 @@ def figure(value: Any, samples: int, what: str, file: Path) -> Figure:
             f"{what} in {file} must return a scalar tensor, the mean over the batch, or (total, count); "
             f"got {_kind(value)}"
         )
-    value = value.reshape(())
+    if value.dim():
+        value = value.reshape(())
     # a third is 0.334 in bf16, and fp16 ends at 65504: sums and weights take at least fp32
-    return Figure(value if value.dtype == torch.float64 else value.float(), samples, count)
+    return Figure(value if value.dtype in _WIDE else value.float(), samples, count)
 
 
 def training_loss(task: Task, model: nn.Module, batch: Any, samples: int) -> Figure:

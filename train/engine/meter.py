@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from train.engine.wait import DataWait
+from train.record.metrics import Speed
 
 
 class Clock:
@@ -32,27 +33,40 @@ class Meter:
         self.wait = wait
         self.empty = 0
         """Steps in a row of which no sample could be read."""
+        self.waited = self._before = 0.0
         self.restart()
+
+    @property
+    def data(self) -> float:
+        """Seconds in which this rank waited for data to train with, in all."""
+        return self._before + self.waited
 
     def restart(self) -> None:
         self._since = time.perf_counter()
+        self._before += self.waited
         self.waited = 0.0
         self.samples = self.steps = 0
 
-    def read(self, device: torch.device) -> dict[str, float]:
-        """samples_per_s; data_wait and step_time in seconds per step; memory in bytes, the highest so far."""
-        elapsed = max(time.perf_counter() - self._since, 1e-9)
-        steps = max(self.steps, 1)
-        self.wait.add(self.waited, elapsed)
+    def read(self, device: torch.device) -> Speed:
+        """The speed of the steps since the last call, and the memory."""
+        self.wait.add(self.waited, self._elapsed())
+        figures = self.figures(device)
+        self.restart()
+        return figures
+
+    def _elapsed(self) -> float:
+        return max(time.perf_counter() - self._since, 1e-9)
+
+    def figures(self, device: torch.device) -> Speed:
+        """What `read` would give."""
+        elapsed, steps = self._elapsed(), max(self.steps, 1)
         if device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(device)
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        figures = {
+        return {
             "samples_per_s": self.samples / elapsed,
             "data_wait": self.waited / steps,
             "step_time": elapsed / steps,
             "memory": memory,
         }
-        self.restart()
-        return figures

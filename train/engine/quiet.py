@@ -24,6 +24,9 @@ _CALLS = (
 """Methods of ProcessGroup that torch.distributed's functions end in. DDP itself calls them from C++, past these."""
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def quiet(what: str, file: Path, waits_for: str) -> contextlib.AbstractContextManager[None]:
     """While this is entered, this thread may not communicate by torch.distributed's functions.
 
@@ -34,7 +37,7 @@ def quiet(what: str, file: Path, waits_for: str) -> contextlib.AbstractContextMa
     Raises:
         TrainingFailed: it tries to.
     """
-    return _quiet(f"{what} in {file}", waits_for) if waits_for else contextlib.nullcontext()
+    return _quiet(f"{what} in {file}", waits_for) if waits_for else _NOTHING
 
 
 @contextlib.contextmanager

@@ -28,6 +28,13 @@ class Readback(Generic[T]):
             event.record()
         self._pending.append((step, sums, event))
 
+    def peek(self) -> Iterator[tuple[T, list[float]]]:
+        """What `take` would give, left where it is."""
+        for step, sums, event in self._pending:
+            if event is not None:
+                event.synchronize()
+            yield step, sums.tolist()
+
     def take(self, everything: bool) -> Iterator[tuple[T, list[float]]]:
         while len(self._pending) > (0 if everything else self._lag):
             step, sums, event = self._pending.popleft()

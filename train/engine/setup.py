@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import logging
-import os
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from train import config as configuration
 from train import faults
+from train.checkpoint import level, snapshot
 from train.checkpoint.saver import Saver
+from train.checkpoint.shared import Slots
+from train.checkpoint.snapshot import Snapshots
 from train.checkpoint.state import load
 from train.config import Config
 from train.data.loader import Loader
 from train.data.plan import Plan
 from train.data.sharing import Sharing
-from train.engine import build, opened, uneven
+from train.engine import arithmetic, build, opened, uneven
 from train.engine.agenda import Agenda, agenda_of
 from train.engine.report import Report
 from train.engine.skipped import Skipped
@@ -27,11 +34,13 @@ from train.parallel.precision import Precision
 from train.parallel.seat import Seat
 from train.parallel.strategy import Strategy
 from train.parallel.units import recompute
-from train.parallel.world import World, join, take_device
+from train.parallel.world import World, join, pick_device, take_device
 from train.record import manifest as manifests
 from train.record import metrics, store
 from train.record.heartbeat import Heart
+from train.record.metrics import Training
 from train.record.store import Run
+from train.record.times import Times
 from train.signals import StopRequest
 from train.tasks import Task
 
@@ -60,10 +69,13 @@ class Job:
     heart: Heart
     evaluated: int
     """Last step after which an evaluation is on record; -1 without one."""
+    saved: int
+    """The step of the newest checkpoint on the disk; 0 without one."""
+    snapshots: Snapshots
     spare: Spare | None = None
     """Where a rank without data has to compute all the same."""
 
-    @property
+    @functools.cached_property
     def sharing(self) -> Sharing:
         """Which micro batches are this rank's."""
         return Sharing(self.world.rank, self.world.size, self.strategy.is_ordered, self.strategy.lends_data)
@@ -72,11 +84,6 @@ class Job:
     def total_steps(self) -> int:
         return self.agenda.total_steps
 
-    @property
-    def leaves_out(self) -> bool:
-        """Whether samples that cannot be read are left out, so that the true counts are known after a step only."""
-        return self.config.data.on_error == "skip"
-
 
 @dataclasses.dataclass
 class Done:
@@ -84,43 +91,76 @@ class Done:
 
     step: int
     stopped: bool
+    times: Times
+    """Where the time of the attempt went on this rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where an attempt continues."""
+
+    step: int = 0
+    """After this one; 0: from the beginning."""
+    saved: int = 0
+    """The step of the newest checkpoint on the disk."""
+    manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the checkpoint of `step`; {}: it is not from a checkpoint."""
+    slot: int | None = None
+    """The buffer in which the state after `step` lies in memory; None: it does not."""
+    lines: list[Training] = dataclasses.field(default_factory=list)
+    """Training lines that the snapshot brings with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Memory outside the ranks that this one may keep its state in."""
+
+    address: str
+    """See checkpoint/shared.py."""
+    room: Callable[[], int]
+    """Bytes that can still be had."""
 
 
 def set_up(
-    run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, heart: Heart, held: contextlib.ExitStack
-) -> tuple[Job, int]:
+    run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool, heart: Heart, held: contextlib.ExitStack,
+    memory: Memory | None = None,
+) -> tuple[Job, int]:  # fmt: skip
     """Everything to train with, and the step to continue after. What must be closed at the end goes to `held`."""
     task = opened.task_of(run)
     config = opened.config_of(run, task)
-    _fix_arithmetic(config)
-    device = take_device(config, seat.local_size, seat.local_rank)
+    arithmetic.fix(config)
+    device = pick_device(config, seat.local_size, seat.local_rank)
     precision = Precision(config.precision, device)
 
     train_set, eval_set = build.make_datasets(task, config)
     plan = build.plan_of(config, len(train_set))
     # before the others are met: their connections have threads, and the loader forks
-    skipped = Skipped(run) if config.data.on_error == "skip" else None
+    skipped = Skipped(run) if config.data.leaves_out else None
     loader = Loader(
-        train_set, eval_set, task.collate, config.data.workers, device, precision.inputs, skipped, config.channels_last
-    )
+        train_set, eval_set, task.collate, config.data.workers or 0, device, precision.inputs, skipped,
+        config.channels_last, task.on_device,
+    )  # fmt: skip
     held.callback(loader.close)
-    world = join(config, seat.rank, seat.size, seat.local_rank, seat.local_size, device, seat.init)
+    take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on
+    world = join(config, seat, device)
     total = build.total_steps(config, plan)
     model = _model(run, task, config, precision, world)
     strategy = choose.make(world, config, precision)
     model = strategy.place(model)
     optimizer = build.make_optimizer(task, model, config)
     faults.here("start")
-    step, manifest = world.on_first(lambda: _begin(run))
-    if manifest:
-        _load(run, step, manifest, model, optimizer, precision)
+    slots = _slots(memory, config, seat)
+    same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
+    fingerprint = json.dumps([same, task.sha256], sort_keys=True, default=str)
+    start = _restore(run, world, slots, fingerprint, model, optimizer, precision)
+    step = start.step
     faults.here("loaded")
-    if config.compile:
-        # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
-        model.compile(dynamic=False)
+    arithmetic.compile_as_asked(model, config)
     evaluation = world.on_first(lambda: metrics.last_evaluation(run))
-    told = Report(run, world, config, total, step, bar and world.is_first)
+    told = Report(run, world, config, total, step, bar and world.is_first, is_evaluated=evaluation is not None)
     held.callback(told.close)
+    if world.is_lead:
+        _mend(run, told, start)
 
     def saved(at: int) -> None:
         told.say(f"saved {run.checkpoint(at).name}")
@@ -133,21 +173,16 @@ def set_up(
         Saver(run, world, config, attempt, saved),
         told, stop, heart,
         evaluation["step"] if evaluation else -1,
-        Spare(world, config.data.on_error == "skip") if strategy.lends_data else None,
+        start.saved,
+        Snapshots(
+            slots, fingerprint, world, told.say, memory.room if memory else lambda: 0, world.share(uuid.uuid4().hex)
+        ),
+        Spare(world, config.data.leaves_out) if strategy.lends_data else None,
     )  # fmt: skip
-    if world.is_first:
-        _announce(job, attempt, step)
+    job.snapshots.attach(strategy, optimizer, precision)
+    if world.is_lead:
+        _announce(job, attempt, start)
     return job, step
-
-
-def _fix_arithmetic(config: Config) -> None:
-    """What makes two processes compute the same bits."""
-    assert config.cpu_threads is not None
-    torch.set_num_threads(config.cpu_threads)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.benchmark = False
 
 
 def _model(run: Run, task: Task, config: Config, precision: Precision, world: World) -> torch.nn.Module:
@@ -155,29 +190,104 @@ def _model(run: Run, task: Task, config: Config, precision: Precision, world: Wo
     model = build.make_model(task, config, precision.weights)
     if (run.folder / "init.safetensors").exists():
         build.set_weights(model, build.read_weights(run.folder / "init.safetensors"), "init.safetensors")
-    if config.sync_batchnorm and world.size > 1:
+    return arrange(model, config, world.size)
+
+
+def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Module:
+    """The same model as it computes on so many ranks, before it is spread over them."""
+    if config.sync_batchnorm and ranks > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if config.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    arithmetic.lay_out(model, config)
     recompute(model, config.parallel.recompute)
     return model
 
 
-def _load(
-    run: Run, step: int, manifest: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-    precision: Precision,
-) -> None:  # fmt: skip
-    """Read the checkpoint of a step. A collective."""
+def _slots(memory: Memory | None, config: Config, seat: Seat) -> Slots | None:
+    """Where snapshots are kept, if they are: not of a state that is spread over ranks.
+
+    After the loader has forked: its processes must not keep a lock for a rank that is dead.
+    """
+    is_whole = choose.resolve(config, seat.size) in ("single", "dp", "ddp")
+    is_mine = len(seat.leads) > 1 or seat.local_size == seat.size  # not over machines that no agents of ours join
+    if memory is None or not config.checkpoint.snapshots or not (is_whole and is_mine):
+        return None
+    try:
+        return Slots(memory.address)
+    except OSError as error:
+        log.warning("warning: no snapshots in memory: %s", error)
+        return None
+
+
+def _restore(
+    run: Run, world: World, slots: Slots | None, fingerprint: str, model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer, precision: Precision,
+) -> Start:  # fmt: skip
+    """Take up the newest state that is whole, from memory or from the disk. A collective."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    load(run.checkpoint(step), model, optimizer)
+    slots = slots if world.is_everywhere(slots is not None) else None
+    while True:
+        start = _begin(run, world, slots, fingerprint)
+        slot = start.slot
+        if slots is None or slot is None:
+            break
+        content = snapshot.read(slots, slot, fingerprint)
+        if world.is_everywhere(content is not None):
+            assert content is not None
+            snapshot.apply(content, model, optimizer, precision)
+            start = dataclasses.replace(start, lines=content.lines)
+            break
+        if world.is_lead:
+            log.warning("warning: the state after step %d in memory is damaged, and is not used", start.step)
+            slots.wipe(slot)
+    if start.manifest:
+        load(run.checkpoint(start.step), model, optimizer, by_itself=len(world.leads) > 1)
+        if precision.scaler is not None and start.manifest.get("scaler"):
+            precision.scaler.load_state_dict(start.manifest["scaler"])
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
-    if precision.scaler is not None and manifest.get("scaler"):
-        precision.scaler.load_state_dict(manifest["scaler"])
+    return start
 
 
-def _announce(job: Job, attempt: int, step: int) -> None:
-    """What run.json and the log say at the start of an attempt. On rank 0."""
+def _begin(run: Run, world: World, slots: Slots | None, fingerprint: str) -> Start:
+    """Choose the state to continue from, on one machine or on several. A collective."""
+    if len(world.leads) == 1:
+        return world.on_first(lambda: _begin_here(run, slots))
+    agreed = level.agree(run, world, slots, fingerprint)
+    if world.is_lead:
+        for line in agreed.warnings:
+            log.warning("warning: %s", line)
+    world.on_leads(lambda: metrics.cut(run, agreed.step))
+    return Start(agreed.step, agreed.saved, agreed.manifest, agreed.slot)
+
+
+def _begin_here(run: Run, slots: Slots | None) -> Start:
+    """On rank 0: clear away what a kill left, choose the state to continue from, cut the records to it."""
+    manifests.clean(run)
+    kept, newest = slots.newest() if slots is not None else None, next(iter(run.steps_saved()), 0)
+    if kept is not None and kept[1].step >= newest:
+        metrics.cut(run, kept[1].step)
+        return Start(kept[1].step, newest, slot=kept[0])
+    found = manifests.newest_valid(run)
+    step, manifest, unused = found or (0, {}, [])
+    for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
+        log.warning("warning: %s", line)
+        manifests.set_aside(run, newer, line.prefix)
+    metrics.cut(run, step)
+    return Start(step, step, manifest)
+
+
+def _mend(run: Run, told: Report, start: Start) -> None:
+    """Write the lines of steps that outlived rank 0 when it had not written them yet."""
+    training, _ = metrics.read(run) if start.lines else ([], [])
+    last = training[-1]["step"] if training else 0
+    for line in start.lines:
+        if last < line["step"] <= start.step:
+            told.training(line)
+
+
+def _announce(job: Job, attempt: int, start: Start) -> None:
+    """What run.json and the log say at the start of an attempt. On the first rank of a machine."""
+    step = start.step
     run, plan, config, world = job.run, job.plan, job.config, job.world
     assert config.cpu_threads is not None
     # where ranks without data are lent some, none waits
@@ -196,21 +306,13 @@ def _announce(job: Job, attempt: int, step: int) -> None:
         f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
         + (f", {spread}" if spread not in ("single", "ddp") else "")
         + (f", continuing after step {step}" if step else "")
+        + (" as it was in memory" if start.slot is not None else "")
     )
     reason = run.read().get("cpu_threads_reason")
     if attempt == 1 and reason:
         job.report.say(f"{config.cpu_threads} CPU thread{'s' if config.cpu_threads > 1 else ''} a rank ({reason})")
+    reason = run.read().get("micro_batch_size_reason")
+    if attempt == 1 and reason:
+        job.report.say(f"micro batches of {config.micro_batch_size} samples ({reason})")
     if without:
         job.report.say(uneven.sentence(without))
-
-
-def _begin(run: Run) -> tuple[int, dict[str, Any]]:
-    """On rank 0: clear away what a kill left, choose the checkpoint to continue from, cut the records to it."""
-    manifests.clean(run)
-    found = manifests.newest_valid(run)
-    step, manifest, unused = found or (0, {}, [])
-    for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
-        log.warning("warning: %s", line)
-        manifests.set_aside(run, newer, line.prefix)
-    metrics.cut(run, step)
-    return step, manifest

@@ -7,7 +7,6 @@ forked process that is thrown away: whatever the task does there, it changes not
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -18,12 +17,16 @@ from pathlib import Path
 
 import torch
 
+from train import cores
+
 GRAIN = 1e9
 """Floating-point operations of a micro batch, forward and backward, that a thread must have: some 20 ms on one core.
 
 With less, threads wait for each other longer than they work; beside other work on the same cores they lose a multiple.
 docs/benchmarks.md has the figures.
 """
+_MOST_LOADERS = 8
+"""Loader processes that a rank takes by itself: each holds some batches in shared memory."""
 _LIMIT = 15.0
 """Seconds that counting may take. What takes longer is no small model: it gets the fair share."""
 
@@ -49,11 +52,18 @@ def _is_torchruns(name: str, value: str) -> bool:
 
 def share(ranks: int) -> int:
     """The cores that this process may use, over the ranks; at least 1."""
-    cores = float(len(os.sched_getaffinity(0)))
-    with contextlib.suppress(OSError, ValueError):  # a container's limit
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        cores = min(cores, int(quota) / int(period))
-    return max(1, int(cores // ranks))
+    return max(1, int(cores.usable() // ranks))
+
+
+def loaders(ranks: int, device: torch.device, is_indexed_at_once: bool) -> int:
+    """Loader processes of a rank, where the user set none.
+
+    Args:
+        is_indexed_at_once: whether a batch is one indexing of tensors, which costs less than another process.
+    """
+    if device.type == "cpu" or is_indexed_at_once:
+        return 0
+    return min(max(share(ranks) - 1, 1), _MOST_LOADERS)
 
 
 def choose(ranks: int, device: torch.device, rehearse: Callable[[], Callable[[], None]]) -> tuple[int, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from train.data.sharing import share
+from train.data.sharing import Sharing, share
 from train.record import heartbeat
 
 if TYPE_CHECKING:
@@ -63,16 +63,15 @@ def sentence(found: dict[str, list[int]]) -> str:
     return f"no data in the last round of micro batches: {'; '.join(parts)}" if parts else ""
 
 
-def doubt(
-    plan: Plan, world: int, step: int, total: int, is_first: bool, is_last_slot: bool, is_ordered: bool = False
-) -> str:
+def doubt(plan: Plan, sharing: Sharing, step: int, total: int, is_first: bool, is_last_slot: bool) -> str:
     """For whom a task that communicates now would wait, in this step or a later one; '' where for nobody.
 
     Args:
         step: counted from 0.
         is_first: of this attempt: what would come to grief at the end of the epoch is found in it.
     """
-    if world == 1:
+    world, is_ordered = sharing.world, sharing.is_ordered
+    if world == 1 or sharing.lends:
         return ""
     if is_last_slot and (ranks := idle(plan.micro_batches(step), world, is_ordered)):
         return f"{names(ranks)}, without data in step {step + 1}"

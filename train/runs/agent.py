@@ -1,21 +1,33 @@
-"""The process inside tmux: reads the order, opens the run, tells who waits for it, and keeps its ranks alive."""
+"""The process inside tmux: reads the order, opens the run, tells who waits for it, and keeps its ranks alive.
+
+    python -m train.runs.agent FOLDER_OF_THE_ORDER
+
+Started by runs/pane.py, with the environment of who gave the order.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
+import signal
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.errors import EXIT_FAILED, Refused, one_line
+from train.errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
 from train.record import environment, store
 from train.record.store import Lock, Run
-from train.runs import supervise
+from train.runs import preload, supervise, title
+from train.runs.apart import Told, call
 from train.runs.follow import View
 from train.runs.launch import Order
-from train.runs.opening import open_run
+from train.runs.nodes import Nodes, settings_of
+from train.runs.opening import Opened, open_run
+from train.runs.processes import Processes
+from train.runs.processes.children import Children
 from train.runs.processes.elastic import Elastic
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Road
@@ -25,29 +37,45 @@ from train.signals import KEEPER, SIGNAL, StopRequest
 def main() -> None:
     """Carry out the order that lies in the folder given as argument."""
     desk = Path(sys.argv[1])
+    title.show(sys.executable, "-m", "train.runs.agent", str(desk))  # a fork has the name of what forked it
     content = json.loads((desk / "request.json").read_text(encoding="utf-8"))
-    if "--ready" not in sys.argv:
-        environ = content["env"] | {k: os.environ[k] for k in ("TMUX", "TMUX_PANE", "TERM") if k in os.environ}
-        os.chdir(content["cwd"])
-        # anew, so that what is read at a process's start (LD_LIBRARY_PATH, PYTHON…) is the caller's too
-        os.execve(sys.executable, [sys.executable, "-m", "train.runs.agent", str(desk), "--ready"], environ)
     stop = StopRequest()
+    signal.signal(signal.SIGHUP, _leave)  # until the run is there, when opening.py lets the terminal go
     order = Order(**content["order"])
+    fail = functools.partial(_fail, desk)
+
+    def apart(check: Callable[[], Any], meanwhile: Callable[[], None]) -> Any:
+        return call(check, fail, meanwhile)
+
     try:
-        run, lock, ranks, warnings = open_run(order, environment.keep(content["env"]))
-    except Refused as error:
-        _answer(desk, {"refused": str(error)})
-        sys.exit(2)
-    except OSError as error:
-        _answer(desk, {"refused": one_line(f"{error.strerror or error}: {error.filename}; look at its owner and mode")})
+        opened = open_run(order, environment.keep(content["env"]), apart)
+    except Told:
         raise
     except BaseException as error:
-        _answer(desk, {"refused": one_line(f"unexpected {type(error).__name__}: {error}")})
-        raise
-    if not _answer(desk, {"warnings": warnings}):
-        _undo(order, run, lock)
-        sys.exit(2)
-    sys.exit(_keep(run, lock, ranks, stop))
+        sys.exit(fail(error))
+    if not _answer(desk, {"warnings": opened.warnings}):
+        _undo(order, opened.run, opened.lock)
+        sys.exit(EXIT_REFUSED)
+    sys.exit(_keep(opened, stop))
+
+
+def _leave(number: int, frame: object) -> None:
+    """The session was ended before there was a run. By an exit, for imported libraries have temporary folders."""
+    sys.exit(128 + number)
+
+
+def _fail(desk: Path, error: BaseException) -> int:
+    """Tell who waits why the order cannot be carried out. Returns an exit code."""
+    if isinstance(error, Refused):
+        _answer(desk, {"refused": str(error)})
+        return EXIT_REFUSED
+    said = f"unexpected {type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        said = f"{error.strerror or error}: {error.filename}; look at its owner and mode"
+    _answer(desk, {"refused": one_line(said)})
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)
+    return 1
 
 
 def _answer(desk: Path, answer: dict[str, Any]) -> bool:
@@ -69,8 +97,9 @@ def _undo(order: Order, run: Run, lock: Lock) -> None:
         store.remove(run)
 
 
-def _keep(run: Run, lock: Lock, ranks: int, stop: StopRequest) -> int:
+def _keep(opened: Opened, stop: StopRequest) -> int:
     """Keep the run alive until it ends, shown on the terminal as long as there is one. Returns the exit code."""
+    run = opened.run
     view = View(run, sys.stderr, show_log=bool(run.read().get("script")))
 
     def show() -> None:
@@ -82,13 +111,26 @@ def _keep(run: Run, lock: Lock, ranks: int, stop: StopRequest) -> int:
             view.say(text)
 
     try:
-        code = Supervisor(run, Elastic(run, lock, ranks), Road.LAUNCHED, stop, show, say).keep()
+        settings = settings_of(run.read())
+        nodes = Nodes(run, opened.ranks, settings, opened.listening) if settings is not None else None
+        processes = _processes(run, opened.lock, opened.ranks, nodes)
+        code = Supervisor(run, processes, Road.LAUNCHED, stop, show, say, nodes).keep()
     except (OSError, Refused) as error:  # its disk fails or its folder is gone
         say(f"{run.name} cannot go on: {one_line(error)}")
         return EXIT_FAILED
     with contextlib.suppress(OSError):
         view.close()
     return code
+
+
+def _processes(run: Run, lock: Lock, ranks: int, nodes: Nodes | None) -> Processes:
+    """Forks of this process; a script is started by torchrun, unmodified. So is a task where something that was
+    imported (a sitecustomize, say) has left threads or a GPU behind, which a fork would be without."""
+    if run.read().get("script") or not preload.is_clean():
+        if nodes is not None:
+            raise Refused("something that is imported here has left threads or a GPU behind; see train doctor")
+        return Elastic(run, lock, ranks)
+    return Children(run, lock, ranks, nodes)
 
 
 if __name__ == "__main__":

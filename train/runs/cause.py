@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from train.errors import one_line
 from train.runs import memory
 
-OF_OTHERS = ("gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "Wait timeout", "DataLoader worker (pid")
+NO_GPU = "No CUDA GPUs are available"
+"""torch's words, and ours: the GPUs are gone, for one after a daemon-reload on the host of a container."""
+OF_OTHERS = (
+    "gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "Wait timeout", "DataLoader worker (pid",
+    "cuDNN error", NO_GPU, "CUDA driver initialization failed", "cudaGetDeviceCount", "CUDA unknown error",
+)  # fmt: skip
 """What torch's RuntimeErrors about networks, devices and other processes have in their texts."""
+_OF_PROGRAM = (
+    "device-side assert", "no kernel image", "invalid device function", "invalid configuration argument",
+    "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_BAD_PARAM", "CUBLAS_STATUS_INVALID_VALUE",
+)  # fmt: skip
+"""What errors of a device have in their texts that come again: an index out of range, code for another card."""
 _BUSY = re.compile(
     r"Resource temporarily unavailable|can't start new thread|[Tt]hread creation failed|BlockingIOError|\bEAGAIN\b"
 )
@@ -55,8 +65,13 @@ def is_busy(text: str) -> bool:
 
 
 def is_of_others(text: str) -> bool:
-    """Whether a RuntimeError's text is about networks, devices or other processes."""
-    return any(word in text for word in OF_OTHERS)
+    """Whether a RuntimeError's text is about networks, devices or other processes, and no fault of the program."""
+    return any(word in text for word in OF_OTHERS) and not any(word in text for word in _OF_PROGRAM)
+
+
+def is_of_missing_gpu(text: str) -> bool:
+    """Whether a message says that there is no GPU any more: starting again helps no more until there is one."""
+    return NO_GPU in text
 
 
 def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause | None:
@@ -101,7 +116,7 @@ def _is_passing(raised: str) -> bool:
     if name == "OutOfMemoryError":  # of a device: another process may have had its memory
         return not memory.device_is_too_small(raised)
     if _PASSING_TYPES.match(name):
-        return True
+        return not any(word in message for word in _OF_PROGRAM)
     if name in ("OSError", "IOError"):
         return bool(_PASSING_ERRNO.search(message))
     return name in ("RuntimeError", "ChildFailedError", "ProcessExitedException") and is_of_others(message)

@@ -89,10 +89,13 @@ class View:
 def follow(run: Run) -> int:
     """Show a run until it ends. Returns the exit code that stands for its end; Ctrl-C ends the following only."""
     record = run.shown()
-    view = View(run, sys.stderr, show_log=bool(record.get("script")))
+    view, waits = View(run, sys.stderr, show_log=bool(record.get("script"))), ""
     try:
         while record["state"] in (store.RUNNING, store.CREATED):
             view.update(record)
+            if record.get("reason") and record["reason"] != waits:  # of a running one: it waits for other machines
+                waits = record["reason"]
+                view.say(waits)
             time.sleep(0.2)
             record = run.shown()
         deadline = time.monotonic() + 30

@@ -16,9 +16,10 @@ from train.record import environment, store
 from train.record.outcome import Kind, Outcome
 from train.record.store import Lock, Run
 from train.runs import interrupt
-from train.runs.admit import Prepared, Request, prepare
+from train.runs.admit import Prepared, prepare
 from train.runs.processes.forked import keep_log
 from train.runs.processes.here import Here
+from train.runs.request import Request
 from train.runs.spawn import spawn as spawn_ranks
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Road

@@ -7,8 +7,10 @@ import os
 import signal
 import time
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
+from train.checkpoint.shared import Owned
 from train.engine import uneven
 from train.errors import Refused
 from train.record import heartbeat
@@ -22,11 +24,15 @@ _GRACE = 3.0
 """Seconds that ranks have to notice by themselves that one of them is dead."""
 
 
-def of(run: Run, attempt: int, ranks: int) -> Guard:
+_SPEED = 250e6
+"""Bytes in a second, at least, at which survivors leave the state behind."""
+
+
+def of(run: Run, attempt: int, ranks: Iterable[int], kept: Owned | None) -> Guard:
     """What looks after this attempt: a task shows signs of life of its own, of a script there is only its output."""
     record = run.read()
     if not record.get("script"):
-        return OfTask(run, run.logs(attempt), ranks)
+        return OfTask(run, run.logs(attempt), ranks, kept)
     minutes = (record.get("watch") or {}).get("hang_minutes")
     return OfScript(run.logs(attempt), MINUTES if minutes is None else float(minutes))
 
@@ -34,9 +40,11 @@ def of(run: Run, attempt: int, ranks: int) -> Guard:
 class OfTask:
     """Ends ranks that show no sign of life, and peers of one that is gone."""
 
-    def __init__(self, run: Run, logs: Path, ranks: int) -> None:
+    def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kept: Owned | None = None) -> None:
         self.hang = ""
-        self._run, self._logs = run, logs
+        self._run, self._logs, self._kept = run, logs, kept
+        if kept is not None:
+            kept.hush()
         limits = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")).get("watch", {})
         start = float(limits.get("start_minutes", 30.0))
         self._watch = Watch(logs, ranks, limits.get("hang_minutes"), start, self._remark)
@@ -47,15 +55,31 @@ class OfTask:
             return
         if self._dead_since is None and self._watch.dead(started):
             self._dead_since = time.monotonic()
+            if self._kept is not None:
+                self._kept.ring()
         self.hang = self.hang or self._watch.hangs() or ""
         if self.hang and self._dead_since is None:
             self._watch.dump()
             self._dead_since = 0.0
         # torchrun alone would give peers that wait for the dead 30 seconds
-        if self._dead_since is not None and time.monotonic() - self._dead_since > _GRACE:
+        if self._dead_since is not None and time.monotonic() - self._dead_since > self._grace():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """The ranks of another machine are dead: end these, as if it were one of theirs."""
+        if self._dead_since is None:
+            self._dead_since = time.monotonic()
+            if self._kept is not None:
+                self._kept.ring()
+
+    @property
+    def is_ending(self) -> bool:
+        return self._dead_since is not None
+
+    def _grace(self) -> float:
+        return _GRACE + (self._kept.size / _SPEED if self._kept is not None else 0.0)
 
     def close(self) -> None:
         for path in self._logs.glob("*.stack.txt"):
@@ -85,6 +109,11 @@ class OfScript:
             for rank, pid in seats(pids).items():
                 stack_of(pid, self._logs / f"rank{rank}.stack.txt")
             end(pids)
+
+    is_ending = False
+
+    def end(self) -> None:
+        """Only a task's ranks are on several machines."""
 
     def close(self) -> None:
         """Its stacks stay."""

@@ -1,5 +1,6 @@
 """`train keeper`: brings interrupted runs back, at its start and for as long as it lives; saves all on SIGTERM.
 
+While it lives it holds a process that has torch imported, so that launches and resumes begin at once (runs/warm.py).
 Safe beside other keepers and beside users: whoever takes a run's lock first has it. Imports no torch.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 from train.errors import EXIT_FINISHED, Refused, one_line
 from train.record import store
 from train.record.store import Run
-from train.runs import control, launch, scripts, supervise
+from train.runs import control, launch, scripts, supervise, warm
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
@@ -26,8 +28,34 @@ LONGEST_WAIT = 300.0
 """A run that is refused, for example because its data is not there, is tried again after 2, 4, 8 … seconds, at most
 after so many."""
 
+WARM_AGAIN = 30.0
+"""Seconds between two starts of the process that holds torch."""
+
 _at_once = threading.Semaphore(8)
 """So many runs are looked after at the same time."""
+
+
+class _Warm:
+    """Holds the process that agents are forked from; one that has ended (packages have changed) is started again."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._at = -WARM_AGAIN
+
+    def keep(self) -> None:
+        if os.environ.get(warm.OFF) == "off" or time.monotonic() - self._at < WARM_AGAIN:
+            return
+        if self._process is None or self._process.poll() is not None:
+            self._at = time.monotonic()
+            try:
+                self._process = warm.start(os.environ)
+            except OSError as error:  # the machine is busy: runs start cold meanwhile
+                print(f"{store.now()} no warm start: {one_line(error)}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
 
 
 class _Told:
@@ -56,6 +84,7 @@ def keep(runs: Path, once: bool) -> int:
     # each in a thread of its own: a run whose data set hangs while it is checked keeps nobody waiting
     busy: dict[str, threading.Thread] = {}
     waits: dict[str, _Wait] = {}
+    held = _Warm()
     while not ended.is_set():
         for run in store.every(runs):
             wait = waits.setdefault(run.name, _Wait())
@@ -65,9 +94,11 @@ def keep(runs: Path, once: bool) -> int:
                 busy[run.name].join(0.1)  # most need nothing
         if once:
             break
+        held.keep()
         ended.wait(LOOK_EVERY)
     for thread in busy.values():
         thread.join()
+    held.end()
     return EXIT_FINISHED if once and not ended.is_set() else _stop_all(runs, tell)
 
 

@@ -7,16 +7,19 @@ folder, because a tmux server hands out that of its first client, and arguments 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from train.record.store import NOW, Run, remove
 
 _TRIES = 50
 """How often a session is asked for, ten times a second."""
+_PATIENCE = 3.0
+"""Seconds for a process to leave a session that is ended."""
 
 
 @dataclasses.dataclass
@@ -45,6 +50,10 @@ class Order:
     nproc: str | None = None
     gpus: str | None = None
     max_restarts: int | None = None
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES where it was typed; None: not set, or nobody typed it."""
+    cluster: dict[str, Any] | None = None
+    """On several machines: nodes.Settings. With resume: None leaves them as they are, {} goes on on this one alone."""
     by_keeper: bool = False
     """With resume: nobody asked for it, so it must still be wanted when the run's lock is held."""
 
@@ -86,6 +95,30 @@ def new_session(runs: Path, session: str, command: list[str]) -> str:
     return said
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C, typed once more, waits for what clears away."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_session(runs: Path, session: str) -> None:
+    """End a session, and wait a moment for its process, which clears away what imported libraries made."""
+    target = f"={session}:"
+    asked = tmux(runs, "display-message", "-p", "-t", target, "#{pane_pid}")
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    held = -1
+    with contextlib.suppress(OSError, ValueError):
+        held = os.pidfd_open(int(said))
+    subprocess.run(tmux(runs, "kill-session", "-t", f"={session}"), capture_output=True, check=False)
+    if held >= 0:
+        select.select([held], [], [], _PATIENCE)
+        os.close(held)
+
+
 def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
     """Start the session and wait until the run is recorded in it, or until `cancelled`. Returns warnings.
 
@@ -97,28 +130,30 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
     desk = Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
     try:
+        order.visible = None if order.by_keeper else os.environ.get("CUDA_VISIBLE_DEVICES")
         environ, differences = _environment(order)
         content = {"order": dataclasses.asdict(order), "env": environ, "cwd": os.getcwd()}
         request = desk / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
-        command = [sys.executable, "-m", "train.runs.agent", str(desk)]
-        said = new_session(runs, session, command)
+        began = not _has_session(runs, session)  # from here on: Ctrl-C may come while tmux starts it
+        said = new_session(runs, session, [sys.executable, "-m", "train.runs.pane", str(desk)])
         if said:
+            began = False
             if "duplicate session" in said:
                 raise Refused(f"a tmux session {session} exists; is {order.name} running? train ls shows it")
             raise Refused(f"tmux cannot start a session: {said}")
-        began = True
         answer = _wait(desk, runs, session, cancelled)
         if "refused" in answer:
             raise Refused(answer["refused"])
         done = True
         return [*differences, *answer.get("warnings", [])]
     finally:
-        if began and not done:  # a session of that name that is another's stays
-            subprocess.run(tmux(runs, "kill-session", "-t", f"={session}"), capture_output=True, check=False)
-            desk = _withdraw(desk, order)
-        shutil.rmtree(desk, ignore_errors=True)
+        with _uninterrupted():
+            if began and not done:  # a session of that name that is another's stays
+                _end_session(runs, session)
+                desk = _withdraw(desk, order)
+            shutil.rmtree(desk, ignore_errors=True)
 
 
 def _environment(order: Order) -> tuple[dict[str, str], list[str]]:

@@ -30,7 +30,8 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
     wanted = attempt or (1 if attempt == ALL and _last(run) else _last(run))
     if not wanted:
         if not go_on:
-            raise Refused(f"{run.name} has not started yet; wait for it with: train logs {run.name} --follow")
+            why = f" ({reason})" if (reason := run.read().get("reason")) else ""
+            raise Refused(f"{run.name} has not started yet{why}; wait for it with: train logs {run.name} --follow")
         while not _last(run) and run.alive():
             time.sleep(0.1)
         wanted = _last(run)

@@ -1,5 +1,7 @@
 """Out of memory: whether the kernel has killed for it, at which limit, and what to do. Imports no torch.
 
+The doctor reads limits by it on hosts whose Python may be 3.8: `chain` and `size` must run there.
+
 The kernel kills with a plain SIGKILL; only its counters tell why. They lie in the control group (cgroup) of the process
 that was killed: `memory.events` in version 2, `memory.oom_control` in version 1 (kernel documentation,
 admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst); where a process has no such group, in /proc/vmstat.
@@ -24,10 +26,45 @@ _EXHAUSTED = re.compile(
 )
 """What Python, C++, the C library, torch's CPU allocator and NumPy say when memory is refused to them."""
 _DEVICE_FULL = re.compile(r"Tried to allocate ([\d.]+) (\w+)\. GPU \d+ has a total capacity of ([\d.]+) (\w+)")
+_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (\w+)")
 _DEVICE_OURS = re.compile(r"this process has ([\d.]+) (\w+) memory in use")
 _UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _UNLIMITED = 2**60
 """Version 1 has no word for it, but the largest number of pages."""
+MARGIN = 0.1
+"""Of what there is, the share that a try must leave free on a CPU: loader workers, checkpoints and evaluations come."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Memory of a process on a CPU, in bytes."""
+
+    resident: int
+    address_space: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """The bytes that there are for each rank; None: no limit. On a CPU."""
+
+    resident: float | None = None
+    address_space: float | None = None
+
+    def holds(self, use: Use, margin: float = MARGIN) -> bool:
+        """Whether so much fits, and leaves this share free."""
+        pairs = ((use.resident, self.resident), (use.address_space, self.address_space))
+        return all(room is None or used <= room * (1 - margin) for used, room in pairs)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run computes at a time."""
+
+    batch: int
+    """Samples of a step, over all ranks."""
+    micro: int
+    """Samples of a forward and backward."""
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +122,7 @@ def _place(process: Path) -> tuple[Path | None, Path | None]:
 
 
 def _look(folder: Path) -> Group:
-    events = _counters(folder / "memory.events") | _counters(folder / "memory.oom_control")
+    events = {**_counters(folder / "memory.events"), **_counters(folder / "memory.oom_control")}
     # Version 1 limits memory, and memory with swap; where the two are equal, neither counts how often it was met.
     limits = [_number(folder / f"memory.{name}") for name in ("max", "limit_in_bytes", "memsw.limit_in_bytes")]
     limit = min((limit for limit in limits if limit and limit < _UNLIMITED), default=None)
@@ -166,15 +203,95 @@ def refused_at() -> str:
     return _words(min(limited, key=lambda group: group.limit or 0)) if limited else machine()
 
 
+def room(ranks: int, process: Path = Path("/proc/self")) -> Room:
+    """The memory that each of so many new ranks can have that this process starts, on this machine."""
+    free = [size for name, size in _sizes(Path("/proc/meminfo")).items() if name == "MemAvailable"]
+    free += [max(group.limit - _used(group.folder), 0) for group in chain(process) if group.limit]
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return Room(min(free) / ranks if free else None, None if soft == resource.RLIM_INFINITY else float(soft))
+
+
+def left() -> int:
+    """Bytes of memory that this process can still get, by its control groups and by the machine's own count."""
+    resident = room(1).resident
+    return 2**60 if resident is None else int(resident)
+
+
+def _used(folder: Path) -> int:
+    """What a control group holds and cannot give back at once: without files that it keeps in memory."""
+    held = next((n for name in ("current", "usage_in_bytes") if (n := _number(folder / f"memory.{name}"))), 0)
+    counts = _counters(folder / "memory.stat")
+    return held - counts.get("total_inactive_file", counts.get("inactive_file", 0))
+
+
+def peaks() -> Use:
+    """The most that this process has had."""
+    sizes = _sizes(Path("/proc/self/status"))
+    return Use(sizes["VmHWM"], sizes["VmPeak"])
+
+
+def taken() -> Use:
+    """What this process has now."""
+    sizes = _sizes(Path("/proc/self/status"))
+    return Use(sizes["VmRSS"], sizes["VmSize"])
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Bytes by name, of a file of the kernel with lines as `VmHWM:   1024 kB`."""
+    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+    return {line[0]: int(line[1]) * 1024 for line in lines if len(line) == 3 and line[2] == "kB"}
+
+
+def shortage(load: Load, peak: float | None = None, fixed: float | None = None, limit: float | None = None) -> str:
+    """What to know and do about a run for which memory was too short, in words.
+
+    Args:
+        peak: the most bytes that a rank had, with those that it was refused.
+        fixed: those of them that do not depend on the batch: weights, gradients, the optimizer's state.
+        limit: what there is.
+    """
+    said = f"global batch {load.batch} in micro batches of {load.micro} on {load.ranks} rank{'s' * (load.ranks > 1)}"
+    if peak:
+        said += f", peak {size(peak)}"
+    fits = fitting(load.micro, peak, fixed, limit)
+    if fits:
+        said += f"; a micro batch of {fits} would fit by estimate: --micro_batch_size {fits} in a new run, or auto"
+    elif load.micro > 1:
+        said += "; not even a micro batch of 1 would fit by estimate"
+    return said + "; or --parallel.recompute auto, which a resume may change"
+
+
+def fitting(micro: int, peak: float | None, fixed: float | None, limit: float | None) -> int | None:
+    """The micro batch that would fit, where one of `micro` samples did not; None: none.
+
+    By the line from what is there without samples to what was there at the end. That was not all that was needed, so
+    the line can lie too low: where it says that `micro` itself fits, or where it is not known, it is half of that.
+    """
+    if micro == 1:
+        return None
+    if peak is None or fixed is None or limit is None or peak <= fixed:
+        return micro // 2
+    found = int((limit * (1 - MARGIN) - fixed) / ((peak - fixed) / micro))
+    if found >= micro:
+        return micro // 2
+    return found if found >= 1 else None
+
+
 def size(count: float) -> str:
     """Bytes in words: 512 MiB, 1.5 GiB."""
     unit = next((unit for unit in _UNITS if count < 1024 * 2 ** _UNITS[unit]), "TiB")
-    return f"{count / 2 ** _UNITS[unit]:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{round(count / 2 ** _UNITS[unit], 1):g} {unit}"
 
 
 def is_refused(text: str) -> bool:
     """Whether a message says that memory of the host was refused."""
     return bool(_EXHAUSTED.search(text)) and "CUDA" not in text
+
+
+def wanted(text: str) -> float:
+    """The bytes that an allocator of torch says were asked of it; 0 where it does not say."""
+    found = _WANTED.search(text)
+    return float(found[1]) * 2 ** _UNITS.get(found[2], 0) if found else 0.0
 
 
 def device_is_too_small(text: str) -> bool:

@@ -2,62 +2,109 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import signal
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from train.cluster import address
 from train.errors import Refused
 from train.record import environment, store
 from train.record.store import Lock, Run
-from train.runs import control, scripts
-from train.runs.gpus import count_ranks
+from train.runs import control, gpus, preload, scripts
 from train.runs.launch import Order, session_of
 from train.runs.supervise import MAX_RESTARTS
 from train.runs.verdict import CODES
 
+Apart = Callable[[Callable[[], Any], Callable[[], None]], Any]
+"""Calls the first in a process that is thrown away, and the second here meanwhile; returns what the first does."""
 
-def open_run(order: Order, kept: environment.Kept) -> tuple[Run, Lock, int, list[str]]:
-    """Check the order, create or find its run, take the lock.
 
-    Returns the run, its lock, how many ranks it has, and warnings.
+@dataclasses.dataclass
+class Opened:
+    """A run that is to begin."""
+
+    run: Run
+    lock: Lock
+    ranks: int
+    """On this machine."""
+    warnings: list[str]
+    listening: socket.socket | None = None
+    """On node 0 of several: where the others come to."""
+
+
+def open_run(order: Order, kept: environment.Kept, apart: Apart) -> Opened:
+    """Check the order, create or find its run, take the lock. What a task is forked from is imported then.
 
     Raises:
         Refused: it cannot be carried out; nothing has been created or changed.
+        Told: the same, and `apart` has said so.
     """
     runs = Path(order.runs)
     if order.kind == "resume":
-        return _reopen(order, store.find(runs, order.name), kept)
-    on_cpu = order.request.get("flags", {}).get("device") == "cpu"
-    ranks, visible = count_ranks(order.nproc, order.gpus, on_cpu)
-    if visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    extra = {
+        return _reopen(order, store.find(runs, order.name), kept, apart)
+    if order.kind == "script":
+        from train.parallel import cards
+        from train.runs.admit import versions
+
+        ranks, visible = gpus.count_ranks(order.nproc, order.gpus)
+        visible = os.environ.get(gpus.VISIBLE) if visible is None else visible
+        text, record = scripts.taken(Path(order.script[0]))
+        record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions(cards.here())}
+        record["watch"] = _watch_flags(order.flags)
+        files: dict[str, str | bytes] = {scripts.COPY: text}
+    else:
+        ranks, visible, files, record = _apart(apart, functools.partial(_check, order))
+    gpus.see(visible)
+    listening = _listen(order.cluster)
+    record |= {
+        "cluster": order.cluster or None,
+        "nproc": ranks,
         "tmux_session": session_of(order.name),
-        "world_size": ranks,
+        "world_size": record.get("world_size") or ranks,
         "gpus": visible,
         "max_restarts": MAX_RESTARTS if order.max_restarts is None else order.max_restarts,
     }
-    if order.kind == "script":
-        from train.runs.admit import versions
-
-        text, record = scripts.taken(Path(order.script[0]))
-        record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions()}
-        record["watch"] = _watch_flags(order.flags)
-        files: dict[str, str | bytes] = {scripts.COPY: text, environment.FILE: environment.to_json(kept)}
-        _outlive_terminal()
-        run = store.create(runs, order.name, files, record | extra)
-    else:
-        from train.runs.admit import Request, prepare
-
-        prepared = prepare(Request(**order.request, ranks=ranks))
-        _outlive_terminal()
-        files = prepared.files | {environment.FILE: environment.to_json(kept)}
-        run = store.create(runs, order.name, files, prepared.record | extra)
+    _outlive_terminal()
+    run = store.create(runs, order.name, files | {environment.FILE: environment.to_json(kept)}, record)
     lock = run.acquire()
     if lock is None:
         raise Refused(f"{run.name} is running already")
-    return run, lock, ranks, kept.said
+    return Opened(run, lock, ranks, kept.said, listening)
+
+
+def _apart(apart: Apart, check: Callable[[], Any]) -> Any:
+    """Check a task where nothing that its code does can change the process that ranks are forked from."""
+    preload.load(preload.CHECKS)
+    return apart(check, functools.partial(preload.load, preload.RANKS))
+
+
+def _check(order: Order) -> tuple[int, str | None, dict[str, str | bytes], dict[str, Any]]:
+    """Check a new run of a task. Returns its ranks, the GPUs they may see, and what to create its folder with."""
+    from train.runs.admit import prepare
+    from train.runs.request import Request
+
+    on_cpu = order.request.get("flags", {}).get("device") == "cpu"
+    ranks, visible = gpus.count_ranks(order.nproc, order.gpus, on_cpu)
+    if visible is not None:
+        gpus.see(visible)
+    prepared = prepare(Request(**order.request, ranks=ranks, nodes=_most(order.cluster)))
+    return ranks, os.environ.get(gpus.VISIBLE), prepared.files, prepared.record
+
+
+def _most(cluster: dict[str, Any] | None) -> int:
+    return int(cluster["most"]) if cluster else 1
+
+
+def _listen(cluster: dict[str, Any] | None) -> socket.socket | None:
+    """On node 0: open the place where the others come to. Raises Refused if it is taken."""
+    if not cluster or cluster["node"]:
+        return None
+    return address.listen(address.parse(cluster["rendezvous"]))
 
 
 def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
@@ -78,7 +125,7 @@ def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _reopen(order: Order, run: Run, kept: environment.Kept) -> tuple[Run, Lock, int, list[str]]:
+def _reopen(order: Order, run: Run, kept: environment.Kept, apart: Apart) -> Opened:
     lock = run.acquire(patience=10.0 if run.read().get("state") in CODES else 1.0)
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -86,51 +133,70 @@ def _reopen(order: Order, run: Run, kept: environment.Kept) -> tuple[Run, Lock, 
         record = run.read()
         if order.by_keeper:
             _check_still_wanted(run, record)
-        ranks, visible = _ranks_again(order, record)
-        if visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
         here = Path.cwd()
         if record.get("cwd") and Path(record["cwd"]).is_dir():
             os.chdir(record["cwd"])
-        changes: dict[str, Any] = {"world_size": ranks, "gpus": visible, "tmux_session": session_of(run.name)}
+        changes: dict[str, Any] = {"tmux_session": session_of(run.name)}
         if record.get("script"):
+            ranks, visible = _ranks_again(order, run, record)
             more, warnings = _script_again(order, run, record, here)
             changes |= more
         else:
-            warnings = _task_again(order, run, ranks)
+            check = functools.partial(_check_again, order, run, record, lock)
+            ranks, visible, content, warnings = _apart(apart, check)
+            _outlive_terminal()
+            if order.flags:
+                store.write_atomically(run.folder / "config.toml", content)
+        gpus.see(visible)
+        cluster = record.get("cluster") if order.cluster is None else order.cluster or None
+        listening = _listen(cluster)
+        changes |= {"world_size": ranks * _most(cluster), "nproc": ranks, "gpus": visible, "cluster": cluster}
         if not order.by_keeper:  # what holds from now on, for the keeper too
             kept = environment.after(environment.read(run.folder), kept)
             store.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
         changes["kept"] = control.count_of(run, record) if order.by_keeper else None
         if order.max_restarts is not None:
             changes["max_restarts"] = order.max_restarts
-        run.update(**changes, reason="", stopped_by=None, ended=None, state=store.CREATED)
-        return run, lock, ranks, warnings
+        # nobody is to take the process ids of the attempt before for those of the next
+        run.update(**changes, reason="", stopped_by=None, ended=None, pids={}, state=store.CREATED)
+        return Opened(run, lock, ranks, warnings, listening)
     except BaseException:
         lock.release()
         raise
 
 
-def _ranks_again(order: Order, record: dict[str, Any]) -> tuple[int, str | None]:
-    """How many ranks go on, and the GPUs they may see: as before, where nothing else is asked for."""
-    nproc = order.nproc or (str(record["world_size"]) if order.gpus is None else None)
-    ranks, visible = count_ranks(nproc, order.gpus)
-    if visible is None and order.gpus is None and order.nproc is None and record.get("gpus"):
-        visible = record["gpus"]
-    return ranks, visible
+def _ranks_again(order: Order, run: Run, record: dict[str, Any]) -> tuple[int, str | None]:
+    """How many ranks go on, and the GPUs that they see, which this process then sees too: `gpus.again` chooses them."""
+    before = environment.read(run.folder)
+    kept = before.values.get(gpus.VISIBLE) if before is not None else None
+    recorded = record.get("gpus") if order.nproc is None else None
+    current = os.environ.get(gpus.VISIBLE)
+    gpus.see(gpus.again(order.gpus is not None, order.visible, kept, recorded, current))
+    nproc = order.nproc or (str(record.get("nproc") or record["world_size"]) if order.gpus is None else None)
+    ranks, visible = gpus.count_ranks(nproc, order.gpus)
+    if visible is not None:
+        gpus.see(visible)
+    return ranks, os.environ.get(gpus.VISIBLE)
 
 
-def _task_again(order: Order, run: Run, ranks: int) -> list[str]:
-    """Check that a task's run can go on, and write its changes down. Returns warnings."""
-    from train.runs.admit import apply_resume, prepare_resume
+def _check_again(order: Order, run: Run, record: dict[str, Any], lock: Lock) -> tuple[int, str | None, str, list[str]]:
+    """Check that a task's run can go on. Returns its ranks, their GPUs, its configuration as TOML, and warnings.
 
-    if order.script:
-        raise Refused(f"--script is for runs of scripts; {run.name} trains a task, and goes on with its own copy")
-    _, config, warnings = prepare_resume(run, order.flags, ranks)
-    _outlive_terminal()
-    if order.flags:
-        apply_resume(run, config)
-    return warnings
+    A refusal is told while the process that holds the lock is still importing, so the lock is let go before.
+    """
+    from train import config as configuration
+    from train.runs.readmit import prepare_resume
+
+    try:
+        if order.script:
+            raise Refused(f"--script is for runs of scripts; {run.name} trains a task, and goes on with its own copy")
+        ranks, visible = _ranks_again(order, run, record)
+        cluster = record.get("cluster") if order.cluster is None else order.cluster
+        _, config, warnings = prepare_resume(run, order.flags, ranks, _most(cluster))
+        return ranks, visible, configuration.to_toml(config), warnings
+    except BaseException:
+        lock.free()
+        raise
 
 
 def _script_again(order: Order, run: Run, record: dict[str, Any], here: Path) -> tuple[dict[str, Any], list[str]]:

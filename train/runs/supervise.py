@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from train import faults, signals
-from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, Refused, one_line
+from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Refused, one_line
 from train.record import outcome, store
 from train.record.outcome import Kind
 from train.record.store import Run
-from train.runs import interrupt, memory, verdict
+from train.runs import interrupt, memory, shortage, verdict
 from train.runs.folding import fold
-from train.runs.processes import Processes
+from train.runs.nodes import Nodes
+from train.runs.processes import Guard, Processes
 from train.runs.scripts import healthy_minutes
 from train.runs.verdict import Asked, Decision, Facts, Road
 
@@ -78,9 +79,12 @@ class Supervisor:
     """Called while ranks live."""
     say: Callable[[str], None] = _say
     """A line for the terminal."""
+    nodes: Nodes | None = None
+    """This node among others, where the run is on several."""
 
     def __post_init__(self) -> None:
-        self._attempt, self._saved, self._began, self._hang = 0, 0, 0.0, ""
+        self._attempt, self._kept, self._began, self._hang = 0, 0, 0.0, ""
+        self._is_regrouping = False
         self._kills = memory.Kills()
         self._decision: Decision | None = None
         self._deciding = threading.Lock()
@@ -99,6 +103,9 @@ class Supervisor:
             threading.Thread(target=self._listen, daemon=True, name="stop-watch").start()
         deaths = 0
         while True:
+            decision = self._gather() if self.nodes is not None else None
+            if decision is not None:
+                break
             self._live_through(self._begin())
             decision = self._end(deaths)
             if not decision.again:
@@ -106,13 +113,91 @@ class Supervisor:
             deaths = decision.deaths
             self._wait(decision.wait)
         self.run.clear_stop()
+        if self.nodes is not None:
+            self.nodes.leave()
         return decision.code
 
+    def _gather(self) -> Decision | None:
+        """Wait for the other nodes. None when all are there; else how the run ends here without them."""
+        assert self.nodes is not None
+        nodes, said, until = self.nodes, "", time.monotonic() + 60 * self.nodes.settings.wait_minutes
+        nodes.ready()
+        while nodes.begun is None:
+            self._listen_to_others()
+            self._hear()
+            words = nodes.waiting_for()
+            asked = self._asked()
+            decision: Decision | None = None
+            if asked is not None:
+                nodes.ask_stop(asked)
+                reason = f"stopped ({asked.words}) while {words}; the last checkpoint is of step {self._newest()}"
+                decision = Decision("stopped", store.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
+            elif nodes.refused:
+                decision = Decision("failed", store.FAILED, nodes.refused, nodes.refused)
+            elif nodes.told is not None:  # this node was gone when its run ended
+                decision = verdict.decide(nodes.facts_of_others(Facts(self.run.name, self.road)))
+            elif nodes.closed:
+                decision = Decision("died", None, nodes.closed, nodes.closed)
+            elif time.monotonic() > until:
+                minutes = f"{nodes.settings.wait_minutes:g} minutes"
+                reason = f"gave up after {minutes} of {words}; go on with: train resume {self.run.name}"
+                decision = Decision("died", None, reason, reason)
+            if decision is not None and not decision.again:
+                self._rest(decision)
+                return decision
+            if words != said:
+                said = words
+                self.say(words)
+                self.run.note(state=store.RUNNING, reason=words, ended=None)
+            self.show()
+            time.sleep(0.02)
+        nodes.take_over()
+        self.say(f"all nodes are there: {', '.join(nodes.names())}; {nodes.interface or 'nothing'} leads there")
+        return None
+
+    def _rest(self, decision: Decision) -> None:
+        """Write down an end that came while no ranks lived here."""
+        values: dict[str, Any] = {**decision.figures, "reason": decision.reason, "stopped_by": decision.stopped_by}
+        if decision.state is not None:
+            values["state"] = decision.state
+        self.run.update(**values, ended=store.now())
+        self.say(decision.reason or f"{self.run.name} has {decision.state}")
+
+    def _listen_to_others(self) -> None:
+        """Take in what is said at the table."""
+        assert self.nodes is not None
+        self.nodes.tick()
+        for line in self.nodes.remarks:
+            self.say(line)
+        self.nodes.remarks.clear()
+        wanted = self.nodes.stop
+        if wanted is not None and (not self.stop.asked or (wanted["now"] and not self.stop.now)):
+            self.stop.ask(wanted["by"], wanted["words"], now=wanted["now"])
+
+    def _join_in(self, guard: Guard | None) -> None:
+        """Do what the other nodes do, and let them know what happens here."""
+        nodes, asked = self.nodes, self._asked()
+        assert nodes is not None
+        self._listen_to_others()
+        if guard is not None and guard.is_ending and not nodes.ended:
+            nodes.trouble()
+        if guard is not None and nodes.ended:
+            guard.end()
+        if asked is not None:
+            nodes.ask_stop(asked)
+        elif nodes.regroup and not self._is_regrouping:
+            self._is_regrouping = True
+            self.processes.signal(signal.SIGTERM)  # they save, and end
+
     def _begin(self) -> int:
-        self._saved, self._began = self._newest(), time.monotonic()
+        self._kept, self._began = self._newest_kept(), time.monotonic()
         self._kills, self._hang = memory.Kills(), ""
         mine = [] if self.road is Road.LAUNCHED else [os.getpid()]
-        number = self.run.begin_attempt(self.processes.ranks, pids=self._pids(mine))
+        self._is_regrouping = False
+        ranks, more = self.processes.ranks, {}
+        if self.nodes is not None:
+            ranks, more = self.nodes.seats()[0].size, {"nodes": self.nodes.names(), "interface": self.nodes.interface}
+        number = self.run.begin_attempt(ranks, self._kept, pids=self._pids(mine), **more)
         with self._deciding:
             self._attempt, self._decision = number, None
         return number
@@ -127,6 +212,8 @@ class Supervisor:
         asked_at: float | None = None
         while not self.processes.wait():
             self._hear()
+            if self.nodes is not None:
+                self._join_in(guard)
             if self.stop.at_once:  # whatever they wait for
                 interrupt.end_processes()
                 break
@@ -176,6 +263,8 @@ class Supervisor:
         """Let a busy machine come to rest, unless somebody asks for a stop."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.stop.asked and not self.run.stop_asked():
+            if self.nodes is not None:
+                self._listen_to_others()
             time.sleep(0.1)
 
     def _end(self, deaths: int) -> Decision:
@@ -204,10 +293,22 @@ class Supervisor:
         wait for it."""
         with self._deciding:
             if self._decision is None:
-                self._decision = verdict.decide(self._facts(deaths))
+                facts = self._facts(deaths)
+                if self.nodes is not None:
+                    facts = self.nodes.exchange(facts, self._wait_for_others)
+                self._decision = verdict.decide(facts)
                 faults.here("decided")
                 write(self.run, self._attempt, self._decision)
             return self._decision
+
+    def _wait_for_others(self) -> None:
+        """While the ranks of other nodes end."""
+        assert self.nodes is not None
+        self._hear()
+        self._listen_to_others()
+        asked = self._asked()
+        if asked is not None:
+            self.nodes.ask_stop(asked)
 
     def end_at_once(self) -> NoReturn:
         """End this process and all below it now, from any thread: after a second Ctrl-C, whatever hangs."""
@@ -240,9 +341,11 @@ class Supervisor:
             record = self.run.read()
         logs = self.run.logs(self._attempt)
         is_script, exits = bool(record.get("script")), self.processes.exits()
+        if self.nodes is not None and self.nodes.ended:  # what then was killed, was killed here
+            exits = {rank: code for rank, code in exits.items() if code != -signal.SIGKILL}
         minutes = healthy_minutes(record)
         ran_well = is_script and time.monotonic() - self._began >= 60 * minutes
-        newest = self._newest()
+        newest, killed_at = self._newest(), self._kills.limit()
         return Facts(
             name=self.run.name,
             road=self.road,
@@ -253,12 +356,13 @@ class Supervisor:
             logs={rank: tail(logs, rank) for rank in (range(self.processes.ranks) if is_script and exits else exits)},
             hang=self._hang,
             problem=self.processes.problem,
-            killed_at=self._kills.limit(),
+            killed_at=killed_at,
+            shortage=shortage.of_run(self.run, self.processes.ranks) if killed_at else "",
             refused_at=memory.refused_at(),
             asked=self._asked(),
             saved=newest,
             is_ready=bool((record.get("attempts") or [{}])[-1].get("ready")),
-            progress=newest > self._saved or ran_well,
+            progress=self._newest_kept() > self._kept or ran_well,
             deaths=deaths,
             max_restarts=int(record.get("max_restarts", MAX_RESTARTS)),
             healthy_minutes=minutes,
@@ -270,6 +374,10 @@ class Supervisor:
 
     def _newest(self) -> int:
         return next(iter(self.run.steps_saved()), 0)
+
+    def _newest_kept(self) -> int:
+        """The step that a start now would continue after: from the disk or from memory."""
+        return max(self._newest(), self.processes.kept())
 
 
 def tail(logs: Path, rank: int) -> str:

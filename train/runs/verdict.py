@@ -15,7 +15,7 @@ from train import signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED
 from train.record import store
 from train.record.outcome import Kind, Outcome, first_fault
-from train.runs import cause, memory, scripts
+from train.runs import cause, likely, memory, scripts
 
 LAST_LINES = 8
 """Lines of a dead rank's log that run.json keeps."""
@@ -85,6 +85,8 @@ class Facts:
     """What torchrun itself met."""
     killed_at: str | None = None
     """The limit of memory at which the kernel has killed meanwhile."""
+    shortage: str = ""
+    """What there is to know and do about its batch, where memory was too short; "": nothing."""
     refused_at: str = ""
     """The limit at which memory can have been refused to a rank."""
     asked: Asked | None = None
@@ -100,6 +102,10 @@ class Facts:
     max_restarts: int = 0
     healthy_minutes: float = 0.0
     """How long a script must have run for it to count as progress."""
+    lost: str = ""
+    """Nodes that are gone, with all their ranks, in words."""
+    regroup: str = ""
+    """Why ranks were stopped to be begun again, with more nodes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +121,8 @@ class Death:
     """Whether the machine had no room for a process or thread: it may have in a while."""
     is_raised: bool = False
     """Whether it was an exception, told by the rank itself."""
+    lacks_gpu: bool = False
+    """Whether the GPUs are gone that the run computes on."""
     hint: str = ""
     """Where more is to be read."""
 
@@ -153,10 +161,32 @@ class Decision:
 
 
 def decide(facts: Facts) -> Decision:
-    """What becomes of a run whose attempt is over."""
+    """What becomes of a run whose attempt is over; where a machine may be behind it, with the check for that."""
+    decision = _decide(facts)
+    if decision.end not in (store.FAILED, "died") or decision.reason is None:  # it goes on, or who started it tells
+        return decision
+    hint = likely.hint("\n".join([decision.why, *_raised(facts, decision.why)]))
+    if not hint:
+        return decision
+    said = decision.said and f"{decision.said}; {hint}"
+    return dataclasses.replace(decision, why=f"{decision.why}; {hint}", reason=f"{decision.reason}; {hint}", said=said)
+
+
+def _raised(facts: Facts, why: str) -> list[str]:
+    """Every exception behind the fault that is told, in a line each: what it came from may say more than itself."""
+    first = first_fault(facts.outcomes)
+    lines = first.traceback.splitlines() if first is not None and first.reason in why else []
+    return [line for line in lines if line[:1].strip() and ": " in line]
+
+
+def _decide(facts: Facts) -> Decision:
     told, asked = facts.outcomes.get(0), facts.asked
-    if told is not None and told.kind is not Kind.DIED:
+    if told is not None and told.kind in (Kind.FINISHED, Kind.STOPPED) and facts.regroup and not (asked or facts.lost):
+        return Decision("stopped", None, facts.regroup, again=True, deaths=facts.deaths, said=facts.regroup)
+    if told is not None and told.kind is not Kind.DIED and not facts.lost:
         return _as_told(facts, told)
+    if facts.lost and not asked:  # whatever the others say: a run has ended when all its nodes know how
+        return _restarted_or_not(facts, Death(f"{facts.lost} is gone", False, None))
     if asked and asked.twice:
         saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
         return dataclasses.replace(_stopped(facts, asked, f"{store.TWICE}; {saved}"), code=EXIT_INTERRUPTED)
@@ -168,7 +198,7 @@ def decide(facts: Facts) -> Decision:
     death = who_died(facts)
     if facts.road is Road.TORCHRUN:
         return Decision("died", None, str(death), rank=death.rank, recurs=death.recurs)
-    fails = death.recurs or (death.is_raised and facts.road is not Road.LAUNCHED)
+    fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.road is not Road.LAUNCHED)
     if asked and (facts.is_script or not fails):
         return _stopped(facts, asked, _how_stopped(facts, asked, death))
     if facts.road is Road.LAUNCHED:
@@ -222,6 +252,9 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
     decision = Decision("died", None, why, rank=death.rank, recurs=death.recurs, deaths=deaths)
     if death.recurs:
         return dataclasses.replace(decision, state=store.FAILED, reason=why)
+    if death.lacks_gpu:  # interrupted: whoever resumes it finds out when there are GPUs again
+        back = f"to go on when they are back: train resume {facts.name}, or train keeper, which waits for them"
+        return dataclasses.replace(decision, reason=f"{why}; {back}")
     if facts.progress and facts.max_restarts == 0:
         return dataclasses.replace(decision, reason=f"{why}; no restarts are left")  # interrupted: a resume continues
     if deaths > facts.max_restarts:
@@ -253,9 +286,10 @@ def _of_memory(facts: Facts) -> Death | None:
         return None
     killed = [rank for rank, code in sorted(facts.exits.items()) if code == -signal.SIGKILL]
     lost = [rank for rank in facts.exits if any(word in facts.logs.get(rank, "")[-4000:] for word in _KILLED)]
+    advice = f"{facts.shortage}; or raise the limit" if facts.shortage else memory.ADVICE
     for ranks, whose in ((killed, "rank"), (lost, "a process of rank")):
         if ranks:
-            reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {memory.ADVICE}"
+            reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {advice}"
             return Death(reason, True, ranks[0])
     return None
 
@@ -273,7 +307,8 @@ def _of_task(facts: Facts) -> Death:
     if first is not None:
         whose = "" if facts.road is Road.ALONE else f"rank {first.rank}: "
         is_busy = cause.is_busy(first.reason)
-        return Death(whose + first.reason, first.recurs, first.rank, is_busy, is_raised=True)
+        lacks_gpu = cause.is_of_missing_gpu(first.reason)
+        return Death(whose + first.reason, first.recurs, first.rank, is_busy, is_raised=True, lacks_gpu=lacks_gpu)
     if facts.exits:
         rank, code = min(facts.exits.items())
         found = _cause_in_log(facts, rank, code)

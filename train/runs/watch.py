@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from train.record import heartbeat
@@ -33,13 +33,13 @@ class Watch:
     def __init__(
         self,
         logs: Path,
-        ranks: int,
+        ranks: Iterable[int],
         hang_minutes: float | None,
         start_minutes: float,
         remark: Callable[[Beat | None], str] = lambda _: "",
     ) -> None:
         self._remark = remark
-        self._logs, self._ranks = logs, ranks
+        self._logs, self._ranks = logs, tuple(ranks)
         self._hang, self._start = hang_minutes, start_minutes
         self._seen: tuple[Beat | None, ...] = ()
         self._at = time.monotonic()
@@ -47,7 +47,7 @@ class Watch:
 
     def beats(self) -> tuple[Beat | None, ...]:
         """The last sign of life of every rank."""
-        return tuple(heartbeat.read(self._logs / f"rank{rank}.beat") for rank in range(self._ranks))
+        return tuple(heartbeat.read(self._logs / f"rank{rank}.beat") for rank in self._ranks)
 
     def hangs(self) -> str | None:
         """What hangs, as a reason, or None."""
@@ -99,7 +99,7 @@ class Watch:
 
     def dump(self) -> None:
         """Write down what every rank is doing: py-spy where it is there and allowed, faulthandler otherwise."""
-        for rank, beat in enumerate(self.beats()):
+        for rank, beat in zip(self._ranks, self.beats(), strict=True):
             if not beat or not _lives(beat.pid):
                 continue
             target = self._logs / f"rank{rank}.stack.txt"

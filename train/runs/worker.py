@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from train import faults
+from train.checkpoint import shared
 from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.seat import Seat, seat_of_environment
 from train.record import heartbeat, outcome
 from train.record.heartbeat import Heart
 from train.record.outcome import Kind, Outcome
 from train.record.store import Run
-from train.runs import cause, memory
+from train.runs import cause, likely, memory
+from train.runs.shortage import Scale
 from train.signals import StopRequest
 
 log = logging.getLogger("train")
@@ -51,9 +53,10 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
     if outcome.read(logs, seat.rank) is None:
         with contextlib.suppress(OSError):
             outcome.write(logs, end)
-    if end.kind in (Kind.FAILED, Kind.REFUSED) and (seat.rank == 0 or not _is_told(logs)):
+    if end.kind in (Kind.FAILED, Kind.REFUSED) and (seat.rank == seat.lead or not _is_told(logs, seat)):
         with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"train: {end.reason}", file=sys.stderr, flush=True)
+            said = filter(None, [end.reason, likely.hint(end.reason)])
+            print(f"train: {'; '.join(said)}", file=sys.stderr, flush=True)
     return end
 
 
@@ -65,12 +68,36 @@ def _train(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> 
             from train.engine import finish, setup
             from train.engine.loop import train
 
-            job, done = setup.set_up(run, seat, attempt, stop, bar, heart, held)
-            return finish.conclude(job, train(job, done), attempt)
-        except (Refused, TrainingFailed) as error:
+            address = os.environ.get(shared.ENVIRONMENT)
+            kept = setup.Memory(address, memory.left) if address else None
+            job, done = setup.set_up(run, seat, attempt, stop, bar, heart, held, kept)
+            scale = Scale(job)
+            try:
+                return finish.conclude(job, train(job, done), attempt)
+            except Exception as error:
+                scale.tell(error)
+                raise
+        except (Refused, TrainingFailed, RuntimeError) as error:
+            reason = _reason_of(error, run)
+            if not reason:
+                raise
             heart.beat(heartbeat.ENDING, heart.step)
             kind = Kind.REFUSED if isinstance(error, Refused) else Kind.FAILED
-            return Outcome(seat.rank, kind, heart.step, str(error), recurs=True, traceback=traceback.format_exc())
+            return Outcome(seat.rank, kind, heart.step, reason, recurs=True, traceback=traceback.format_exc())
+
+
+def _reason_of(error: BaseException, run: Run) -> str:
+    """Why a rank ends, in a line that says what to do; '' where it dies of an error that has none.
+
+    Raises:
+        RuntimeError: the GPUs that its run computes on are gone: a death, not its fault.
+    """
+    from train.engine import arithmetic
+    from train.parallel.world import NoGPU
+
+    if isinstance(error, NoGPU):
+        raise RuntimeError(f"{cause.NO_GPU}: {run.name} computes on GPUs, and torch sees none here") from None
+    return str(error) if isinstance(error, (Refused, TrainingFailed)) else arithmetic.refusal(error)
 
 
 def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
@@ -96,9 +123,14 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
         passing |= cause.is_of_others(text)
     passing |= isinstance(error, RuntimeError) and not of_sample and cause.is_busy(text)
     line = where(error, task_file) if task_file is not None else text
+    shortage = getattr(error, "shortage", "")
     if isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
-        line, passing = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}", False
-    return {"reason": line[:600], "recurs": not passing, "traceback": traceback.format_exc()}
+        advice = f"{shortage}; or raise the limit" if shortage else memory.ADVICE
+        line = f"out of memory ({line[:300]}): {memory.refused_at()}; {advice}"
+        passing = False
+    elif shortage:
+        line = f"out of memory ({line[:300]}): {shortage}"
+    return {"reason": line[:900], "recurs": not passing, "traceback": traceback.format_exc()}
 
 
 def log_to(stream: Any) -> None:
@@ -111,12 +143,14 @@ def log_to(stream: Any) -> None:
 
 
 def main() -> None:
-    """One rank of a launched run."""
+    """One rank of a launched run under torchrun's agent."""
     stop = StopRequest()
-    run = Run(Path(sys.argv[1]))
-    attempt = int(os.environ.get("TRAIN_ATTEMPT", "1"))
+    work(Run(Path(sys.argv[1])), seat_of_environment(), int(os.environ.get("TRAIN_ATTEMPT", "1")), stop)
+
+
+def work(run: Run, seat: Seat, attempt: int, stop: StopRequest) -> NoReturn:
+    """Be one rank of a launched run, in a process whose output is its log, until it ends."""
     log_to(sys.stderr)
-    seat = seat_of_environment()
     # what the agent asks for when nothing moves; works also while this process waits inside a C function
     stacks = (run.logs(attempt) / f"rank{seat.rank}.stack.txt").open("a")
     faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
@@ -143,22 +177,23 @@ def exit_code(logs: Path, seat: Seat, end: Outcome) -> int:
         return 0
     import torch.distributed as dist
 
-    return 1 if not dist.is_initialized() or (seat.rank and not _has_told(logs)) else 0
+    return 1 if not dist.is_initialized() or (seat.rank != seat.lead and not _has_told(logs, seat)) else 0
 
 
-def _is_told(logs: Path) -> bool:
-    """Most failures meet all ranks at the same step, and rank 0 tells of them; of one rank's alone it knows nothing."""
+def _is_told(logs: Path, seat: Seat) -> bool:
+    """Most failures meet all ranks at the same step, and the first of the machine tells of them; of one rank's alone it
+    knows nothing."""
     deadline = time.monotonic() + _PATIENCE
-    while not _has_told(logs):
+    while not _has_told(logs, seat):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
 
 
-def _has_told(logs: Path) -> bool:
-    """Whether rank 0 has come to an end of its own, other than by an exception."""
-    first = outcome.read(logs, 0)
+def _has_told(logs: Path, seat: Seat) -> bool:
+    """Whether the first rank of the machine has come to an end of its own, other than by an exception."""
+    first = outcome.read(logs, seat.lead)
     return not logs.exists() or (first is not None and first.kind is not Kind.DIED)  # a folder gone meets rank 0 too
 
 

@@ -4,7 +4,8 @@
     def datasets(config) -> (train, evaluation or None)     # map-style data sets
     def loss(model, batch) -> Tensor                        # mean over the batch, or (total, count)
 
-and, optional, `metrics(model, batch) -> dict[str, Tensor]`, `collate(items)`, `optimizer(model, config)`,
+and, optional, `metrics(model, batch) -> dict[str, Tensor]`, `collate(items)`, `on_device(batch)` (what becomes of a
+batch there before loss and metrics get it: from bytes to floating point numbers, say), `optimizer(model, config)`,
 `fingerprint(config)` (anything JSON can hold that changes when the data do; a resume compares it), a dataclass
 `Settings`, and `DEFAULTS`, a dict from field names ("optim.lr") to the values this task starts from.
 """
@@ -39,6 +40,7 @@ class Task:
     loss: Callable[..., Any]
     metrics: Callable[..., Any] | None
     collate: Callable[..., Any] | None
+    on_device: Callable[..., Any] | None
     optimizer: Callable[..., Any] | None
     fingerprint: Callable[..., Any] | None
     Settings: type | None
@@ -107,7 +109,7 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
     ):
         if not callable(getattr(module, function, None)):
             raise Refused(f"{path} has no function {function}; a task needs {form}")
-    for function in ("metrics", "collate", "optimizer", "fingerprint"):
+    for function in ("metrics", "collate", "on_device", "optimizer", "fingerprint"):
         if getattr(module, function, None) is not None and not callable(getattr(module, function)):
             raise Refused(f"{function} in {path} is no function; define it with def, or give it another name")
     defaults = getattr(module, "DEFAULTS", {})
@@ -125,6 +127,7 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
         loss=module.loss,
         metrics=getattr(module, "metrics", None),
         collate=getattr(module, "collate", None),
+        on_device=getattr(module, "on_device", None),
         optimizer=getattr(module, "optimizer", None),
         fingerprint=getattr(module, "fingerprint", None),
         Settings=settings,

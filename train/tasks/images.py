@@ -3,7 +3,8 @@
     train launch images --data.root /datasets/pets --task.model resnet50      # pets/train/cat/1.jpg, pets/val/cat/…
     train launch images --data.root /datasets --data.name CIFAR10 --task.size 32
 
-Nothing is downloaded. Augmentation is torchvision's v2 transforms on uint8 tensors.
+Nothing is downloaded. Batches are bytes until they are on the device, where `on_device` normalises them: the model, and
+what is exported of it, takes float32 of shape (n, 3, size, size), normalised by MEAN and STD.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from train.config import Count
+from train.data.cut import Choose, centre, random_part
+from train.data.pictures import Framed, Normalise, Pictures, Vary, collate_rows
 from train.errors import Refused, nearest, one_line
 
 DEFAULTS = {
@@ -34,6 +36,8 @@ DEFAULTS = {
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Channel statistics of ImageNet, which torchvision's models expect."""
 
+collate = collate_rows
+
 
 @dataclass
 class Settings:
@@ -47,13 +51,10 @@ class Settings:
 
 def datasets(config: Any) -> tuple[Any, Any]:
     root = _root(config)
-    train, evaluation = _transforms(config)
+    size, (varied, vary), plain = config.task.size, *_parts_seen(config)
     if config.data.name:
-        return _named(config.data.name, root, True, train), _named(config.data.name, root, False, evaluation)
-    from torchvision.datasets import ImageFolder
-
-    from train.data.picture import read
-
+        transforms = Framed(varied, size, vary), Framed(plain, size)
+        return tuple(_named(config.data.name, root, part, transforms[not part]) for part in (True, False))
     found = {part: _classes_in(root / part) for part in ("train", "val")}
     if found["train"] != found["val"]:
         missing = [
@@ -65,13 +66,17 @@ def datasets(config: Any) -> tuple[Any, Any]:
             f"{root}: train/ and val/ differ in their classes: {'; '.join(missing)}; "
             "add these folders or remove their counterparts"
         )
+    return _folder(root, "train", size, varied, vary), _folder(root, "val", size, plain)
+
+
+def _folder(root: Path, part: str, size: int, choose: Choose, vary: Vary | None = None) -> Pictures:
+    from torchvision.datasets import ImageFolder
+
     try:
-        return tuple(
-            ImageFolder(str(root / part), transform=transform, loader=read)
-            for part, transform in (("train", train), ("val", evaluation))
-        )
+        found = ImageFolder(str(root / part))
     except FileNotFoundError as error:  # a class folder without an image
         raise Refused(f"--data.root {root}: {one_line(error)}") from None
+    return Pictures(str(root / part), found.samples, found.classes, size, choose, vary)
 
 
 def _root(config: Any) -> Path:
@@ -94,20 +99,20 @@ def _classes_in(folder: Path) -> list[str]:
     return classes
 
 
-def _transforms(config: Any) -> tuple[Any, Any]:
-    from torchvision.transforms import v2
-
+def _parts_seen(config: Any) -> tuple[tuple[Choose, Vary | None], Choose]:
+    """What is seen of a picture in training, and what else is done with that; what is seen in an evaluation."""
     size, augment = config.task.size, config.task.augment
-    finish = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    plain = [v2.Resize(round(size * 256 / 224) if size >= 64 else size, antialias=True), v2.CenterCrop(size)]
-    varied = {
-        "none": plain,
-        "flip": [*plain, v2.RandomHorizontalFlip()],
-        "crop": [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()],
-        "trivial": [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.TrivialAugmentWide()],
-    }[augment]
-    start = [v2.ToImage(), v2.RGB()]
-    return v2.Compose([*start, *varied, *finish]), v2.Compose([*start, *plain, *finish])
+    plain = functools.partial(centre, size=size, to=round(size * 256 / 224) if size >= 64 else size)
+    if augment == "none":
+        return (plain, None), plain
+    if augment == "flip":
+        return (functools.partial(plain, flips=True), None), plain
+    vary = None
+    if augment == "trivial":
+        from torchvision.transforms import v2
+
+        vary = v2.TrivialAugmentWide()
+    return (functools.partial(random_part, size=size), vary), plain
 
 
 def _named(name: str, root: Path, train: bool, transform: Any) -> Any:
@@ -190,6 +195,14 @@ def network(name: str, classes: int, size: int = 224) -> nn.Module:
 def model(config: Any) -> nn.Module:
     classes = _number_of_classes(str(_root(config)), config.data.name)
     return network(config.task.model, classes, config.task.size)
+
+
+_normalise = Normalise(MEAN, STD)
+
+
+def on_device(batch: Any) -> Any:
+    pictures, labels = batch
+    return [_normalise(pictures), labels]
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from train.data.fetch import fetcher
 from train.data.loader import Loader, to_device
@@ -176,6 +176,28 @@ def test_tensors_fetched_as_a_whole_are_those_fetched_item_by_item() -> None:
     pairs = [(points[i], labels[i]) for i in range(55)]
     single = fetcher(pairs, None)(micro)
     assert all(torch.equal(a, b) for a, b in zip(whole, single, strict=True))
+
+
+def test_parts_of_tensors_are_fetched_as_a_whole_too_and_nothing_else_that_only_looks_like_them() -> None:
+    class Doubled(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return tuple(2 * item for item in super().__getitem__(index))
+
+    points, labels = torch.randn(80, 3), torch.arange(80)
+    micro = next(micro_batches_of(Plan(25, 16, 8), Sharing(), 0, 1))
+    part = Subset(Subset(TensorDataset(points, labels), range(10, 70, 2)), [*range(25, 0, -1)])
+    for dataset in (part, Subset(Doubled(points, labels), range(30)), Subset(TensorDataset(points), [-1] * 25)):
+        single = fetcher([dataset[index] for index in range(25)], None)(micro)
+        whole = fetcher(dataset, None)(micro)
+        assert [tensor.dtype for tensor in whole] == [tensor.dtype for tensor in single]
+        assert all(torch.equal(a, b) for a, b in zip(whole, single, strict=True))
+
+
+def test_a_row_that_a_part_names_and_the_tensors_lack_is_an_error_of_its_own() -> None:
+    micro = next(micro_batches_of(Plan(3, 3, 3), Sharing(), 0, 1))
+    with pytest.raises(IndexError) as raised:
+        fetcher(Subset(TensorDataset(torch.zeros(5)), [0, 9, 1]), None)(micro)
+    assert getattr(raised.value, "sample", "") == "sample 1 of the training set"
 
 
 def test_a_data_set_that_gives_many_items_at_once_is_asked_once() -> None:

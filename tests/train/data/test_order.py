@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
 import tracemalloc
 
@@ -130,3 +131,18 @@ def test_the_order_is_the_same_for_ever() -> None:
 def test_seeds_of_different_parts_differ() -> None:
     parts = [(1, 23), (12, 3), (123,), ("1", "23", ""), (1, 23, 0), ("train", 1), ("eval", 1)]
     assert len({seed_of(*each) for each in parts}) == len(parts)
+
+
+@pytest.mark.parametrize(
+    ("length", "digest"),
+    [
+        (5, "48d0334952c17fc7"),
+        (1437, "1bf60b28019c1ca5"),
+        (4096, "478a085342076226"),
+        (4097, "61756cc1ee15b118"),
+        (50_000, "b7558d43e296de75"),
+    ],
+)
+def test_the_order_stays_what_it_was_when_runs_began(length: int, digest: str) -> None:
+    parts = [order(3, epoch, np.arange(min(length, 20_000)), length).tobytes() for epoch in range(3)]
+    assert hashlib.sha256(b"".join(parts)).hexdigest()[:16] == digest

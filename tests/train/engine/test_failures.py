@@ -15,23 +15,10 @@ import pytest
 import torch
 
 from tests.train.conftest import PATIENCE
+from tests.train.training import sample_of, step_of
 from train.data.loader import Loader
-from train.data.order import order
 from train.data.plan import MicroBatch
 from train.runs.worker import failure_of
-
-SAMPLES, BATCH = 55, 16
-
-
-def step_of(sample: int, epoch: int = 0) -> int:
-    """The step, counted from 1, that consumes this sample."""
-    position = int(np.flatnonzero(order(0, epoch, np.arange(SAMPLES), SAMPLES) == sample)[0])
-    return epoch * 4 + position // BATCH + 1
-
-
-def sample_of(step: int) -> int:
-    """A sample that this step of the first epoch consumes, in its last micro batch."""
-    return int(order(0, 0, min(step * BATCH, SAMPLES) - 1, SAMPLES))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -96,6 +83,7 @@ def test_what_a_data_set_raises_in_a_worker_would_recur() -> None:
     assert not failure_of(RuntimeError("Connection closed by peer"), None)["recurs"]
 
 
+@pytest.mark.minutes
 def test_the_rank_that_failed_is_named_though_its_peers_were_seen_to_die_with_it(engine: Any) -> None:
     station = engine.station
     task = station.folder / "alone.py"

@@ -13,7 +13,7 @@ import pytest
 
 from train.config import forbidden_changes
 from train.errors import Refused
-from train.runs import admit
+from train.runs import readmit
 
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01, "data__workers": 2, "task__batchnorm": "true"}
 
@@ -102,11 +102,11 @@ def test_metrics_and_sample_logs_are_cut_to_the_checkpoint_also_those_of_ranks_t
 
 def test_a_finished_run_goes_on_when_asked_for_more_epochs(engine: Any) -> None:
     constant = {"schedule__decay": "constant", "schedule__warmup_epochs": 0}
-    engine.run("long", 2, epochs=3, **constant)
-    engine.run("short", 2, epochs=2, **constant)
-    record = engine.resume("short", 2, epochs=3)
+    engine.run("more-long", 2, epochs=3, **constant)
+    engine.run("more-short", 2, epochs=2, **constant)
+    record = engine.resume("more-short", 2, epochs=3)
     assert (record["state"], record["step"]) == ("finished", 12)
-    assert engine.outcome("short") == engine.outcome("long")
+    assert engine.outcome("more-short") == engine.outcome("more-long")
 
 
 def test_workers_and_logging_may_change_on_a_resume_and_the_result_does_not(undisturbed: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_change_that_would_make_another_run_is_refused_naming_the_field(
     run = undisturbed.station.run("sgd3")
     before = (run.folder / "config.toml").read_bytes()
     with pytest.raises(Refused, match=rf"\b{field} was .* and is {value}"):
-        admit.prepare_resume(run, {field: value}, 3)
+        readmit.prepare_resume(run, {field: value}, 3)
     assert (run.folder / "config.toml").read_bytes() == before
 
 
@@ -140,12 +140,12 @@ def test_a_config_file_edited_in_the_run_folder_is_refused_naming_the_field(undi
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1\n", "lr = 0.2\n"))
     with pytest.raises(Refused, match=r"optim\.lr was 0\.1 and is 0\.2"):
-        admit.prepare_resume(type(undisturbed.station.run("sgd3"))(folder), {}, 3)
+        readmit.prepare_resume(type(undisturbed.station.run("sgd3"))(folder), {}, 3)
 
 
 def test_fewer_steps_than_were_made_are_refused(undisturbed: Any) -> None:
     with pytest.raises(Refused, match="10 steps already"):
-        admit.prepare_resume(undisturbed.station.run("sgd3"), {"steps": "9"}, 3)
+        readmit.prepare_resume(undisturbed.station.run("sgd3"), {"steps": "9"}, 3)
 
 
 def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns(
@@ -156,10 +156,10 @@ def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns
     original = tmp_path / "original.py"
     original.write_text((folder / "task.py").read_text() + "# changed\n")
     run.update(task_source=str(original))
-    assert any("original.py has changed" in line for line in admit.prepare_resume(run, {}, 3)[2])
+    assert any("original.py has changed" in line for line in readmit.prepare_resume(run, {}, 3)[2])
     (folder / "task.py").write_text((folder / "task.py").read_text() + "# changed\n")
     with pytest.raises(Refused, match=r"task\.py is not the task"):
-        admit.prepare_resume(run, {}, 3)
+        readmit.prepare_resume(run, {}, 3)
 
 
 def test_every_field_that_shapes_the_result_is_protected() -> None:
@@ -185,7 +185,7 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
 
 
 def test_a_resume_with_fewer_micro_batches_than_ranks_warns(undisturbed: Any) -> None:
-    warnings = admit.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[2]
+    warnings = readmit.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[2]
     assert warnings == ["6 ranks share 4 micro batches per step: 2 of them only wait"]
 
 
@@ -215,6 +215,7 @@ def test_killed_agent_copied_folder_and_new_name_still_give_the_same_bits(undist
         station.ok("resume", name)
         if name == "renamed":  # a rank dies: the agent starts all of them again by itself
             station.wait(name, lambda record: len(record["pids"].get("ranks", [])) == 3, "three ranks")
+            station.wait(name, lambda record: bool(record["attempts"][-1].get("ready")), "its start")
             station.wait_for_step(name, station.run(name).steps_saved()[0] + 1)
             os.kill(station.record(name)["pids"]["ranks"][1], signal.SIGKILL)
     for name in ("copy", "renamed"):

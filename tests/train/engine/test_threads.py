@@ -27,6 +27,7 @@ def recorded(station: Station, name: str) -> int:
     return int(tomllib.loads((station.runs / name / "config.toml").read_text())["cpu_threads"])
 
 
+@pytest.mark.minutes
 def test_what_the_user_sets_wins_and_a_resume_keeps_it(station: Station) -> None:
     done = station.ok("run", "digits", "--name", "omp", *SHORT, env={"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2"})
     assert recorded(station, "omp") == 3 and "3 CPU threads a rank (by OMP_NUM_THREADS)" in done.stderr

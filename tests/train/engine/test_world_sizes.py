@@ -7,19 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-EXACT = {"rel": 1e-9, "abs": 1e-12}
-
-
-def assert_same_training(engine: Any, name: str, reference: str = "one") -> None:
-    assert engine.station.record(name)["state"] == "finished", engine.said(name)
-    assert engine.station.samples(name) == engine.station.samples(reference)
-    assert engine.losses(name) == pytest.approx(engine.losses(reference), **EXACT)
-    weights, expected = engine.weights(name), engine.weights(reference)
-    assert weights.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
-    for found, wanted in zip(engine.evaluations(name), engine.evaluations(reference), strict=True):
-        assert found == pytest.approx(wanted, **EXACT)
+from tests.train.training import CLOSE, assert_same_training
 
 
 def test_each_epoch_sees_every_sample_once_with_the_short_batch_last(steady: Any) -> None:
@@ -101,7 +89,7 @@ def test_gradient_clipping_sees_the_gradient_of_the_whole_batch(engine: Any) -> 
 def test_batchnorm_trains_alike_on_any_number_of_ranks_but_for_its_running_statistics(engine: Any) -> None:
     for ranks in (1, 3):
         engine.run(f"norm{ranks}", ranks, precision="fp64", task__batchnorm="true")
-    assert engine.losses("norm3") == pytest.approx(engine.losses("norm1"), **EXACT)
+    assert engine.losses("norm3") == pytest.approx(engine.losses("norm1"), **CLOSE)
     weights, expected = engine.weights("norm3"), engine.weights("norm1")
     for key, value in expected.items():
         if "running" not in key and "num_batches" not in key:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from train.runs import memory
 from train.runs.cause import of_log
 from train.runs.worker import failure_of
 
@@ -25,10 +26,18 @@ OWN = {
     "an exception after one that was survived": "import threading\nt = threading.Thread(target=lambda: 1 / 0)\n"
     "t.start(); t.join()\nraise ValueError('own')",
     "memory that is refused": "bytearray(10**15)",
+    "an index out of range on a device": "raise RuntimeError('CUDA error: device-side assert triggered')",
+    "the same in the words of torch 2.8 and later": "class AcceleratorError(RuntimeError): pass\n"
+    "raise AcceleratorError('CUDA error: device-side assert triggered')",
+    "a card without kernels": "raise RuntimeError('CUDA error: no kernel image is available for execution')",
+    "what cuDNN cannot do": "raise RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED')",
 }
 PASSING = {
     "a peer that is gone": "raise RuntimeError('[gloo/transport/tcp/pair.cc] Connection closed by peer')",
     "a device": "raise RuntimeError('CUDA error: an illegal memory access was encountered')",
+    "cuDNN, of a device": "raise RuntimeError('cuDNN error: CUDNN_STATUS_EXECUTION_FAILED')",
+    "GPUs that are gone": "raise RuntimeError('No CUDA GPUs are available')",
+    "a driver that does not start": "raise RuntimeError('Unexpected error from cudaGetDeviceCount(). Error 802')",
     "a collective": "import torch.distributed as d\nraise d.DistBackendError('NCCL error: unhandled system error')",
     "a refused connection": "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)",
     "no room for a thread": 'raise RuntimeError("can\'t start new thread")',
@@ -107,3 +116,15 @@ def test_a_gpu_that_is_too_small_is_not_tried_again_and_one_that_others_fill_is(
     )
     assert failure_of(torch.OutOfMemoryError(text.format("20.00", "74.00")), None)["recurs"]
     assert not failure_of(torch.OutOfMemoryError(text.format("20.00", "10.00")), None)["recurs"]
+
+
+def test_a_full_device_is_told_with_the_batch_that_would_fit() -> None:
+    import torch
+
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"
+    )
+    error.shortage = memory.shortage(memory.Load(64, 16, 2), 80 << 30, 8 << 30, 79 << 30)
+    reason = failure_of(error, None)["reason"]
+    assert reason.startswith("out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.")
+    assert "global batch 64 in micro batches of 16 on 2 ranks, peak 80 GiB; a micro batch of 14 would fit" in reason

@@ -57,13 +57,17 @@ def write(station: Station, item: str = "pass", loss: str = SLOW, evaluation: st
     (station.folder / "task.py").write_text(TASK.format(item=item, loss=loss, evaluation=evaluation))
 
 
-def check_gone(station: Station, name: str) -> None:
-    assert not station.run(name).alive()
-    here = [
-        process for process in psutil.process_iter(["cwd", "status"])
+def here(station: Station) -> list[psutil.Process]:
+    """The processes that were started in the station's folder."""
+    return [
+        process for process in psutil.process_iter(["cwd", "status", "cmdline"])
         if process.info["cwd"] == str(station.folder) and process.info["status"] != psutil.STATUS_ZOMBIE
     ]  # fmt: skip
-    assert not here, here
+
+
+def check_gone(station: Station, name: str) -> None:
+    assert not station.run(name).alive()
+    assert not here(station), here(station)
 
 
 @pytest.mark.parametrize("case", ["collective", "loader worker", "one rank", "evaluation", "python"])
@@ -169,3 +173,16 @@ def test_a_hang_where_a_rank_had_no_data_says_which(station: Station) -> None:
     assert done.returncode == 3
     assert "rank 1 had no data in step 2" in station.record("w")["reason"], station.record("w")
     assert "rank 1 in the last batch of an epoch" in station.logs("w")
+
+
+def test_ranks_end_with_the_process_that_asked_for_them(station: Station) -> None:
+    write(station)
+    process = station.start("run", "task.py", "--name", "k", "--spawn", "2", *QUICK)
+    station.wait_for_step("k", 2)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 120
+    while left := here(station):  # the fork server too, when the last of its ranks has gone
+        assert time.monotonic() < deadline, [one.info for one in left]
+        time.sleep(0.1)
+    assert station.run("k").shown()["state"] == store.INTERRUPTED

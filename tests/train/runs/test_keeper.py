@@ -75,6 +75,7 @@ def test_sigterm_saves_all_runs_and_a_keeper_brings_them_back_but_not_those_of_a
     assert len(station.record("rests")["attempts"]) == 1
 
 
+@pytest.mark.minutes
 def test_what_is_wrong_with_one_run_concerns_no_other(station: Station) -> None:
     (station.runs / "broken").mkdir(parents=True)
     (station.runs / "broken" / "run.json").write_text("{")
@@ -120,6 +121,7 @@ def test_two_keepers_never_run_the_same_run_twice(station: Station, undisturbed:
             process.wait()
 
 
+@pytest.mark.minutes
 def test_a_run_that_is_interrupted_again_and_again_without_progress_is_failed(
     station: Station,
 ) -> None:

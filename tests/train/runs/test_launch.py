@@ -94,7 +94,7 @@ def stopped(shared_station: Station, old_server: None) -> dict[str, Any]:
     station, seen = shared_station, {}
     process = subprocess.Popen(
         [*station_command(), "launch", "slow.py", "--name", "s", "--nproc", "2", "--follow", *map(str, LONG)],
-        cwd=station.folder, env=station.environment() | {"SECRET_TOKEN": SECRET}, text=True,
+        cwd=station.folder, env=station.environment() | {"SECRET_TOKEN": SECRET}, text=True,  # starts cold
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     station.wait_for_step("s", 3)

@@ -53,3 +53,68 @@ def test_sizes_in_words() -> None:
     assert [memory.size(n) for n in (5, 2048, 1 << 29, 3 << 29, 1 << 42)] == [
         "5 bytes", "2 KiB", "512 MiB", "1.5 GiB", "4 TiB",
     ]  # fmt: skip
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("micro", "peak", "fixed", "limit", "fits"),
+    [
+        # 2 GiB stay, a sample takes half a GiB: of 9 GiB, a tenth left free, 6.1 are for 12 samples
+        (16, 10 * GIB, 2 * GIB, 9 * GIB, 12),
+        (16, 10 * GIB, 2 * GIB, 4 * GIB, 3),
+        (16, 10 * GIB, 2 * GIB, 2.5 * GIB, None),
+        # it was refused before it had taken what it needs: the line would have all fit
+        (16, 3 * GIB, 2 * GIB, 9 * GIB, 8),
+        (16, 2 * GIB, 2 * GIB, 9 * GIB, 8),
+        (16, None, None, None, 8),
+        (16, 10 * GIB, 2 * GIB, None, 8),
+        (2, 10 * GIB, 2 * GIB, 9 * GIB, 1),
+        (1, 10 * GIB, 2 * GIB, 9 * GIB, None),
+    ],
+)
+def test_the_micro_batch_that_would_fit(
+    micro: int, peak: float | None, fixed: float | None, limit: float | None, fits: int | None
+) -> None:
+    assert memory.fitting(micro, peak, fixed, limit) == fits
+    words = memory.shortage(memory.Load(64, micro, 2), peak, fixed, limit)
+    assert words.startswith(f"global batch 64 in micro batches of {micro} on 2 ranks"), words
+    assert ("peak 10 GiB" in words) is (peak == 10 * GIB)
+    assert (f"--micro_batch_size {fits} in a new run, or auto" in words) is (fits is not None), words
+    assert ("not even a micro batch of 1 would fit" in words) is (fits is None and micro > 1), words
+    assert "--parallel.recompute auto" in words
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB", 1.5 * GIB),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
+        ("std::bad_alloc", 0),
+    ],
+)
+def test_what_was_asked_for_is_read_off_the_message(text: str, wanted: float) -> None:
+    assert memory.wanted(text) == wanted
+
+
+def test_room_is_what_the_tightest_group_has_left_for_each_rank(tmp_path: Path) -> None:
+    group = tmp_path / "cgroup"
+    group.mkdir()
+    (group / "memory.max").write_text(str(600 << 20))
+    (group / "memory.current").write_text(str(300 << 20))
+    (group / "memory.stat").write_text(f"anon 1\ninactive_file {100 << 20}\n")
+    here = process(tmp_path, "0::/\n", f"31 30 0:27 / {group} rw - cgroup2 cgroup2 rw")
+    assert memory.room(2, here).resident == 200 << 20
+    (group / "memory.max").write_text("max")
+    machine = memory.room(1, here).resident
+    assert machine is not None and machine > 200 << 20
+
+
+def test_a_process_weighs_itself() -> None:
+    before = memory.peaks()
+    kept = bytearray(64 << 20)
+    for place in range(0, len(kept), 4096):
+        kept[place] = 1
+    assert memory.taken().resident > 64 << 20 and memory.peaks().address_space >= memory.taken().address_space
+    assert memory.peaks().resident >= max(before.resident, memory.taken().resident - (1 << 20))

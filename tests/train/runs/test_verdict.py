@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from train import signals
 from train.record.outcome import Kind, Outcome
 from train.runs import memory
+from train.runs.nodes import _report, merged
 from train.runs.verdict import Asked, Decision, Facts, Road, decide, who_died
 
 KILL, TERM, ABRT, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, -signal.SIGSEGV
@@ -25,6 +27,7 @@ LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer
 TRACEBACK = 'Traceback (most recent call last):\n  File "script.py", line 3, in <module>\n    main()\n'
 LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n"
 REFUSED_MEMORY = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
+CHECK = "; see: train doctor --only 'memory'"
 BUSY = TRACEBACK + "RuntimeError: can't start new thread\n"
 
 
@@ -138,10 +141,10 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("nobody says anything", facts(LAUNCHED), {"why": "the ranks ended without saying how", "again": True}),
     ("killed for memory", facts(LAUNCHED, exits={1: KILL}, killed_at="the 2 GiB of this machine"),
      {"state": "failed", "recurs": True,
-      "reason": f"out of memory: rank 1 was killed at the 2 GiB of this machine; {memory.ADVICE}"}),
+      "reason": f"out of memory: rank 1 was killed at the 2 GiB of this machine; {memory.ADVICE}{CHECK}"}),
     ("its loader killed for memory",
      facts(LAUNCHED, (died(0, LOADER, False),), exits={0: 1}, logs={0: LOADER}, killed_at="1 GiB"),
-     {"state": "failed", "reason": f"out of memory: a process of rank 0 was killed at 1 GiB; {memory.ADVICE}"}),
+     {"state": "failed", "reason": f"out of memory: a process of rank 0 was killed at 1 GiB; {memory.ADVICE}{CHECK}"}),
     ("a hang while another process was killed for memory",
      facts(LAUNCHED, exits={0: KILL}, hang="H", killed_at="1 GiB"),
      {"state": None, "why": "H", "again": True}),
@@ -158,7 +161,9 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("one that passes", facts(SPAWNED, (died(1, "OSError: [Errno 5] I/O", False),), exits={1: 1}),
      {"state": "failed", "reason": "rank 1: OSError: [Errno 5] I/O"}),
     ("a spawned rank killed for memory", facts(SPAWNED, exits={0: KILL}, killed_at="1 GiB"),
-     {"state": "failed", "reason": f"out of memory: rank 0 was killed at 1 GiB; {memory.ADVICE}"}),
+     {"state": "failed", "reason": f"out of memory: rank 0 was killed at 1 GiB; {memory.ADVICE}{CHECK}"}),
+    ("one whose batch is known", facts(SPAWNED, exits={0: KILL}, killed_at="1 GiB", shortage="global batch 8"),
+     {"reason": f"out of memory: rank 0 was killed at 1 GiB; global batch 8; or raise the limit{CHECK}"}),
     ("an exception in one process", facts(ALONE, (died(0, "ValueError: bad", True),)),
      {"end": "failed", "state": "failed", "reason": "ValueError: bad", "said": "ValueError: bad", "code": 3}),
     ("the same after a request to stop", facts(ALONE, (died(0, "OSError: full", False),), asked=TERMINATED),
@@ -188,7 +193,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
      {"state": "failed", "reason": "died 4 times before it had run 10 minutes: rank 0 died of SIGKILL"}),
     ("memory is refused to a script", of_script(exits={0: ABRT}, logs={0: REFUSED_MEMORY}),
      {"state": "failed", "recurs": True,
-      "reason": f"rank 0: out of memory (what(): std::bad_alloc): 8 GiB; {memory.ADVICE} (died of SIGABRT)"}),
+      "reason": f"rank 0: out of memory (what(): std::bad_alloc): 8 GiB; {memory.ADVICE} (died of SIGABRT){CHECK}"}),
     ("a hang of a script", of_script(exits={0: KILL}, hang="no output"), {"why": "no output", "again": True}),
 ]  # fmt: skip
 
@@ -216,3 +221,30 @@ def test_an_abort_says_why_before_it_is_taken_for_a_kill() -> None:
     known = facts(LAUNCHED, exits={0: ABRT}, logs={0: REFUSED_MEMORY})
     assert who_died(known).recurs and "8 GiB" in who_died(known).reason
     assert not who_died(replace(known, logs={0: "[E] ProcessGroupNCCL: watchdog\n"})).recurs
+
+
+def test_a_run_over_several_machines_has_not_ended_while_one_of_them_is_gone() -> None:
+    for told in (finished, nan):
+        decision = decide(facts(LAUNCHED, (told,), lost="node 1 (b)"))
+        assert decision.again and decision.why == "node 1 (b) is gone" and decision.state is None
+    assert decide(facts(LAUNCHED, (stopped,), lost="node 1 (b)", asked=USER)).state == "stopped"
+    exhausted = decide(facts(LAUNCHED, (), lost="node 1 (b)", deaths=3))
+    assert exhausted.state == "failed" and "node 1 (b) is gone" in (exhausted.reason or "")
+
+
+def test_ranks_that_made_room_for_another_machine_are_begun_again() -> None:
+    for told in (stopped, finished):
+        decision = decide(facts(LAUNCHED, (told,), regroup="node 2 (c) came", deaths=1))
+        assert decision.again and decision.state is None and decision.deaths == 1
+    assert decide(facts(LAUNCHED, (stopped,), regroup="node 2 (c) came", asked=USER)).state == "stopped"
+
+
+def test_all_nodes_come_to_the_same_verdict_from_what_all_have_seen() -> None:
+    killed = facts(LAUNCHED, (), exits={2: KILL}, saved=4, deaths=1)
+    noticed = facts(LAUNCHED, (died(0, LOST, False),), exits={0: 1}, saved=6, progress=True, deaths=2)
+    reports = {"0": _report(noticed, ""), "1": _report(killed, "")}
+    seen = [merged(one, json.loads(json.dumps(reports)), [], []) for one in (killed, noticed)]
+    assert [decide(one).why for one in seen] == ["rank 2 died of SIGKILL"] * 2
+    assert [(one.saved, one.progress, one.deaths) for one in seen] == [(6, True, 2)] * 2
+    asked = merged(killed, {"1": _report(killed, "")} | {"0": _report(facts(LAUNCHED, asked=USER), "")}, [], [])
+    assert decide(asked).stopped_by == signals.USER

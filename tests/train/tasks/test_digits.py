@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from train.data.seeds import seed_host
-from train.runs.admit import Request, resolve
+from train.runs.request import Request, resolve
 
 if TYPE_CHECKING:
     from conftest import Station

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.runs.admit import Request, prepare, resolve
+from train.runs.admit import prepare
+from train.runs.request import Request, resolve
 from train.tasks import fake
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import random
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ import torch
 from PIL import Image
 
 from train.engine.build import make_model
+from train.engine.export import export
 from train.errors import Refused
-from train.runs.admit import Request, prepare, resolve
+from train.runs.admit import prepare
+from train.runs.request import Request, resolve
 from train.tasks import images
 
 if TYPE_CHECKING:
@@ -96,6 +99,14 @@ def test_class_folders_are_learned_by_two_ranks_with_workers(shared_station: Sta
     assert record["metrics"]["accuracy"] > 0.6
 
 
+def test_an_exported_model_takes_normalised_pictures(shared_station: Station, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    export(shared_station.run("painted"), tmp_path / "x.onnx")
+    (taken,) = onnx.load(tmp_path / "x.onnx").graph.input
+    assert taken.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    assert [size.dim_value for size in taken.type.tensor_type.shape.dim][1:] == [3, 16, 16]
+
+
 def test_every_format_becomes_a_normalised_picture_of_the_wanted_size_and_the_order_of_classes_is_the_alphabet(
     tmp_path: Path,
 ) -> None:
@@ -103,7 +114,8 @@ def test_every_format_becomes_a_normalised_picture_of_the_wanted_size_and_the_or
     for dataset in (train, evaluation):
         assert dataset.classes == ["blue", "green", "red"] and len(dataset) == 12
         for index in range(12):
-            picture, label = dataset[index]
+            pictures, labels = images.on_device(images.collate([dataset[index]]))
+            picture, label = pictures[0], int(labels)
             assert picture.shape == (3, 16, 16) and picture.dtype == torch.float32
             # undo the normalisation: the strongest channel is the class's colour
             plain = picture * torch.tensor(images.STD)[:, None, None] + torch.tensor(images.MEAN)[:, None, None]
@@ -113,7 +125,7 @@ def test_every_format_becomes_a_normalised_picture_of_the_wanted_size_and_the_or
 @pytest.mark.parametrize("augment", ["flip", "crop", "trivial"])
 def test_augmentation_varies_training_pictures_and_leaves_evaluation_alone(tmp_path: Path, augment: str) -> None:
     train, evaluation = datasets(data__root=str(paint(tmp_path, {"train": 1, "val": 1})), task__augment=augment)
-    torch.manual_seed(0)
+    torch.manual_seed(0), random.seed(0)
     assert len({tuple(train[0][0].flatten().tolist()) for _ in range(20)}) > 1
     assert torch.equal(evaluation[0][0], evaluation[0][0])
 
@@ -124,7 +136,7 @@ def test_a_data_set_of_torchvision_on_disk_is_read_in_its_own_format(
     mnist(tmp_path)
     train, evaluation = datasets(data__root=str(tmp_path), data__name="MNIST", task__augment="none")
     assert (len(train), len(evaluation)) == (40, 20)
-    brightness = [float(train[index][0].mean()) for index in range(4)]
+    brightness = [float(train[index][0].float().mean()) for index in range(4)]
     assert brightness == sorted(brightness) and train[0][0].shape == (3, 16, 16)
     cifar10(tmp_path, monkeypatch)
     train, evaluation = datasets(data__root=str(tmp_path), data__name="CIFAR10")

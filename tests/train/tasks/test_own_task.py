@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from train.engine.export import export
 from train.errors import Refused
-from train.runs.admit import Request, prepare_resume, resolve
+from train.runs.readmit import prepare_resume
+from train.runs.request import Request, resolve
 from train.tasks import load
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from train.runs.admit import Request, resolve
+from train.runs.request import Request, resolve
 from train.tasks import text
 
 if TYPE_CHECKING:

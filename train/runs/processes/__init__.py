@@ -1,4 +1,4 @@
-"""How the ranks of an attempt live as processes: under torchrun's agent, forked here, or as this very process.
+"""How the ranks of an attempt live as processes: forked here, under torchrun's agent, or as this very process.
 
 Each way knows how to start them, who they are, how to signal them and what they exited with, and nothing of why or of
 what follows: that is runs/supervise.py's.
@@ -6,7 +6,9 @@ what follows: that is runs/supervise.py's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 from train.record.outcome import Outcome
@@ -26,6 +28,13 @@ class Guard(Protocol):
             started: all ranks, once all have been started; before, [].
             is_stopping: whether they were asked to stop.
         """
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is ending them."""
+
+    def end(self) -> None:
+        """End them: ranks of another machine are gone."""
 
     def close(self) -> None:
         """Called when none is left."""
@@ -55,5 +64,23 @@ class Processes(Protocol):
     def exits(self) -> Mapping[int, int]:
         """The codes, by rank, of those that failed first; of a signal: negative."""
 
+    def kept(self) -> int:
+        """The newest step whose state has outlived the ranks in memory; 0: none."""
+
     def told(self) -> Mapping[int, Outcome]:
         """What is known of their ends without reading files."""
+
+
+def flight_recorder(logs: Path) -> dict[str, str]:
+    """What the environment of a rank says to NCCL's flight recorder; runs/watch.py asks for its trace.
+
+    Under the names of torch 2.7 and of later releases. What the user has set of its sizes stays.
+    """
+    values = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_ON_TIMEOUT": "1",
+    }  # fmt: skip
+    values = {name: os.environ.get(name, value) for name, value in values.items()}
+    for file in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
+        values[file] = str(logs / "nccl-trace-rank")
+    return values | {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(logs / "nccl-rank")}

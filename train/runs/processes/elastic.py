@@ -1,4 +1,6 @@
-"""Ranks under torchrun's elastic agent, which runs in a thread of this process: `train launch` and `train resume`.
+"""Ranks under torchrun's elastic agent, which runs in a thread of this process: launched scripts.
+
+And tasks where this process cannot be forked as it is (see runs/agent.py); theirs import everything themselves.
 
 In a thread, so that signals are ours: torchrun alone would give ranks 30 seconds to save and report a stop as a
 failure. Each attempt has a rendezvous of its own and no restarts inside, so that no attempt reads another's keys, and
@@ -22,7 +24,8 @@ from train.errors import one_line
 from train.record.outcome import Outcome
 from train.record.store import Lock, Run
 from train.runs import guard, scripts
-from train.runs.processes import Guard
+from train.runs.processes import Guard, flight_recorder
+from train.runs.processes.kept import lend, memory_of
 
 
 class Elastic:
@@ -37,11 +40,12 @@ class Elastic:
         self._exits: dict[int, int] = {}
         self._thread = threading.Thread()
         self._pids: list[int] = []
+        self._memory = memory_of(run)
         os.dup2(lock.fd, 0)  # how ranks inherit the lock: see runs/rank.py
 
     def start(self, attempt: int) -> Guard | None:
         self.problem, self._exits, self._pids = "", {}, []
-        looked_after = guard.of(self.run, attempt, self.ranks)
+        looked_after = guard.of(self.run, attempt, range(self.ranks), self._memory)
         self._thread = threading.Thread(target=self._host, args=(attempt,), name="torchrun")
         try:
             self._thread.start()
@@ -92,6 +96,9 @@ class Elastic:
     def told(self) -> Mapping[int, Outcome]:
         return {}
 
+    def kept(self) -> int:
+        return self._memory.step if self._memory is not None else 0
+
     def _launch(self, attempt: int) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -124,13 +131,6 @@ class Elastic:
         elif self.ranks > 1:  # as torchrun does
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["TRAIN_AGENT_PID"] = str(os.getpid())
-        logs = self.run.logs(attempt)
-        # NCCL's flight recorder, under the names of torch 2.7 and of later releases; runs/watch.py asks for its trace
-        for size in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
-            os.environ.setdefault(size, "2000")
-        for dump in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT"):
-            os.environ.setdefault(dump, "1")
-        for file in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
-            os.environ[file] = str(logs / "nccl-trace-rank")
-        os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(logs / "nccl-rank")
+        os.environ.update(flight_recorder(self.run.logs(attempt)))
+        lend(self._memory)
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

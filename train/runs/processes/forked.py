@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from multiprocessing import connection
@@ -83,6 +85,9 @@ class Forked:
     def exits(self) -> Mapping[int, int]:
         return self._first
 
+    def kept(self) -> int:
+        return 0
+
     def told(self) -> Mapping[int, Outcome]:
         return {}
 
@@ -91,6 +96,7 @@ class _Peers:
     """Ends the peers of a rank that has failed."""
 
     hang = ""
+    is_ending = False
 
     def __init__(self, forked: Forked) -> None:
         self._forked = forked
@@ -99,6 +105,9 @@ class _Peers:
         if self._forked.exits():
             time.sleep(_GRACE)
             self._forked.signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        self._forked.signal(signal.SIGKILL)
 
     def close(self) -> None:
         self._forked.close()
@@ -119,10 +128,25 @@ class _Held:
         self.fd = passed.detach()
 
 
+def _die_with_its_asker() -> None:
+    """End this process when the one that asked the fork server for it dies: nobody would take its run up again.
+
+    The server does not do it: it lives on for as long as a process that it forked does.
+    """
+    die_with_parent(os.getppid())
+    asker = multiprocessing.parent_process()
+    assert asker is not None
+
+    def watch(sentinel: int) -> None:
+        connection.wait([sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, args=(asker.sentinel,), daemon=True, name="asker-watch").start()
+
+
 def _rank(folder: str, seat: Seat, attempt: int, held: _Held, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    # forked by the fork server, which lives exactly as long as the process that asked for us
-    die_with_parent(os.getppid())
+    _die_with_its_asker()
     stop = StopRequest((*POLITE, signal.SIGHUP))
     run = Run(Path(folder))
     logs = run.logs(attempt)

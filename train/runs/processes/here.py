@@ -40,5 +40,8 @@ class Here:
     def exits(self) -> Mapping[int, int]:
         return {}
 
+    def kept(self) -> int:
+        return 0
+
     def told(self) -> Mapping[int, Outcome]:
         return self._told

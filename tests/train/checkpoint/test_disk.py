@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.train.conftest import Station
-from tests.train.engine.conftest import Engine
+from tests.train.training import Engine
 from train.checkpoint import writer
 from train.checkpoint.writer import DurableFile
 from train.record import manifest

@@ -1,0 +1,84 @@
+"""Host memory for copies of a state: exactly as much as a rank's part takes, each tensor on one rank."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from train.checkpoint.stage import Stage, divided
+from train.checkpoint.state import size_of
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(300, 7), (64,), (), (5, 4, 3, 2), (1000,), (999,), (0, 3)]
+    model: dict[str, Any] = {f"layer.{n}": torch.randn(size, generator=generator) for n, size in enumerate(sizes)}
+    model["half"] = torch.randn(33, generator=generator).bfloat16()
+    model["flags"] = torch.tensor([True, False, True])
+    model["layer.3"] = model["layer.3"].to(memory_format=torch.channels_last)
+    groups = [{"lr": 0.1, "betas": (0.9, 0.999), "params": ["layer.0"], "decay": [torch.ones(2)]}]
+    return {"model": model, "optim": {"state": {"layer.0": {"step": torch.tensor(3.0)}}, "param_groups": groups}}
+
+
+def tensors(tree: Any, path: str = "") -> dict[str, Tensor]:
+    if isinstance(tree, Tensor):
+        return {path: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return {name: t for key, inner in items for name, t in tensors(inner, f"{path}/{key}").items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_each_tensor_is_one_rank_s_and_the_loads_are_alike(size: int) -> None:
+    whole = tensors(state()["model"])
+    parts = [tensors(divided(state(), rank, size)["model"]) for rank in range(size)]
+    assert sorted(itertools.chain(*parts)) == sorted(whole)
+    largest = max(t.numel() * t.element_size() for t in whole.values())
+    loads = [size_of(part) for part in parts]
+    assert max(loads) <= max(largest, sum(loads) / size + largest)
+    if size == 2:
+        assert max(loads) - min(loads) <= 256
+
+
+def test_what_is_no_tensor_stays_on_every_rank() -> None:
+    for rank in range(3):
+        group = divided(state(), rank, 3)["optim"]["param_groups"][0]
+        assert group["lr"] == 0.1 and group["params"] == ["layer.0"] and len(group["decay"]) == 1
+
+
+def test_a_copy_is_equal_and_is_not_changed_with_what_it_was_made_of() -> None:
+    stage, original = Stage(), state()
+    copied = stage.copy(original)
+    for tensor in tensors(original).values():
+        tensor.zero_()
+    for name, tensor in tensors(state()).items():
+        found = tensors(copied)[name]
+        assert torch.equal(found, tensor) and found.dtype == tensor.dtype, name
+    assert copied["optim"]["param_groups"][0]["betas"] == (0.9, 0.999)
+
+
+def test_the_memory_is_of_exact_size_and_used_again() -> None:
+    stage = Stage(rank=1, size=2)
+    stage.reserve(state())
+    part = tensors(divided(state(), 1, 2))
+    exact = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in part.values())
+    assert stage.bytes == exact < size_of(state())
+    where = {name: t.data_ptr() for name, t in tensors(stage.copy(state())).items() if t.numel()}
+    again = {name: t.data_ptr() for name, t in tensors(stage.copy(state())).items() if t.numel()}
+    assert where == again and len(set(where.values())) == len(where)
+
+
+def test_each_tensor_has_a_storage_of_its_own_size() -> None:
+    """torch.distributed.checkpoint copies a tensor once more whose storage holds more than it."""
+    for name, tensor in tensors(Stage().copy(state())).items():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
+
+
+def test_a_state_of_other_shapes_gets_other_room() -> None:
+    stage = Stage()
+    stage.copy(state())
+    other = {"model": {"weight": torch.arange(5)}}
+    assert torch.equal(stage.copy(other)["model"]["weight"], torch.arange(5)) and stage.bytes == 64

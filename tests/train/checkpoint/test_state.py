@@ -1,0 +1,60 @@
+"""The state of an optimizer that has not made a step yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from train.checkpoint.state import load, state_of
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
+    "radam": lambda parameters: torch.optim.RAdam(parameters, lr=0.1),
+    "adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.1),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+
+
+def trained(kind: str, look: bool) -> torch.Tensor:
+    """The weights after three steps; `look`: at the state before the first, as after a step that fp16 left out."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = KINDS[kind](model.parameters())
+    if look:
+        state_of(model, optimizer)
+    for _ in range(3):
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_look_at_the_state_before_the_first_step_changes_no_step(kind: str) -> None:
+    assert torch.equal(trained(kind, look=True), trained(kind, look=False))
+
+
+@pytest.mark.parametrize("kind", ["adam", "nadam", "momentum"])
+def test_a_checkpoint_from_before_the_first_step_continues_as_nothing_had_been(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    dcp.save(state_of(model, KINDS[kind](model.parameters())), checkpoint_id=tmp_path / "step", no_dist=True)
+    torch.manual_seed(1)
+    model = nn.Linear(4, 2)
+    optimizer = KINDS[kind](model.parameters())
+    load(tmp_path / "step", model, optimizer)
+    for _ in range(3):
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(model.weight.detach(), trained(kind, look=False))

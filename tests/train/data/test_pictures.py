@@ -1,0 +1,202 @@
+"""Micro batches of image files: filled in place, the same whoever fetches them, normalised where they are used."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+from train.bench.input import paint
+from train.data.cut import centre, random_part
+from train.data.fetch import Bad, fetcher
+from train.data.fingerprint import of_sets
+from train.data.loader import Loader
+from train.data.picture import Reader, read
+from train.data.pictures import Normalise, Pictures, Rows, collate_rows
+from train.data.plan import MicroBatch, Plan, micro_batches_of
+from train.data.sharing import Sharing
+from train.errors import TrainingFailed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eleven JPEG files, then a PNG and a grey one."""
+    made = tmp_path_factory.mktemp("pictures")
+    paint(made, 11, 120, 90)
+    picture = Image.open(made / "train/0/00000.jpg")
+    picture.save(made / "train/1/last.png")
+    picture.convert("L").save(made / "train/1/grey.jpg")
+    return made / "train"
+
+
+def pictures(folder: Path, size: int = 32, **options: Any) -> Pictures:
+    found = ImageFolder(str(folder))
+    choose = functools.partial(random_part, size=size)
+    return Pictures(str(folder), found.samples, found.classes, size, choose, **options)
+
+
+def test_many_items_are_those_fetched_one_by_one_and_their_batch_is_no_copy(folder: Path) -> None:
+    dataset = pictures(folder)
+    random.seed(3)
+    rows = dataset.__getitems__([4, 0, 12])
+    random.seed(3)
+    single = [dataset[index] for index in (4, 0, 12)]
+    assert all(torch.equal(a, b) and x == y for (a, x), (b, y) in zip(rows, single, strict=True))
+    batch, labels = collate_rows(rows)
+    assert isinstance(rows, Rows) and batch.dtype == torch.uint8 and batch.shape == (3, 3, 32, 32)
+    assert batch.data_ptr() == rows[0][0].data_ptr() and batch[2].data_ptr() == rows[2][0].data_ptr()
+    assert labels.tolist() == [dataset.targets[index] for index in (4, 0, 12)]
+    assert all(torch.equal(a, b) for a, b in zip(collate_rows(single), (batch, labels), strict=True))
+
+
+def test_what_is_done_with_a_square_is_kept(folder: Path) -> None:
+    random.seed(3)
+    plain = pictures(folder)[2][0]
+    random.seed(3)
+    assert torch.equal(pictures(folder, vary=lambda square: 255 - square)[2][0], 255 - plain)
+
+
+def fetched(folder: Path, world: int, workers: int, bad: list[Bad] | None = None) -> dict[tuple[int, int], Any]:
+    dataset, made = pictures(folder), {}
+    plan = Plan(len(dataset), 8, 3, seed=2)
+    told = None if bad is None else bad.extend
+    for rank in range(world):
+        with Loader(dataset, None, collate_rows, workers, CPU, None, told) as loader:
+            for micro, batch in loader.batches(micro_batches_of(plan, Sharing(rank, world), 0, 4)):
+                assert workers == 0 or batch[0].is_shared()
+                made[micro.step, micro.number] = [micro.indices.tolist(), *(part.clone() for part in batch)]
+    return made
+
+
+def same(one: dict[tuple[int, int], Any], other: dict[tuple[int, int], Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[key][0] == other[key][0] and all(map(torch.equal, one[key][1:], other[key][1:])) for key in one
+    )
+
+
+def test_batches_are_the_same_on_any_number_of_ranks_and_workers(folder: Path) -> None:
+    alone = fetched(folder, 1, 0)
+    assert same(fetched(folder, 1, 2), alone) and same(fetched(folder, 2, 1), alone)
+    different = {tuple(batch[1].flatten().tolist()) for batch in alone.values()}
+    assert len(different) == len(alone)
+
+
+def test_a_file_that_cannot_be_read_is_left_out_of_its_batch_wherever_that_is_made(tmp_path: Path) -> None:
+    paint(tmp_path, 12, 60, 40)
+    broken = tmp_path / "train/0/00004.jpg"
+    broken.write_bytes(broken.read_bytes()[:700])
+    told: list[Bad] = []
+    alone = fetched(tmp_path / "train", 1, 0, told)
+    assert {bad.file for bad in told} == {str(broken)}
+    assert same(fetched(tmp_path / "train", 1, 2, []), alone)
+    assert sorted(len(batch[1]) for batch in alone.values()).count(2) >= 2
+    with pytest.raises(TrainingFailed, match=r"00004\.jpg: image file is truncated"):
+        fetched(tmp_path / "train", 1, 0)
+
+
+@pytest.mark.parametrize("kind", ["RGB", "L", "CMYK", "progressive", "444", "rgb", "png", "webp"])
+def test_a_reader_sees_what_pillow_sees_and_asks_once_which_part(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"x.{kind if kind in ('png', 'webp') else 'jpg'}"
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)).resize((51, 37))
+    options: dict[str, Any] = {
+        "progressive": {"progressive": True},
+        "444": {"subsampling": 0},
+        "rgb": {"keep_rgb": True},
+    }
+    picture.convert(kind if kind in ("L", "CMYK") else "RGB").save(path, **options.get(kind, {}))
+    asked = []
+
+    def choose(width: int, height: int) -> Any:
+        asked.append((width, height))
+        return centre(width, height, 32, 32)
+
+    reader = Reader()
+    for _ in range(2):  # the second time into the same memory
+        pixels, cut = reader.read(str(path), choose)
+        assert (pixels.shape, cut.width, cut.height) == ((37, 51, 3), 51, 37)
+        assert np.abs(pixels.astype(int) - np.asarray(Image.open(path).convert("RGB")).astype(int)).max() <= 2
+    assert asked == [(51, 37)] * 2
+
+
+def test_a_reader_says_of_a_damaged_file_what_is_wrong_with_it_and_goes_on(tmp_path: Path, folder: Path) -> None:
+    whole = (folder / "0/00000.jpg").read_bytes()
+    start = whole.index(b"\xff\xc0") + 5
+    damaged = {
+        "half.jpg": whole[: len(whole) // 2], "head.jpg": whole[:200], "none.jpg": b"\xff\xd8\xff" + b"x" * 40,
+        "bomb.jpg": whole[:start] + b"\xff\xff\xff\xff" + whole[start + 4 :], "zero.jpg": b"",
+    }  # fmt: skip
+    reader = Reader()
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TrainingFailed) as caught:
+            reader.read(str(tmp_path / name), functools.partial(random_part, size=32))
+        with pytest.raises(TrainingFailed) as expected:
+            read(str(tmp_path / name))
+        assert str(caught.value) == str(expected.value)
+    assert reader.read(str(folder / "0/00000.jpg"), functools.partial(random_part, size=32))[0].shape == (90, 120, 3)
+
+
+def test_the_same_files_have_the_fingerprint_that_they_had_as_a_folder_of_torchvisions(folder: Path) -> None:
+    one, other = (
+        of_sets(str(folder), None, pictures(folder), None),
+        of_sets(str(folder), None, ImageFolder(str(folder)), None),
+    )
+    assert one.sizes == other.sizes and len(one.sizes) == 13
+    assert one.facts == {key: value for key, value in other.facts.items() if key in one.facts}
+    assert {"training set: order of files", "training set: what belongs to the files in samples"} <= one.facts.keys()
+
+
+def test_normalised_bytes_have_the_mean_and_deviation_that_was_asked_for() -> None:
+    mean, deviation = (0.5, 0.25, 0.0), (0.5, 0.25, 2.0)
+    batch = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
+    expected = (batch.double() / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(deviation).view(3, 1, 1)
+    made = Normalise(mean, deviation)(batch)
+    assert made.dtype == torch.float32 and made.is_contiguous()
+    torch.testing.assert_close(made.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_what_a_task_does_on_the_device_is_seeded_by_the_micro_batch_and_not_as_fetching_is() -> None:
+    class Numbers:
+        def __len__(self) -> int:
+            return 55
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor(index), torch.rand(())
+
+    def made(rank: int, world: int, workers: int) -> dict[tuple[int, int], Any]:
+        plan = Plan(55, 16, 4, seed=2)
+        with Loader(
+            Numbers(),
+            None,
+            None,
+            workers,
+            CPU,
+            torch.float64,
+            on_device=lambda batch: [*batch, torch.rand(3), random.random()],
+        ) as loader:
+            stream = loader.batches(micro_batches_of(plan, Sharing(rank, world), 0, 5))
+            found = {(micro.step, micro.number): batch for micro, batch in stream}
+        assert all(batch[2].dtype == torch.float64 and batch[0].dtype == torch.int64 for batch in found.values())
+        return {
+            key: [batch[0].tolist(), batch[1].tolist(), batch[2].tolist(), batch[3]] for key, batch in found.items()
+        }
+
+    alone = made(0, 1, 0)
+    assert made(0, 1, 2) == alone and made(0, 2, 0) | made(1, 2, 1) == alone
+    assert len({batch[3] for batch in alone.values()}) == len(alone)
+    assert all(set(batch[1]).isdisjoint(batch[2]) for batch in alone.values())
+
+
+def test_a_fetched_micro_batch_is_bytes(folder: Path) -> None:
+    micro = MicroBatch(0, 0, np.arange(4), 7)
+    batch, labels = fetcher(pictures(folder), collate_rows)(micro)
+    assert (batch.dtype, batch.shape, labels.dtype) == (torch.uint8, (4, 3, 32, 32), torch.int64)

@@ -1,0 +1,57 @@
+"""Batches made ahead by a thread: in order, with their errors at their places, and only while somebody wants them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from train.data.pinned import ahead, pinned
+
+
+def test_the_order_is_kept_and_the_thread_begins_before_it() -> None:
+    began: list[str] = []
+    made = ahead(iter(range(50)), lambda item: item * 2, lambda: began.append(threading.current_thread().name))
+    assert list(made) == [2 * item for item in range(50)]
+    assert began == ["pin"]
+
+
+def test_an_error_comes_at_its_place() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise OSError("a worker is gone")
+
+    made = ahead(items(), lambda item: item)
+    assert [next(made), next(made)] == [1, 2]
+    with pytest.raises(OSError, match="a worker is gone"):
+        next(made)
+
+
+def test_an_error_of_the_thread_s_beginning_is_raised_too() -> None:
+    def begin() -> None:
+        raise RuntimeError("no such device")
+
+    with pytest.raises(RuntimeError, match="no such device"):
+        next(ahead(iter([1]), lambda item: item, begin))
+
+
+def test_no_more_is_made_than_a_few_ahead_and_nothing_once_nobody_asks() -> None:
+    made: list[int] = []
+    items = ahead(iter(range(1000)), lambda item: made.append(item) or item)
+    assert next(items) == 0
+    time.sleep(0.3)
+    assert len(made) <= 5
+    items.close()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 10
+    while any(thread.name == "pin" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread goes on"
+        time.sleep(0.05)
+
+
+def test_on_the_cpu_nothing_is_done() -> None:
+    items = iter([1, 2])
+    assert pinned(items, torch.device("cpu"), has_workers=True) is items

@@ -1,0 +1,212 @@
+"""Where a keeper lives, agents are forked from a process that has torch imported; who differs from it starts cold."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+import train
+from tests.train.conftest import PATIENCE
+from train.record import store
+from train.runs import launch, warm
+
+if TYPE_CHECKING:
+    from conftest import Station
+
+QUICK = ["--log.tensorboard", "false", "--cpu_threads", 1, "--steps", 3, "--nproc", 2]
+
+
+class Warmth:
+    """A keeper with its process, a station whose environment is its own, and a copy of the package that both use."""
+
+    def __init__(self, station: Station, folder: Path) -> None:
+        self.station, self.temporary = station, folder
+        self.package = folder / "checkout" / "train"
+        shutil.copytree(Path(train.__file__).parent, self.package, ignore=shutil.ignore_patterns("__pycache__"))
+        self.extra = {"TMPDIR": str(folder), "PYTHONPATH": str(self.package.parent), "TRAIN_WARM": "on"}
+        station.runs.mkdir()
+        environment = station.environment() | self.extra
+        command = [*launch_command(), "keeper"]
+        self.keeper = subprocess.Popen(command, cwd=station.folder, env=environment, stderr=subprocess.DEVNULL)
+        self.process = psutil.Process(self._wait())
+
+    def _wait(self) -> int:
+        """Until the process serves; its id."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            assert time.monotonic() < deadline and self.keeper.poll() is None
+            if self.sockets() and answers(self.sockets()[0]):
+                return psutil.Process(self.keeper.pid).children()[0].pid
+            time.sleep(0.1)
+
+    def sockets(self) -> list[Path]:
+        return list((self.temporary / f"train-warm-{os.getuid()}").glob("*"))
+
+    def launch(self, name: str, *more: object, env: dict[str, str] | None = None) -> None:
+        self.station.ok("launch", "digits", "--name", name, *QUICK, *more, env=self.extra | (env or {}))
+
+    def agents(self) -> list[psutil.Process]:
+        """Those that were forked by the warm process."""
+        return self.process.children()
+
+
+def agent_of(warmth: Warmth, name: str) -> psutil.Process:
+    """A launch returns when the run is recorded; its processes are noted a moment later."""
+    warmth.station.wait(name, lambda record: "agent" in record["pids"], "its agent")
+    return psutil.Process(warmth.station.record(name)["pids"]["agent"])
+
+
+def launch_command() -> list[str]:
+    import sys
+
+    return [sys.executable, "-m", "train"]
+
+
+def answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as line:
+        try:
+            line.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def warmth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warmth]:
+    from tests.train.conftest import Station
+
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))  # short: the name of a socket has little room
+    station = Station(tmp_path_factory.mktemp("warm"))
+    made = Warmth(station, folder)
+    yield made
+    station.close()
+    made.keeper.kill()
+    made.keeper.wait()
+    shutil.rmtree(folder)
+
+
+def test_a_warm_run_ends_like_a_cold_one_to_the_last_bit(warmth: Warmth) -> None:
+    warmth.launch("warm", "--follow")
+    warmth.launch("cold", "--follow", env={"TRAIN_WARM": "off"})
+    warm_, cold = warmth.station.record("warm"), warmth.station.record("cold")
+    assert warm_["weights_sha256"] == cold["weights_sha256"] is not None
+
+
+def test_agents_of_launches_and_resumes_are_forked_and_have_their_panes_terminal(warmth: Warmth) -> None:
+    warmth.launch("seen", "--steps", 10**6)
+    for attempt in (1, 2):
+        warmth.station.wait("seen", lambda record, n=attempt: len(record["attempts"]) == n and record["step"] >= 3)
+        agent = agent_of(warmth, "seen")
+        assert agent.ppid() == warmth.process.pid and "train.runs.agent" in agent.cmdline()
+        panes = subprocess.run(
+            launch.tmux(warmth.station.runs, "list-panes", "-t", "train-seen", "-F", "#{pane_tty}"),
+            capture_output=True, text=True, check=True, env=warmth.station.environment() | warmth.extra,
+        )  # fmt: skip
+        assert {str(Path(f"/proc/{agent.pid}/fd/{fd}").readlink()) for fd in (0, 1, 2)} == {panes.stdout.strip()}
+        warmth.station.ok("stop", "seen", env=warmth.extra)
+        if attempt == 1:
+            warmth.station.ok("resume", "seen", env=warmth.extra)
+
+
+def test_an_edited_package_is_what_a_warm_run_has(warmth: Warmth) -> None:
+    file = warmth.package / "__init__.py"
+    text = file.read_text()
+    file.write_text(text.replace(f'"{train.__version__}"', '"7.7.7"'))
+    try:
+        warmth.launch("edited", "--steps", 10**6)
+        assert agent_of(warmth, "edited").ppid() == warmth.process.pid
+        assert warmth.station.record("edited")["versions"]["train"] == "7.7.7"
+    finally:
+        file.write_text(text)
+        warmth.station("stop", "edited", "--now", env=warmth.extra)
+
+
+def test_who_differs_starts_cold(warmth: Warmth) -> None:
+    warmth.launch("other", "--steps", 10**6, env={"OMP_NUM_THREADS": "1"})
+    agent = agent_of(warmth, "other")
+    assert agent.ppid() != warmth.process.pid
+    warmth.station("stop", "other", "--now", env=warmth.extra)
+
+
+def test_a_refusal_reaches_the_one_who_asked(warmth: Warmth) -> None:
+    done = warmth.station("launch", "digits", "--name", "no", "--batch_size", 1, "--nproc", 2, env=warmth.extra)
+    assert done.returncode == 2 and "batch_size 1 is smaller" in done.stderr
+    assert not (warmth.station.runs / "no").exists()
+
+
+def test_an_interrupted_warm_launch_leaves_nothing(warmth: Warmth) -> None:
+    folder = warmth.station.folder
+    (folder / "hangs.py").write_text("open('reached', 'w').close()\nimport time\ntime.sleep(600)\n")
+    environment = warmth.station.environment() | warmth.extra
+    process = subprocess.Popen(
+        [*launch_command(), "launch", "hangs.py", "--name", "i"], cwd=folder, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    deadline = time.monotonic() + PATIENCE
+    while not (folder / "reached").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert warmth.agents()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 130
+    while warmth.agents():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (warmth.station.runs / "i").exists()
+
+
+def test_nonsense_through_the_socket_does_not_end_it(warmth: Warmth) -> None:
+    for words in (b"", b"x", b"12345678", b"\xff" * 100):
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(str(warmth.sockets()[0]))
+            if words:
+                socket.send_fds(line, [words], [0])
+    warmth.launch("after", "--follow")
+    assert warmth.station.record("after")["state"] == store.FINISHED and warmth.process.is_running()
+
+
+def test_a_warm_run_outlives_its_keeper(warmth: Warmth) -> None:
+    warmth.launch("outlives", "--steps", 10**6)
+    warmth.station.wait_for_step("outlives", 3)
+    warmth.keeper.kill()
+    warmth.keeper.wait()
+    gone = time.monotonic() + 60
+    while warmth.process.is_running() and warmth.process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < gone, "torch is held for nobody"
+        time.sleep(0.05)
+    step = warmth.station.record("outlives")["step"]
+    warmth.station.wait_for_step("outlives", step + 5)
+    warmth.station.ok("stop", "outlives", env=warmth.extra)
+    assert len(warmth.station.record("outlives")["attempts"]) == 1
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "LD_PRELOAD", "PYTHONPATH", "MKL_CBWR", "TORCH_LOGS", "HOME"])
+def test_variables_that_libraries_read_when_they_are_loaded_tell_processes_apart(name: str, tmp_path: Path) -> None:
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    place = warm.socket_of(environ, make=True)
+    assert place is not None and place == warm.socket_of(environ | {"SOMETHING": "else"})
+    assert place != warm.socket_of(environ | {name: "other"})
+
+
+def test_a_place_that_others_may_enter_is_not_used(tmp_path: Path) -> None:
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    assert warm.socket_of(environ) is None and list(tmp_path.iterdir()) == []  # looking for it makes nothing
+    place = warm.socket_of(environ, make=True)
+    assert place is not None and place.parent.stat().st_mode & 0o777 == 0o700
+    place.parent.chmod(0o755)
+    assert warm.socket_of(environ) is None
+    place.parent.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    place.parent.symlink_to(tmp_path / "elsewhere")
+    assert warm.socket_of(environ) is None

@@ -1,0 +1,339 @@
+"""The state of the last finished step, in memory that no rank owns (shared.py): the death of a rank costs no step.
+
+It gets there in two ways. Rank 0 copies its state after a step, as often as that takes a hundredth of the time. And a
+rank whose peer has died leaves its own behind before it ends: copies of a model on several ranks are equal after every
+step, so that the state of any survivor is the state of the run. It is taken between two updates only:
+
+    begin_update()                  from here on no other thread may look
+    the optimizer's step, which waits for nobody
+    end_update(step)                weights, optimizer and buffers are those after this step
+
+In the middle of a step, where a rank waits for a peer that is gone, weights and optimizer are still those after the
+step before. Buffers are not: a forward has changed them, and no rank's but the first one's count. What the ranks agreed
+on in the last step (`Strategy.agreed`) takes their place.
+
+A snapshot is for ranks that the same supervisor starts again: same configuration, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import mmap
+import pickle
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.checkpoint.shared import Piece, Slots, begin_of_tensors
+from train.parallel.precision import Precision
+from train.parallel.strategy import Strategy
+from train.parallel.world import World
+from train.record.metrics import Training
+
+log = logging.getLogger("train")
+
+SHARE = 0.01
+"""Of the time, that may go into snapshots."""
+_PATIENCE = 20.0
+"""Seconds that a survivor waits for its own update to end, and for others to have left their states behind."""
+_AT_ONCE = 1 << 26
+"""Bytes that are reserved without a thread: it takes some hundredths of a second."""
+_SLACK = 1 << 16
+"""Bytes by which the plain part may grow: lines, for example."""
+_ALIGN = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A tensor, in the plain part."""
+
+    at: int
+    """Bytes after where the tensors begin."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count * self.dtype.itemsize
+
+
+@dataclasses.dataclass
+class _Packed:
+    """Tensors on their way into a buffer, each once, however often it is named."""
+
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
+    end: int = 0
+    _places: dict[int, _Place] = dataclasses.field(default_factory=dict)
+
+    def walk(self, value: Any) -> Any:
+        """The value with places instead of tensors."""
+        if isinstance(value, dict):
+            return {key: self.walk(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.walk(inner) for inner in value])
+        if not isinstance(value, Tensor):
+            return value
+        place = self._places.get(id(value))
+        if place is None:
+            dense = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+            stride = value.stride() if dense else torch.empty(value.shape, device="meta").stride()
+            place = self._places[id(value)] = _Place(self.end, value.dtype, tuple(value.shape), tuple(stride))
+            self.tensors.append(value)
+            self.end += -(-place.size // _ALIGN) * _ALIGN
+        return place
+
+    def pieces(self) -> Iterator[Piece]:
+        """The bytes of the tensors, each filled up to a multiple of _ALIGN."""
+        for value in self.tensors:
+            if not value.numel():
+                continue
+            here = value.detach().cpu()
+            if here.dim() == 4 and here.is_contiguous(memory_format=torch.channels_last):
+                here = here.permute(0, 2, 3, 1)  # as it lies in memory
+            piece = here.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            yield piece
+            if len(piece) % _ALIGN:
+                yield bytes(_ALIGN - len(piece) % _ALIGN)
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """A snapshot that has been read and verified."""
+
+    step: int
+    state: dict[str, Any]
+    """`model`, `optimizer`, `scaler`."""
+    lines: list[Training]
+    """Training lines that may not have been written when rank 0 died."""
+    memory: mmap.mmap
+    start: int
+    mark: str = ""
+    """Of the attempt that left it."""
+
+    def tensor(self, place: _Place) -> Tensor:
+        """A tensor that owns its memory."""
+        flat = torch.empty(0, dtype=place.dtype)
+        if place.size:
+            flat = torch.frombuffer(
+                self.memory, dtype=place.dtype, count=place.size // place.dtype.itemsize, offset=self.start + place.at
+            )
+        found = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        return found.copy_(flat.as_strided(place.shape, place.stride)) if place.size else found
+
+    def walk(self, value: Any) -> Any:
+        """The value with tensors instead of places."""
+        if isinstance(value, dict):
+            return {key: self.walk(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.walk(inner) for inner in value])
+        return self.tensor(value) if isinstance(value, _Place) else value
+
+
+def read(slots: Slots, slot: int, fingerprint: str) -> Content | None:
+    """What a buffer holds; None if it is damaged, or of another run's state."""
+    with contextlib.suppress(OSError, pickle.UnpicklingError, KeyError, ValueError, EOFError, AttributeError):
+        found = slots.read(slot)
+        if found is not None:
+            plain = pickle.loads(found[0])
+            if plain["fingerprint"] == fingerprint:
+                start = begin_of_tensors(len(found[0]))
+                return Content(plain["step"], plain["state"], plain["lines"], found[1], start, plain["mark"])
+    return None
+
+
+def apply(content: Content, module: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    """Put a snapshot into a model and its fresh optimizer."""
+    state = OrderedDict(content.walk(content.state["model"]))
+    state._metadata = getattr(module.state_dict(), "_metadata", {})  # type: ignore[attr-defined]
+    module.load_state_dict(state)
+    optimizer.load_state_dict(content.walk(content.state["optimizer"]))
+    if precision.scaler is not None and content.state["scaler"]:
+        precision.scaler.load_state_dict(content.state["scaler"])
+
+
+class Snapshots:
+    """One rank's part in keeping the state. Without slots it does nothing."""
+
+    def __init__(
+        self,
+        slots: Slots | None,
+        fingerprint: str,
+        world: World,
+        say: Callable[[str], None],
+        room: Callable[[], int],
+        mark: str = "",
+    ) -> None:
+        """
+        Args:
+            fingerprint: of all that must be the same where the state is taken up.
+            room: bytes of memory that can still be had.
+            mark: of this attempt, the same on all machines.
+        """
+        self._mark = mark
+        self._slots, self._fingerprint, self._world, self._say, self._room = slots, fingerprint, world, say, room
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._at = 0
+        """The step whose state this rank holds; 0: none that is worth keeping."""
+        self._agreed: Mapping[int, Tensor] = {}
+        self._due = 0.0
+        self.lines: Callable[[], list[Training] | None] = list
+        """Gives the lines of the last steps; None where their losses are not finite."""
+
+    @property
+    def is_on(self) -> bool:
+        return self._slots is not None
+
+    @property
+    def _serves(self) -> bool:
+        """Whether this rank's state can serve when another is dead. On a GPU the host does not know what state the
+        device is in while it waits for a peer that is gone."""
+        return self.is_on and self._world.size > 1 and self._world.device.type == "cpu"
+
+    def attach(self, strategy: Strategy, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+        """Say what is kept."""
+        self._strategy, self._optimizer, self._precision = strategy, optimizer, precision
+        # found now: in the middle of a step a forward may have put another tensor in the place of a buffer
+        state = strategy.module.state_dict(keep_vars=True)
+        self._buffers = {name: id(value) for name, value in state.items() if _is_buffer(value)}
+        if self._serves:
+            threading.Thread(target=self._wait_for_death, daemon=True, name="bell").start()
+
+    def begin_update(self) -> None:
+        """Before the optimizer's step: the state is in no order from now on."""
+        if self._slots is not None:
+            self._lock.acquire()
+            self._holder = threading.get_ident()
+
+    def end_update(self, step: int) -> None:
+        """The state is that after this step, and its loss is in order."""
+        if self._slots is None:
+            return
+        is_first = not self._at
+        self._at = step
+        if self._serves:
+            self._agreed = self._strategy.agreed
+        self._holder = None
+        self._lock.release()
+        if not self._world.is_lead:
+            return
+        if is_first:
+            self._reserve()
+        elif time.monotonic() >= self._due:
+            self._take()
+
+    def leave_behind(self) -> bool:
+        """Before this rank ends because another has died: leave its state to those who come after. Whether it has."""
+        if not self._serves or self._holder == threading.get_ident():
+            return False
+        if not self._lock.acquire(timeout=_PATIENCE):
+            return False
+        try:
+            return bool(self._at) and self._write(self._left(), _PATIENCE)
+        except Exception as error:  # whatever it is, the checkpoint on the disk is there
+            log.warning("the state after step %d could not be left in memory: %s", self._at, error)
+            return False
+        finally:
+            self._lock.release()
+
+    def _wait_for_death(self) -> None:
+        assert self._slots is not None
+        with contextlib.suppress(OSError):
+            self._slots.wait_for_bell()
+            self.leave_behind()
+
+    def _left(self) -> dict[str, Tensor] | None:
+        """The model's state with the buffers that the ranks agreed on; None where that is not known."""
+        agreed, state = self._agreed, {}
+        for name, value in self._strategy.module.state_dict(keep_vars=True).items():
+            if _is_buffer(value):
+                if self._buffers.get(name) not in agreed:
+                    return None
+                state[name] = agreed[self._buffers[name]]
+            else:
+                state[name] = value
+        return state
+
+    def _write(self, model: dict[str, Tensor] | None, patience: float) -> bool:
+        lines = self.lines()
+        if model is None or lines is None:
+            return False
+        plain, packed = self._pack(model, lines)
+        assert self._slots is not None
+        if not self._slots.holds(begin_of_tensors(len(plain)) + packed.end):
+            return False
+        return self._slots.write(self._at, plain, packed.pieces(), patience)
+
+    def _pack(self, model: dict[str, Tensor], lines: list[Training]) -> tuple[bytes, _Packed]:
+        packed, scaler = _Packed(), self._precision.scaler
+        state = packed.walk({"model": dict(model), "optimizer": self._optimizer.state_dict()})
+        state["scaler"] = scaler.state_dict() if scaler is not None else None
+        plain = {
+            "fingerprint": self._fingerprint, "step": self._at, "mark": self._mark, "state": state, "lines": lines,
+        }  # fmt: skip
+        return pickle.dumps(plain), packed
+
+    def _take(self) -> None:
+        """On the first rank of a machine, between two steps."""
+        began = time.monotonic()
+        try:
+            self._write(self._strategy.module.state_dict(keep_vars=True), 0.0)
+        except Exception as error:  # an optimizer may hold what cannot be copied like this
+            self._give_up(f"no snapshots in memory: {error}")
+        now = time.monotonic()
+        self._due = now + (now - began) * (1 / SHARE - 1)
+
+    def _reserve(self) -> None:
+        """On the first rank of a machine, when the optimizer has its state: take the memory, if it is there."""
+        assert self._slots is not None
+        try:
+            plain, packed = self._pack(self._strategy.module.state_dict(keep_vars=True), [])
+        except Exception as error:
+            return self._give_up(f"no snapshots in memory: {error}")
+        slots, size = self._slots, begin_of_tensors(len(plain) + _SLACK) + packed.end
+        if slots.holds(size):  # since an attempt before
+            return None
+        room = self._room()
+        if 2 * size > room / 2:
+            return self._give_up(
+                f"no snapshots in memory: 2 x {words(size)} are more than half of the {words(room)} that are left; "
+                "a death costs the steps since the last checkpoint"
+            )
+        self._say(f"snapshots in memory: 2 x {words(size)}")
+
+        def reserve() -> None:
+            with contextlib.suppress(OSError):  # then it does not hold, and nothing is kept
+                slots.reserve(size)
+
+        if size > _AT_ONCE:
+            threading.Thread(target=reserve, daemon=True, name="reserve snapshots").start()
+        else:
+            reserve()
+        return None
+
+    def _give_up(self, why: str) -> None:
+        self._slots = None
+        self._say(why)
+
+
+def _is_buffer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and bool(value.numel())
+
+
+def words(size: float) -> str:
+    """Bytes in words."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1e3:.0f} kB"

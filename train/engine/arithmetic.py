@@ -1,0 +1,61 @@
+"""What makes two processes compute the same bits: one set-up for training and for evaluation alone."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+from torch import nn
+
+from train.config import Config
+
+_NONE = re.compile(r"(\S[^\n.]*?) does not have a deterministic implementation")
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def fix(config: Config) -> None:
+    """Set this process's arithmetic as the configuration says. Before a device is touched: cuBLAS reads it then.
+
+    Deterministic is strict. With warnings alone torch would leave the backward of attention as it is, in all three of
+    its fast kernels; strict, it takes an order in two of them and keeps away from the third, cuDNN's (2.7.1:
+    ATen/native/transformers/cuda). What has no such way raises; `refusal` says what to do then.
+    """
+    assert config.cpu_threads is not None
+    torch.set_num_threads(config.cpu_threads)
+    torch.use_deterministic_algorithms(config.deterministic)
+    # the best algorithm by trial is another one tomorrow
+    torch.backends.cudnn.benchmark = not config.deterministic
+    if config.deterministic:
+        os.environ.setdefault(_CUBLAS, ":4096:8")
+        # it would fill every empty tensor with NaN, to find who reads one: a tenth of the time and no bit of the result
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def lay_out(model: nn.Module, config: Config) -> nn.Module:
+    """The same model, its weights laid out in memory as the configuration says."""
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def compile_as_asked(model: nn.Module, config: Config) -> None:
+    """Compile a model in place, if that is wanted. Once it is on its device, with the weights that it begins with."""
+    if config.compile:
+        # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
+        model.compile(dynamic=False)
+
+
+def refusal(error: BaseException) -> str:
+    """What to tell where torch refuses to compute without an order; '' for all other errors."""
+    text = str(error)
+    if not isinstance(error, RuntimeError):
+        return ""
+    found = _NONE.search(text)
+    if found:
+        what = f"{found[1]} has no deterministic implementation on this device; use another operation"
+    elif _CUBLAS in text and "not deterministic" in text:
+        what = f"cuBLAS is not deterministic with {_CUBLAS}={os.environ.get(_CUBLAS, '')}; unset it"
+    else:
+        return ""
+    return f"{what}, or start the run with --deterministic false: resumed, it is then not equal bit for bit"

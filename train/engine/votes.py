@@ -1,0 +1,105 @@
+"""What one rank tells the others in a step: VOTES, in one tensor on the device that is made once for the whole run.
+
+Nothing is copied to the device in a step, for that would wait for it: what the host knows is filled in by a kernel, and
+only when it is another number than in the step before.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from train.engine.loss import Figure
+from train.parallel.strategy import VOTES
+from train.signals import StopRequest
+
+COUNT, COUNTED = VOTES.index("count"), VOTES.index("counted")
+
+
+class Votes:
+    """One rank's VOTES of the step that is being made; before them, where sums are made in order, their parts."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, is_ordered: bool, stop: StopRequest) -> None:
+        self._dtype, self._device, self._is_ordered, self._stop = dtype, device, is_ordered, stop
+        self._is_host, self._largest = device.type == "cpu", torch.finfo(dtype).max
+        self._tensor = torch.zeros(len(VOTES), dtype=dtype, device=device)
+        self._cells = self._tensor.unbind()
+        self._filled: list[float | None] = [0.0] * len(VOTES)
+        """What the host has filled each cell with; None where the device has computed something else into it."""
+        self.begin(0, save=False)
+
+    def begin(self, micros: int, save: bool) -> None:
+        """Forget the step before.
+
+        Args:
+            micros: micro batches of this one, over all ranks.
+            save: whether this rank wants a checkpoint after it.
+        """
+        self._save = save
+        self.counts_itself = False
+        self.fed = False
+        """Whether this rank has computed on data."""
+        self._count: Tensor | float = 0.0
+        self._parts: Tensor | None = None
+        """Where sums must not depend on who makes them: total and count of each micro batch, to be added in order."""
+        if self._is_ordered:
+            self._parts = torch.zeros(micros, 2, dtype=self._dtype, device=self._device)
+
+    def add(self, number: int, found: Figure) -> None:
+        """Take in the loss of a micro batch."""
+        self.counts_itself |= found.counts_itself
+        count = found.counted()
+        total = self._product(found) if self._is_host else found.total(self._dtype)
+        if self._parts is not None:
+            self._parts[number, 0] = total
+            _put(self._parts[number, 1], count)
+        else:
+            if self.fed:
+                self._cells[0].add_(total)
+            else:
+                _put(self._cells[0], total)
+            self._filled[0] = None
+            # the first of several may be a number and the next a tensor
+            self._count = self._count + (count.to(self._dtype) if isinstance(count, Tensor) else count)
+        self.fed = True
+
+    def _product(self, found: Figure) -> float:
+        """`found.total` where the host may look: rounded once, to the same bits, in a third of the time (4 us less)."""
+        total = found.value.item() * found.weight
+        return math.copysign(math.inf, total) if abs(total) > self._largest else total  # torch refuses to fill it in
+
+    def cast(self) -> Tensor:
+        """VOTES of this rank, on the device; of the step's micro batches all have been added."""
+        if not self.fed or self._parts is not None:
+            self._set(0, 0.0)
+        self._set(COUNT, self._count)
+        self._set(2, float(self._stop.asked))
+        self._set(3, float(self._save))
+        self._set(COUNTED, float(self.counts_itself))
+        return self._tensor if self._parts is None else torch.cat([self._parts.reshape(-1), self._tensor])
+
+    def _set(self, place: int, value: Tensor | float) -> None:
+        if isinstance(value, Tensor):
+            self._filled[place] = None
+        elif self._filled[place] == value:
+            return
+        else:
+            self._filled[place] = value
+        _put(self._cells[place], value)
+
+    def read(self, reduced: Tensor) -> Tensor:
+        """VOTES summed over the ranks, from what was made of those that were cast."""
+        if self._parts is None:
+            return reduced
+        # each part is one rank's, and zeros of the others round nothing
+        parts, votes = reduced[: self._parts.numel()].view_as(self._parts), reduced[self._parts.numel() :]
+        return torch.cat([parts.sum(0), votes[2:]])
+
+
+def _put(cell: Tensor, value: Tensor | float) -> None:
+    if isinstance(value, Tensor):
+        cell.copy_(value)
+    else:
+        cell.fill_(value)

@@ -1,0 +1,25 @@
+"""The memory that outlives the ranks of a run, as the process that starts them has it (checkpoint/shared.py)."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+
+from train.checkpoint.shared import ENVIRONMENT, Owned
+from train.record.store import Run
+
+
+def memory_of(run: Run) -> Owned | None:
+    """What outlives the ranks of a run, if it is to be started again and its state can be kept."""
+    record = run.read()
+    if record.get("script") or not int(record.get("max_restarts", 1)):
+        return None
+    content = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
+    return Owned() if content.get("checkpoint", {}).get("snapshots", True) else None
+
+
+def lend(memory: Owned | None) -> None:
+    """Tell ranks that are started from now on where it is."""
+    os.environ.pop(ENVIRONMENT, None)  # of a run around this one
+    if memory is not None:
+        os.environ[ENVIRONMENT] = memory.address

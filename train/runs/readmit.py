@@ -1,0 +1,126 @@
+"""Everything that can be wrong with going on is found here, before anything is changed."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train import config as configuration
+from train.config import Config
+from train.engine import build
+from train.engine.opened import config_of, data_differs, task_of
+from train.errors import Refused
+from train.parallel import cards, choose
+from train.parallel.precision import Precision
+from train.parallel.world import NoGPU, pick_device
+from train.record import feed
+from train.record import manifest as manifests
+from train.record.store import Run, write_atomically
+from train.runs.admit import check_nodes, check_ranks, check_sync_batchnorm, checked_model
+from train.runs.request import parsed, settings_types
+from train.tasks import Task
+
+
+def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: int = 1) -> tuple[Task, Config, list[str]]:
+    """Check that a run can go on, with these changes; nothing is written. Also returns warnings.
+
+    Args:
+        local: ranks on this machine.
+        nodes: machines, at most.
+
+    Raises:
+        Refused: it cannot go on as it stands or as asked for.
+    """
+    record, task, ranks = run.read(), task_of(run), local * nodes
+    config = config_of(run, task)
+    before = configuration.to_flat(config)
+    own = {f"task.{name}": hint for name, hint in settings_types(task).items()}
+    changes = parsed(flags, own, task)
+    if changes:
+        flat = configuration.layer(changes, task.Settings, "", before)
+        config = configuration.build(flat, task.Settings)
+        if config.data.root:
+            config.data.root = str(Path(config.data.root).absolute())
+        _check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
+    found = manifests.newest_valid(run)
+    warnings: list[str] = list(found[2]) if found else []
+    step, manifest = (found[0], found[1]) if found else (0, {})
+    if manifest:
+        _check_changes(
+            manifest["config"],
+            configuration.to_flat(config),
+            f"{run.folder / 'config.toml'} does not fit its checkpoints",
+        )
+        if manifest.get("task_sha256") != task.sha256:
+            raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
+    device = _device_again(run, config, local)
+    precision = Precision(config.precision, device)
+    if not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
+        raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
+    check_ranks(config, ranks, device)
+    check_nodes(config, nodes)
+    feed.check(config.log.wandb)
+    train_set, eval_set = build.make_datasets(task, config)
+    differs = data_differs(run, task, config, train_set, eval_set)
+    if differs:
+        raise Refused(
+            f"the data differ from those that {run.name} began with: {differs}; put them back as they were, "
+            "or start a new run"
+        )
+    if len(train_set) != record.get("samples", len(train_set)):
+        raise Refused(
+            f"the training set has {len(train_set)} samples now and had {record['samples']} when {run.name} "
+            "was started; put the data back as it was"
+        )
+    check_sync_batchnorm(config, device, ranks, len(train_set))
+    if choose.shards(config, ranks) or config.parallel.recompute:  # else there is nothing to ask the model
+        checked_model(task, config, ranks, precision)
+    plan = build.plan_of(config, len(train_set))
+    total = build.total_steps(config, plan)
+    if total < step:
+        raise Refused(f"{run.name} has trained {step} steps already, more than the {total} now asked for")
+    micros = plan.micro_batches(0)
+    if micros < ranks:
+        warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} of them only wait")
+    source = record.get("task_source")
+    if source and _digest(Path(source)) not in ("", record.get("task_sha256")):
+        warnings.append(f"{source} has changed since; {run.name} goes on with its own copy")
+    return task, config, warnings
+
+
+def _digest(file: Path) -> str:
+    """SHA-256 of a file's bytes; '' if there is none."""
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def _device_again(run: Run, config: Config, ranks: int) -> torch.device:
+    """Where a run goes on: on GPUs if it began on them, unless its user says otherwise."""
+    try:
+        device = pick_device(config, ranks, 0)
+    except NoGPU:
+        raise NoGPU(
+            f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; "
+            f"to go on on the CPU, with other bits: train resume {run.name} --device cpu"
+        ) from None
+    config.device = "cuda" if device.type == "cuda" else "cpu"
+    if device.type == "cuda":
+        cards.check(cards.here())
+    return device
+
+
+def apply_resume(run: Run, config: Config) -> None:
+    """Write the changes of a resume into the run folder."""
+    write_atomically(run.folder / "config.toml", configuration.to_toml(config))
+
+
+def _check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
+    forbidden = configuration.forbidden_changes(before, after)
+    if forbidden:
+        name = forbidden[0]
+        raise Refused(
+            f"{what}: {name} was {before.get(name)} and is {after.get(name)} now; put it back, or start a new run "
+            f"(a resume may change {configuration.changeable()})"
+        )
