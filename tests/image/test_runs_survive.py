@@ -77,6 +77,7 @@ def test_a_stopped_container_saves_its_runs_and_they_go_on(station: Station, und
     assert 30 < run["step"] < undisturbed["step"]
     assert saved(station, "stopped") == run["step"]  # no step is lost
     station.make("up")
+    until("the keeper brings it back", lambda: len(record(station, "stopped")["attempts"]) == 2, 120)
     ends_as_if_nothing_had_happened(station, "stopped", undisturbed)
     first, second = record(station, "stopped")["attempts"]
     assert second["from_step"] == first["to_step"] == run["step"]

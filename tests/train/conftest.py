@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +19,34 @@ import pytest
 
 from train.record import store
 from train.record.store import Run
-from train.runs import launch
+from train.runs import launch, warm
+
+pytest.register_assert_rewrite("tests.train.training")
 
 PATIENCE = 240
 """Seconds after which a command that should have ended counts as hanging. Never a measure of speed."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; what we start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_held: dict[str, str] = {}
+
+
+def held_warm(environment: dict[str, str]) -> dict[str, str]:
+    """A process with torch imported, from the first call to the end of the tests; returns how it is found."""
+    if not _held:
+        folder = tempfile.mkdtemp(prefix="train-tests-")  # short: the name of a socket has little room
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        found = {"TMPDIR": folder, warm.OFF: "on"}
+        process = warm.start(environment | found)
+        atexit.register(process.kill)
+        deadline = time.monotonic() + PATIENCE
+        while not any(Path(folder).glob("train-warm-*/*")):
+            assert time.monotonic() < deadline and process.poll() is None, "nothing is held warm"
+            time.sleep(0.05)
+        _held.update(found)
+    return _held
 
 
 class Station:
@@ -37,7 +61,7 @@ class Station:
         return subprocess.run(
             [sys.executable, "-m", "train", *map(str, arguments)],
             cwd=self.folder,
-            env=self.environment() | (env or {}),
+            env=self.environment() | self._warm(*arguments) | (env or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -56,18 +80,26 @@ class Station:
         return subprocess.Popen(
             [sys.executable, "-m", "train", *map(str, arguments)],
             cwd=self.folder,
-            env=self.environment(),
+            env=self.environment() | self._warm(*arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
+    def _warm(self, *arguments: object) -> dict[str, str]:
+        """What lets a launch or a resume begin at once; with TRAIN_WARM=off over it, it starts cold."""
+        return held_warm(self.environment()) if arguments[0] in ("launch", "resume") else {}
+
     def environment(self) -> dict[str, str]:
         # of the tests' own surroundings, what would change how a run behaves is kept out
         outer = {key: value for key, value in os.environ.items() if not key.startswith(("TRAIN_", "TORCHELASTIC"))}
         root = str(Path(__file__).parents[2])
-        return outer | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        return outer | {
+            "PYTHONPATH": path,
+            "TRAIN_WARM": "off",
+        }  # a keeper that lives here has nothing to do with tests
 
     def run(self, name: str) -> Run:
         return Run(self.runs / name)
@@ -151,3 +183,17 @@ def finished(shared_station: Station) -> Station:
         "--checkpoint.every_steps", 20, "--cpu_threads", 1,
     )  # fmt: skip
     return shared_station
+
+
+@pytest.fixture(scope="session")
+def engine(shared_station: Station) -> Any:
+    from tests.train.training import Engine  # torch, which most commands do without
+
+    return Engine(shared_station)
+
+
+@pytest.fixture(scope="session")
+def steady(engine: Any) -> Any:
+    """With the run `one` in it: the test task in float64 on one rank, ten steps, undisturbed."""
+    assert engine.run("one", precision="fp64")["state"] == "finished"
+    return engine

@@ -176,8 +176,8 @@ def test_training_that_waits_for_data_says_so_once_with_the_remedy(station: Stat
     task.write_text(SLOW.replace("WAIT", "0.1").replace("WORK", "0"))
     flags = ["--batch_size", 2, "--steps", 16, "--log.every_steps", 2]
     done = station.ok("run", task, "--name", "slow", *flags)
-    assert len(re.findall(r"warning: training waits for data \d+% of the time", done.stderr)) == 1
-    assert re.search(r"data +training waits for data \d+% .*--data\.workers", station.ok("show", "slow").stdout)
+    assert len(re.findall(r"warning: training waits \d+% for data: raise data\.workers to \d", done.stderr)) == 1
+    assert re.search(r"data +training waits \d+% for data: .*--data\.workers", station.ok("show", "slow").stdout)
     task.write_text(SLOW.replace("WAIT", "0").replace("WORK", "0.2"))
     done = station.ok("run", task, "--name", "busy", *flags)
-    assert "waits for data" not in done.stderr + station.ok("show", "busy").stdout
+    assert "training waits" not in done.stderr + station.ok("show", "busy").stdout

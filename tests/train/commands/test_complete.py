@@ -13,7 +13,7 @@ from train import config, tasks
 from train.commands import COMMANDS
 from train.record import store
 
-FILE = Path(__file__).parents[2] / "docker/rootfs/usr/local/share/bash-completion/completions/train"
+FILE = Path(__file__).parents[3] / "docker/rootfs/usr/local/share/bash-completion/completions/train"
 ASK = """
 . "$1"
 shift
@@ -60,7 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OFFERED = {
     "train ": set(COMMANDS),
-    "train re": {"resume"},
+    "train re": {"report", "resume"},
     "train --ru": {"--runs"},
     "train --runs elsewhere sh": {"show"},
     "train show ": {"alpha", "beta"},
@@ -89,7 +89,19 @@ OFFERED = {
     "train ls --state ": {"created", "running", "stopped", "interrupted", "failed", "finished"},
     "train ls --sort=l": {"loss"},
     "train export alpha --checkpoint ": {"best", "20", "40"},
-    "train bench ": {"checkpoint", "ordered", "resume", "stop"},
+    "train bench ": {
+        "checkpoint",
+        "collective",
+        "exporter",
+        "input",
+        "loop",
+        "ordered",
+        "recovery",
+        "resume",
+        "scaling",
+        "start",
+        "stop",
+    },
     "train keeper --": {"--help", "--once", "--runs"},
     "train nonsense ": set(),
 }
@@ -100,7 +112,7 @@ def offered(place: Path) -> dict[str, set[str]]:
     """What bash gets for each line."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("TRAIN_")}
     environ["PATH"] = f"{place / 'bin'}{os.pathsep}{environ['PATH']}"
-    environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    environ["PYTHONPATH"] = str(Path(__file__).parents[3])
     done = subprocess.run(
         ["bash", "--norc", "-c", ASK, "bash", FILE, *OFFERED],
         cwd=place, env=environ, capture_output=True, text=True, check=True,
