@@ -22,6 +22,10 @@ help: ## this list
 setup: ## make the environment .venv (once; other targets do it by themselves)
 	@scripts/setup.sh
 
+.PHONY: doctor
+doctor: ## check this machine, before anything is installed: needs Python 3.8 alone (ARGS=--json)
+	@python3 -m train.doctor $(ARGS)
+
 .PHONY: demo
 demo: setup ## train on real handwritten digits, two processes on any machine, in a minute
 	@scripts/demo.sh $(ARGS)
@@ -29,6 +33,19 @@ demo: setup ## train on real handwritten digits, two processes on any machine, i
 .PHONY: test
 test: setup ## run the tests; one of them: make test ARGS="-k resume"
 	@$(PY) -m pytest tests/train $(wildcard tests/notebooks) $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: ## prove what only a GPU can show, in 8 minutes; with any Python that has torch: make test-gpu PYTHON=python3
+ifdef PYTHON
+	@$(PYTHON) -m tests.gpu --json test-gpu.json $(ARGS)
+else
+	@$(MAKE) setup
+	@$(PY) -m tests.gpu --json test-gpu.json $(ARGS)
+endif
+
+.PHONY: test-minutes
+test-minutes: setup ## run the tests that take minutes: benches, searches for what fits, the proof for GPUs on a CPU
+	@$(PY) -m pytest tests/train -m minutes $(ARGS)
 
 .PHONY: torture
 torture: setup ## kill runs at every moment, compare with undisturbed ones; all of it takes more than an hour

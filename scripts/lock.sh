@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements.lock from pyproject.toml: every extra, Python 3.11 and later, hashes, no address of an index.
+# Writes requirements.lock from pyproject.toml: every extra but bench (other trainers, to compare with), Python 3.11 and later, hashes, no address of an index.
 # Known versions are kept: `make lock ARGS=--upgrade` moves them, `make lock ARGS="-P numpy"` moves one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -26,9 +26,13 @@ uv_like_pip python
 unset UV_FIND_LINKS UV_INDEX UV_EXTRA_INDEX_URL UV_CONSTRAINT UV_OVERRIDE
 export UV_NO_CONFIG=1
 
+mapfile -t extras < <(python3 -c 'import tomllib
+for extra in tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]:
+    if extra != "bench": print(f"--extra={extra}")')
+
 cp requirements.lock "$work/requirements.lock" 2>/dev/null || true
 echo "$pins" >"$work/pins.txt"
-uv pip compile pyproject.toml --quiet --all-extras --universal --python-version 3.11 --generate-hashes \
+uv pip compile pyproject.toml --quiet "${extras[@]}" --universal --python-version 3.11 --generate-hashes \
     --no-emit-index-url --no-emit-find-links --annotation-style line \
     --constraints "$work/pins.txt" --custom-compile-command 'make lock' -o "$work/requirements.lock" "$@"
 

@@ -88,6 +88,19 @@ check_number() { # NAME DEFAULT MOST
     [[ $value =~ ^[1-9][0-9]{0,8}$ ]] && [ "$value" -le "$3" ] || die "$1=$value: it is a number from 1 to $3"
 }
 
+check_monitoring() {
+    local service name usual port
+    while read -r service name usual; do
+        check_number "$name" "$usual" 65535
+        port=$(setting "$name" "$usual")
+        [ -z "$(docker ps --quiet --filter "publish=$port" --filter "$(of_project "$project")" \
+            --filter "label=com.docker.compose.service=$service")" ] || continue # our own
+        ! busy "$port" || die "port $port is taken by $(who_has "$port"): set $name in .env to a free one"
+    done <<<"grafana GRAFANA_PORT 3000
+prometheus PROMETHEUS_PORT 9090"
+    [ "$(setting STATION_EXPORTER on)" = on ] || die "COMPOSE_PROFILES=monitoring with STATION_EXPORTER=off: there would be nothing to see; leave one out"
+}
+
 check_settings() {
     local gpus bind bare key data runs free index octet
     gpus=$(setting GPUS)
@@ -120,6 +133,11 @@ check_settings() {
         *) die "PROTECT_CHECKOUT=$(setting PROTECT_CHECKOUT): it is true or false" ;;
     esac
     check_number MIN_FREE_MB 500 100000000
+    case $(setting STATION_EXPORTER on) in
+        on | off) ;;
+        *) die "STATION_EXPORTER=$(setting STATION_EXPORTER): it is on or off" ;;
+    esac
+    if wants_monitoring; then check_monitoring; fi
 
     data=$(expand "$(setting DATASETS_DIR ./datasets)")
     check_folder DATASETS_DIR "$data"

@@ -61,7 +61,7 @@ setting() {
 check_own_files() {
     local file
     for file in .env .secrets .secrets/jupyter_token .secrets/authorized_keys .secrets/id_ed25519 \
-        .secrets/id_ed25519.pub .secrets/known_hosts; do
+        .secrets/id_ed25519.pub .secrets/known_hosts .secrets/grafana_password; do
         [ ! -L "$file" ] || die "$file is a link, which is not followed: put the file itself there, or remove it (rm $file)"
         [ -e "$file" ] || continue
         if [ "$file" = .secrets ]; then
@@ -186,6 +186,7 @@ make_missing_files() {
         [ -s "$token" ] || made+=" $token"
         secret jupyter_token < <(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
     fi
+    make_grafana_password
     key=$(expand "$(setting SSH_PUBLIC_KEY)")
     if [ -n "$key" ]; then
         secret authorized_keys < <(public_keys <"$key")
@@ -207,6 +208,16 @@ make_missing_files() {
             secret authorized_keys <"$work/id_ed25519.pub"
             rm -rf "$work"
         fi
+    fi
+}
+wants_monitoring() { [[ ,$(setting COMPOSE_PROFILES), == *,monitoring,* ]]; }
+# Grafana has a user of its own, who reads it; the folder keeps everybody else out.
+make_grafana_password() {
+    local password=.secrets/grafana_password
+    wants_monitoring || return 0
+    if [ ! -s "$password" ] || [ -n "$copied_from" ]; then
+        [ -s "$password" ] || made+=" $password"
+        put ./.secrets grafana_password 644 < <(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     fi
 }
 files_are_made() {

@@ -74,7 +74,8 @@ choose_mode() {
         esac
         say "GPU: the engine hands out NVIDIA devices${gpus:+ (GPUS=$gpus)}"
         if [ "$gpu_ids" != all ]; then
-            devices="services: {station: {deploy: {resources: {reservations: {devices: !override [{driver: nvidia, device_ids: [\"${gpu_ids//,/\",\"}\"], capabilities: [gpu]}]}}}}}"
+            devices="{deploy: {resources: {reservations: {devices: !override [{driver: nvidia, device_ids: [\"${gpu_ids//,/\",\"}\"], capabilities: [gpu]}]}}}}"
+            devices="services: {station: $devices, dcgm-exporter: $devices}"
         fi
     elif [ -n "$gpus" ]; then
         die "GPUS=$gpus, but $why"
@@ -112,9 +113,10 @@ wait_healthy() {
 
 # Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.
 start() {
-    local output skip="" try
+    local output skip="" try only=()
+    ! wants_monitoring || only=(station)
     for try in 1 2 3 4 5; do
-        if output=$(compose up --detach --no-build --remove-orphans 2>&1); then return; fi
+        if output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1); then return; fi
         case $output in *'already allocated'* | *'already in use'* | *'ports are not available'*) ;; *) break ;; esac
         [ -z "$jupyter_set" ] || [ -z "$ssh_set" ] || break
         [ "$try" != 5 ] || break
@@ -124,6 +126,20 @@ start() {
     done
     take_back
     die "the engine did not start the station: $(tail -n 1 <<<"$output" | sed 's/^Error response from daemon: //')"
+}
+
+grafana="" # where it is, once it is started
+# After the station, which does not wait for images from elsewhere, nor go without them.
+start_monitoring() {
+    local output
+    wants_monitoring || return 0
+    say "starting Prometheus and Grafana (the first time their images are fetched)"
+    if output=$(compose up --detach --no-build 2>&1); then
+        grafana="
+  Grafana      http://$(reachable "$(setting MONITORING_ADDRESS 127.0.0.1)"):$(setting GRAFANA_PORT 3000)  (admin; password: .secrets/grafana_password)"
+        return
+    fi
+    say "warning: the station is up, the monitoring is not: $(tail -n 1 <<<"$output"); PROMETHEUS_IMAGE, GRAFANA_IMAGE and DCGM_EXPORTER_IMAGE can name a mirror's copies"
 }
 
 up() {
@@ -157,10 +173,11 @@ up() {
     wait_healthy "$id"
     claim_volumes "$id"
     keep_image
+    start_monitoring
     cat <<TEXT
 
   JupyterLab   $(url)
-  ssh          $(ssh_line)
+  ssh          $(ssh_line)$grafana
 
   A first run, in either:  train launch digits --name first --follow
   All commands:            make help
@@ -244,7 +261,7 @@ case $command in
         if [ -z "$id" ] && [ $# -eq 0 ]; then
             say "this checkout has no station"
         elif [ -z "$(other_checkout)" ]; then
-            compose down --remove-orphans "$@"
+            compose --profile '*' down --remove-orphans "$@" # also what was started with --profile alone
         fi
         ;;
     rebuild)
@@ -287,7 +304,7 @@ case $command in
             exit
         fi
         if [ -n "$id" ]; then image=$(docker inspect -f '{{.Config.Image}}' "$id"); else image=$(setting STATION_IMAGE); fi
-        compose down --volumes --remove-orphans
+        compose --profile '*' down --volumes --remove-orphans
         [ -z "$image" ] || release_image "$image"
         say "removed: container, volumes (home folder, host keys), and the image where no other station uses it. Still here: runs, data, .env, .secrets"
         ;;

@@ -14,9 +14,10 @@ import os
 import signal
 
 POINTS = (
-    "start", "loaded", "step", "evaluate",
+    "start", "loaded", "step", "update", "evaluate",
     "save.staged", "save.begin", "save.written", "save.shards", "save.manifest", "save.synced", "save.renamed",
-    "save.published", "prune.renamed", "prune.removed", "finish", "finished", "decided",
+    "save.published", "prune.renamed", "prune.removed", "snapshot.begin", "snapshot.written", "snapshot.sealed",
+    "finish", "finished", "decided",
 )  # fmt: skip
 """Every point, in the order of a run. At the last one, the supervisor's, how the run ended is decided and not yet
 written down."""

@@ -8,6 +8,8 @@ COMMANDS = {
     "launch": "start a run inside tmux and return; it outlives this shell",
     "ls": "list the runs and their state",
     "show": "everything about one run",
+    "top": "a live page of runs, their ranks and the GPUs",
+    "exporter": "figures of runs and GPUs for Prometheus, over HTTP",
     "logs": "the output of a rank",
     "attach": "the live terminal of a run (detach: Ctrl-b d)",
     "stop": "save and stop a run; of a script: ask it by SIGTERM",
@@ -16,7 +18,9 @@ COMMANDS = {
     "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
     "eval": "evaluate a run's newest checkpoint",
     "export": "write a run's weights to .safetensors, .pt or .onnx",
-    "bench": "measure this machine: bench checkpoint, ordered, resume, stop",
+    "doctor": "check this machine: what is wrong with it, and the command that mends it",
+    "bench": "measure this machine; train bench --help says what",
+    "report": "where the time of a run went; with --to: its figures and story as one HTML page",
     "plot": "draw loss, learning rate and throughput of runs",
 }
 """Every command and what it does, in a line."""

@@ -2,45 +2,109 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from train.commands.parser import Parser, number
-from train.errors import EXIT_FINISHED
+from train.errors import EXIT_FINISHED, Refused
 
-SUBJECTS = ("checkpoint", "ordered", "resume", "stop")
+SUBJECTS = {
+    "checkpoint": 5,
+    "collective": 20,
+    "exporter": 50,
+    "input": 10,
+    "loop": 5,
+    "ordered": 30,
+    "recovery": 5,
+    "resume": 25,
+    "scaling": 20,
+    "start": 5,
+    "stop": 200,
+}
+"""What can be measured, each by the function `bench` of a module of its name, and how often by default."""
+
+_STRATEGIES = ("dp", "ddp", "fsdp", "hsdp")
 
 
 def add_arguments(parser: Parser) -> None:
     """What to measure, how large and how often."""
     add = parser.add_argument
-    add("subject", metavar="|".join(SUBJECTS), choices=SUBJECTS, help="what to measure")
+    add("subject", metavar="|".join(SUBJECTS), choices=tuple(SUBJECTS), help="what to measure")
     add("--mb", metavar="N", action="append", help="checkpoint: MB of state; may be repeated (100, 1000)")
+    text = "loop, scaling: what is trained (mlp: a perceptron); resnet50 in scaling alone"
+    add("--model", choices=("mlp", "resnet18", "resnet50"), default="mlp", help=text)
+    text = "collective: how many ranks (the GPUs, or 2 on the CPU); scaling: a list, as in 1,2,4"
+    add("--nproc", metavar="N", help=text)
+    add("--strategies", metavar="A,B", help="scaling: of dp, ddp, fsdp, hsdp (dp,ddp,fsdp)")
+    add("--to", metavar="FILE", help="scaling: a picture of it, .png, .svg or .pdf")
+    add("--json", action="store_true", help="scaling: for machines")
+    add("--pictures", metavar="N", default="256", help="input: how many JPEG files (256)")
     text = "resume: size of the virtual data set (1000000000)"
     add("--samples", metavar="N", default="1000000000", help=text)
-    add("--times", metavar="N", help="repetitions; medians are shown (checkpoint 5, ordered 30, resume 25, stop 200)")
+    add("--every", metavar="S", help="recovery: kill a rank every S seconds (one a run, in its middle)")
+    add("--steps", metavar="N", help="recovery: how many steps a run has (1000)")
+    usual = ", ".join(f"{subject} {times}" for subject, times in SUBJECTS.items())
+    add("--times", metavar="N", help=f"repetitions; medians are shown ({usual})")
 
 
 def run(options: Namespace, runs: Path) -> int:
     """Measure and print a table."""
-    sizes = [number("mb", text, 1) or 1 for text in options.mb or ["100", "1000"]]
-    times = number("times", options.times, 1)
-    samples = number("samples", options.samples, 100_000) or 0
+    times = number("times", options.times, 1) or SUBJECTS[options.subject]
+    own = _own(options)
     runs.mkdir(parents=True, exist_ok=True)
-    if options.subject == "checkpoint":
-        from train.bench import checkpoint
-
-        print(checkpoint.bench(runs, sizes, times or 5))
-    elif options.subject == "ordered":
-        from train.bench import ordered
-
-        print(ordered.bench(runs, times or 30))
-    elif options.subject == "resume":
-        from train.bench import resume
-
-        print(resume.bench(runs, samples, times or 25))
-    else:
-        from train.bench import stop
-
-        print(stop.bench(runs, times or 200))
+    module = importlib.import_module(f"train.bench.{options.subject}")
+    print(module.bench(runs, times=times, **own))
     return EXIT_FINISHED
+
+
+def _own(options: Namespace) -> dict[str, Any]:
+    """What a subject alone takes.
+
+    Raises:
+        Refused: it makes no sense.
+    """
+    subject = options.subject
+    if options.model == "resnet50" and subject != "scaling":
+        raise Refused(f"--model resnet50 is for scaling, not {subject}; use mlp or resnet18")
+    if subject != "scaling" and (options.strategies or options.to is not None or options.json):
+        raise Refused(f"--strategies, --to and --json are for train bench scaling, not {subject}; leave them out")
+    match subject:
+        case "checkpoint":
+            return {"megabytes": [number("mb", text, 1) or 1 for text in options.mb or ["100", "1000"]]}
+        case "collective":
+            return {"ranks": number("nproc", options.nproc, 2)}
+        case "input":
+            return {"pictures": number("pictures", options.pictures, 1)}
+        case "loop":
+            return {"name": options.model}
+        case "recovery":
+            steps, every = number("steps", options.steps, 50) or 1000, number("every", options.every, 1)
+            return {"steps": steps, "every": every}
+        case "resume":
+            return {"samples": number("samples", options.samples, 100_000)}
+        case "scaling":
+            return _scaling(options)
+    return {}
+
+
+def _scaling(options: Namespace) -> dict[str, Any]:
+    ranks = [number("nproc", text, 1) or 1 for text in options.nproc.split(",")] if options.nproc else []
+    names = (options.strategies or "dp,ddp,fsdp").split(",")
+    for name in names:
+        if name not in _STRATEGIES:
+            known = ", ".join(_STRATEGIES)
+            raise Refused(f"--strategies {options.strategies}: {name or 'an empty name'} is none of {known}")
+    to = Path(options.to) if options.to is not None else None
+    if to is not None:
+        from train.record import plot, target
+
+        target.check(to, plot.SUFFIXES)
+    return {
+        "name": options.model,
+        "strategies": list(dict.fromkeys(names)),
+        "ranks": ranks,
+        "as_json": options.json,
+        "to": to,
+    }

@@ -15,6 +15,7 @@ def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     shared.add_task(parser, nargs="?")
     shared.add_ranks(parser)
+    shared.add_nodes(parser)
     text = "launch this torchrun program instead of a TASK; its arguments after --"
     add("--script", metavar="FILE", help=text, offer=offers.files("py"))
     add("arguments", nargs="*", metavar="-- ARGS", help="arguments of --script", offer=offers.words())
@@ -29,6 +30,9 @@ def run(options: Namespace, runs: Path) -> int:
 
     request, restarts = shared.request_of(options), number("max-restarts", options.max_restarts)
     _check(options)
+    cluster = shared.nodes_of(options)
+    if cluster and not options.name:
+        raise Refused("--nnodes needs --name NAME too: the same on every machine")
     name = options.name or store.fresh_name(runs, Path(options.script or options.task).stem)
     store.check_free(runs, name)
     order = launch.Order(
@@ -41,6 +45,7 @@ def run(options: Namespace, runs: Path) -> int:
         nproc=options.nproc,
         gpus=options.gpus,
         max_restarts=restarts,
+        cluster=cluster,
     )
     shared.warn(launch.start(order))
     print(name, flush=True)
@@ -62,6 +67,8 @@ def _check(options: Namespace) -> None:
         raise Refused(f"--{given[0]} is for tasks; arguments of a script stand after --")
     from train import config
 
+    if options.nnodes is not None:
+        raise Refused("--nnodes is for tasks; a script on several machines is torchrun's own business")
     config.check_flags(options.flags)
     if not Path(options.script).is_file():
         raise Refused(f"--script {options.script}: there is no such file")

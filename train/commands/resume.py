@@ -15,6 +15,7 @@ def add_arguments(parser: Parser) -> None:
     """One run, with what may change; or all."""
     add = parser.add_argument
     shared.add_ranks(parser)
+    shared.add_nodes(parser)
     shared.add_name(parser, nargs="?")
     add("--all", action="store_true", help="every run that was interrupted, or stopped by a signal")
     text = "of a script's run: from now on this file, not the copy in its folder"
@@ -30,7 +31,7 @@ def run(options: Namespace, runs: Path) -> int:
     number("max-restarts", options.max_restarts)
     if (options.name is None) == (not options.all):
         raise Refused("give the NAME of a run, or --all; train ls lists the runs")
-    if options.all and (options.follow or options.flags or options.script is not None):
+    if options.all and (options.follow or options.flags or options.nnodes is not None or options.script is not None):
         raise Refused("--all takes neither --follow nor --script nor fields; resume that run by its name")
     if options.script is not None and not Path(options.script).is_file():
         raise Refused(f"--script {options.script}: there is no such file")
@@ -61,8 +62,10 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
     if said:
         print(said, file=sys.stderr)
         return False
+    before = store.find(runs, name).read().get("cluster")
     order = launch.Order(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
+        cluster=shared.nodes_of(options, before),
         max_restarts=number("max-restarts", options.max_restarts),
         script=[options.script] if options.script is not None else [],
     )  # fmt: skip

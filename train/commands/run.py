@@ -30,6 +30,6 @@ def run(options: Namespace, runs: Path) -> int:
 
         warm_up()
     from train.runs import foreground
-    from train.runs.admit import Request
+    from train.runs.request import Request
 
     return foreground.run(runs, options.name, Request(**request), spawn)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from train.commands import offers
-from train.commands.parser import Parser
+from train.commands.parser import Parser, number
 from train.errors import Refused
 
 
@@ -45,6 +47,66 @@ def add_ranks(parser: Parser) -> None:
     add("--follow", action="store_true", help="show progress and exit as the run does: 0, 3 or 75")
 
 
+def add_nodes(parser: Parser) -> None:
+    """How a run is spread over machines."""
+    add = parser.add_argument
+    add("--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX: they may leave and join")
+    add("--node-rank", metavar="R", help="which one this is, counted from 0; the others come to 0")
+    add("--rendezvous", metavar="HOST:PORT", help="where they meet: an address of node 0")
+    add("--wait-minutes", metavar="M", help="how long to wait for the others (30)")
+
+
+def nodes_of(options: Namespace, before: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """What a launch or resume on several machines is given, as nodes.Settings has it. None: nothing of it; {}: one
+    machine alone.
+
+    Args:
+        before: what holds where an option is left out.
+
+    Raises:
+        Refused: it does not go together, or the rendezvous cannot be.
+    """
+    from train.cluster import address
+
+    given = {"nnodes": options.nnodes, "node-rank": options.node_rank, "rendezvous": options.rendezvous}
+    if not any(given.values()) and options.wait_minutes is None:
+        return None
+    if options.nnodes == "1":
+        return {}
+    before = before or {}
+    least, most = _range(options.nnodes or f"{before.get('least', '')}:{before.get('most', '')}")
+    node = before.get("node") if options.node_rank is None else number("node-rank", options.node_rank)
+    rendezvous = options.rendezvous or before.get("rendezvous")
+    if node is None or rendezvous is None:
+        missing = "--node-rank R" if node is None else "--rendezvous HOST:PORT"
+        raise Refused(f"--nnodes {options.nnodes} needs {missing} too: which machine this is, and where all meet")
+    if node >= most:
+        raise Refused(f"--node-rank {node}: the {most} nodes are counted from 0 to {most - 1}")
+    try:
+        place = address.parse(rendezvous)
+    except ValueError as error:
+        raise Refused(error) from None
+    address.resolve(place)
+    minutes = options.wait_minutes or str(before.get("wait_minutes", 30))
+    try:
+        wait = float(minutes)
+    except ValueError:
+        wait = math.nan
+    if not 0 < wait < math.inf:
+        raise Refused(f"--wait-minutes {minutes}: must be a number of minutes above 0")
+    return {"least": least, "most": most, "node": node, "rendezvous": rendezvous, "wait_minutes": wait}
+
+
+def _range(text: str) -> tuple[int, int]:
+    """The fewest and the most machines of `--nnodes N|MIN:MAX`."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        given = f"--nnodes {text}" if text != ":" else "--nnodes is missing"
+        raise Refused(f"{given}: give the number of machines, or MIN:MAX, such as 1:4")
+    return least, most
+
+
 def add_json(parser: Parser) -> None:
     """Output for programs."""
     parser.add_argument("--json", action="store_true", help="for machines")
@@ -56,15 +118,15 @@ def add_checkpoint(parser: Parser) -> None:
     parser.add_argument("--checkpoint", metavar="STEP|best", help=text, offer=offers.checkpoints)
 
 
-def add_target(parser: Parser, *suffixes: str) -> None:
+def add_target(parser: Parser, *suffixes: str, required: bool = True) -> None:
     """The file to write."""
     text = f"the file to write: {', '.join(suffixes[:-1])} or {suffixes[-1]}"
     files = offers.files(*(suffix.lstrip(".") for suffix in suffixes))
-    parser.add_argument("--to", metavar="FILE", required=True, help=text, offer=files)
+    parser.add_argument("--to", metavar="FILE", required=required, help=text, offer=files)
 
 
 def request_of(options: Namespace) -> dict[str, Any]:
-    """The fields of an admit.Request without its ranks.
+    """The fields of a request.Request without its ranks.
 
     Raises:
         Refused: an option is empty.

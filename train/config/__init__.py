@@ -28,7 +28,11 @@ from train.config.text import (
     type_name,
 )
 
+LOCAL = ("data.root", "data.workers")
+"""Fields that may differ from machine to machine of a run: no result depends on them."""
+
 __all__ = [
+    "LOCAL",
     "Checkpoint", "Config", "Count", "Data", "Eval", "FieldInfo", "Log", "NotNegative", "Optim", "Parallel",
     "Positive", "Schedule", "Share", "Watch", "build", "changeable", "check_flags", "fields", "flatten",
     "forbidden_changes", "from_toml", "is_optional", "layer", "parse_value", "read_toml", "to_flat", "to_toml",

@@ -89,12 +89,18 @@ class Data:
     """Folder of the data set, for tasks that read one."""
     name: str = ""
     """Name of a torchvision data set that lies in root (CIFAR10, MNIST, …); empty: class folders."""
-    workers: Changeable[Annotated[int, Field(ge=0, le=1024)]] = 0
-    """Loader processes per rank; 0 loads in the training process. Does not change the result."""
+    workers: Changeable[Annotated[int, Field(ge=0, le=1024)] | None] = None
+    """Loader processes per rank; 0 loads in the training process. Does not change the result. Default: on GPUs a fair
+    share of the cores less one, at least 1 and at most 8, for data sets that read item by item; else 0."""
     drop_last: bool = False
     """Leave out the short last batch of every epoch (other samples each time). Evaluations see everything."""
     on_error: Changeable[Literal["stop", "skip"]] = "stop"
     """What a sample that cannot be read does: stop the run, named; or be left out, counted and listed."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether samples that cannot be read are left out, so that the true counts are known after a step only."""
+        return self.on_error == "skip"
 
 
 @dataclass(config=_STRICT)
@@ -110,6 +116,9 @@ class Checkpoint:
     every evaluation."""
     asynchronous: Changeable[bool] = True
     """Write in the background: training waits only for a copy of the state in host memory."""
+    snapshots: Changeable[bool] = True
+    """Launched runs: keep the state of the last step in memory that its agent owns, so that the death of a rank costs
+    no step. Takes twice the memory of the state; where that does not fit, the log says so. Not with fsdp and hsdp."""
 
 
 @dataclass(config=_STRICT)
@@ -120,6 +129,9 @@ class Log:
     """Write the data set index of every consumed sample to samples.rank*.log."""
     tensorboard: Changeable[bool] = True
     """Write TensorBoard event files."""
+    wandb: Changeable[str] = ""
+    """Send curves to Weights & Biases, to this PROJECT or ENTITY/PROJECT (needs the package wandb; with
+    WANDB_MODE=offline they stay in the run folder); empty: do not."""
 
 
 @dataclass(config=_STRICT)
@@ -151,8 +163,9 @@ class Config:
     """Everything random follows from this number: order, augmentation, dropout, first weights."""
     batch_size: Count = 64
     """Global batch size: samples per optimizer update over all ranks."""
-    micro_batch_size: Count | None = None
-    """Samples per forward and backward; default: batch_size over the ranks of the first launch, rounded up."""
+    micro_batch_size: Count | Literal["auto"] | None = None
+    """Samples per forward and backward; default: batch_size over the ranks of the first launch, rounded up. auto: as
+    many of these as the device has memory for, found by trying at the first launch."""
     precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Arithmetic: bf16 and fp16 are autocast over fp32 weights; fp16 and tf32 need a GPU."""
     compile: bool = False
@@ -164,9 +177,10 @@ class Config:
     sync_batchnorm: bool = False
     """Share BatchNorm's batch statistics between ranks; needs GPUs and batches that divide evenly."""
     deterministic: bool = True
-    """Use deterministic algorithms where they exist, so that a resumed run is equal bit for bit on a GPU too."""
+    """Compute in a fixed order, so that a resumed run is equal bit for bit on a GPU too; what has none is refused.
+    false: the fastest algorithms, found by trial."""
     device: Changeable[Literal["auto", "cpu", "cuda"]] = "auto"
-    """Where to compute: auto takes the GPUs if there are any."""
+    """Where to compute: auto takes the GPUs if there are any when the run is launched, and the run stays there."""
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """CPU threads per rank, fixed for the life of a run (another number gives other bits). Default: OMP_NUM_THREADS or
     MKL_NUM_THREADS where set; else one for each GFLOP of a micro batch, at least one and at most a fair share of the

@@ -75,9 +75,19 @@ def type_name(annotation: Any) -> str:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) is Literal:
         return "|".join(str(value) for value in typing.get_args(annotation))
-    plain = _plain(annotation) - {type(None)}
-    name = {bool: "true|false", int: "N", float: "X"}.get(next(iter(plain)), "TEXT") if len(plain) == 1 else "VALUE"
-    return name + ("|none" if is_optional(annotation) else "")
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        members = [member for member in typing.get_args(annotation) if member is not type(None)]
+        return "|".join([*map(type_name, members), *["none"] * is_optional(annotation)])
+    plain = _plain(annotation)
+    return {bool: "true|false", int: "N", float: "X"}.get(next(iter(plain)), "TEXT") if len(plain) == 1 else "VALUE"
+
+
+def _words(annotation: Any) -> list[str]:
+    """The words that a type takes beside numbers: ["auto"] for Count | Literal["auto"]."""
+    if typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    literals = [one for one in typing.get_args(annotation) if typing.get_origin(one) is Literal]
+    return [str(value) for one in literals for value in typing.get_args(one)]
 
 
 def parse_value(name: str, annotation: Any, text: str) -> Any:
@@ -113,6 +123,7 @@ def reason_of(error: pydantic.ValidationError, annotation: Any = None) -> str:
     if first["type"] == "literal_error":
         choices = typing.get_args(annotation) if annotation is not None else ()
         message += nearest(str(first["input"]), [str(choice) for choice in choices])
+    message += "".join(f", or {word}" for word in _words(annotation))
     return one_line(message.replace("input should", "should"))
 
 
