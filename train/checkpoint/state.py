@@ -72,6 +72,7 @@ def load(
 
     Raises:
         ValueError: names or shapes of the model differ from those in the checkpoint.
+        RuntimeError: another rank is gone, as torch says it.
     """
     for parameter in module.parameters():
         parameter.grad = None  # a gradient here would make torch skip the optimizer's state silently
@@ -80,7 +81,7 @@ def load(
         reader = dcp.FileSystemReader(folder)
         unused = _take_unused(state["optim"], reader) if optimizer is not None else []
         dcp.load(state, storage_reader=reader, no_dist=by_itself)
-    except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
+    except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
         if isinstance(cause_of(error), OSError):  # of the disk, and may pass
             raise OSError(f"{folder.name} cannot be read: {reason_of(error)}") from error
         raise ValueError(f"the model does not fit the checkpoint {folder.name}: {reason_of(error)}") from error
