@@ -6,6 +6,7 @@ Their modules import what is heavy (torch, matplotlib) only when they run.
 COMMANDS = {
     "run": "train here and now; under torchrun: be one of its ranks",
     "launch": "start a run inside tmux and return; it outlives this shell",
+    "submit": "hand a run to a cluster: Slurm, Kubernetes",
     "ls": "list the runs and their state",
     "show": "everything about one run",
     "top": "a live page of runs, their ranks and the GPUs",

@@ -1,0 +1,107 @@
+"""A run that is handed to an engine of a cluster, and what such an engine can do. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+from train.errors import Refused
+
+FILE = "submission.json"
+"""What each node reads: in the run folder, or where an engine lays it down. The files that it names lie beside it."""
+TASK, CONFIG = "task.py", "submitted.toml"
+"""Copies of the user's files, as they were when the run was handed over; what the user changes later is not trained."""
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+@dataclasses.dataclass
+class Submission:
+    """What was asked for, checked as far as it can be without torch."""
+
+    engine: str
+    runs: Path
+    name: str
+    task: str
+    flags: dict[str, str]
+    config_file: str | None = None
+    init: str | None = None
+    nodes: int = 1
+    gpus_per_node: int = 0
+    """0: it computes on CPUs."""
+    nproc: int = 1
+    """Ranks on each node."""
+    seconds: int | None = None
+    """The time limit; None: the engine's own."""
+    warn: int = 120
+    """Seconds before the time limit at which all ranks save."""
+    cpus: int | None = None
+    """For each node."""
+    memory: str | None = None
+    """For each node, as 64G."""
+    image: str | None = None
+    wait_minutes: float = 30.0
+    """How long a node waits for the others."""
+    max_restarts: int | None = None
+    own: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the engine's own options were given, by their names in the Namespace."""
+    is_dry: bool = False
+    """Only shown: nothing is created, and the engine need not be there."""
+    files: dict[str, str | bytes] = dataclasses.field(default_factory=dict)
+    """What has to lie where every node reads it: FILE and what it names. Filled by runs/submit.py."""
+    record: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What run.json is to have, for an engine that creates the run folder at once. Filled by runs/submit.py."""
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.name
+
+
+class Engine(Protocol):
+    """What takes runs: a module of this folder with these functions."""
+
+    def options(self, parser: Any) -> None:
+        """Add the options of this engine alone: `parser.add_argument`, as every command does."""
+
+    def check(self, submission: Submission) -> None:
+        """Raises Refused: what is asked for cannot be handed over, or (unless `is_dry`) a tool or the cluster is
+        missing. Nothing is created, and nothing slow is imported."""
+
+    def render(self, submission: Submission) -> str:
+        """What --dry-run prints: the file that the engine would be given."""
+
+    def submit(self, submission: Submission) -> str:
+        """Hand it over. Returns a line that says what it was given, for people.
+
+        Raises:
+            Refused: the engine does not take it; nothing is left behind.
+        """
+
+
+def seconds_of(text: str) -> int:
+    """A time limit as Slurm writes it: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]].
+
+    Raises:
+        Refused: it is none.
+    """
+    found = _TIME.fullmatch(text)
+    if found:
+        days, parts = int(found[1] or 0), [int(part) for part in found.groups()[1:] if part is not None]
+        units = [3600, 60, 1] if found[1] is not None or len(parts) == 3 else [60, 1]
+        seconds = 86400 * days + sum(part * unit for part, unit in zip(parts, units, strict=False))
+        if seconds > 0:
+            return seconds
+    raise Refused(f"--time {text}: give minutes, or a time such as 8:00:00 (hours) or 2-12:00:00 (days and hours)")
+
+
+def time_of(seconds: int) -> str:
+    """A time limit as Slurm reads it."""
+    days, rest = divmod(seconds, 86400)
+    return f"{f'{days}-' if days else ''}{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """FILE's text."""
+    return json.dumps(content, indent=1) + "\n"

@@ -1,0 +1,117 @@
+"""`train submit`: hand a run to an engine of a cluster."""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from train.cluster.engines import ENGINES, engine
+from train.cluster.submission import Submission, seconds_of
+from train.commands import offers, shared
+from train.commands.parser import Parser, number
+from train.errors import EXIT_FINISHED, Refused
+
+
+def add_arguments(parser: Parser) -> None:
+    """A task with its fields, on what, and for how long; then what each engine has beyond that."""
+    add = parser.add_argument
+    shared.add_task(parser)
+    add("--on", metavar="ENGINE", help=" or ".join(ENGINES), offer=offers.words(*ENGINES))
+    add("--nodes", metavar="N", help="machines (1)")
+    add("--gpus-per-node", metavar="G", help="GPUs on each; none: it computes on CPUs, and --nproc says how many ranks")
+    add("--nproc", metavar="N", help="ranks on each node; default: one per GPU")
+    add("--time", metavar="LIMIT", help="time limit: minutes, or 8:00:00, or 2-12:00:00; default: the engine's")
+    add("--warn", metavar="SECONDS", help="how long before the time limit all ranks save (120)")
+    add("--cpus-per-task", metavar="N", help="CPUs for each node's ranks together")
+    add("--mem", metavar="SIZE", help="memory of each node, as 64G")
+    add("--container", metavar="IMAGE", help="the image that each node runs in")
+    add("--wait-minutes", metavar="M", help="how long a node waits for the others (30)")
+    add("--max-restarts", metavar="K", help="deaths in a row without a new checkpoint before giving up (3)")
+    add("--dry-run", action="store_true", help="print what the engine would be given; create nothing")
+    for name in ENGINES:
+        engine(name).options(parser)
+    parser.takes_fields = True
+
+
+def run(options: Namespace, runs: Path) -> int:
+    """Check the request, hand it over, print the run's name."""
+    submission = _submission(options, runs)
+    taker = engine(submission.engine)
+    taker.check(submission)
+    from train.runs import submit
+
+    submit.prepare(submission)
+    if submission.is_dry:
+        print(taker.render(submission), end="", flush=True)
+        return EXIT_FINISHED
+    print(f"train: {taker.submit(submission)}", file=sys.stderr)
+    print(submission.name, flush=True)
+    return EXIT_FINISHED
+
+
+def _submission(options: Namespace, runs: Path) -> Submission:
+    from train.record import store
+
+    if options.on not in ENGINES:
+        given = "--on is missing" if options.on is None else f"--on {options.on}"
+        raise Refused(f"{given}: give the engine that takes the run: {' or '.join(ENGINES)}")
+    request = shared.request_of(options)
+    shared.check_now(options.task, options.flags)
+    name = options.name or store.fresh_name(runs, Path(options.task).stem)
+    store.check_free(runs, name)
+    gpus = number("gpus-per-node", options.gpus_per_node) or 0
+    nproc = number("nproc", options.nproc, 1) or gpus
+    if not nproc:
+        raise Refused("give --gpus-per-node G, or --nproc N for ranks on CPUs")
+    request |= {"engine": options.on, "runs": runs, "name": name, "gpus_per_node": gpus, "nproc": nproc}
+    return Submission(
+        **request,
+        nodes=number("nodes", options.nodes, 1) or 1,
+        seconds=seconds_of(options.time) if options.time is not None else None,
+        warn=_or(number("warn", options.warn, 1), 120),
+        cpus=number("cpus-per-task", options.cpus_per_task, 1),
+        memory=options.mem,
+        image=options.container,
+        wait_minutes=_minutes(options.wait_minutes),
+        max_restarts=number("max-restarts", options.max_restarts),
+        own=_own(options),
+        is_dry=options.dry_run,
+    )
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _minutes(text: str | None) -> float:
+    try:
+        minutes = float(text or 30)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < math.inf:
+        raise Refused(f"--wait-minutes {text}: must be a number of minutes above 0")
+    return minutes
+
+
+def _own(options: Namespace) -> dict[str, Any]:
+    """What the chosen engine's own options were given.
+
+    Raises:
+        Refused: one of another engine was given.
+    """
+    found: dict[str, Any] = {}
+    for name in ENGINES:
+        parser = Parser(prog="train submit")
+        engine(name).options(parser)
+        for action in parser.flags.values():
+            if action.dest == "help":
+                continue
+            value = getattr(options, action.dest)
+            if name == options.on:
+                found[action.dest] = value
+            elif value not in (None, False):
+                raise Refused(f"{action.option_strings[-1]} is for --on {name}; leave it out")
+    return found
