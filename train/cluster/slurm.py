@@ -1,11 +1,30 @@
-"""Slurm: a run as a batch job, one task on each node."""
+"""Slurm: a run as a batch job, with one agent on each node. What Slurm is told lies as job.sbatch in the run folder.
+
+Commands of Slurm alone are called; this project holds no queue. A job that ends before its run does (time limit,
+preemption, a lost node) is queued again by Slurm, under the same number.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
-from train.cluster.submission import Submission
-from train.errors import Refused
+from train.cluster.script import MADE, render
+from train.cluster.submission import Standing, Submission
+from train.errors import Refused, one_line
+from train.record import store
+from train.record.store import Run
+
+SCRIPT = "job.sbatch"
+_PATIENCE = 60.0
+"""Seconds for an answer of Slurm's. Its own commands wait for a controller that is down, some of them for ever."""
+_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT")
+
+__all__ = ["again", "cancel", "check", "options", "render", "standings", "submit"]
 
 
 def options(parser: Any) -> None:
@@ -13,18 +32,133 @@ def options(parser: Any) -> None:
     add = parser.add_argument
     add("--partition", metavar="P", help="Slurm: the partition")
     add("--account", metavar="A", help="Slurm: the account that pays")
+    add("--sbatch", metavar="OPTIONS", help="Slurm: further options of sbatch, in one word: '--qos=long --exclude=n7'")
+    add("--container-by", metavar="TOOL", help="Slurm: pyxis or apptainer; default: apptainer for a .sif, else pyxis")
 
 
 def check(submission: Submission) -> None:
     """Whether it can be handed to Slurm from here."""
-    raise Refused("--on slurm is not there yet")
+    asked = submission
+    for option in ("partition", "account"):
+        value = asked.own.get(option)
+        if value is not None and not re.fullmatch(r"[\w.,+@-]+", value):
+            raise Refused(f"--{option} {value!r}: give a name, as sinfo or sacctmgr show it")
+    if asked.memory is not None and not re.fullmatch(r"\d+[KMGT]?", asked.memory):
+        raise Refused(f"--mem {asked.memory}: give a size such as 64G")
+    if asked.seconds is not None and asked.warn >= asked.seconds:
+        raise Refused(f"--warn {asked.warn}: the time limit is {asked.seconds} s; warn later, or give more --time")
+    if asked.warn > 65535:
+        raise Refused(f"--warn {asked.warn}: Slurm warns at most 65535 seconds before")
+    if asked.gpus_per_node and asked.nproc > asked.gpus_per_node:
+        raise Refused(f"--nproc {asked.nproc}: more ranks than the {asked.gpus_per_node} GPUs of a node")
+    _check_container(asked)
+    _check_more(asked.own.get("sbatch"))
+    if re.search(r"[\n\"\\]", str(asked.folder)):
+        raise Refused(f"{asked.folder} has a sign in it that batch scripts cannot have; choose another --runs")
+    if not asked.is_dry:
+        _tool("sbatch")
 
 
-def render(submission: Submission) -> str:
-    """The batch script."""
-    raise NotImplementedError
+def _check_container(asked: Submission) -> None:
+    by, image = asked.own.get("container_by"), asked.image
+    if by not in (None, "pyxis", "apptainer"):
+        raise Refused(f"--container-by {by}: give pyxis or apptainer")
+    if by is not None and image is None:
+        raise Refused("--container-by needs --container IMAGE too")
+    if image is not None and (not image or re.search(r"[\s,\"'\\]", image)):
+        raise Refused(f"--container {image!r}: give an image without blanks, commas and quotes")
+    if image is not None and image.endswith((".sif", ".sqsh")) and not Path(image).is_file():
+        raise Refused(f"--container {image}: there is no such file")
+
+
+def _check_more(text: str | None) -> None:
+    try:
+        words = shlex.split(text or "")
+    except ValueError as error:
+        raise Refused(f"--sbatch {text!r}: {error}") from None
+    for word in words:
+        name = word.partition("=")[0]
+        if not word.startswith("--") or "\n" in word:
+            raise Refused(f"--sbatch: {word!r} is no option; give them as --NAME=VALUE")
+        if name in MADE:
+            raise Refused(f"--sbatch: {name} is set by train submit; {MADE[name]}")
 
 
 def submit(submission: Submission) -> str:
-    """Hand it to sbatch."""
-    raise NotImplementedError
+    """Create the run and hand it to sbatch; it is removed where sbatch does not take it."""
+    asked = submission
+    files = asked.files | {SCRIPT: render(asked)}
+    record = asked.record | {"reason": "being handed to Slurm", "submitted": {"engine": "slurm", "job": None}}
+    run = store.create(asked.runs, asked.name, files, record)
+    try:
+        job = _sbatch(run)
+    except BaseException:
+        store.remove(run)
+        raise
+    _note(run, job)
+    return f"job {job} of Slurm's: {run.folder / SCRIPT}; how it stands: train show {asked.name}"
+
+
+def again(run: Run) -> str:
+    """Hand it to sbatch once more. Returns the job's number."""
+    job = _sbatch(run)
+    _note(run, job)
+    return job
+
+
+def _note(run: Run, job: str) -> None:
+    def change(record: dict[str, Any]) -> None:
+        record["submitted"] = {"engine": "slurm", "job": job}
+        if not run.alive():  # it may run already
+            record["reason"] = f"handed to Slurm as job {job}"
+
+    run.update(change)
+
+
+def _sbatch(run: Run) -> str:
+    said = _call("sbatch", "--parsable", str(run.folder / SCRIPT))
+    return said.strip().splitlines()[-1].partition(";")[0]
+
+
+def standings() -> dict[str, Standing] | None:
+    """The user's jobs that Slurm has not done with, by number. None: it does not say."""
+    if shutil.which("squeue") is None:
+        return None
+    try:
+        said = _call("squeue", "--noheader", "--me", "--format=%i|%T|%r")
+    except Refused:
+        return None
+    rows = (line.split("|", 2) for line in said.splitlines() if line.count("|") >= 2)
+    return {
+        job: Standing(is_running=state in _RUNNING, words=state.lower() + (f", {why}" if why != "None" else ""))
+        for job, state, why in rows
+    }
+
+
+def cancel(job: str) -> None:
+    """Take it out of the queue."""
+    _call("scancel", job)
+
+
+def _tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise Refused(f"there is no {name} here; submit from a machine of the cluster, or see --dry-run")
+    return found
+
+
+def _call(*command: str) -> str:
+    """What a command of Slurm's says.
+
+    Raises:
+        Refused: it is missing, fails, or does not answer.
+    """
+    try:
+        done = subprocess.run(
+            [_tool(command[0]), *command[1:]], capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise Refused(f"{command[0]} does not answer; is the controller there? scontrol ping") from None
+    if done.returncode:
+        raise Refused(f"{command[0]}: {one_line(done.stderr) or f'exit code {done.returncode}'}")
+    return done.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from train.errors import Refused
+from train.record.store import Run
 
 FILE = "submission.json"
 """What each node reads: in the run folder, or where an engine lays it down. The files that it names lie beside it."""
@@ -59,6 +60,15 @@ class Submission:
         return self.runs / self.name
 
 
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """How a job stands that its engine has not done with."""
+
+    is_running: bool
+    """Else it waits."""
+    words: str
+
+
 class Engine(Protocol):
     """What takes runs: a module of this folder with these functions."""
 
@@ -78,6 +88,17 @@ class Engine(Protocol):
         Raises:
             Refused: the engine does not take it; nothing is left behind.
         """
+
+    # Of a run whose run.json has `submitted`: {"engine": NAME, "job": ID}; an engine that writes none has none of these.
+
+    def standings(self) -> dict[str, Standing] | None:
+        """The user's jobs that the engine has not done with, by their id. None: it does not say."""
+
+    def cancel(self, job: str) -> None:
+        """Take a job out of the queue."""
+
+    def again(self, run: Run) -> str:
+        """Hand a run over once more; writes `submitted`. Returns the job's id."""
 
 
 def seconds_of(text: str) -> int:

@@ -11,7 +11,7 @@ from train.commands import offers, shared
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 from train.record import store
-from train.runs import select
+from train.runs import select, submitted
 
 
 def add_arguments(parser: Parser) -> None:
@@ -40,6 +40,8 @@ def run(options: Namespace, runs: Path) -> int:
         except Refused as error:
             print(f"train: {error}", file=sys.stderr)
     known = bool(records) and not names
+    if any(map(submitted.is_submitted, records)):
+        records = submitted.effective(records)
     records = select.chosen(records, options.state, options.sort, limit, options.reverse)
     print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))
     return EXIT_FINISHED

@@ -55,14 +55,20 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
         Refused: it runs, or cannot go on so.
     """
     from train.record import store
-    from train.runs import launch
+    from train.runs import launch, submitted
     from train.runs.control import nothing_left
 
     said = nothing_left(store.find(runs, name), options.flags, options.script)
     if said:
         print(said, file=sys.stderr)
         return False
-    before = store.find(runs, name).read().get("cluster")
+    record = store.find(runs, name).read()
+    if submitted.is_submitted(record):
+        _check_submitted(options, name)
+        print(f"train: {submitted.resume(store.find(runs, name), options.flags)}", file=sys.stderr)
+        print(name, flush=True)
+        return True
+    before = record.get("cluster")
     order = launch.Order(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
         cluster=shared.nodes_of(options, before),
@@ -72,3 +78,13 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
     shared.warn(launch.start(order))
     print(name, flush=True)
     return True
+
+
+def _check_submitted(options: Namespace, name: str) -> None:
+    """Refuse what an engine that starts the run was told once and for all."""
+    for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts", "script"):
+        if getattr(options, option) is not None:
+            flag = option.replace("_", "-")
+            raise Refused(
+                f"--{flag}: {name} was handed over with train submit, and goes on in that shape; leave it out"
+            )

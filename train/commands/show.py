@@ -21,12 +21,13 @@ def run(options: Namespace, runs: Path) -> int:
     """Print it, or its record as JSON."""
     from train.record import best, store
     from train.record.table import story
+    from train.runs import submitted
 
     run = store.find(runs, options.name)
+    record = submitted.shown(run)
     if not options.json:
-        print(story(run))
+        print(story(run, record))
         return EXIT_FINISHED
-    record = run.shown()
     if not record.get("script"):
         record |= best.facts(run)
     print(json.dumps(record, indent=1))

@@ -19,8 +19,12 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Wait until it has stopped; say how it stands."""
     from train.record import store
+    from train.runs import submitted
     from train.runs.control import stop
 
-    code, text = stop(store.find(runs, options.name), options.now)
+    run = store.find(runs, options.name)
+    if submitted.is_submitted(run.read()):
+        submitted.stop(run, options.now)
+    code, text = stop(run, options.now)
     print(text, file=sys.stderr)
     return code

@@ -35,6 +35,8 @@ TWICE = "stopped at once (Ctrl-C twice)"
 """How the reason begins where a user did not wait for a foreground run to save."""
 INTERRUPTED = "interrupted"
 """Effective only: recorded as running, but no process of the run is alive."""
+QUEUED = "queued"
+"""Effective only: the engine of a cluster that the run was handed to has not started it yet, or will again."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _ESSENTIAL = {"state", "attempts", "step", "epoch", "world_size"}
@@ -416,6 +418,20 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return Run(runs / name)
+
+
+def fill(run: Run, files: dict[str, str | bytes], record: dict[str, Any]) -> None:
+    """Complete the folder of a run that was made before it could be checked as a whole. For the holder of its lock.
+
+    run.json comes last: a folder that is not complete is filled anew.
+    """
+    for file, content in files.items():
+        path = run.folder / file
+        if isinstance(content, str):
+            write_atomically(path, content)
+        else:
+            path.write_bytes(content)
+    run.update(**record)
 
 
 def _stopped_by(record: dict[str, Any]) -> str | None:

@@ -66,9 +66,12 @@ def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) ->
     return screen.table(rows, screen.width(sys.stdout), dispensable=[3, 4], elastic=[5, 0])
 
 
-def story(run: Run) -> str:
-    """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next."""
-    record = run.shown()
+def story(run: Run, record: dict[str, Any]) -> str:
+    """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next.
+
+    Args:
+        record: run.json with the effective state.
+    """
     lines = [f"{run.name}: {with_reason(record['state'], record.get('reason'))}"]
 
     def line(label: str, value: object) -> None:
@@ -79,6 +82,8 @@ def story(run: Run) -> str:
     line("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None)
     line("result", _figures(record))
     line("weights", record.get("weights_sha256"))
+    taken = record.get("submitted") or {}
+    line("submitted", f"job {taken['job']} of {taken['engine']}" if taken.get("job") else None)
     line("ranks", record.get("world_size"))
     line("created", record.get("created"))
     line("ended", record.get("ended"))

@@ -90,7 +90,7 @@ def prepare(request: Request) -> Prepared:
     plan = build.plan_of(config, len(train_set))
     record = {
         "task": task.name if task.is_built_in else "task.py",
-        "task_source": None if task.is_built_in else str(task.file),
+        "task_source": None if task.is_built_in else str(Path(request.task).absolute()),
         "task_sha256": task.sha256,
         "cwd": os.getcwd(),
         "world_size": everywhere,

@@ -56,7 +56,7 @@ def main() -> None:
     if not _answer(desk, {"warnings": opened.warnings}):
         _undo(order, opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
-    sys.exit(_keep(opened, stop))
+    sys.exit(keep(opened, stop))
 
 
 def _leave(number: int, frame: object) -> None:
@@ -97,7 +97,7 @@ def _undo(order: Order, run: Run, lock: Lock) -> None:
         store.remove(run)
 
 
-def _keep(opened: Opened, stop: StopRequest) -> int:
+def keep(opened: Opened, stop: StopRequest) -> int:
     """Keep the run alive until it ends, shown on the terminal as long as there is one. Returns the exit code."""
     run = opened.run
     view = View(run, sys.stderr, show_log=bool(run.read().get("script")))

@@ -23,6 +23,8 @@ def resumable(run: Run) -> bool:
         record = run.shown()
     except Refused:
         return False
+    if record.get("submitted"):  # the engine that it was handed to starts it again, or its user
+        return False
     return record["state"] == store.INTERRUPTED or rests_by_itself(record)
 
 

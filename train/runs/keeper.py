@@ -176,7 +176,8 @@ def _stop_all(runs: Path, tell: _Told) -> int:
 
     def stop(run: Run) -> None:
         try:
-            if not run.alive() or run.read().get("host") != socket.gethostname():
+            record = run.read()
+            if not run.alive() or record.get("host") != socket.gethostname() or record.get("submitted"):
                 return
             try:
                 run.stop(store.KEEPER)

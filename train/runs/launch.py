@@ -54,6 +54,8 @@ class Order:
     """CUDA_VISIBLE_DEVICES where it was typed; None: not set, or nobody typed it."""
     cluster: dict[str, Any] | None = None
     """On several machines: nodes.Settings. With resume: None leaves them as they are, {} goes on on this one alone."""
+    queued: bool = False
+    """With new: the folder is there already, for an engine of a cluster was to start the run; see runs/placed.py."""
     by_keeper: bool = False
     """With resume: nobody asked for it, so it must still be wanted when the run's lock is held."""
 

@@ -70,10 +70,13 @@ def open_run(order: Order, kept: environment.Kept, apart: Apart) -> Opened:
         "max_restarts": MAX_RESTARTS if order.max_restarts is None else order.max_restarts,
     }
     _outlive_terminal()
-    run = store.create(runs, order.name, files | {environment.FILE: environment.to_json(kept)}, record)
+    files[environment.FILE] = environment.to_json(kept)
+    run = Run(runs / order.name) if order.queued else store.create(runs, order.name, files, record)
     lock = run.acquire()
     if lock is None:
         raise Refused(f"{run.name} is running already")
+    if order.queued:
+        store.fill(run, files, record | {"host": socket.gethostname(), "reason": ""})
     return Opened(run, lock, ranks, kept.said, listening)
 
 

@@ -24,6 +24,8 @@ class Request:
     """On this machine."""
     nodes: int = 1
     """Machines, at most; each with so many ranks."""
+    copy: str | None = None
+    """The file of the task as it was when the run was handed over; modules beside the original are still found."""
 
 
 def resolve(request: Request) -> tuple[Task, Config]:
@@ -32,7 +34,8 @@ def resolve(request: Request) -> tuple[Task, Config]:
     Raises:
         Refused: something in them is unknown or wrong.
     """
-    task = load(request.task)
+    copy = Path(request.copy) if request.copy is not None else None
+    task = load(request.task, copy, Path(request.task).absolute().parent if copy is not None else None)
     fields = configuration.fields()
     own = {f"task.{name}": hint for name, hint in settings_types(task).items()}
     flat: dict[str, Any] = {"epochs": fields["epochs"].default}

@@ -11,8 +11,9 @@ from typing import Any
 from train.errors import Refused, nearest
 from train.record import store
 from train.record.store import Run
+from train.runs import submitted
 
-STATES = (store.CREATED, store.RUNNING, store.STOPPED, store.INTERRUPTED, store.FAILED, store.FINISHED)
+STATES = (store.CREATED, store.QUEUED, store.RUNNING, store.STOPPED, store.INTERRUPTED, store.FAILED, store.FINISHED)
 ORDERS = ("created", "name", "state", "step", "loss")
 """For --sort: the oldest first, by the alphabet, most steps first, the lowest loss first; what has none comes last."""
 
@@ -49,14 +50,17 @@ def remove(runs: list[Run]) -> None:
     Raises:
         Refused: a run is alive, or a folder cannot be removed.
     """
+    every = [*runs, *(other for run in runs for other in submitted.others(run))]
     with contextlib.ExitStack() as held:
         for run in runs:
+            submitted.check_gone(run)
+        for run in every:
             lock = run.acquire()
             if lock is None:
                 also = f"; nothing was removed of these {len(runs)} runs" if len(runs) > 1 else ""
                 raise Refused(f"{run.name} is running; first: train stop {run.name}{also}")
             held.callback(lock.release)
-        for run in runs:
+        for run in reversed(every):
             store.bury(run)
 
 

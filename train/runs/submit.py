@@ -39,7 +39,6 @@ def prepare(submission: Submission) -> None:
         "cwd": os.getcwd(),
         "nodes": asked.nodes,
         "nproc": asked.nproc,
-        "on_cpu": asked.gpus_per_node == 0,
         "wait_minutes": asked.wait_minutes,
         "max_restarts": asked.max_restarts,
     }

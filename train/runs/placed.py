@@ -1,0 +1,121 @@
+"""The agent of one node where an engine of a cluster has placed it: in the foreground, for there is no tmux.
+
+    python -m train.runs.placed FOLDER/submission.json --runs DIR --node R --rendezvous HOST:PORT
+
+It creates the run in DIR, or goes on with it, for the engine starts the same command again after whatever happened.
+SIGTERM, SIGUSR1 and SIGUSR2 let all nodes save and stop. It exits with 0 finished, 2 refused, 3 failed, 75 stopped with
+a checkpoint; with anything else it died, and is to be started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused, one_line
+from train.record import environment, store
+from train.record.store import Run
+from train.runs import agent, control, gpus
+from train.runs.apart import Told, call
+from train.runs.launch import Order
+from train.runs.opening import open_run
+from train.signals import StopRequest
+
+
+def main() -> None:
+    """Carry out what was submitted, on this node."""
+    stop = StopRequest()
+    given = _arguments()
+    beside = Path(given.submission).absolute().parent
+    content = json.loads((beside / Path(given.submission).name).read_text(encoding="utf-8"))
+    if Path(content["cwd"]).is_dir():
+        os.chdir(content["cwd"])
+    runs = Path(given.runs).absolute()
+    fail = functools.partial(_fail, runs / content["name"], given.node)
+
+    def apart(check: Callable[[], Any], meanwhile: Callable[[], None]) -> Any:
+        return call(check, fail, meanwhile)
+
+    try:
+        order = order_of(content, beside, runs, given.node, given.rendezvous)
+        if order is None:
+            print(f"train: {content['name']} has finished already", file=sys.stderr, flush=True)
+            sys.exit(EXIT_FINISHED)
+        opened = open_run(order, environment.keep(os.environ), apart)
+    except Told:
+        raise
+    except Exception as error:
+        sys.exit(fail(error))
+    for line in opened.warnings:
+        print(f"train: warning: {line}", file=sys.stderr, flush=True)
+    sys.exit(agent.keep(opened, stop))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m train.runs.placed", allow_abbrev=False)
+    parser.add_argument("submission", metavar="SUBMISSION.json")
+    parser.add_argument("--runs", required=True, metavar="DIR", help="where this node alone keeps its run folder")
+    parser.add_argument("--node", type=int, default=0, metavar="R", help="which node this is, from 0")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several nodes meet: an address of node 0")
+    return parser.parse_args()
+
+
+def order_of(content: dict[str, Any], beside: Path, runs: Path, node: int, rendezvous: str | None) -> Order | None:
+    """What this node is to do; None: nothing is left.
+
+    Args:
+        content: of the submission. beside: the folder that it lies in.
+
+    Raises:
+        Refused: the run cannot go on.
+    """
+    name, run = content["name"], Run(runs / content["name"])
+    record = run.read() if (run.folder / "run.json").exists() else None
+    cluster: dict[str, Any] = {}
+    if content["nodes"] > 1:
+        if rendezvous is None:
+            raise Refused(f"{content['nodes']} nodes need --rendezvous HOST:PORT too")
+        cluster = {"least": content["nodes"], "most": content["nodes"], "node": node, "rendezvous": rendezvous}
+        cluster["wait_minutes"] = content["wait_minutes"]
+    order = Order(
+        kind="new", runs=str(runs), name=name, nproc=str(content["nproc"]), cluster=cluster,
+        max_restarts=content["max_restarts"], visible=os.environ.get(gpus.VISIBLE), queued=record is not None,
+    )  # fmt: skip
+    if record is None or record["total_steps"] is None:  # nobody has come so far as to check it
+        order.request = {key: content[key] for key in ("task", "flags", "init")}
+        for key, file in (("config_file", content["config_file"]), ("copy", content["task_copy"])):
+            order.request[key] = str(beside / file) if file else None
+        return order
+    changes = content.get("changes", {})
+    if control.nothing_left(run, changes, None):
+        return None
+    order.kind, order.flags = "resume", changes
+    return order
+
+
+def _fail(folder: Path, node: int, error: BaseException) -> int:
+    """Say why this node cannot begin, where its user will look. Returns an exit code."""
+    if isinstance(error, Refused):
+        said, code = str(error), EXIT_REFUSED
+    else:
+        said, code = one_line(f"unexpected {type(error).__name__}: {error}"), 1
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
+    print(f"train: node {node}: {said}", file=sys.stderr, flush=True)
+    run = Run(folder)
+    with contextlib.suppress(OSError, Refused):
+        values: dict[str, Any] = {"state": store.FAILED} if run.read()["total_steps"] is None else {}
+        run.note(**values, reason=said, ended=store.now())
+    return code
+
+
+if __name__ == "__main__":
+    main()
