@@ -43,8 +43,8 @@ warn() {{
 }}
 trap warn USR1 TERM
 
-# Agents say how it ended by 0 finished, 2 refused, 3 failed, 75 stopped. Anything else: one was killed, and all begin
-# again where the last checkpoint is. When one has ended, the others have a minute to end, too.
+# Agents say how it ended by 0 finished, 1 interrupted, 2 refused, 3 failed, 75 stopped. Anything else: one was killed,
+# and all begin again where the last checkpoint is. When one has ended, the others have a minute to end, too.
 for ((deaths = 0; ; deaths++)); do
     again=''
     srun --label --ntasks-per-node=1 --cpus-per-task={cpus} --wait=60 --kill-on-bad-exit=0{container} &
@@ -56,7 +56,7 @@ for ((deaths = 0; ; deaths++)); do
         wait "$step"
         code=$?
     done
-    case $code in 0 | 2 | 3 | 75) break ;; esac
+    case $code in 0 | 1 | 2 | 3 | 75) break ;; esac
     if [ -n "$asked" ] || ((deaths == {deaths})); then break; fi
     echo "train: an agent was killed (exit code $code); starting them again"
 done
@@ -107,7 +107,16 @@ def _options(asked: Submission) -> list[str]:
     lines += [f"--time={time_of(asked.seconds)}"] if asked.seconds else []
     lines += [f"--{name}={asked.own[name]}" for name in ("partition", "account") if asked.own.get(name)]
     lines += [f'--output="{log}%j.log"', "--open-mode=append", "--requeue", f"--signal=B:USR1@{asked.warn}"]
-    return lines + [_quoted(word) for word in shlex.split(asked.own.get("sbatch") or "")]
+    return lines + [_quoted(word) for word in more_options(asked.own.get("sbatch"))]
+
+
+def more_options(text: str | None) -> list[str]:
+    """The options in `qos=long exclude=n7`, as sbatch has them.
+
+    Raises:
+        ValueError: a quote is not closed.
+    """
+    return ["--" + word.removeprefix("--") for word in shlex.split(text or "")]
 
 
 def _quoted(word: str) -> str:

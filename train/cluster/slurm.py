@@ -7,21 +7,21 @@ preemption, a lost node) is queued again by Slurm, under the same number.
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from train.cluster.script import MADE, render
+from train.cluster.script import MADE, more_options, render
 from train.cluster.submission import Standing, Submission
 from train.errors import Refused, one_line
 from train.record import store
 from train.record.store import Run
 
 SCRIPT = "job.sbatch"
-_PATIENCE = 60.0
-"""Seconds for an answer of Slurm's. Its own commands wait for a controller that is down, some of them for ever."""
+_PATIENCE, _GLANCE = 60.0, 5.0
+"""Seconds for an answer of Slurm's, and for one that a list of runs can do without: its commands wait long for a
+controller that is down."""
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT")
 
 __all__ = ["again", "cancel", "check", "options", "render", "standings", "submit"]
@@ -32,7 +32,7 @@ def options(parser: Any) -> None:
     add = parser.add_argument
     add("--partition", metavar="P", help="Slurm: the partition")
     add("--account", metavar="A", help="Slurm: the account that pays")
-    add("--sbatch", metavar="OPTIONS", help="Slurm: further options of sbatch, in one word: '--qos=long --exclude=n7'")
+    add("--sbatch", metavar="OPTIONS", help="Slurm: further options of sbatch, in quotes: 'qos=long exclude=n7'")
     add("--container-by", metavar="TOOL", help="Slurm: pyxis or apptainer; default: apptainer for a .sif, else pyxis")
 
 
@@ -73,13 +73,13 @@ def _check_container(asked: Submission) -> None:
 
 def _check_more(text: str | None) -> None:
     try:
-        words = shlex.split(text or "")
+        words = more_options(text)
     except ValueError as error:
         raise Refused(f"--sbatch {text!r}: {error}") from None
     for word in words:
         name = word.partition("=")[0]
-        if not word.startswith("--") or "\n" in word:
-            raise Refused(f"--sbatch: {word!r} is no option; give them as --NAME=VALUE")
+        if not re.fullmatch(r"--[a-z][a-z-]+", name) or re.search(r"[\n\"\\]", word):
+            raise Refused(f"--sbatch: {word!r} is no option; give them as NAME=VALUE, with blanks between them")
         if name in MADE:
             raise Refused(f"--sbatch: {name} is set by train submit; {MADE[name]}")
 
@@ -125,7 +125,7 @@ def standings() -> dict[str, Standing] | None:
     if shutil.which("squeue") is None:
         return None
     try:
-        said = _call("squeue", "--noheader", "--me", "--format=%i|%T|%r")
+        said = _call("squeue", "--noheader", "--me", "--format=%i|%T|%r", patience=_GLANCE)
     except Refused:
         return None
     rows = (line.split("|", 2) for line in said.splitlines() if line.count("|") >= 2)
@@ -147,7 +147,7 @@ def _tool(name: str) -> str:
     return found
 
 
-def _call(*command: str) -> str:
+def _call(*command: str, patience: float = _PATIENCE) -> str:
     """What a command of Slurm's says.
 
     Raises:
@@ -155,7 +155,7 @@ def _call(*command: str) -> str:
     """
     try:
         done = subprocess.run(
-            [_tool(command[0]), *command[1:]], capture_output=True, text=True, timeout=_PATIENCE, check=False
+            [_tool(command[0]), *command[1:]], capture_output=True, text=True, timeout=patience, check=False
         )
     except subprocess.TimeoutExpired:
         raise Refused(f"{command[0]} does not answer; is the controller there? scontrol ping") from None

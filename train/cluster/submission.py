@@ -89,7 +89,7 @@ class Engine(Protocol):
             Refused: the engine does not take it; nothing is left behind.
         """
 
-    # Of a run whose run.json has `submitted`: {"engine": NAME, "job": ID}; an engine that writes none has none of these.
+    # Of a run whose run.json has `submitted`: {"engine": NAME, "job": ID}. An engine that writes none needs none of it.
 
     def standings(self) -> dict[str, Standing] | None:
         """The user's jobs that the engine has not done with, by their id. None: it does not say."""

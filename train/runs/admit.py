@@ -116,12 +116,7 @@ def _cut_batch(config: Config, ranks: int) -> None:
         # rounded up as the smallest number of forwards; rounded down where that would leave a rank without work
         size = -(-config.batch_size // ranks)
         config.micro_batch_size = size if -(-config.batch_size // size) >= ranks else config.batch_size // ranks
-    micros = -(-config.batch_size // config.micro_batch_size)
-    if micros < ranks:
-        raise Refused(
-            f"{ranks} ranks have only {micros} micro batches of {config.micro_batch_size} in a global batch of "
-            f"{config.batch_size}; use --micro_batch_size {config.batch_size // ranks} or less"
-        )
+    check_micro_batches(config, ranks)
 
 
 def checked_model(task: Task, config: Config, ranks: int, precision: Precision) -> torch.nn.Module:
@@ -172,10 +167,35 @@ def _without_compiler() -> Iterator[None]:
 
 def check_ranks(config: Config, ranks: int, device: torch.device) -> None:
     choose.check(config, ranks, device)
+    check_batch(config, ranks)
+
+
+def check_batch(config: Config, ranks: int) -> None:
+    """Whether every rank can have a sample.
+
+    Raises:
+        Refused: it cannot.
+    """
     if config.batch_size < ranks:
         raise Refused(
             f"--batch_size {config.batch_size} is smaller than the number of ranks {ranks}; "
             f"use at least {ranks}, or fewer ranks"
+        )
+
+
+def check_micro_batches(config: Config, ranks: int) -> None:
+    """Whether every rank has work; a size that is to be found will see to that.
+
+    Raises:
+        Refused: it has not.
+    """
+    if not isinstance(config.micro_batch_size, int):
+        return
+    micros = -(-config.batch_size // config.micro_batch_size)
+    if micros < ranks:
+        raise Refused(
+            f"{ranks} ranks have only {micros} micro batches of {config.micro_batch_size} in a global batch of "
+            f"{config.batch_size}; use --micro_batch_size {config.batch_size // ranks} or less"
         )
 
 

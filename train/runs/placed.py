@@ -4,7 +4,8 @@
 
 It creates the run in DIR, or goes on with it, for the engine starts the same command again after whatever happened.
 SIGTERM, SIGUSR1 and SIGUSR2 let all nodes save and stop. It exits with 0 finished, 2 refused, 3 failed, 75 stopped with
-a checkpoint; with anything else it died, and is to be started again.
+a checkpoint, 1 interrupted: the others never came, or ranks died too often. With anything else it was killed itself. In
+both cases the same command goes on where the newest checkpoint is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused, one_line
+from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, Refused, one_line
 from train.record import environment, store
 from train.record.store import Run
 from train.runs import agent, control, gpus
@@ -56,7 +57,10 @@ def main() -> None:
         sys.exit(fail(error))
     for line in opened.warnings:
         print(f"train: warning: {line}", file=sys.stderr, flush=True)
-    sys.exit(agent.keep(opened, stop))
+    code = agent.keep(opened, stop)
+    if code == EXIT_FAILED and opened.run.read()["state"] != store.FAILED:
+        code = 1
+    sys.exit(code)
 
 
 def _arguments() -> argparse.Namespace:

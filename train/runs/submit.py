@@ -10,6 +10,7 @@ from pathlib import Path
 
 from train.cluster.submission import CONFIG, FILE, TASK, Submission, to_json
 from train.errors import Refused
+from train.runs.admit import check_batch, check_micro_batches, check_nodes
 from train.runs.request import Request, resolve
 
 
@@ -22,8 +23,11 @@ def prepare(submission: Submission) -> None:
     asked = submission
     task, config = resolve(Request(asked.task, asked.flags, asked.config_file, asked.init))
     ranks = asked.nodes * asked.nproc
-    if config.batch_size < ranks:
-        raise Refused(f"--batch_size {config.batch_size} is smaller than the number of ranks {ranks}")
+    check_batch(config, ranks)
+    check_micro_batches(config, ranks)
+    check_nodes(config, asked.nodes)
+    if asked.init is not None and not Path(asked.init).is_file():
+        raise Refused(f"--init {asked.init}: there is no such file")
     files: dict[str, str | bytes] = {}
     if not task.is_built_in:
         files[TASK] = task.file.read_bytes()

@@ -1,4 +1,4 @@
-"""Runs that were handed to an engine of a cluster: how they stand there, their stop, their going on. Imports no torch."""
+"""Runs that were handed to an engine of a cluster: how they stand there, how they stop and go on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def is_submitted(record: dict[str, Any]) -> bool:
 def effective(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records with what the engines say of those that were handed to them. An engine is asked once, if at all."""
     ask = functools.cache(lambda name: engine(name).standings())
-    found = []
-    for record in records:
-        if is_submitted(record) and record["state"] not in (store.FINISHED, store.FAILED):
-            record = _effective(record, ask(record["submitted"]["engine"]))
-        found.append(record)
-    return found
+    return [
+        _effective(record, ask(record["submitted"]["engine"]))
+        if is_submitted(record) and record["state"] not in (store.FINISHED, store.FAILED)
+        else record
+        for record in records
+    ]
 
 
 def _effective(record: dict[str, Any], standings: dict[str, Standing] | None) -> dict[str, Any]:
