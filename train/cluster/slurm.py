@@ -55,6 +55,8 @@ def check(submission: Submission) -> None:
     _check_more(asked.own.get("sbatch"))
     if re.search(r"[\n\"\\]", str(asked.folder)):
         raise Refused(f"{asked.folder} has a sign in it that batch scripts cannot have; choose another --runs")
+    for left in asked.runs.glob(f".nodes/*/{asked.name}"):
+        raise Refused(f"{left} is left of another run; remove it, or choose another --name")
     if not asked.is_dry:
         _tool("sbatch")
 

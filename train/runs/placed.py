@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, Refused, one_line
 from train.record import environment, store
@@ -31,10 +31,10 @@ from train.runs.opening import open_run
 from train.signals import StopRequest
 
 
-def main() -> None:
-    """Carry out what was submitted, on this node."""
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Carry out what was submitted, on this node, and exit as it ends."""
     stop = StopRequest()
-    given = _arguments()
+    given = _arguments(argv)
     beside = Path(given.submission).absolute().parent
     content = json.loads((beside / Path(given.submission).name).read_text(encoding="utf-8"))
     if Path(content["cwd"]).is_dir():
@@ -63,13 +63,13 @@ def main() -> None:
     sys.exit(code)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m train.runs.placed", allow_abbrev=False)
     parser.add_argument("submission", metavar="SUBMISSION.json")
     parser.add_argument("--runs", required=True, metavar="DIR", help="where this node alone keeps its run folder")
     parser.add_argument("--node", type=int, default=0, metavar="R", help="which node this is, from 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several nodes meet: an address of node 0")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def order_of(content: dict[str, Any], beside: Path, runs: Path, node: int, rendezvous: str | None) -> Order | None:

@@ -63,6 +63,13 @@ def test_a_wrong_request_is_refused_in_a_line(nowhere: Path, arguments: list[obj
     assert entries(nowhere) == set()
 
 
+def test_what_another_run_has_left_on_a_node_is_not_gone_on_with(nowhere: Path) -> None:
+    (nowhere / "runs/.nodes/1/big").mkdir(parents=True)
+    before = entries(nowhere)
+    refused(command("submit", "digits", *SHAPE, "--name", "big"), "runs/.nodes/1/big", "another --name")
+    assert entries(nowhere) == before
+
+
 def script(*arguments: object) -> str:
     code, out, err = command("submit", TASK, *SHAPE, "--name", "big", "--dry-run", *arguments)
     assert (code, err) == (0, "")
