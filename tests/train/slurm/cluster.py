@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -154,6 +154,20 @@ class Slurm:
             [self._sbin / program, *arguments],
             env=os.environ | self.environment | libraries, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
+
+    @contextlib.contextmanager
+    def without(self, line: str) -> Iterator[None]:
+        """As if this line were not in its configuration."""
+        path = self.folder / "slurm.conf"
+        before = path.read_text()
+        assert f"\n{line}\n" in before
+        try:
+            path.write_text(before.replace(f"{line}\n", ""))
+            self("scontrol", "reconfigure")
+            yield
+        finally:
+            path.write_text(before)
+            self("scontrol", "reconfigure")
 
     def kill(self, key: str, whole: bool = False) -> None:
         """SIGKILL for a daemon: `slurmctld-wlm`, or a node. `whole`: for all that the node runs, too."""

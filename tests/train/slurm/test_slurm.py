@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.train.conftest import Station
 from tests.train.slurm.cluster import NODES, wait_until
 from tests.train.slurm.conftest import FIELDS, TASK, Cluster
 
@@ -30,10 +33,23 @@ def test_a_run_is_submitted_seen_and_finished(cluster: Cluster, like_undisturbed
     assert " running " in login.ok("ls").stdout
     cluster.hurry()
     like_undisturbed("a")
-    assert "rank 0" in login.ok("logs", "a").stdout or login.ok("logs", "a").stdout
+    assert login.ok("logs", "a").stdout == (login.runs / "a/logs/attempt-1/rank0.log").read_text() != ""
     assert login.ok("logs", "a", "--rank", 1).stdout == (login.node(1).runs / "a/logs/attempt-1/rank1.log").read_text()
     login.ok("rm", "a")
     assert not list(login.runs.glob("**/run.json"))
+
+
+def test_two_ranks_on_one_node_end_as_without_slurm(cluster: Cluster, undisturbed: Station) -> None:
+    login = cluster.login
+    login.ok("submit", TASK, "--on", "slurm", "--name", "a", "--nproc", 2, *FIELDS, "--data.root", login.folder)
+    login.wait("a", lambda record: record["state"] in ("finished", "failed"), "its end")
+    assert login.record("a")["weights_sha256"] == undisturbed.record("one")["weights_sha256"], login.output("a")
+    assert login.samples("a") == undisturbed.samples("one")
+    # what only the node finds wrong is told where the user looks
+    login.ok("submit", "images", "--on", "slurm", "--name", "b", "--nproc", 1, "--data.root", login.folder / "none")
+    login.wait("b", lambda record: record["state"] == "failed", "its refusal")
+    login.wait_gone("b")
+    assert str(login.folder / "none") in login.ok("show", "b").stdout
 
 
 def test_a_stop_saves_and_is_no_reason_to_queue_it_again(cluster: Cluster, like_undisturbed: Check) -> None:
@@ -95,20 +111,18 @@ def test_before_the_time_limit_all_ranks_save_and_the_job_is_queued_again(
 
 
 @pytest.mark.minutes
-def test_preemption_saves_and_the_job_comes_back(cluster: Cluster, like_undisturbed: Check) -> None:
+@pytest.mark.parametrize("is_warned", [True, False])
+def test_preemption_saves_and_the_job_comes_back(cluster: Cluster, like_undisturbed: Check, is_warned: bool) -> None:
+    """By the warning signal, as an administrator may set it up, and by SIGTERM, as it is by default."""
     login, slurm = cluster.login, cluster.slurm
-    cluster.submit("a")
-    cluster.wait_attempt("a", 1)
-    slurm(
-        "sbatch",
-        "--partition=high",
-        "--nodes=2",
-        "--exclusive",
-        "--output=/dev/null",
-        "--job-name=urgent",
-        "--wrap=sleep 5",
-    )
-    record = cluster.wait_stopped("a")
+    urgent = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 5")
+    with contextlib.ExitStack() as held:
+        if not is_warned:
+            held.enter_context(slurm.without("SlurmctldParameters=preempt_send_user_signal"))
+        cluster.submit("a")
+        cluster.wait_attempt("a", 1)
+        slurm("sbatch", *urgent)
+        record = cluster.wait_stopped("a")
     assert record["stopped_by"] == "signal"
     assert max(login.run("a").steps_saved()) == record["step"] > 0
     cluster.wait_attempt("a", 2)
@@ -167,8 +181,6 @@ def test_the_controller_dies_and_comes_back(cluster: Cluster, like_undisturbed: 
 
 @pytest.mark.minutes
 def test_an_agent_is_killed_and_all_begin_again_in_the_same_job(cluster: Cluster, like_undisturbed: Check) -> None:
-    import os
-
     login = cluster.login
     cluster.submit("a")
     cluster.wait_attempt("a", 1)
