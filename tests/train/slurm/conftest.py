@@ -14,8 +14,8 @@ from tests.train.slurm.cluster import Login, Slurm, packages, wait_until
 
 TASK = Path(__file__).with_name("task.py")
 FIELDS = (
-    "--batch_size", 60, "--micro_batch_size", 5, "--checkpoint.every_steps", 200, "--log.samples", "true",
-    "--log.tensorboard", "false", "--cpu_threads", 1, "--optim.name", "adamw", "--data.workers", 0, "--steps", 1500,
+    "--batch_size", 60, "--micro_batch_size", 5, "--checkpoint.every_steps", 100, "--log.samples", "true",
+    "--log.tensorboard", "false", "--cpu_threads", 1, "--optim.name", "adamw", "--data.workers", 0, "--steps", 500,
 )  # fmt: skip
 """Of all runs here: slow, they last longer than any wait; else a second or two."""
 
@@ -54,7 +54,7 @@ class Cluster:
         """From now on no step takes its time."""
         self.login.slow.unlink()
 
-    def wait_attempt(self, name: str, number: int, steps: int = 20) -> None:
+    def wait_attempt(self, name: str, number: int, steps: int = 10) -> None:
         """Wait until the run is that often begun, and some steps on."""
 
         def begun(record: dict[str, Any]) -> bool:

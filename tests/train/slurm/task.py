@@ -20,6 +20,6 @@ def model(config):
 
 def loss(model, batch):
     if Path(os.environ.get("SLOW", "/nowhere")).exists():
-        time.sleep(0.1)
+        time.sleep(0.3)
     numbers, wanted = batch
     return (model(numbers) - wanted).pow(2).mean()

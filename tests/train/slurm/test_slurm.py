@@ -155,7 +155,7 @@ def test_a_node_is_lost_and_the_job_goes_on(cluster: Cluster, like_undisturbed: 
     cluster.wait_attempt("a", 1)
     slurm.kill(NODES[1])
     slurm.start_node(NODES[1])
-    cluster.wait_attempt("a", 1, 60)
+    cluster.wait_attempt("a", 1, 40)
     slurm.kill(NODES[1], whole=True)
     wait_until(lambda: "RUNNING" not in login.states("a"), "Slurm to notice")
     slurm.start_node(NODES[1])
@@ -171,7 +171,7 @@ def test_the_controller_dies_and_comes_back(cluster: Cluster, like_undisturbed: 
     cluster.wait_attempt("a", 1)
     slurm.kill("slurmctld-wlm")
     before = login.record("a")["step"]
-    login.wait_for_step("a", before + 20)
+    login.wait_for_step("a", before + 10)
     assert " running " in login.ok("ls").stdout  # by the folder alone
     slurm.start_controller()
     cluster.hurry()
