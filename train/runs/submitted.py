@@ -18,6 +18,9 @@ from train.runs import supervise
 from train.signals import USER
 
 _LOOK_EVERY = 0.5
+"""Seconds between two looks at how a job stands."""
+_TRIES = 3
+"""How often an engine that does not answer is asked again, where something depends on it."""
 
 
 def is_submitted(record: dict[str, Any]) -> bool:
@@ -69,6 +72,11 @@ def _standing(record: dict[str, Any]) -> Standing | None:
     """
     name, job = record["submitted"]["engine"], record["submitted"]["job"]
     standings = engine(name).standings()
+    for _ in range(_TRIES):  # a busy controller
+        if standings is not None:
+            break
+        time.sleep(_LOOK_EVERY)
+        standings = engine(name).standings()
     if standings is None:
         raise Refused(f"{name} does not answer here, and {record['name']} is job {job} there; go to where it does")
     return standings.get(str(job))
