@@ -32,14 +32,19 @@ def effective(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records with what the engines say of those that were handed to them. An engine is asked once, if at all."""
     ask = functools.cache(lambda name: engine(name).standings())
     return [
-        _effective(record, ask(record["submitted"]["engine"]))
+        seen_by(record, ask(record["submitted"]["engine"]))
         if is_submitted(record) and record["state"] not in (store.FINISHED, store.FAILED)
         else record
         for record in records
     ]
 
 
-def _effective(record: dict[str, Any], standings: dict[str, Standing] | None) -> dict[str, Any]:
+def seen_by(record: dict[str, Any], standings: dict[str, Standing] | None) -> dict[str, Any]:
+    """A record with its effective state, by the folder and by what its engine says.
+
+    Args:
+        standings: the jobs that the engine has not done with; None: it does not say.
+    """
     job, state = record["submitted"]["job"], record["state"]
     what = f"job {job} of {record['submitted']['engine']}"
     if standings is None:  # nobody to ask here: what the folder says is all
