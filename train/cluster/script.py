@@ -62,13 +62,12 @@ for ((deaths = 0; ; deaths++)); do
 done
 
 # Saved because it was warned: the same job again, as often as it takes. Not if it was cancelled, nor if its user has
-# stopped the run meanwhile.
+# stopped the run meanwhile. A controller that is away has two minutes to come back.
 if [ -n "$asked" ] && [[ $code != [023] ]] && ! grep -qs '"stopped_by": "user"' "$run/run.json"; then
-    until state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T); do sleep 2; done
+    patiently() {{ for _ in {{1..60}}; do if "$@"; then break; else sleep 2; fi; done; }}
+    state=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
     echo "train: warned, and ended with $code; job $SLURM_JOB_ID is ${{state,,}}"
-    if [ "$state" = RUNNING ]; then
-        until scontrol requeue "$SLURM_JOB_ID"; do sleep 2; done
-    fi
+    if [ "$state" = RUNNING ]; then patiently scontrol requeue "$SLURM_JOB_ID"; fi
 fi
 exit "$code"
 """
