@@ -33,8 +33,8 @@ agent='
     if [ "$SLURM_NODEID" != 0 ]; then runs=$2/.nodes/$SLURM_NODEID; fi
     exec "$0" -m train.runs.placed "$1/{file}" --runs "$runs" --node "$SLURM_NODEID" --rendezvous "$3"'
 
-# Slurm warns this script (USR1) before the time limit, and where it is set up so, before it takes the nodes away (else
-# TERM). The agents are told (USR2), all ranks save, and the agents exit with 75.
+# Slurm warns this script (USR1) before the time limit, and where it is set up so, before it takes the nodes away (else it
+# sends TERM to the agents). The agents are told (USR2), all ranks save, and the agents exit with 75.
 asked='' again='' step=''
 # shellcheck disable=SC2317,SC2329
 warn() {{
@@ -61,12 +61,12 @@ for ((deaths = 0; ; deaths++)); do
     echo "train: an agent was killed (exit code $code); starting them again"
 done
 
-# Saved because it was warned: the same job again, as often as it takes. Not if it was cancelled, nor if its user has
-# stopped the run meanwhile. A controller that is away has two minutes to come back.
-if [ -n "$asked" ] && [[ $code != [023] ]] && ! grep -qs '"stopped_by": "user"' "$run/run.json"; then
+# Saved because it had to, or warned and killed before it could: the same job again, as often as it takes. Not if it was
+# cancelled, nor if its user has stopped the run. A controller that is away has two minutes to come back.
+if [[ $code == 75 || ( -n $asked && $code != [023] ) ]] && ! grep -qs '"stopped_by": "user"' "$run/run.json"; then
     patiently() {{ for _ in {{1..60}}; do if "$@"; then break; else sleep 2; fi; done; }}
     state=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
-    echo "train: warned, and ended with $code; job $SLURM_JOB_ID is ${{state,,}}"
+    echo "train: the run has not come to its end (exit code $code); job $SLURM_JOB_ID is ${{state,,}}"
     if [ "$state" = RUNNING ]; then patiently scontrol requeue "$SLURM_JOB_ID"; fi
 fi
 exit "$code"
