@@ -33,8 +33,8 @@ agent='
     if [ "$SLURM_NODEID" != 0 ]; then runs=$2/.nodes/$SLURM_NODEID; fi
     exec "$0" -m train.runs.placed "$1/{file}" --runs "$runs" --node "$SLURM_NODEID" --rendezvous "$3"'
 
-# Slurm warns this script (USR1) before the time limit, and where it is set up so, before it takes the nodes away (else it
-# sends TERM to the agents). The agents are told (USR2), all ranks save, and the agents exit with 75.
+# Slurm warns this script (USR1) before the time limit, and where it is set up so, before it takes the nodes away (else
+# TERM comes to the agents). The agents are told (USR2), all ranks save, and the agents exit with 75.
 asked='' again='' step=''
 # shellcheck disable=SC2317,SC2329
 warn() {{
