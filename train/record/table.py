@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from train import screen
 from train.errors import shortened
+from train.record import times
 from train.record.best import best
 from train.record.store import Run, seconds_of
 
@@ -111,10 +111,12 @@ def story(run: Run) -> str:
         return _wrapped(lines)
     line("data", record.get("data_wait"))
     line("left out", _left_out(run, record.get("skipped") or {}))
-    redone, again, away = losses(attempts)
-    line("steps redone", redone)
-    if again or away:
-        line("time lost", f"{again + away:.1f} s: {away:.1f} s until training again, {again:.1f} s for those steps")
+    account = times.of(run)
+    line("steps redone", account.redone)
+    whole = account.parts["lost"]
+    if whole:
+        away = whole - account.again
+        line("time lost", f"{whole:.1f} s: {away:.1f} s until training again, {account.again:.1f} s for those steps")
     return _wrapped(lines)
 
 
@@ -143,18 +145,3 @@ def _long(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-def losses(attempts: list[dict[str, Any]]) -> tuple[int, float, float]:
-    """What the deaths of a run have cost: steps made twice, seconds for these, seconds until training went on."""
-    redone, again, away = 0, 0.0, 0.0
-    for before, after in itertools.pairwise(attempts):
-        if before.get("end") != "died" or before.get("to_step") is None or not before.get("ended"):
-            continue
-        away += max(_seconds(before["ended"], after.get("ready") or after.get("ended") or after["started"]), 0)
-        steps = max(before["to_step"] - after["from_step"], 0)
-        redone += steps
-        made = before["to_step"] - before["from_step"]
-        if steps and made > 0 and before.get("ready"):
-            again += steps * _seconds(before["ready"], before["ended"]) / made
-    return redone, again, away

@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from train.errors import Refused
 from train.record import heartbeat, store
 from train.record.store import Run
-from train.record.table import listing, losses
+from train.record.table import listing
 
 
 @pytest.fixture
@@ -216,24 +215,6 @@ def test_an_attempt_that_nobody_survived_is_known_by_the_last_signs_of_life_of_i
     assert not list(run.folder.glob(".run.json.*")) and not list(run.logs(1).iterdir())
 
 
-def test_what_deaths_have_cost_is_added_up() -> None:
-    def at(second: int | None) -> str | None:
-        return None if second is None else f"2026-01-01T00:{second // 60:02}:{second % 60:02}+00:00"
-
-    def attempt(start: int, ready: int | None, ended: int, steps: tuple[int, int], end: str = "died") -> dict[str, Any]:
-        times = {"started": at(start), "ready": at(ready), "ended": at(ended)}
-        return times | {"from_step": steps[0], "to_step": steps[1], "end": end}
-
-    attempts = [
-        attempt(0, 10, 30, (0, 20)),  # a second a step
-        attempt(32, 40, 50, (15, 20)),  # two seconds a step
-        attempt(51, None, 55, (20, 20)),  # died while starting
-        attempt(56, 60, 99, (20, 30), "stopped"),
-        attempt(200, 210, 300, (30, 60), "finished"),
-    ]
-    assert losses(attempts) == (5, 5.0, 10.0 + 5.0 + 5.0)
-
-
 def test_only_published_checkpoints_count(run: Run) -> None:
     for name in ("step-00000010", "step-00000200", ".partial-step-00000300-1", "step-x", ".damaged-step-00000020"):
         (run.checkpoints / name).mkdir()
@@ -270,5 +251,3 @@ def test_the_record_on_disk_is_plain_json(run: Run) -> None:
 def test_times_that_are_none_are_told_as_unknown(run: Run) -> None:
     damaged = run.read() | {"started": "yesterday"}
     assert " ? " in listing([damaged], run.folder.parent).splitlines()[1]
-    ends = [{"started": "soon", "ready": 7, "ended": "later", "from_step": 0, "to_step": 3}] * 2
-    assert losses(ends)[1:] == (0.0, 0.0)
