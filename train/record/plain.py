@@ -20,7 +20,8 @@ def read(path: Path, most: int = MOST) -> bytes:
     fd = _opened(path)
     try:
         with os.fdopen(fd, "rb") as file:
-            text = file.read(most + 1)
+            # as much as there is: a reader that asks for more has all of it set aside, which a limit may refuse
+            text = file.read(min(os.fstat(fd).st_size, most) + 1)
     except MemoryError:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path)) from None
     if len(text) > most:

@@ -272,3 +272,14 @@ def test_times_that_are_none_are_told_as_unknown(run: Run) -> None:
     assert " ? " in listing([damaged], run.folder.parent).splitlines()[1]
     ends = [{"started": "soon", "ready": 7, "ended": "later", "from_step": 0, "to_step": 3}] * 2
     assert losses(ends)[1:] == (0.0, 0.0)
+
+
+def test_a_record_is_read_also_where_memory_is_tight(run: Run) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from train.record.store import Run\n"
+        "taken = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + (16 << 20),) * 2)\n"
+        "print(Run(Path(sys.argv[1])).read()['state'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run.folder)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == store.CREATED, done.stderr
