@@ -68,12 +68,17 @@ def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
         # wrapped as if the mark had no colour: its bytes are not seen
         indent = " " * (8 + name + 2)
         room = max(width, len(indent) + _NARROWEST)
-        seen = textwrap.wrap(finding.seen, room - len(indent), break_on_hyphens=False) or [""]
+        seen = textwrap.wrap(_shown(finding.seen), room - len(indent), break_on_hyphens=False) or [""]
         lines.append(f"{mark}{finding.check:<{name}}  {seen[0]}")
         lines += [indent + more for more in seen[1:]]
         if finding.remedy:
-            lines.append(f"{indent}try: {finding.remedy}")  # whole, however long: it is to be pasted
+            lines.append(f"{indent}try: {_shown(finding.remedy)}")  # whole, however long: it is to be pasted
     return "\n".join([*lines, "", summary(findings)])
+
+
+def _shown(text: str) -> str:
+    """What a program said, or a folder is called, without what would steer the terminal."""
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)
 
 
 def summary(findings: Iterable[Finding]) -> str:
@@ -97,4 +102,5 @@ def show(findings: list[Finding], json_: bool) -> None:
     if is_terminal:
         with contextlib.suppress(OSError):
             width = os.get_terminal_size().columns
-    print(as_text(findings, width, is_terminal and "NO_COLOR" not in os.environ))
+    colour = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
+    print(as_text(findings, width, colour))
