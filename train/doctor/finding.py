@@ -10,6 +10,8 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
+from train import screen
+
 OK, WARNING, PROBLEM, NOT_APPLICABLE = "ok", "warning", "problem", "not applicable"
 _MARK = {OK: "ok", WARNING: "warning", PROBLEM: "problem", NOT_APPLICABLE: "-"}
 _COLOUR = {OK: "32", WARNING: "33", PROBLEM: "31", NOT_APPLICABLE: "2"}
@@ -68,17 +70,12 @@ def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
         # wrapped as if the mark had no colour: its bytes are not seen
         indent = " " * (8 + name + 2)
         room = max(width, len(indent) + _NARROWEST)
-        seen = textwrap.wrap(_shown(finding.seen), room - len(indent), break_on_hyphens=False) or [""]
+        seen = textwrap.wrap(screen.printable(finding.seen), room - len(indent), break_on_hyphens=False) or [""]
         lines.append(f"{mark}{finding.check:<{name}}  {seen[0]}")
         lines += [indent + more for more in seen[1:]]
         if finding.remedy:
-            lines.append(f"{indent}try: {_shown(finding.remedy)}")  # whole, however long: it is to be pasted
+            lines.append(f"{indent}try: {screen.printable(finding.remedy)}")  # whole, however long: it is to be pasted
     return "\n".join([*lines, "", summary(findings)])
-
-
-def _shown(text: str) -> str:
-    """What a program said, or a folder is called, without what would steer the terminal."""
-    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)
 
 
 def summary(findings: Iterable[Finding]) -> str:

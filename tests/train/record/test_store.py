@@ -18,7 +18,9 @@ import pytest
 from train.errors import Refused
 from train.record import heartbeat, store
 from train.record.store import Run
-from train.record.table import listing, losses
+from train.record.table import listing, losses, story
+from train.runs import select
+from train.runs.top import Page
 
 
 @pytest.fixture
@@ -283,3 +285,35 @@ def test_a_record_is_read_also_where_memory_is_tight(run: Run) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(run.folder)], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == store.CREATED, done.stderr
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"state": None}, {"state": []}, {"metrics": "x"}, {"metrics": {"loss": "x"}}, {"loss": {}, "metrics": None},
+        {"total_steps": [], "step": "x"}, {"world_size": {"a": 1}}, {"started": 10**400}, {"loss": 10**400},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("order", [None, "loss", "step"])
+def test_a_damaged_record_hides_no_other_in_a_listing(run: Run, damage: dict[str, Any], order: str | None) -> None:
+    whole = run.shown()
+    records = select.chosen([run.shown() | damage, whole | {"name": "whole"}], None, order, None, False)
+    text = listing(records, run.folder.parent)
+    assert len(text.splitlines()) == 3
+    assert any(line.startswith("whole") and store.CREATED in line for line in text.splitlines())
+
+
+@pytest.mark.parametrize("damage", [{"attempts": "x"}, {"attempts": 7}, {"versions": "x"}, {"metrics": 3}])
+def test_the_story_of_a_damaged_record_is_refused_in_a_line(run: Run, damage: dict[str, Any]) -> None:
+    (run.folder / "run.json").write_text(json.dumps(run.read() | damage))
+    with pytest.raises(Refused, match="damaged"):
+        story(run)
+
+
+def test_what_others_wrote_steers_no_terminal(run: Run) -> None:
+    evil = "boom \x1b]0;owned\x07\x1b[2J\nstate: finished"
+    (run.folder / "run.json").write_text(json.dumps(run.read() | {"state": "failed", "reason": evil, "task": evil}))
+    page = "\n".join(row.text for row in Page(run.folder.parent).rows(120, 30))
+    for text in (story(run), page):
+        assert "boom" in text and "\x1b" not in text and "\x07" not in text
+        assert not any(line.startswith("state: ") for line in text.splitlines())
