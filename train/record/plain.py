@@ -36,8 +36,9 @@ def tail(path: Path, most: int) -> bytes:
         OSError: as `read`, whatever its size.
     """
     with os.fdopen(_opened(path), "rb") as file:
-        file.seek(max(0, file.seek(0, 2) - most))
-        return file.read(most)
+        length = min(file.seek(0, 2), most)
+        file.seek(-length, 2)
+        return file.read(length)
 
 
 def _opened(path: Path) -> int:
