@@ -61,12 +61,16 @@ def limit_of_memory() -> int | None:
 
 
 def _memory(machine: Machine) -> Finding:
+    also = ""
     addresses = None if machine.wants_gpus() else _LEAST_ADDRESSES  # CUDA maps all the memory that there is
     for number, letter, name, least in (
         (resource.RLIMIT_AS, "v", "as", addresses), (resource.RLIMIT_DATA, "d", "data", _LEAST_MEMORY),
     ):  # fmt: skip
         soft, hard = resource.getrlimit(number)
-        if soft != resource.RLIM_INFINITY and (least is None or soft < least):
+        if soft == resource.RLIM_INFINITY:
+            continue
+        also += f", {size(soft)} a process (ulimit -{letter})"
+        if least is None or soft < least:
             need = "with GPUs a process can have no such limit" if least is None else f"a rank needs {size(least)}"
             is_mine = hard == resource.RLIM_INFINITY  # else only root can raise it
             remedy = f"ulimit -{letter} unlimited" if is_mine else f"sudo prlimit --{name}=unlimited --pid $$"
@@ -80,7 +84,7 @@ def _memory(machine: Machine) -> Finding:
         if not machine.is_container:
             remedy = "cat /proc/self/cgroup  # whose limit it is; of a Slurm job: --mem" if most < total else "free -h"
         return problem("memory", seen, remedy)
-    return ok("memory", f"{size(most)} {where}")
+    return ok("memory", f"{size(most)} {where}{also}")
 
 
 def _cores(machine: Machine) -> Finding:

@@ -413,6 +413,7 @@ def test_a_limit_of_addresses(tmp_path: Path, limit: str, remedy: str) -> None:
     finding = doctor(cwd=tmp_path, before=limit)["memory"]
     assert finding.verdict == PROBLEM
     assert "ulimit -v" in finding.seen and remedy in finding.remedy
+    assert "9.5 GiB a process (ulimit -v)" in doctor(cwd=tmp_path, before="ulimit -v 10000000")["memory"].seen
     if "sudo" not in finding.remedy:
         assert doctor(cwd=tmp_path, before=f"{limit}; {finding.remedy}")["memory"].verdict == OK
 
