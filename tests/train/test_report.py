@@ -278,6 +278,7 @@ def test_a_browser_executes_nothing_of_it(tmp_path: Path) -> None:
         {"metrics": "x"}, {"versions": 3}, {"step": None}, {"total_steps": "many", "step": {}}, {"world_size": []},
         {"attempts": [attempt(times={"seconds": "x"})]}, {"attempts": [attempt(started=3, last_lines=7)]},
         {"host": [1]}, {"reason": {"a": 1}}, {"ended": 0}, {"script": 5},
+        {"created": 10**400}, {"attempts": [attempt(to_step=10**400)]}, {"reason": 7},
     ],
 )  # fmt: skip
 def test_a_damaged_record_is_shown_as_far_as_it_goes(tmp_path: Path, damage: dict[str, Any]) -> None:

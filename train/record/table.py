@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from train import screen
-from train.errors import shortened
+from train.errors import Refused, one_line, shortened
 from train.record import times
 from train.record.best import best
 from train.record.store import Run, seconds_of
+
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+"""What a record raises, where it is shown, that somebody damaged."""
 
 
 def _ago(stamp: Any) -> str:
@@ -27,6 +30,7 @@ def _ago(stamp: Any) -> str:
 
 def with_reason(state: str, reason: str | None) -> str:
     """`failed: the loss is nan`; a reason that begins with the state says both."""
+    reason = str(reason or "")
     return reason if reason and reason.startswith(state) else f"{state}: {reason}" if reason else state
 
 
@@ -59,16 +63,32 @@ def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) ->
         return f"no runs in {shortened(str(runs))}; a first one: train launch digits --follow"
     rows = [["NAME", "STATE", "STEP", "RANKS", "STARTED", "RESULT"]]
     for record in records:
-        rows.append(
-            [record["name"], record["state"], _done(record), str(record.get("world_size") or "-"),
-             _ago(record.get("started")), _figures(record) or "-"]
-        )  # fmt: skip
+        try:
+            row = [
+                record["state"], _done(record), str(record.get("world_size") or "-"), _ago(record.get("started")),
+                _figures(record) or "-",
+            ]  # fmt: skip
+        except DAMAGED:  # which must not hide the others
+            row = ["damaged", "-", "-", "-", "run.json has what it cannot have"]
+        rows.append([screen.printable(str(text)) for text in (record["name"], *row)])
     return screen.table(rows, screen.width(sys.stdout), dispensable=[3, 4], elastic=[5, 0])
 
 
 def story(run: Run) -> str:
-    """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next."""
+    """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next.
+
+    Raises:
+        Refused: run.json is damaged.
+    """
     record = run.shown()
+    try:
+        return _story(run, record)
+    except DAMAGED as error:
+        path, also = run.folder / "run.json", f"what there is of it: train show {run.name} --json"
+        raise Refused(f"{path} is damaged ({one_line(error)}); {also}") from None
+
+
+def _story(run: Run, record: dict[str, Any]) -> str:
     lines = [f"{run.name}: {with_reason(record['state'], record.get('reason'))}"]
 
     def line(label: str, value: object) -> None:
@@ -122,7 +142,7 @@ def story(run: Run) -> str:
 
 def _wrapped(lines: list[str]) -> str:
     columns = screen.width(sys.stdout)
-    return "\n".join(screen.wrapped(text, columns, indent=15) for text in lines)
+    return "\n".join(screen.wrapped(screen.printable(text), columns, indent=15) for text in lines)
 
 
 def _left_out(run: Run, counts: dict[str, int]) -> str:
