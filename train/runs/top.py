@@ -96,11 +96,13 @@ class Page:
         import psutil
 
         if found is not None:
-            process = self._processes.get(found.pid)
-            if process != found:  # psutil compares when they were made, too
-                process = self._processes[found.pid] = found
+            known = self._processes.get(found.pid)
+            is_new = known is None or known != found  # psutil compares when they were made, too
+            process = self._processes[found.pid] = found if known is None or is_new else known
             with contextlib.suppress(psutil.Error):
                 percent, size = process.cpu_percent(), process.memory_info().rss
+                if is_new:  # no look before this one: over all its life
+                    percent = 100 * sum(process.cpu_times()[:2]) / max(time.time() - process.create_time(), 0.01)
                 return f"cpu {percent:4.0f} %  mem {size / 2**30:5.1f} GiB"
         return f"cpu {_NONE:>4}    mem {_NONE:>5}    "
 
