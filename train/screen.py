@@ -41,6 +41,13 @@ def width(stream: IO[str]) -> int | None:
     return shutil.get_terminal_size().columns or None if is_terminal else None
 
 
+def printable(text: str) -> str:
+    """A text of others in one line, without what would steer the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)
+
+
 def cut(text: str, columns: int) -> str:
     """The text, or its beginning with an ellipsis where it is longer."""
     return text if len(text) <= columns else text[: max(columns - 1, 0)] + "…"

@@ -72,6 +72,23 @@ def test_a_death_costs_the_steps_made_again_and_the_time_until_training_goes_on(
     assert found.whole == pytest.approx(155) == sum(found.parts.values())
 
 
+def test_what_several_deaths_have_cost_is_added_up() -> None:
+    def made(start: int, ready: int | None, ended: int, steps: tuple[int, int], end: str = "died") -> dict[str, Any]:
+        begun = None if ready is None else stamp(ready)
+        marks = {"started": stamp(start), "ready": begun, "ended": stamp(ended), "end": end}
+        return marks | {"from_step": steps[0], "to_step": steps[1]}
+
+    found = told(
+        made(0, 10, 30, (0, 20)),  # a second a step
+        made(32, 40, 50, (15, 20)),
+        made(51, None, 55, (20, 20)),  # died while starting
+        made(56, 60, 99, (20, 30), "stopped"),
+        made(200, 210, 300, (30, 60)),
+        state="running",
+    )
+    assert (found.redone, found.again, found.parts["lost"]) == (5, 5.0, 5.0 + 10.0 + 5.0 + 5.0)
+
+
 def test_a_hang_is_lost_but_steps_made_after_the_last_note_are_not() -> None:
     hung = attempt(end="died", times=noted(40, 20), to_step=50)  # half a second a step; then nothing for 75 s
     after = attempt(started=stamp(104), ready=stamp(105), ended=stamp(130), from_step=50, times=noted(100, 25))
@@ -261,6 +278,7 @@ def test_a_browser_executes_nothing_of_it(tmp_path: Path) -> None:
         {"metrics": "x"}, {"versions": 3}, {"step": None}, {"total_steps": "many", "step": {}}, {"world_size": []},
         {"attempts": [attempt(times={"seconds": "x"})]}, {"attempts": [attempt(started=3, last_lines=7)]},
         {"host": [1]}, {"reason": {"a": 1}}, {"ended": 0}, {"script": 5},
+        {"created": 10**400}, {"attempts": [attempt(to_step=10**400)]}, {"reason": 7},
     ],
 )  # fmt: skip
 def test_a_damaged_record_is_shown_as_far_as_it_goes(tmp_path: Path, damage: dict[str, Any]) -> None:

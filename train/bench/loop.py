@@ -174,15 +174,7 @@ def _indexing(parts: _Parts) -> None:
 
 def _loading(parts: _Parts) -> None:
     """The loop of most tutorials."""
-    loader, done = parts.loader(), 0
-    while True:
-        for batch in loader:
-            if done == parts.steps:
-                return
-            small.loss(parts.model, batch).backward()
-            parts.optimizer.step()
-            parts.optimizer.zero_grad()
-            done += 1
+    _steps(parts, parts.model, parts.optimizer, parts.loader(), torch.Tensor.backward)
 
 
 def _fabric(parts: _Parts) -> None:
@@ -190,27 +182,24 @@ def _fabric(parts: _Parts) -> None:
 
     fabric = Fabric(accelerator="cpu", devices=1)
     model, optimizer = fabric.setup(parts.model, parts.optimizer)
-    loader, done = fabric.setup_dataloaders(parts.loader()), 0
-    while True:
-        for batch in loader:
-            if done == parts.steps:
-                return
-            fabric.backward(small.loss(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-            done += 1
+    _steps(parts, model, optimizer, fabric.setup_dataloaders(parts.loader()), fabric.backward)
 
 
 def _accelerate(parts: _Parts) -> None:
     from accelerate import Accelerator
 
-    accelerator, done = Accelerator(cpu=True), 0
+    accelerator = Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(parts.model, parts.optimizer, parts.loader())
+    _steps(parts, model, optimizer, loader, accelerator.backward)
+
+
+def _steps(parts: _Parts, model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], None]) -> None:
+    done = 0
     while True:
         for batch in loader:
             if done == parts.steps:
                 return
-            accelerator.backward(small.loss(model, batch))
+            backward(small.loss(model, batch))
             optimizer.step()
             optimizer.zero_grad()
             done += 1

@@ -13,13 +13,11 @@ from pathlib import Path
 import torch
 import torch.multiprocessing
 from torch import nn
-from torch.nn.functional import cross_entropy
 
+from train.bench.stepping import stepping
 from train.bench.turns import measure, ratio
-from train.config import Config, Parallel
-from train.parallel.choose import make
+from train.config import Parallel
 from train.parallel.precision import Precision
-from train.parallel.strategy import VOTES
 from train.parallel.world import World
 
 WORLDS = (1, 2, 3, 4)
@@ -53,25 +51,6 @@ def _ordered(world: World) -> Callable[[], None]:
 def _step(world: World, parallel: Parallel) -> Callable[[], None]:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
-    images = torch.randn(BATCH, WIDTH).to(world.device)
-    classes = torch.randint(10, (BATCH,)).to(world.device)
-    spread = make(world, Config(parallel=parallel), Precision("fp32", world.device))
-    model = spread.place(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    spread.start()
-    micros = MICROS * world.size
-
-    def step() -> None:
-        votes = torch.zeros(len(VOTES), device=world.device)
-        spread.begin(micros)
-        for slot in range(MICROS):
-            is_last = slot == MICROS - 1
-            number = world.rank * MICROS + slot  # neighbours: what ordered takes; to fast it is all the same
-            with spread.micro_batch(number, is_last):
-                loss = cross_entropy(spread.call(images), classes)
-                spread.backward(loss, 1 / micros, votes if is_last else None)
-        spread.reduce(votes)
-        spread.settle(optimizer, None)
-        spread.update(optimizer)
-
-    return step
+    samples = torch.randn(BATCH, WIDTH).to(world.device), torch.randint(10, (BATCH,)).to(world.device)
+    precision = Precision("fp32", world.device)
+    return stepping(world, parallel, nn.Sequential(*layers), samples, precision, MICROS)

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from train.bench.stepping import stepping
 from train.bench.turns import Way, measure, ratio
-from train.config import Config, Parallel
-from train.parallel.choose import make
+from train.config import Parallel
 from train.parallel.precision import Precision
-from train.parallel.strategy import VOTES
 from train.parallel.world import World
 
 STEPS = 5
@@ -231,27 +230,9 @@ def _by_hand(subject: Subject, alone: bool, world: World) -> Callable[[], None]:
 
 
 def _by_strategy(subject: Subject, parallel: Parallel, world: World) -> Callable[[], None]:
-    """A step as the engine makes it: with votes, and buffers that ranks agree on."""
     torch.manual_seed(0)
-    precision = subject.precision(world.device)
-    spread = make(world, Config(parallel=parallel), precision)
-    model = spread.place(subject.build())
-    inputs, classes = subject.samples(world.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    spread.start()
-
-    def step() -> None:
-        votes = torch.zeros(len(VOTES), device=world.device)
-        spread.begin(world.size)
-        with spread.micro_batch(world.rank, True):
-            with precision.autocast():
-                loss = cross_entropy(spread.call(inputs), classes)
-            spread.backward(loss, 1 / world.size, votes)
-        spread.reduce(votes)
-        spread.settle(optimizer, None)
-        spread.update(optimizer)
-
-    return step
+    samples, precision = subject.samples(world.device), subject.precision(world.device)
+    return stepping(world, parallel, subject.build(), samples, precision)
 
 
 def _table(rows: list[Row], title: str, missing: list[str]) -> str:

@@ -75,4 +75,4 @@ def _summary(run: Run) -> str:
         lines.append(f"  made again: {account.redone} steps, {page.long(account.again)}")
     lines += [f"  {line}" for line in (*advice.verdict(account, record), *account.notes)]
     lines.append(f"  what each part is, and figures: train report {run.name} --to {run.name}.html")
-    return "\n".join(screen.wrapped(line, columns, indent=4) for line in lines)
+    return "\n".join(screen.wrapped(screen.printable(line), columns, indent=4) for line in lines)

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from train import screen
 from train.doctor import finding, network
 from train.doctor.examine import chosen, examine, names
 from train.doctor.machine import Machine
@@ -29,9 +30,24 @@ def main() -> int:
     except ValueError as error:
         print(f"train: {error}", file=sys.stderr)
         return _EXIT_REFUSED
-    findings = examine(Machine(), Path(options.runs), place)
-    findings = chosen(findings, only) if only else findings
-    finding.show(findings, options.json)
+    return _shown(options, place, only)
+
+
+def _shown(options: argparse.Namespace, place: network.Place | None, only: list[str]) -> int:
+    if sys.stdout is None:  # closed by who called us
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    screen.tolerate_any_locale()
+    try:
+        findings = examine(Machine(), Path(options.runs), place)
+        findings = chosen(findings, only) if only else findings
+        finding.show(findings, options.json)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except OSError as error:  # a working folder that is gone, an output that is full
+        print(f"train: {error.strerror}{': ' + str(error.filename) if error.filename else ''}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _EXIT_REFUSED
     return finding.exit_code(findings)
 
 

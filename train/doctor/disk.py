@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pwd
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,10 +27,10 @@ _LASTING = ("tmpfs", "ramfs")
 def checks(machine: Machine, runs: Path) -> Iterator[Finding]:
     """All checks of the disk under the folder of runs."""
     place = _nearest(runs)
-    yield _owner(runs, place)
+    yield _owner(machine, runs, place)
     if not place.is_dir():
         return
-    yield _room(place)
+    yield _room(machine, runs, place)
     yield _file_system(machine, place)
     if os.access(str(place), os.W_OK):
         yield _locks(place)
@@ -39,7 +40,7 @@ def checks(machine: Machine, runs: Path) -> Iterator[Finding]:
 def _nearest(folder: Path) -> Path:
     """The folder, or what is there of its way."""
     folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.lexists(str(folder)) and folder != folder.parent:  # a link to nowhere is in the way
         folder = folder.parent
     return folder
 
@@ -51,23 +52,31 @@ def name_of(uid: int) -> str:
         return str(uid)
 
 
-def _owner(runs: Path, place: Path) -> Finding:
+def _owner(machine: Machine, runs: Path, place: Path) -> Finding:
     """Whether whoever asks may write there; a container and its host know people by number."""
     name = "folder of runs"
     if not place.is_dir():
         return problem(name, f"{place} is no folder", "train launch … --runs DIR")
+    if os.statvfs(str(place)).f_flag & os.ST_RDONLY:
+        point = (mount_of(machine, place.resolve()) or (str(place), ""))[0]
+        remedy = f"sudo mount -o remount,rw {shlex.quote(point)}"
+        if machine.is_container:
+            remedy = "docker run -v /a/folder:/workspace/runs …  # without :ro"
+        return problem(name, f"{place} is mounted read-only", remedy)
     mine, theirs = os.geteuid(), place.stat().st_uid
     if not os.access(str(place), os.W_OK | os.X_OK):
         seen = f"{place} belongs to {name_of(theirs)} (UID {theirs}); {name_of(mine)} (UID {mine}) may not write there"
-        return problem(name, seen, f"sudo chown -R {mine}:{os.getegid()} {place}")
+        return problem(name, seen, f"sudo chown -R {mine}:{os.getegid()} {shlex.quote(str(place))}")
     return ok(name, f"{runs}, {'of UID ' + str(theirs) if place == runs.absolute() else 'to be made in ' + str(place)}")
 
 
-def _room(place: Path) -> Finding:
+def _room(machine: Machine, runs: Path, place: Path) -> Finding:
     name = "room on disk"
     disk = os.statvfs(str(place))
     free, inodes = disk.f_frsize * disk.f_bavail, disk.f_favail
-    remedy = "train ls --sort created --reverse; train rm NAME"
+    usual = Path(machine.environ.get("TRAIN_RUNS") or "runs").absolute()
+    there = "" if runs.absolute() == usual else f" --runs {shlex.quote(str(runs))}"
+    remedy = f"train ls --sort created --reverse{there}; train rm{there} NAME"
     if free < _LEAST_FREE:
         return problem(name, f"{size(free)} free under {place}", remedy)
     if disk.f_files and inodes < _LEAST_INODES:
@@ -109,10 +118,13 @@ def _locks(place: Path) -> Finding:
     """A run is alive exactly while its lock is held; some network file systems have none."""
     try:
         with tempfile.TemporaryFile(dir=str(place)) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        seen = f"{place} refuses locks ({error.strerror}): two could write to one run"
-        return problem("file locks", seen, "train launch … --runs DIR  # on another file system")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                seen = f"{place} refuses locks ({error.strerror}): two could write to one run"
+                return problem("file locks", seen, "train launch … --runs DIR  # on another file system")
+    except OSError as error:  # a full disk, which another check tells
+        return not_applicable("file locks", f"no file can be made to try it with: {error.strerror}")
     return ok("file locks", "are held")
 
 
@@ -128,7 +140,7 @@ def _speed(place: Path) -> Finding:
             os.fsync(file.fileno())
             seconds = max(time.monotonic() - began, 1e-6)
     except OSError as error:
-        return problem("write speed", f"{place}: {error.strerror}", f"df -h {place}; dmesg | tail")
+        return problem("write speed", f"{place}: {error.strerror}", f"df -hi {shlex.quote(str(place))}; dmesg | tail")
     rate = _PROBE / seconds
     seen = f"{size(rate)}/s to {place}, on the disk"
     if rate < _SLOW:

@@ -10,6 +10,8 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
+from train import screen
+
 OK, WARNING, PROBLEM, NOT_APPLICABLE = "ok", "warning", "problem", "not applicable"
 _MARK = {OK: "ok", WARNING: "warning", PROBLEM: "problem", NOT_APPLICABLE: "-"}
 _COLOUR = {OK: "32", WARNING: "33", PROBLEM: "31", NOT_APPLICABLE: "2"}
@@ -68,11 +70,11 @@ def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
         # wrapped as if the mark had no colour: its bytes are not seen
         indent = " " * (8 + name + 2)
         room = max(width, len(indent) + _NARROWEST)
-        seen = textwrap.wrap(finding.seen, room - len(indent), break_on_hyphens=False) or [""]
+        seen = textwrap.wrap(screen.printable(finding.seen), room - len(indent), break_on_hyphens=False) or [""]
         lines.append(f"{mark}{finding.check:<{name}}  {seen[0]}")
         lines += [indent + more for more in seen[1:]]
         if finding.remedy:
-            lines.append(f"{indent}try: {finding.remedy}")  # whole, however long: it is to be pasted
+            lines.append(f"{indent}try: {screen.printable(finding.remedy)}")  # whole, however long: it is to be pasted
     return "\n".join([*lines, "", summary(findings)])
 
 
@@ -97,4 +99,5 @@ def show(findings: list[Finding], json_: bool) -> None:
     if is_terminal:
         with contextlib.suppress(OSError):
             width = os.get_terminal_size().columns
-    print(as_text(findings, width, is_terminal and "NO_COLOR" not in os.environ))
+    colour = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
+    print(as_text(findings, width, colour))

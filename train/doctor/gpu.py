@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from train.doctor import packages
 from train.doctor.finding import Finding, not_applicable, ok, problem, warning
-from train.doctor.machine import Machine, Said
+from train.doctor.machine import SILENT, Machine, Said
 
 DRIVER = 525
 """The oldest that runs PyTorch's CUDA 12 libraries (CUDA compatibility guide, minor version compatibility), and that
@@ -31,7 +31,7 @@ class Gpu:
 
     def number_of(self, path: str) -> float | None:
         """A figure without its unit; None where the card does not tell."""
-        found = re.match(r"[\d.]+", self.text(path))
+        found = re.match(r"\d+(\.\d+)?", self.text(path), re.ASCII)
         return float(found.group()) if found else None
 
     @property
@@ -76,11 +76,13 @@ def _no_answer(machine: Machine, said: Said | None) -> Finding:
         return problem(name, f"lost while the container ran (the host has reloaded its units): {words}", _AGAIN)
     if "version mismatch" in words:
         return problem(name, f"the driver was upgraded under a running kernel: {words}", "sudo reboot")
-    if "communicate with the NVIDIA driver" in words:
-        return problem(name, f"the driver is not loaded: {words}", "sudo modprobe nvidia")
-    if "No devices were found" in words or "GPU is lost" in words:
+    if said.code == SILENT:
+        return problem(name, f"the driver hangs: {words}", "sudo dmesg | grep -i -e xid -e nvrm")
+    if "communicate with the NVIDIA driver" in words or (said.code == 9 and not words):  # codes: nvidia-smi(1)
+        return problem(name, f"the driver is not loaded: {words or 'nvidia-smi exits with 9'}", "sudo modprobe nvidia")
+    if "No devices were found" in words or "GPU is lost" in words or said.code == 15:
         return problem(name, f"fallen off the bus: {words}", "sudo dmesg | grep -i -e xid -e nvrm")
-    return problem(name, f"nvidia-smi fails ({said.code}): {words}", "nvidia-smi")
+    return problem(name, f"nvidia-smi fails ({said.code}): {words or 'without a word'}", "nvidia-smi")
 
 
 def _count(machine: Machine, gpus: list[Gpu]) -> Finding:
@@ -131,7 +133,7 @@ def _memory_errors(gpus: list[Gpu]) -> Finding:
     for gpu in gpus:
         volatile = gpu.node.find("ecc_errors/volatile")
         counts = [] if volatile is None else [node for node in volatile if "uncorrectable" in node.tag]
-        errors = sum(int(node.text or 0) for node in counts if (node.text or "").strip().isdigit())
+        errors = sum(int(node.text or 0) for node in counts if (node.text or "").strip().isdecimal())
         if errors or gpu.text("remapped_rows/remapped_row_failure") == "Yes":
             bad.append(f"{gpu.label}: {errors} uncorrectable")
         action = gpu.text("gpu_recovery_action")  # since driver 565

@@ -23,9 +23,10 @@ def checks(machine: Machine) -> Iterator[Finding]:
         yield not_applicable("Docker", "not installed; the station needs it, training does not: make engine, as root")
         return
     try:
-        info: dict[str, Any] = json.loads(said.out)
-    except ValueError:
-        info = {}
+        told = json.loads(said.out)
+    except (ValueError, RecursionError):
+        told = None
+    info: dict[str, Any] = told if isinstance(told, dict) else {}
     errors = info.get("ServerErrors") or []
     if said.code != 0 or errors or not info.get("ServerVersion"):
         words = str(errors[0]) if errors else said.first_line

@@ -16,6 +16,8 @@ _LEAST_SHARED = 256 * MB
 """Docker gives 64 MB, which a few batches of pictures fill."""
 _LEAST_MEMORY = 2 * GB
 """torch alone takes a few hundred MB a rank."""
+_LEAST_ADDRESSES = 8 * GB
+"""A rank of torch maps 4.5 GB, most of it libraries that it never touches."""
 _LEAST_FILES = 1024
 """Every tensor that a loader worker hands over is an open file for a moment."""
 
@@ -23,7 +25,7 @@ _LEAST_FILES = 1024
 def checks(machine: Machine) -> Iterator[Finding]:
     """All checks of limits."""
     yield _shared_memory(machine)
-    yield _memory()
+    yield _memory(machine)
     yield _cores(machine)
     yield _locked_memory(machine)
     yield _open_files()
@@ -46,6 +48,8 @@ def _shared_memory(machine: Machine) -> Finding:
         )
     if free < _LEAST_SHARED:
         return problem(name, f"{size(free)} free of {size(total)} at {path}", f"ls -lS {path} | head  # left by whom?")
+    if place.f_flag & os.ST_RDONLY:
+        return problem(name, f"{path} is mounted read-only", f"sudo mount -o remount,rw {path}")
     if not os.access(path, os.W_OK):
         return problem(name, f"{path} is not writable", f"sudo chmod 1777 {path}")
     return ok(name, f"{size(free)} free of {size(total)}")
@@ -56,15 +60,31 @@ def limit_of_memory() -> int | None:
     return min((group.limit for group in chain() if group.limit), default=None)
 
 
-def _memory() -> Finding:
-    limit = limit_of_memory()
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    where = "of this container or control group" if limit is not None and limit < machine else "of this machine"
-    most = min(limit or machine, machine)
+def _memory(machine: Machine) -> Finding:
+    also = ""
+    addresses = None if machine.wants_gpus() else _LEAST_ADDRESSES  # CUDA maps all the memory that there is
+    for number, letter, name, least in (
+        (resource.RLIMIT_AS, "v", "as", addresses), (resource.RLIMIT_DATA, "d", "data", _LEAST_MEMORY),
+    ):  # fmt: skip
+        soft, hard = resource.getrlimit(number)
+        if soft == resource.RLIM_INFINITY:
+            continue
+        also += f", {size(soft)} a process (ulimit -{letter})"
+        if least is None or soft < least:
+            need = "with GPUs a process can have no such limit" if least is None else f"a rank needs {size(least)}"
+            is_mine = hard == resource.RLIM_INFINITY  # else only root can raise it
+            remedy = f"ulimit -{letter} unlimited" if is_mine else f"sudo prlimit --{name}=unlimited --pid $$"
+            return problem("memory", f"{size(soft)} a process (ulimit -{letter}): {need}", remedy)
+    limit, total = limit_of_memory(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = min(limit or total, total)
+    where = "of this container or control group" if most < total else "of this machine"
     if most < _LEAST_MEMORY:
         seen = f"{size(most)} {where}: a rank of torch and its loader workers need more than {size(_LEAST_MEMORY)}"
-        return problem("memory", seen, "docker update --memory 16g --memory-swap 16g CONTAINER  # on the host")
-    return ok("memory", f"{size(most)} {where}")
+        remedy = "docker update --memory 16g --memory-swap 16g CONTAINER  # on the host"
+        if not machine.is_container:
+            remedy = "cat /proc/self/cgroup  # whose limit it is; of a Slurm job: --mem" if most < total else "free -h"
+        return problem("memory", seen, remedy)
+    return ok("memory", f"{size(most)} {where}{also}")
 
 
 def _cores(machine: Machine) -> Finding:

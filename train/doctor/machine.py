@@ -7,6 +7,7 @@ recorded elsewhere.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -16,6 +17,8 @@ from pathlib import Path
 
 _PATIENCE = 8.0
 """Seconds that a program may take: one that asks a driver which hangs must not hang us."""
+SILENT = 124
+"""The exit code of one that took longer, as timeout(1) has it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +69,21 @@ class Machine:
         if program is None:
             return None
         try:
-            done = subprocess.run(
-                [program, *command[1:]], capture_output=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE, check=False,
+            process = subprocess.Popen(
+                [program, *command[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 env=dict(self.environ),
             )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return Said(124, "", f"{command[0]} has not answered for {_PATIENCE:.0f} s")
         except OSError as error:
             return Said(126, "", f"{command[0]}: {error.strerror}")
-        return Said(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+        try:
+            out, said = process.communicate(timeout=_PATIENCE)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                process.kill()
+            # not waited for, as subprocess.run would: what a driver holds in the kernel does not even die
+            process.returncode = SILENT
+            return Said(SILENT, "", f"{command[0]} has not answered for {_PATIENCE:.0f} s")
+        return Said(process.returncode, out.decode(errors="replace"), said.decode(errors="replace"))
 
     @property
     def is_station(self) -> bool:

@@ -91,7 +91,7 @@ class _Loop:
         self._votes = Votes(job.strategy.votes_type, job.world.device, job.strategy.is_ordered, job.stop)
         self._readback = Readback[_Step](job.world.device)
         self._clock = Clock(job.config.checkpoint.every_minutes)
-        self._meter = Meter(DataWait(job.run.name, job.config.data.workers or 0, job.world.size))
+        self._meter = Meter(DataWait(job.run.name, job.config.data.workers or 0, job.world.node.size))
         self._lines: collections.deque[Training] = collections.deque(maxlen=2)
         """Those that rank 0, if it died now, might not have written."""
         job.snapshots.lines = self.lines

@@ -44,6 +44,11 @@ def file_digest(path: Path) -> dict[str, Any]:
         return {"size": file.tell(), "sha256": digest}
 
 
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file of any size; '' if there is none."""
+    return str(file_digest(path)["sha256"]) if path.is_file() else ""
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 

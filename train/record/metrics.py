@@ -237,7 +237,7 @@ class Tail:
 
 
 def _texts(run: Run) -> list[bytes]:
-    return run.metrics.read_bytes().splitlines() if run.metrics.exists() else []
+    return plain.tail(run.metrics, 1 << 62).splitlines() if run.metrics.exists() else []
 
 
 def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
@@ -245,10 +245,13 @@ def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-            if isinstance(line, dict) and isinstance(line.get("step"), int) and _is_sound(line):
+            if isinstance(line, dict) and _is_sound(line):
                 yield cast(Line, line)
 
 
 def _is_sound(line: dict[str, Any]) -> bool:
+    step = line.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+        return False
     figures = line.get("eval", {})
     return isinstance(figures, dict) and not any(isinstance(value, (str, list, dict)) for value in figures.values())

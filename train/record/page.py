@@ -136,9 +136,6 @@ def _attempts(record: dict[str, Any]) -> list[dict[str, Any]]:
              "steps": "" if begin is None else f"{begin} to {'…' if to is None else to}",
              "lines": [str(line) for line in attempt.get("last_lines") or []]}
         )  # fmt: skip
-    redone, again, away = (0, 0.0, 0.0) if record.get("script") else table.losses(record["attempts"])
-    if found:
-        found[-1]["losses"] = (redone, again + away)
     return found
 
 

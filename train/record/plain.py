@@ -20,7 +20,8 @@ def read(path: Path, most: int = MOST) -> bytes:
     fd = _opened(path)
     try:
         with os.fdopen(fd, "rb") as file:
-            text = file.read(most + 1)
+            # as much as there is: a reader that asks for more has all of it set aside, which a limit may refuse
+            text = file.read(min(os.fstat(fd).st_size, most) + 1)
     except MemoryError:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path)) from None
     if len(text) > most:
@@ -35,8 +36,9 @@ def tail(path: Path, most: int) -> bytes:
         OSError: as `read`, whatever its size.
     """
     with os.fdopen(_opened(path), "rb") as file:
-        file.seek(max(0, file.seek(0, 2) - most))
-        return file.read(most)
+        length = min(file.seek(0, 2), most)
+        file.seek(-length, 2)
+        return file.read(length)
 
 
 def _opened(path: Path) -> int:

@@ -28,6 +28,8 @@ _MANY = 200
 """With more points, noise is drawn thin, and the mean over a fiftieth of them strong."""
 _MOST = 4000
 """So many points of a line are drawn at most; of more, the lowest and highest of each stretch."""
+_HIGHEST = 1e100
+"""Above it matplotlib's axes overflow; a loss in single precision is infinite long before."""
 _LABEL = 70
 """Letters, at most, that tell what a run's configuration has of its own."""
 
@@ -65,9 +67,9 @@ class Curves:
 
 
 def _number(line: Any, key: str) -> float:
-    """A figure of a line; nan, which leaves a gap, where it has none."""
+    """A figure of a line; nan, which leaves a gap, where it has none, or one that no axis holds."""
     value = line.get(key)
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    return float(value) if isinstance(value, (int, float)) and abs(value) < _HIGHEST else math.nan
 
 
 def plot(runs: list[Run], target: Path) -> None:

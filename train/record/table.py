@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from train import screen
-from train.errors import shortened
+from train.errors import Refused, one_line, shortened
+from train.record import times
 from train.record.best import best
 from train.record.store import Run, seconds_of
+
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+"""What a record raises, where it is shown, that somebody damaged."""
 
 
 def _ago(stamp: Any) -> str:
@@ -27,6 +30,7 @@ def _ago(stamp: Any) -> str:
 
 def with_reason(state: str, reason: str | None) -> str:
     """`failed: the loss is nan`; a reason that begins with the state says both."""
+    reason = str(reason or "")
     return reason if reason and reason.startswith(state) else f"{state}: {reason}" if reason else state
 
 
@@ -59,10 +63,14 @@ def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) ->
         return f"no runs in {shortened(str(runs))}; a first one: train launch digits --follow"
     rows = [["NAME", "STATE", "STEP", "RANKS", "STARTED", "RESULT"]]
     for record in records:
-        rows.append(
-            [record["name"], record["state"], _done(record), str(record.get("world_size") or "-"),
-             _ago(record.get("started")), _figures(record) or "-"]
-        )  # fmt: skip
+        try:
+            row = [
+                record["state"], _done(record), str(record.get("world_size") or "-"), _ago(record.get("started")),
+                _figures(record) or "-",
+            ]  # fmt: skip
+        except DAMAGED:  # which must not hide the others
+            row = ["damaged", "-", "-", "-", "run.json has what it cannot have"]
+        rows.append([screen.printable(str(text)) for text in (record["name"], *row)])
     return screen.table(rows, screen.width(sys.stdout), dispensable=[3, 4], elastic=[5, 0])
 
 
@@ -71,7 +79,18 @@ def story(run: Run, record: dict[str, Any]) -> str:
 
     Args:
         record: run.json with the effective state.
+
+    Raises:
+        Refused: run.json is damaged.
     """
+    try:
+        return _story(run, record)
+    except DAMAGED as error:
+        path, also = run.folder / "run.json", f"what there is of it: train show {run.name} --json"
+        raise Refused(f"{path} is damaged ({one_line(error)}); {also}") from None
+
+
+def _story(run: Run, record: dict[str, Any]) -> str:
     lines = [f"{run.name}: {with_reason(record['state'], record.get('reason'))}"]
 
     def line(label: str, value: object) -> None:
@@ -116,16 +135,18 @@ def story(run: Run, record: dict[str, Any]) -> str:
         return _wrapped(lines)
     line("data", record.get("data_wait"))
     line("left out", _left_out(run, record.get("skipped") or {}))
-    redone, again, away = losses(attempts)
-    line("steps redone", redone)
-    if again or away:
-        line("time lost", f"{again + away:.1f} s: {away:.1f} s until training again, {again:.1f} s for those steps")
+    account = times.of(run)
+    line("steps redone", account.redone)
+    whole = account.parts["lost"]
+    if whole:
+        away = whole - account.again
+        line("time lost", f"{whole:.1f} s: {away:.1f} s until training again, {account.again:.1f} s for those steps")
     return _wrapped(lines)
 
 
 def _wrapped(lines: list[str]) -> str:
     columns = screen.width(sys.stdout)
-    return "\n".join(screen.wrapped(text, columns, indent=15) for text in lines)
+    return "\n".join(screen.wrapped(screen.printable(text), columns, indent=15) for text in lines)
 
 
 def _left_out(run: Run, counts: dict[str, int]) -> str:
@@ -148,18 +169,3 @@ def _long(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-def losses(attempts: list[dict[str, Any]]) -> tuple[int, float, float]:
-    """What the deaths of a run have cost: steps made twice, seconds for these, seconds until training went on."""
-    redone, again, away = 0, 0.0, 0.0
-    for before, after in itertools.pairwise(attempts):
-        if before.get("end") != "died" or before.get("to_step") is None or not before.get("ended"):
-            continue
-        away += max(_seconds(before["ended"], after.get("ready") or after.get("ended") or after["started"]), 0)
-        steps = max(before["to_step"] - after["from_step"], 0)
-        redone += steps
-        made = before["to_step"] - before["from_step"]
-        if steps and made > 0 and before.get("ready"):
-            again += steps * _seconds(before["ready"], before["ended"]) / made
-    return redone, again, away

@@ -57,6 +57,8 @@ PARTS = {
 """Every part: its name, and what is in it."""
 _TRAINING = ("compute", "communication", "data")
 """What steps are made of."""
+_LATEST = 1 << 40
+"""Seconds since the epoch beyond which, in a damaged record, no mark is one."""
 _BACK = 0.5
 """Seconds by which the clock may go backwards between two marks without a word: those of two processes, or machines."""
 
@@ -249,9 +251,10 @@ def _notes(record: dict[str, Any], attempts: list[dict[str, Any]], went_back: fl
 def _seconds(mark: Any) -> float | None:
     """Seconds since the epoch of a mark in run.json, or None where it is none."""
     if isinstance(mark, (int, float)) and not isinstance(mark, bool):
-        return float(mark) or None
+        return float(mark) if 0 < mark < _LATEST else None
     return seconds_of(mark)
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+    """A count of steps; None: a damaged record has what is none."""
+    return value if isinstance(value, int) and abs(value) < _LATEST else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import sys
 import threading
 from typing import Any
@@ -64,11 +63,9 @@ def _ran_well(run: Run, record: dict[str, Any]) -> bool:
     if not record.get("script") or not record["attempts"]:
         return False
     attempt = record["attempts"][-1]
-    began = datetime.datetime.fromisoformat(attempt["started"]).timestamp()
-    ended = attempt.get("ended")
-    last = datetime.datetime.fromisoformat(ended).timestamp() if ended else 0.0
-    last = max(last, heartbeat.last_sign(run.logs(attempt["number"])))
-    return last - began >= 60 * scripts.healthy_minutes(record)
+    began = store.seconds_of(attempt["started"])
+    last = max(store.seconds_of(attempt.get("ended")) or 0.0, heartbeat.last_sign(run.logs(attempt["number"])))
+    return began is not None and last - began >= 60 * scripts.healthy_minutes(record)
 
 
 def stop(run: Run, now: bool) -> tuple[int, str]:

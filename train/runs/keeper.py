@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from train.errors import EXIT_FINISHED, Refused, one_line
 from train.record import store
@@ -136,7 +137,7 @@ def _look_after(run: Run, tell: _Told, ended: threading.Event, wait: _Wait) -> N
 def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> None:
     record = run.read()
     # between its creation and its first attempt a run is nobody's for a moment
-    is_stillborn = record["state"] == store.CREATED and not run.alive() and _age(record.get("created")) > 30
+    is_stillborn = record["state"] == store.CREATED and not run.alive() and _age(run, record) > 30
     if ended.is_set() or not (control.resumable(run) or is_stillborn):
         return
     count = control.count_of(run, run.read())
@@ -163,12 +164,10 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
     tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")
 
 
-def _age(stamp: str | None) -> float:
-    import datetime
-
-    if not stamp:
-        return 0.0
-    return (datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(stamp)).total_seconds()
+def _age(run: Run, record: dict[str, Any]) -> float:
+    """Seconds since a run was created; by its file, where the record was damaged."""
+    created = store.seconds_of(record.get("created"))
+    return time.time() - ((run.folder / "run.json").stat().st_mtime if created is None else created)
 
 
 def _stop_all(runs: Path, tell: _Told) -> int:

@@ -67,7 +67,8 @@ def _print_earlier(run: Run, rank: int) -> int:
 
 
 def _last(run: Run) -> int:
-    return len(run.read().get("attempts") or [])
+    attempts = run.read().get("attempts")
+    return len(attempts) if isinstance(attempts, list) else 0
 
 
 def _exists(run: Run, attempt: int, rank: int) -> bool:

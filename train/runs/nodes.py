@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import itertools
+import os
 import re
 import socket
 import time
 import tomllib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from train import config as configuration
@@ -22,6 +21,7 @@ from train.cluster.host import Host
 from train.cluster.member import Member
 from train.cluster.wire import Message
 from train.parallel.seat import Seat
+from train.record.manifest import sha256_of
 from train.record.outcome import Kind, Outcome
 from train.record.store import Run, write_atomically
 from train.runs.verdict import Asked, Facts
@@ -179,7 +179,7 @@ class Nodes:
 
     def environment(self) -> dict[str, str]:
         """What the ranks of this node get besides."""
-        _, wanted = address.interfaces(self.settings.place, _environ())
+        _, wanted = address.interfaces(self.settings.place, os.environ)
         return wanted | {"GROUP_RANK": str(self.settings.node)}
 
     @property
@@ -242,12 +242,6 @@ class Nodes:
         self._member.close()
 
 
-def _environ() -> Mapping[str, str]:
-    import os
-
-    return os.environ
-
-
 def _names(begun: Message) -> list[str]:
     return [same.name_of(node) for node in begun["nodes"]]
 
@@ -282,8 +276,8 @@ def _hello(run: Run, nproc: int, settings: Settings) -> Message:
     must = {
         "torch": torch.__version__,
         "task": record.get("task_sha256") or record.get("task"),
-        "data": _digest(run.folder / "data.json"),
-        "init": _digest(run.folder / "init.safetensors"),
+        "data": sha256_of(run.folder / "data.json"),
+        "init": sha256_of(run.folder / "init.safetensors"),
         "config": config,
     }
     return same.hello(run.name, settings.node, nproc, settings.least, settings.most, run.folder.resolve(), must, chosen)
@@ -294,10 +288,6 @@ def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
     return found
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
 def _report(facts: Facts, regroup: str) -> Message:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +85,9 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: int = 1) 
     if micros < ranks:
         warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} of them only wait")
     source = record.get("task_source")
-    if source and _digest(Path(source)) not in ("", record.get("task_sha256")):
+    if source and manifests.sha256_of(Path(source)) not in ("", record.get("task_sha256")):
         warnings.append(f"{source} has changed since; {run.name} goes on with its own copy")
     return task, config, warnings
-
-
-def _digest(file: Path) -> str:
-    """SHA-256 of a file's bytes; '' if there is none."""
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def _device_again(run: Run, config: Config, ranks: int) -> torch.device:

@@ -101,8 +101,12 @@ def _choices(given: str, choices: tuple[str, ...]) -> str:
 
 def loss_of(record: dict[str, Any]) -> float:
     """The last evaluation's loss, else that of the last step shown; infinite where there is none."""
-    value = (record.get("metrics") or {}).get("loss", record.get("loss"))
-    return math.inf if value is None or math.isnan(value) else float(value)
+    metrics = record.get("metrics")
+    value = (metrics if isinstance(metrics, dict) else {}).get("loss", record.get("loss"))
+    try:
+        return math.inf if value is None or math.isnan(value) else float(value)
+    except (TypeError, OverflowError):  # a damaged record
+        return math.inf
 
 
 def _key(record: dict[str, Any], order: str) -> tuple[int, Any]:
@@ -112,7 +116,7 @@ def _key(record: dict[str, Any], order: str) -> tuple[int, Any]:
     if order == "state":
         return 0, STATES.index(record["state"]) if record.get("state") in STATES else len(STATES)
     if order == "step":
-        return (0, -record["step"]) if record.get("total_steps") else (1, 0)
+        return (0, -record["step"]) if record.get("total_steps") and isinstance(record["step"], int) else (1, 0)
     if order == "loss":
         loss = loss_of(record)
         return (1, 0.0) if math.isinf(loss) else (0, loss)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from train.cluster.engines import engine
+from train.cluster.engines import ENGINES, engine
 from train.cluster.submission import FILE, Standing, to_json
 from train.errors import Refused
 from train.record import store
@@ -25,7 +25,8 @@ _TRIES = 3
 
 def is_submitted(record: dict[str, Any]) -> bool:
     """Whether an engine starts this run, and nobody else."""
-    return bool(record.get("submitted"))
+    taken = record.get("submitted")
+    return isinstance(taken, dict) and "job" in taken and str(taken.get("engine")) in ENGINES
 
 
 def effective(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -174,4 +175,5 @@ def of_rank(run: Run, rank: int) -> Run:
 
 def others(run: Run) -> list[Run]:
     """The same run in the folders of its other nodes."""
-    return [Run(path.parent) for path in sorted(run.folder.parent.glob(f".nodes/*/{run.name}/run.json"))]
+    folders = sorted(run.folder.parent.glob(".nodes/*"))
+    return [Run(folder / run.name) for folder in folders if (folder / run.name / "run.json").exists()]

@@ -41,6 +41,10 @@ class Page:
 
     def rows(self, columns: int, lines: int) -> list[Row]:
         """The page as it stands now, cut to what fits: those that live first, then those that ended last."""
+        # names and reasons are others' words
+        return [Row(screen.printable(row.text), row.kind) for row in self._rows(columns, lines)]
+
+    def _rows(self, columns: int, lines: int) -> list[Row]:
         records, self._cards = self._looked.records(self.names), self._gpus.read()
         alive = [record for record in records if look.is_alive(record)]
         rows = [Row(screen.cut(self._summary(len(records), len(alive)), columns), "head")]
@@ -67,10 +71,11 @@ class Page:
     def _summary(self, count: int, alive: int) -> str:
         import psutil
 
+        damaged = f", {self._looked.damaged} damaged (train ls)" if self._looked.damaged else ""
         memory = psutil.virtual_memory()
         load = os.getloadavg()[0]
         return (
-            f"train top {time.strftime('%H:%M:%S')}  {count} run{'s' if count != 1 else ''}, {alive} alive  "
+            f"train top {time.strftime('%H:%M:%S')}  {count} run{'s' if count != 1 else ''}, {alive} alive{damaged}  "
             f"load {load:.1f} of {os.cpu_count()}  memory {memory.used / 2**30:.1f} of {memory.total / 2**30:.0f} GiB"
         )
 
@@ -91,11 +96,13 @@ class Page:
         import psutil
 
         if found is not None:
-            process = self._processes.get(found.pid)
-            if process != found:  # psutil compares when they were made, too
-                process = self._processes[found.pid] = found
+            known = self._processes.get(found.pid)
+            is_new = known is None or known != found  # psutil compares when they were made, too
+            process = self._processes[found.pid] = found if known is None or is_new else known
             with contextlib.suppress(psutil.Error):
                 percent, size = process.cpu_percent(), process.memory_info().rss
+                if is_new:  # no look before this one: over all its life
+                    percent = 100 * sum(process.cpu_times()[:2]) / max(time.time() - process.create_time(), 0.01)
                 return f"cpu {percent:4.0f} %  mem {size / 2**30:5.1f} GiB"
         return f"cpu {_NONE:>4}    mem {_NONE:>5}    "
 

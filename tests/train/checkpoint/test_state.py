@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -63,36 +65,29 @@ def test_a_checkpoint_from_before_the_first_step_continues_as_nothing_had_been(k
     assert torch.equal(model.weight.detach(), trained(kind, look=False))
 
 
-READER = """
-import datetime, os, signal, sys
-import torch.distributed as dist
-from torch import nn
-from train.checkpoint.state import load
-
-rank, folder = int(sys.argv[1]), sys.argv[2]
-meet = f"file://{folder}/meet"
-dist.init_process_group("gloo", meet, datetime.timedelta(seconds=60), world_size=2, rank=rank)
-dist.barrier()
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-from pathlib import Path
-try:
-    load(Path(folder, "step"), nn.Linear(4, 2))
-except Exception as error:
-    print(type(error).__name__, error)
-"""
+def _read_beside_one_that_dies(rank: int, folder: Path) -> None:
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{folder}/meet", limit, world_size=2, rank=rank)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        load(folder / "step", nn.Linear(4, 2))
+    except BaseException as error:
+        (folder / "said").write_text(type(error).__name__)
+    os._exit(0)
 
 
 def test_a_rank_that_dies_meanwhile_is_not_taken_for_a_model_that_does_not_fit(tmp_path: Path) -> None:
-    model = nn.Linear(4, 2)
-    dcp.save(state_of(model, None), checkpoint_id=tmp_path / "step", no_dist=True)
-    command = [sys.executable, "-c", READER]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert ranks[1].returncode == -signal.SIGKILL
-    assert said[0].split()[0] in ("RuntimeError", "DistBackendError"), said[0]
+    dcp.save(state_of(nn.Linear(4, 2), None), checkpoint_id=tmp_path / "step", no_dist=True)
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_read_beside_one_that_dies, args=(rank, tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [0, -signal.SIGKILL]
+    assert (tmp_path / "said").read_text() in ("RuntimeError", "DistBackendError")
 
 
 def test_a_model_that_does_not_fit_is_told_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,6 +87,8 @@ def test_three_runs_are_watched_and_one_dies(station: Station, screens: list[Scr
             assert {"STATE", "STEP", "LOSS"} <= set(head.split())
             (over,) = (line for line in lines if line.startswith("over "))
             assert "finished" in over and "4/4" in over
+        once = station.ok("top", "--once").stdout  # without a look before, from which processor time could be counted
+        assert len(re.findall(r"rank 0 .* cpu +[1-9]\d* %", once)) == 2, once
         before = next(line for line in screens[0].wait_for("lives ") if line.startswith("lives "))
         runs[1].send_signal(signal.SIGKILL)
         for screen in screens:

@@ -17,7 +17,7 @@ from machines import by_name, machine, program
 
 from train import cores
 from train.doctor import clock, disk, host, limits, network, packages, weights
-from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code
+from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code, show
 from train.doctor.machine import Machine
 
 ROOT = Path(__file__).parents[3]
@@ -399,3 +399,104 @@ def test_a_finding_on_80_columns_and_its_remedy_whole() -> None:
     assert all(len(line) <= 80 for line in lines if "try:" not in line)
     assert f"try: {remedy}" in shown
     assert lines[-1] == "2 checks: 1 problem"
+
+
+# what an attacker of the doctor found
+
+
+@pytest.mark.parametrize(
+    ("limit", "remedy"),
+    [("ulimit -Sv 4000000", "ulimit -v unlimited"), ("ulimit -v 4000000", "prlimit --as=unlimited")],
+)
+def test_a_limit_of_addresses(tmp_path: Path, limit: str, remedy: str) -> None:
+    assert doctor(cwd=tmp_path)["memory"].verdict == OK
+    finding = doctor(cwd=tmp_path, before=limit)["memory"]
+    assert finding.verdict == PROBLEM
+    assert "ulimit -v" in finding.seen and remedy in finding.remedy
+    assert "9.5 GiB a process (ulimit -v)" in doctor(cwd=tmp_path, before="ulimit -v 10000000")["memory"].seen
+    if "sudo" not in finding.remedy:
+        assert doctor(cwd=tmp_path, before=f"{limit}; {finding.remedy}")["memory"].verdict == OK
+
+
+def test_a_full_disk_is_no_lack_of_locks_and_a_read_only_one_no_lack_of_rights(tmp_path: Path) -> None:
+    place = tmp_path / "my runs"
+    place.mkdir()
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from train.doctor import disk; from train.doctor.machine import Machine\n"
+        "for found in disk.checks(Machine({}), Path(sys.argv[1])): "
+        "print(found.check, found.verdict, found.remedy, sep='|')"
+    )
+
+    def findings(mount: str) -> dict[str, list[str]]:
+        script = f'mount -t tmpfs {mount} none "$1" && {{ touch "$1/a" "$1/b"; shift; exec "$@"; }}'
+        done = subprocess.run(
+            ["unshare", "-rm", "bash", "-c", script, "-", str(place), sys.executable, "-c", code, str(place)],
+            capture_output=True, text=True, cwd=ROOT, check=False,
+        )  # fmt: skip
+        if "|" not in done.stdout:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()[-200:]}")
+        return {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines()}
+
+    full = findings("-o size=8G,nr_inodes=2")
+    assert full["room on disk"][0] == PROBLEM
+    assert full["room on disk"][1].endswith(f"train rm --runs '{place}' NAME")
+    assert full["file locks"][0] == NOT_APPLICABLE
+    fixed = findings("-o ro,size=8G")["folder of runs"]
+    assert fixed[0] == PROBLEM
+    assert "chown" not in fixed[1]
+
+
+def test_a_link_to_nowhere_is_no_folder_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    (finding,) = disk.checks(Machine(), tmp_path / "runs")
+    assert finding.verdict == PROBLEM
+
+
+def test_a_port_here_is_free_where_one_can_listen_on_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        finding = names(f"127.0.0.1:{server.getsockname()[1]}")["rendezvous port"]
+        assert finding.verdict == WARNING  # it may be the run's own node 0, or in its way
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        assert names(f"127.0.0.1:{held.getsockname()[1]}")["rendezvous port"].verdict == PROBLEM
+
+
+@pytest.mark.parametrize("end", ["| head -n 1", "> /dev/full", ">&-"])
+def test_nobody_to_read_it_is_no_traceback(tmp_path: Path, end: str) -> None:
+    command = f'"{sys.executable}" -m train.doctor {end}'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert len(done.stderr.splitlines()) <= 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_working_folder_that_is_gone_is_said_in_a_line(tmp_path: Path) -> None:
+    command = f'mkdir gone && cd gone && rmdir ../gone && "{sys.executable}" -m train.doctor'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_others_have_said_steers_no_terminal() -> None:
+    text = as_text([Finding("GPUs", PROBLEM, "nvidia-smi: \x1b]0;owned\x07\x1b[2J", "rm '\x1b[2J'")], 80)
+    assert "\x1b" not in text and "\x07" not in text
+
+
+@pytest.mark.parametrize(("term", "is_coloured"), [("dumb", False), ("xterm", True)])
+def test_a_dumb_terminal_gets_no_colours(monkeypatch: pytest.MonkeyPatch, term: str, is_coloured: bool) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        show([Finding("clock", OK, "it is noon")], json_=False)
+        monkeypatch.undo()
+        terminal.flush()
+        assert (b"\x1b[" in os.read(ours, 1000)) == is_coloured
+    os.close(ours)

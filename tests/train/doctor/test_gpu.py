@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,54 @@ def test_an_nvidia_smi_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
     (finding,) = gpu.checks(machine(tmp_path, STATION_GPUS="all"))
     assert finding.verdict == PROBLEM
     assert "has not answered" in finding.seen
+
+
+_HELD = """#!{python}
+import ctypes, os, time
+libc, own = ctypes.CDLL(None), os.getpid()
+ready, done = os.pipe()
+child = os.fork()
+if child == 0:  # one who traces it and never looks: killed, it is not gone, as in a driver that never answers
+    os.setsid()
+    assert os.read(ready, 1)
+    assert libc.ptrace(0x4206, own, 0, 0) == 0
+    time.sleep(30)
+    os._exit(0)
+libc.prctl(0x59616D61, child, 0, 0, 0)
+os.write(done, b"x")
+time.sleep(60)
+"""
+
+
+def test_an_nvidia_smi_that_cannot_even_be_killed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.doctor.machine._PATIENCE", 3.0)
+    here = machine(tmp_path, STATION_GPUS="all")
+    script = tmp_path / "bin" / "nvidia-smi"
+    script.write_text(_HELD.format(python=sys.executable))
+    script.chmod(0o755)
+    began = time.monotonic()
+    (finding,) = gpu.checks(here)
+    assert time.monotonic() - began < 20
+    assert finding.verdict == PROBLEM
+    assert "has not answered" in finding.seen
+    assert "dmesg" in finding.remedy  # to ask it again would hang again
+
+
+def test_an_exit_code_without_a_word_is_understood(tmp_path: Path) -> None:
+    here = machine(tmp_path, STATION_GPUS="all")
+    program(tmp_path, "nvidia-smi", "exit 9")
+    (finding,) = gpu.checks(here)
+    assert "modprobe" in finding.remedy
+
+
+def test_figures_that_are_none_are_left_out(tmp_path: Path) -> None:
+    odd = "<gpu><temperature><gpu_temp>1.2.3 C</gpu_temp></temperature><ecc_errors><volatile>"
+    odd += "<dram_uncorrectable>²</dram_uncorrectable></volatile></ecc_errors></gpu>"
+    nvidia_smi(tmp_path, f"<log><driver_version>535</driver_version>{odd}</log>", "8.0")
+    findings = by_name(list(gpu.checks(machine(tmp_path, STATION_GPUS="all"))))
+    assert findings["GPU heat"].verdict == findings["GPU memory errors"].verdict == OK
 
 
 def test_fewer_cards_than_asked_for(tmp_path: Path) -> None:

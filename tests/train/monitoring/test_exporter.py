@@ -11,6 +11,8 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -299,3 +301,44 @@ def test_every_figure_is_in_the_documentation() -> None:
     text = (DEPLOY.parents[1] / "docs" / "monitoring.md").read_text()
     missing = [name for name in FIGURES if f"`{name}`" not in text]
     assert not missing
+
+
+def test_a_run_that_was_killed_is_told_of_however_long_ago_it_was_started(
+    tmp_path: Path, exporters: Callable[..., Exporter]
+) -> None:
+    for number in range(5):
+        put(tmp_path, f"ended-{number}", started="2026-01-02T00:00:00+00:00", ended="2026-01-02T01:00:00+00:00")
+    put(tmp_path, "killed", state="running", started="2026-01-01T00:00:00+00:00", ended=None)
+    exporter = exporters(tmp_path, "--recent", "3")
+    assert exporter.of("train_run_state", run="killed", state="interrupted") == 1
+
+
+def test_headers_that_the_library_stumbles_over_are_refused(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:
+    exporter = exporters(tmp_path)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{exporter.port}/metrics", headers={"Accept": "application/openmetrics-text; version=z"}
+    )
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request, timeout=60)
+    assert exporter.metrics()["train_runs_damaged"][()] == 0
+    assert "Traceback" not in exporter.log.read_text()
+
+
+def test_a_connection_that_says_a_letter_now_and_then_loses_its_place(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code = (
+        "import sys; from pathlib import Path; from train.runs.monitor import serve\n"
+        "serve._SLOWEST = 2.0; serve.serve(Path(sys.argv[1]), '127.0.0.1', int(sys.argv[2]), 1)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            slow, begun = socket.create_connection(("127.0.0.1", port)), time.monotonic()
+            with pytest.raises(OSError), slow:
+                while time.monotonic() - begun < 60:
+                    slow.sendall(b"G")
+                    time.sleep(0.5)
+        finally:
+            process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -137,3 +138,27 @@ def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
         file.write('{"step": 60, "epoch": 1, "eval": {"loss": 1.0, "$\\\\frac{$": 0.5}}\n')
     plot([run], tmp_path / "a.png")
     assert coloured(tmp_path / "a.png") > 1000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 51, "loss": 1e308}\n{"step": 52, "loss": -1e308}', '{"step": 51, "loss": %s}' % ("9" * 400),
+        '{"step": %s, "loss": 1}' % ("9" * 400), '{"step": -5, "loss": 1}', '{"step": true, "loss": 1}',
+        '{"step": 51, "lr": 1e308, "samples_per_s": -1e308, "data_wait": 1e308, "step_time": 1e-320}',
+    ],
+)  # fmt: skip
+def test_what_no_axis_holds_leaves_a_gap(tmp_path: Path, line: str) -> None:
+    run = made(tmp_path, "a")
+    with run.metrics.open("a") as file:
+        file.write(line + "\n")
+    plot([run], tmp_path / "a.png")
+    assert coloured(tmp_path / "a.png") > 1000
+
+
+def test_a_pipe_in_place_of_the_lines_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run = made(tmp_path, "a")
+    run.metrics.unlink()
+    os.mkfifo(run.metrics)
+    with pytest.raises(OSError, match="no plain file"):
+        metrics.read(run)

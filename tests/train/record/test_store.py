@@ -18,7 +18,9 @@ import pytest
 from train.errors import Refused
 from train.record import heartbeat, store
 from train.record.store import Run
-from train.record.table import listing, losses
+from train.record.table import listing, story
+from train.runs import select
+from train.runs.top import Page
 
 
 @pytest.fixture
@@ -216,24 +218,6 @@ def test_an_attempt_that_nobody_survived_is_known_by_the_last_signs_of_life_of_i
     assert not list(run.folder.glob(".run.json.*")) and not list(run.logs(1).iterdir())
 
 
-def test_what_deaths_have_cost_is_added_up() -> None:
-    def at(second: int | None) -> str | None:
-        return None if second is None else f"2026-01-01T00:{second // 60:02}:{second % 60:02}+00:00"
-
-    def attempt(start: int, ready: int | None, ended: int, steps: tuple[int, int], end: str = "died") -> dict[str, Any]:
-        times = {"started": at(start), "ready": at(ready), "ended": at(ended)}
-        return times | {"from_step": steps[0], "to_step": steps[1], "end": end}
-
-    attempts = [
-        attempt(0, 10, 30, (0, 20)),  # a second a step
-        attempt(32, 40, 50, (15, 20)),  # two seconds a step
-        attempt(51, None, 55, (20, 20)),  # died while starting
-        attempt(56, 60, 99, (20, 30), "stopped"),
-        attempt(200, 210, 300, (30, 60), "finished"),
-    ]
-    assert losses(attempts) == (5, 5.0, 10.0 + 5.0 + 5.0)
-
-
 def test_only_published_checkpoints_count(run: Run) -> None:
     for name in ("step-00000010", "step-00000200", ".partial-step-00000300-1", "step-x", ".damaged-step-00000020"):
         (run.checkpoints / name).mkdir()
@@ -270,5 +254,46 @@ def test_the_record_on_disk_is_plain_json(run: Run) -> None:
 def test_times_that_are_none_are_told_as_unknown(run: Run) -> None:
     damaged = run.read() | {"started": "yesterday"}
     assert " ? " in listing([damaged], run.folder.parent).splitlines()[1]
-    ends = [{"started": "soon", "ready": 7, "ended": "later", "from_step": 0, "to_step": 3}] * 2
-    assert losses(ends)[1:] == (0.0, 0.0)
+
+
+def test_a_record_is_read_also_where_memory_is_tight(run: Run) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from train.record.store import Run\n"
+        "taken = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + (16 << 20),) * 2)\n"
+        "print(Run(Path(sys.argv[1])).read()['state'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run.folder)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == store.CREATED, done.stderr
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"state": None}, {"state": []}, {"metrics": "x"}, {"metrics": {"loss": "x"}}, {"loss": {}, "metrics": None},
+        {"total_steps": [], "step": "x"}, {"world_size": {"a": 1}}, {"started": 10**400}, {"loss": 10**400},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("order", [None, "loss", "step"])
+def test_a_damaged_record_hides_no_other_in_a_listing(run: Run, damage: dict[str, Any], order: str | None) -> None:
+    whole = run.shown()
+    records = select.chosen([run.shown() | damage, whole | {"name": "whole"}], None, order, None, False)
+    text = listing(records, run.folder.parent)
+    assert len(text.splitlines()) == 3
+    assert any(line.startswith("whole") and store.CREATED in line for line in text.splitlines())
+
+
+@pytest.mark.parametrize("damage", [{"attempts": "x"}, {"attempts": 7}, {"versions": "x"}, {"metrics": 3}])
+def test_the_story_of_a_damaged_record_is_refused_in_a_line(run: Run, damage: dict[str, Any]) -> None:
+    (run.folder / "run.json").write_text(json.dumps(run.read() | damage))
+    with pytest.raises(Refused, match="damaged"):
+        story(run, run.shown())
+
+
+def test_what_others_wrote_steers_no_terminal(run: Run) -> None:
+    evil = "boom \x1b]0;owned\x07\x1b[2J\nstate: finished"
+    (run.folder / "run.json").write_text(json.dumps(run.read() | {"state": "failed", "reason": evil, "task": evil}))
+    page = "\n".join(row.text for row in Page(run.folder.parent).rows(120, 30))
+    for text in (story(run, run.shown()), page):
+        assert "boom" in text and "\x1b" not in text and "\x07" not in text
+        assert not any(line.startswith("state: ") for line in text.splitlines())

@@ -14,7 +14,9 @@ import pytest
 import train
 from tests.train.conftest import PATIENCE, Station
 from train.errors import Refused
-from train.runs import launch
+from train.record import store
+from train.runs import control, launch
+from train.runs.keeper import _age
 
 FIELDS = (
     "--epochs", 4, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
@@ -140,3 +142,14 @@ def test_a_run_that_is_interrupted_again_and_again_without_progress_is_failed(
     finally:
         keeper.kill()
         keeper.wait()
+
+
+@pytest.mark.parametrize("damaged", ["yesterday", "2026-01-01T00:00:00", 7, {}, "", None])
+def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path, damaged: Any) -> None:
+    run = store.create(tmp_path, "a", {}, {"world_size": 1})
+    made = run.folder / "run.json"
+    os.utime(made, (made.stat().st_atime, made.stat().st_mtime - 100))
+    assert _age(run, {"created": damaged}) > 99
+    attempt = {"number": 1, "started": damaged, "ended": damaged}
+    record = run.read() | {"script": "a.py", "attempts": [attempt], "kept": {"step": 0, "times": 1}}
+    assert control.count_of(run, record) == {"step": 0, "times": 2}

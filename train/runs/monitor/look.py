@@ -90,8 +90,15 @@ class Runs:
             except Exception:  # what nobody foresaw of one run must not hide the others
                 self.damaged += 1
         self._known = {name: known for name, known in self._known.items() if name in found}
-        newest_first = sorted(found.values(), key=_last_change, reverse=True)
+        newest_first = sorted(found.values(), key=self._last_change, reverse=True)
         return sorted(newest_first, key=lambda record: record["state"] not in ALIVE)  # stable
+
+    def _last_change(self, record: dict[str, Any]) -> float:
+        """When a run ended. One that was killed could not say so: the file of its record was written last before."""
+        if record["state"] == store.INTERRUPTED:
+            with contextlib.suppress(OSError):
+                return (self.folder / record["name"] / "run.json").stat().st_mtime
+        return store.seconds_of(record.get("ended") or record.get("started")) or 0.0
 
     def _record(self, run: Run) -> dict[str, Any]:
         status = (run.folder / "run.json").stat()
@@ -103,10 +110,6 @@ class Runs:
         if record["state"] in _ENDED:  # any other state can change without this file
             self._known[run.name] = mark, record
         return record
-
-
-def _last_change(record: dict[str, Any]) -> str:
-    return str(record.get("ended") or record.get("started") or "")
 
 
 def is_alive(record: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import signal
@@ -18,8 +19,12 @@ import prometheus_client
 from train.errors import EXIT_FINISHED, Refused
 from train.runs.monitor.collect import Collector
 
+log = logging.getLogger("train.exporter")
+
 _SILENCE = 5.0
 """Seconds that a connection may say nothing."""
+_SLOWEST = 30.0
+"""Seconds that a connection may take in all: one that says a letter a second would hold its place for ever."""
 _AT_ONCE = 100
 """Connections that are served at the same time; others wait to be taken."""
 
@@ -27,12 +32,27 @@ _AT_ONCE = 100
 class _Handler(WSGIRequestHandler):
     timeout = _SILENCE
 
+    def handle(self) -> None:
+        """One request, within a time."""
+        ending = threading.Timer(_SLOWEST, self._end)
+        ending.daemon = True
+        ending.start()
+        try:
+            super().handle()
+        finally:
+            ending.cancel()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def log_message(self, format: str, *args: Any) -> None:
         """Not a line a scrape."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = _AT_ONCE  # the library's 5 make a burst of questions wait for seconds
 
     def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
         self.address_family = family
@@ -61,7 +81,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         """One that hangs up, or says nothing, is no error of ours."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
-            logging.getLogger("train.exporter").warning("a request failed: %s: %s", type(error).__name__, error)
+            log.warning("a request failed: %s: %s", type(error).__name__, error)
 
 
 def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:
@@ -76,12 +96,26 @@ def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:
     registry.register(Collector(runs, recent))
     prometheus_client.ProcessCollector(registry=registry)
     with _bound(address, port) as server:
-        server.set_app(prometheus_client.make_wsgi_app(registry))
+        server.set_app(_tolerant(prometheus_client.make_wsgi_app(registry)))
         host = str(server.server_address[0])
         shown = f"[{host}]" if ":" in host else host
         print(f"figures of {runs} on http://{shown}:{port}/metrics", flush=True)
         server.serve_forever()
     sys.exit(EXIT_FINISHED)
+
+
+def _tolerant(page: Any) -> Any:
+    """The library's page, whose reading of headers stumbles over what no Prometheus sends."""
+
+    def answer(environ: dict[str, Any], start: Any) -> Any:
+        try:
+            return page(environ, start)
+        except Exception as error:
+            log.warning("a request failed: %s: %s", type(error).__name__, error)
+            start("400 Bad Request", [("Content-Type", "text/plain")])
+            return [b"this request is not understood\n"]
+
+    return answer
 
 
 def _bound(address: str, port: int) -> _Server:

@@ -23,7 +23,7 @@ from train.record.outcome import Kind, Outcome
 from train.record.store import Lock, Run
 from train.runs.processes import Guard
 from train.runs.worker import exit_code, leave, log_to, run_rank, show
-from train.signals import POLITE, StopRequest, die_with_parent
+from train.signals import POLITE, StopRequest, end_with_parent
 
 _GRACE = 0.2
 """Seconds that ranks have to notice by themselves that one of them is dead, and to say so in their logs."""
@@ -133,7 +133,7 @@ def _die_with_its_asker() -> None:
 
     The server does not do it: it lives on for as long as a process that it forked does.
     """
-    die_with_parent(os.getppid())
+    end_with_parent(os.getppid())
     asker = multiprocessing.parent_process()
     assert asker is not None
 

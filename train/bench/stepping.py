@@ -1,0 +1,53 @@
+"""A step as the engine makes it, of any strategy: with votes, and buffers that ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from train.config import Config, Parallel
+from train.parallel.choose import make
+from train.parallel.precision import Precision
+from train.parallel.strategy import VOTES
+from train.parallel.world import World
+
+
+def stepping(
+    world: World,
+    parallel: Parallel,
+    network: nn.Module,
+    samples: tuple[Tensor, Tensor],
+    precision: Precision,
+    micros: int = 1,
+) -> Callable[[], None]:
+    """What makes a step of SGD on this rank.
+
+    Args:
+        samples: inputs and classes of every micro batch.
+        micros: micro batches a rank and step.
+    """
+    spread = make(world, Config(parallel=parallel), precision)
+    model = spread.place(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    spread.start()
+    inputs, classes = samples
+    total = micros * world.size
+
+    def step() -> None:
+        votes = torch.zeros(len(VOTES), device=world.device)
+        spread.begin(total)
+        for slot in range(micros):
+            is_last = slot == micros - 1
+            number = world.rank * micros + slot  # neighbours: what ordered sums take; else it is all the same
+            with spread.micro_batch(number, is_last):
+                with precision.autocast():
+                    loss = cross_entropy(spread.call(inputs), classes)
+                spread.backward(loss, 1 / total, votes if is_last else None)
+        spread.reduce(votes)
+        spread.settle(optimizer, None)
+        spread.update(optimizer)
+
+    return step
