@@ -30,5 +30,5 @@ def run(options: Namespace, runs: Path) -> int:
     if submitted.is_submitted(run.read()):
         if options.follow:
             submitted.wait_for_start(run)
-        run = submitted.of_rank(run, rank or 0)
+    run = submitted.of_rank(run, rank or 0)
     return print_log(run, rank or 0, attempt, options.follow)

@@ -2,8 +2,9 @@
 
     python -m train.runs.pod /submission/submission.json
 
-Node R keeps its run folders in $TRAIN_RUNS/nodeR: all pods of a run see the same volume. Then this process becomes the
-agent (runs/placed.py), so that SIGTERM reaches it, and its exit code is the pod's. Imports no torch.
+All pods of a run see the same volume: node 0 keeps its run folders in $TRAIN_RUNS, node R in $TRAIN_RUNS/.nodes/R. Then
+this process becomes the agent (runs/placed.py), so that SIGTERM reaches it, and its exit code is the pod's. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def command_of(submission: Path, environ: Mapping[str, str]) -> list[str]:
     nodes, node = _number(environ, "PET_NNODES"), _number(environ, "PET_NODE_RANK")
     if nodes != content["nodes"]:
         raise Refused(f"PET_NNODES is {nodes}, and {content['nodes']} nodes were submitted; submit it anew")
-    runs = Path(environ.get("TRAIN_RUNS") or "runs") / f"node{node}"
+    runs = Path(environ.get("TRAIN_RUNS") or "runs")
+    runs = runs / ".nodes" / str(node) if node else runs
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:

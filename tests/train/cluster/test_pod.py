@@ -39,7 +39,7 @@ class Pods:
         self.stations = [Station(station.folder / f"pod{node}") for node in range(self.trainer["numNodes"])]
         for node, one in enumerate(self.stations):
             one.folder.mkdir()
-            one.runs = self.volume / f"node{node}"
+            one.runs = self.volume / ".nodes" / str(node) if node else self.volume
         self.port = free_port()
         self.lives: list[subprocess.Popen[bytes]] = []
 
@@ -108,6 +108,7 @@ def test_an_evicted_pod_saves_on_all_nodes_and_new_pods_go_on(two: Pods, alone: 
     assert [two.end(node, pod) for node, pod in enumerate(pods)] == [75, 75], two.log(0) + two.log(1)
     first, second = (one.record("a") for one in two.stations)
     assert first["state"] == second["state"] == "stopped" and first["step"] == second["step"] < 500
+    assert "epoch" in two.stations[0].ok("logs", "a", "--rank", 1, "--runs", two.volume).stdout  # of the other's folder
     pods = two.start_all()
     assert [two.end(node, pod) for node, pod in enumerate(pods)] == [0, 0], two.log(0) + two.log(1)
     assert two.stations[1].record("a")["attempts"][1]["from_step"] == second["step"]
