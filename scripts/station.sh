@@ -75,7 +75,7 @@ choose_mode() {
         say "GPU: the engine hands out NVIDIA devices${gpus:+ (GPUS=$gpus)}"
         if [ "$gpu_ids" != all ]; then
             devices="{deploy: {resources: {reservations: {devices: !override [{driver: nvidia, device_ids: [\"${gpu_ids//,/\",\"}\"], capabilities: [gpu]}]}}}}"
-            devices="services: {station: $devices, dcgm-exporter: $devices}"
+            devices="services: {station: $devices, second: $devices, dcgm-exporter: $devices}"
         fi
     elif [ -n "$gpus" ]; then
         die "GPUS=$gpus, but $why"

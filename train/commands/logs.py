@@ -27,8 +27,7 @@ def run(options: Namespace, runs: Path) -> int:
     rank = number("rank", options.rank)
     attempt = ALL if options.attempt == "all" else number("attempt", options.attempt, 1)
     run = store.find(runs, options.name)
-    if submitted.is_submitted(run.read()):
-        if options.follow:
-            submitted.wait_for_start(run)
-        run = submitted.of_rank(run, rank or 0)
+    if submitted.is_submitted(run.read()) and options.follow:
+        submitted.wait_for_start(run)
+    run = submitted.of_rank(run, rank or 0)
     return print_log(run, rank or 0, attempt, options.follow)

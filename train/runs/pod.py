@@ -1,0 +1,115 @@
+"""A node in a pod: from what Kubeflow Trainer puts into its environment to the node's agent.
+
+    python -m train.runs.pod /submission/submission.json
+
+All pods of a run see the same volume: node 0 keeps its run folders in $TRAIN_RUNS, node R in $TRAIN_RUNS/.nodes/R. Then
+this process becomes the agent (runs/placed.py), so that SIGTERM reaches it, and its exit code is the pod's. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from train.cluster import address
+from train.cluster.address import Place
+from train.errors import EXIT_REFUSED, EXIT_STOPPED, Refused
+from train.record.store import Run
+
+LET_GO = 150.0
+"""Seconds in which a network file system lets go of a lock whose holder's machine is gone (NFS: 90)."""
+
+
+def main() -> None:
+    """Become the agent of this node."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, _leave)
+    try:
+        command = command_of(Path(sys.argv[1]), os.environ)
+    except Refused as error:
+        print(f"train: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_REFUSED)
+    except TimeoutError as error:
+        print(f"train: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)  # which Kubernetes starts again, some times
+    os.execv(sys.executable, [sys.executable, "-m", "train.runs.placed", *command])
+
+
+def _leave(number: int, frame: object) -> None:
+    """Asked to stop before anything has begun: what is saved is saved."""
+    os._exit(EXIT_STOPPED)
+
+
+def command_of(submission: Path, environ: Mapping[str, str]) -> list[str]:
+    """The agent's arguments, once it can begin.
+
+    Raises:
+        Refused: this is no pod of a TrainJob.
+        TimeoutError: node 0 has not come.
+    """
+    content = json.loads(submission.read_text(encoding="utf-8"))
+    nodes, node = _number(environ, "PET_NNODES"), _number(environ, "PET_NODE_RANK")
+    if nodes != content["nodes"]:
+        raise Refused(f"PET_NNODES is {nodes}, and {content['nodes']} nodes were submitted; submit it anew")
+    runs = Path(environ.get("TRAIN_RUNS") or "runs")
+    runs = runs / ".nodes" / str(node) if node else runs
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"{runs}: {error.strerror}; the claim for runs must let user {os.getuid()} write") from None
+    _wait_for_lock(Run(runs / content["name"]))
+    command = [str(submission), "--runs", str(runs), "--node", str(node)]
+    if nodes > 1:
+        place = Place(environ.get("PET_MASTER_ADDR", ""), _number(environ, "PET_MASTER_PORT"))
+        _wait_for_name(place, content["wait_minutes"])
+        command += ["--rendezvous", str(place)]
+    return command
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except (KeyError, ValueError):
+        said = environ.get(name, "not set")
+        raise Refused(f"{name} is {said}; Kubeflow Trainer sets it in the pods of a TrainJob") from None
+
+
+def _wait_for_lock(run: Run) -> None:
+    """The pod before this one is gone; the file system may not know yet. After that the agent refuses."""
+    until, said = time.monotonic() + LET_GO, False
+    while run.folder.is_dir() and run.alive() and time.monotonic() < until:
+        if not said:
+            _say(f"waiting for the lock of {run.name}, which the pod before this one had")
+        said = True
+        time.sleep(1.0)
+
+
+def _wait_for_name(place: Place, minutes: float) -> None:
+    """The cluster knows node 0's name once its pod has an address, and pods start in any order."""
+    until, said = time.monotonic() + 60 * minutes, False
+    while True:
+        try:
+            address.resolve(place)
+            return
+        except Refused:
+            if time.monotonic() > until:
+                words = f"node 0's name {place.host} does not resolve after {minutes:g} minutes"
+                raise TimeoutError(f"{words}; has its pod found a place? kubectl get pods") from None
+        if not said:
+            _say(f"waiting for node 0's name {place.host}, which does not resolve yet")
+        said = True
+        time.sleep(0.5)
+
+
+def _say(text: str) -> None:
+    print(f"train: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
