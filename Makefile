@@ -47,6 +47,10 @@ endif
 test-minutes: setup ## run the tests that take minutes: benches, searches for what fits, the proof for GPUs on a CPU
 	@$(PY) -m pytest tests/train -m minutes $(ARGS)
 
+.PHONY: test-cluster
+test-cluster: setup ## run all tests of several machines: nodes side by side, a real Slurm, what Kubernetes is given
+	@$(PY) -m pytest tests/train/cluster tests/train/slurm -m "" $(ARGS)
+
 .PHONY: torture
 torture: setup ## kill runs at every moment, compare with undisturbed ones; all of it takes more than an hour
 	@$(PY) tests/torture/torture.py $(ARGS)
