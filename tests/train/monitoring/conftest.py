@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from monitored import Exporter, Gpus, Prometheus
+
+GRAFANA = "grafana-foundation-sdk==1769699379!11.6.0"
+"""The newest one for dashboards of this kind, which Grafana 12 reads as they are."""
 
 
 @pytest.fixture
@@ -43,6 +48,20 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (package,) = folder.glob("*.deb")
     subprocess.run(["dpkg", "-x", package, folder], check=True)
     return folder / "usr" / "bin"
+
+
+@pytest.fixture(scope="session")
+def grafana(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with the models of dashboards that Grafana publishes (Apache-2.0), made from its own schemas."""
+    folder = tmp_path_factory.mktemp("grafana")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", GRAFANA]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = f"{GRAFANA} cannot be had: {done.stderr[-300:]}"
+        pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
+    return python
 
 
 @pytest.fixture(scope="session")
