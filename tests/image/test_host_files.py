@@ -149,7 +149,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         pytest.fail("a small disk takes root: run make test-image as root")
     disk = tmp_path / "disk"
     disk.mkdir()
-    run("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk))
+    run("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk))
     yield disk
     run("umount", str(disk))
 
