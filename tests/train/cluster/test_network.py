@@ -1,4 +1,4 @@
-"""Two nodes in two network namespaces: the way between them is found, cut and mended."""
+"""Two nodes in two network namespaces: the way between them is found, cut and mended, and loses packets."""
 
 from __future__ import annotations
 
@@ -66,3 +66,16 @@ def test_a_wire_is_found_cut_and_mended(far: Machines, like_alone: Any) -> None:
     far.wait_for_reason("a", 1, "waiting for node 0 of 2")
     ip("link", "set", HERE, "up")
     like_alone(far, "a", 2, 900)
+
+
+@pytest.mark.minutes
+def test_lost_packets_cost_time_alone(far: Machines, like_alone: Any) -> None:
+    if shutil.which("iptables") is None:
+        pytest.skip("needs iptables")
+    for chain in ("INPUT", "OUTPUT"):
+        lose = ["-A", chain, "-m", "statistic", "--mode", "random", "--probability", "0.05", "-j", "DROP"]
+        subprocess.run(["ip", "netns", "exec", NAME, "iptables", *lose], check=True)
+    far.launch_all("a", "--steps", 300)
+    like_alone(far, "a", 2, 300)
+    for station in far.stations:
+        assert len(station.record("a")["attempts"]) == 1  # nobody was taken for dead
