@@ -44,8 +44,12 @@ else
 endif
 
 .PHONY: test-minutes
-test-minutes: setup ## run the tests that take minutes: benches, searches for what fits, the proof for GPUs on a CPU
+test-minutes: setup ## run the tests that take minutes: several machines, a real Slurm, searches for what fits
 	@$(PY) -m pytest tests/train -m minutes $(ARGS)
+
+.PHONY: test-bench
+test-bench: setup ## run the tests of what measures, and the proof for GPUs on a CPU
+	@$(PY) -m pytest tests/train -m bench $(ARGS)
 
 .PHONY: test-cluster
 test-cluster: setup ## run all tests of several machines: nodes side by side, a real Slurm, what Kubernetes is given

@@ -76,7 +76,7 @@ def test_a_run_trains_there(plain: dict[str, str], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs" / "a" / "run.json").read_text())["state"] == "finished"
 
 
-@pytest.mark.minutes
+@pytest.mark.bench
 def test_the_proof_on_a_gpu_runs_there_on_the_cpu(plain: dict[str, str], tmp_path: Path) -> None:
     """What needs a GPU is written to be run; that its code runs is what can be shown here."""
     found = tmp_path / "found.json"

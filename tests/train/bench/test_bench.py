@@ -41,7 +41,7 @@ def test_exporter_says_what_a_scrape_takes(station: Station) -> None:
     assert os.listdir(station.runs) == []
 
 
-@pytest.mark.minutes
+@pytest.mark.bench
 def test_start_compares_a_launch_a_death_and_a_resume_with_torchrun(station: Station) -> None:
     rows = table(station.ok("bench", "start", "--times", 1).stdout)
     ours = ["train launch", "a rank killed", "train resume"]
@@ -87,7 +87,7 @@ def test_the_rate_of_a_reduction_is_that_of_one_link() -> None:
     assert bus_rate(1000, 2, 1.0) == 1000 and bus_rate(1000, 4, 0.5) == 3000
 
 
-@pytest.mark.minutes
+@pytest.mark.bench
 def test_loop_compares_the_engine_with_loops_written_by_hand(station: Station) -> None:
     done = station.ok("bench", "loop", "--model", "resnet18", "--times", 1)
     rows = table(done.stdout)
@@ -97,7 +97,7 @@ def test_loop_compares_the_engine_with_loops_written_by_hand(station: Station) -
     assert os.listdir(station.runs) == []
 
 
-@pytest.mark.minutes
+@pytest.mark.bench
 def test_recovery_compares_a_death_with_plain_torchrun(station: Station) -> None:
     rows = table(station.ok("bench", "recovery", "--steps", 150, "--times", 1).stdout)
     ours, plain = rows[2], rows[3]
@@ -107,7 +107,7 @@ def test_recovery_compares_a_death_with_plain_torchrun(station: Station) -> None
     assert os.listdir(station.runs) == []
 
 
-@pytest.mark.minutes
+@pytest.mark.bench
 def test_scaling_compares_strategies_with_a_hand_written_loop_and_draws_it(station: Station) -> None:
     picture = station.folder / "scaling.svg"
     arguments = ["--strategies", "dp,ddp,fsdp,hsdp", "--nproc", "2,3", "--times", 2, "--json", "--to", picture]
