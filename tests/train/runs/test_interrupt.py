@@ -186,3 +186,15 @@ def test_ranks_end_with_the_process_that_asked_for_them(station: Station) -> Non
         assert time.monotonic() < deadline, [one.info for one in left]
         time.sleep(0.1)
     assert station.run("k").shown()["state"] == store.INTERRUPTED
+
+
+def test_the_death_of_what_the_ranks_were_forked_from_is_told_as_theirs(station: Station) -> None:
+    write(station)
+    process = station.start("run", "task.py", "--name", "f", "--spawn", "2", *QUICK)
+    station.wait_for_step("f", 2)
+    (server,) = {psutil.Process(pid).ppid() for pid in station.record("f")["pids"]["ranks"]} - {process.pid}
+    os.kill(server, signal.SIGKILL)  # what the kernel may do where memory is short
+    process.wait(120)
+    first = station.record("f")["attempts"][0]
+    assert first["end"] == "died" and "SIGKILL" in first["reason"], first
+    check_gone(station, "f")

@@ -27,6 +27,8 @@ from train.signals import POLITE, StopRequest, end_with_parent
 
 _GRACE = 0.2
 """Seconds that ranks have to notice by themselves that one of them is dead, and to say so in their logs."""
+_NOBODY_KNOWS = 255
+"""What multiprocessing says of a process whose fork server is gone. Its death is theirs: `end_with_parent`."""
 
 
 class Forked:
@@ -65,7 +67,9 @@ class Forked:
         is_over = not any(process.is_alive() for process in self.processes)
         # what fell first: its peers meet their ends because of it, or by our hand
         self._first = self._first or {
-            rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode
+            rank: -signal.SIGKILL if process.exitcode == _NOBODY_KNOWS else process.exitcode
+            for rank, process in enumerate(self.processes)
+            if process.exitcode
         }
         return is_over
 
