@@ -27,6 +27,7 @@ def test_checkpoint_compares_ways_to_save_with_torch_save_and_the_disk(station: 
     assert os.listdir(station.runs) == []
 
 
+@pytest.mark.bench
 def test_resume_compares_the_begin_of_an_epoch_with_its_end(station: Station) -> None:
     rows = table(station.ok("bench", "resume", "--samples", 100_000, "--times", 1).stdout)
     assert [row[0] for row in rows[2:]] == ["1", "95"]
