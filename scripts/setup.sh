@@ -169,6 +169,9 @@ with_uv() {
     # shellcheck source=scripts/uv-like-pip.sh
     . scripts/uv-like-pip.sh
     uv_like_pip "$venv_python"
+    # Python keeps compiled modules at their first import. Where that is off, as in many containers, each process
+    # would compile torch anew, for twice the time of its start.
+    [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || export UV_COMPILE_BYTECODE=1
     .venv/bin/uv pip install --python "$venv_python" "${options[@]}" &&
         .venv/bin/uv pip install --python "$venv_python" "${package[@]}"
 }

@@ -29,7 +29,7 @@ if ! cmp -s tests/image/requirements.lock "$mark"; then
     # shellcheck source=scripts/uv-like-pip.sh
     . scripts/uv-like-pip.sh
     uv_like_pip .venv/bin/python
-    VIRTUAL_ENV=$PWD/$env UV_LINK_MODE=copy .venv/bin/uv pip sync --quiet --require-hashes tests/image/requirements.lock
+    VIRTUAL_ENV=$PWD/$env UV_LINK_MODE=copy .venv/bin/uv pip sync --quiet --compile-bytecode --require-hashes tests/image/requirements.lock
     cp tests/image/requirements.lock "$mark"
 fi
 
