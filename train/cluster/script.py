@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import train
-from train.cluster.submission import FILE, Submission, time_of
+from train.cluster.submission import FILE, NODES, Submission, time_of
 
 _BY_FLAG = "give it as a flag of train submit"
 MADE = {
@@ -26,11 +26,11 @@ python={python}
 meet=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))
 {environment}
 # What runs on each node: one agent, which starts the ranks there. Node 0 keeps the run in $runs, node R, whole too, in
-# $runs/.nodes/R.
+# $runs/{nodes}/R.
 # shellcheck disable=SC2016
 agent='
     runs=$2
-    if [ "$SLURM_NODEID" != 0 ]; then runs=$2/.nodes/$SLURM_NODEID; fi
+    if [ "$SLURM_NODEID" != 0 ]; then runs=$2/{nodes}/$SLURM_NODEID; fi
     exec "$0" -m train.runs.placed "$1/{file}" --runs "$runs" --node "$SLURM_NODEID" --rendezvous "$3"'
 
 # Slurm warns this script (USR1) before the time limit, and where it is set up so, before it takes the nodes away (else
@@ -90,6 +90,7 @@ def render(submission: Submission) -> str:
         python="python3" if asked.image else shlex.quote(sys.executable),
         environment=f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}\n" if root else "",
         file=FILE,
+        nodes=NODES,
         cpus=asked.cpus or asked.nproc,
         container=_command(asked, root),
         deaths=3 if asked.max_restarts is None else asked.max_restarts,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from train.cluster.script import MADE, more_options, render
-from train.cluster.submission import Standing, Submission
+from train.cluster.submission import Standing, Submission, of_others
 from train.errors import Refused, one_line
 from train.record import store
 from train.record.store import Run
@@ -55,7 +55,7 @@ def check(submission: Submission) -> None:
     _check_more(asked.own.get("sbatch"))
     if re.search(r"[\n\"\\]", str(asked.folder)):
         raise Refused(f"{asked.folder} has a sign in it that batch scripts cannot have; choose another --runs")
-    for left in asked.runs.glob(f".nodes/*/{asked.name}"):
+    for left in of_others(asked.runs, asked.name):
         raise Refused(f"{left} is left of another run; remove it, or choose another --name")
     if not asked.is_dry:
         _tool("sbatch")

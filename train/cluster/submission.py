@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, Protocol
 
+from train.cluster import WAIT_MINUTES
 from train.errors import Refused
 from train.record.store import Run
 
@@ -15,6 +16,8 @@ FILE = "submission.json"
 """What each node reads: in the run folder, or where an engine lays it down. The files that it names lie beside it."""
 TASK, CONFIG = "task.py", "submitted.toml"
 """Copies of the user's files, as they were when the run was handed over; what the user changes later is not trained."""
+NODES = ".nodes"
+"""The folder beside run folders in which the nodes but node 0 have theirs, where all see the same disk."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -43,7 +46,7 @@ class Submission:
     memory: str | None = None
     """For each node, as 64G."""
     image: str | None = None
-    wait_minutes: float = 30.0
+    wait_minutes: float = WAIT_MINUTES
     """How long a node waits for the others."""
     max_restarts: int | None = None
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -99,6 +102,16 @@ class Engine(Protocol):
 
     def again(self, run: Run) -> str:
         """Hand a run over once more; writes `submitted`. Returns the job's id."""
+
+
+def runs_of(runs: Path, node: int) -> Path:
+    """Where a node keeps its run folders, on a disk that all nodes see."""
+    return runs / NODES / str(node) if node else runs
+
+
+def of_others(runs: Path, name: str) -> list[Path]:
+    """The folders of a run's nodes but node 0, or what is left of them."""
+    return sorted(runs.glob(f"{NODES}/*/{name}"))
 
 
 def seconds_of(text: str) -> int:

@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from train.cluster import WAIT_MINUTES
 from train.commands import offers
 from train.commands.parser import Parser, number
 from train.errors import Refused
@@ -87,14 +88,19 @@ def nodes_of(options: Namespace, before: dict[str, Any] | None = None) -> dict[s
     except ValueError as error:
         raise Refused(error) from None
     address.resolve(place)
-    minutes = options.wait_minutes or str(before.get("wait_minutes", 30))
+    wait = wait_minutes(options.wait_minutes or str(before.get("wait_minutes", WAIT_MINUTES)))
+    return {"least": least, "most": most, "node": node, "rendezvous": rendezvous, "wait_minutes": wait}
+
+
+def wait_minutes(text: str) -> float:
+    """What --wait-minutes says."""
     try:
-        wait = float(minutes)
+        wait = float(text)
     except ValueError:
         wait = math.nan
     if not 0 < wait < math.inf:
-        raise Refused(f"--wait-minutes {minutes}: must be a number of minutes above 0")
-    return {"least": least, "most": most, "node": node, "rendezvous": rendezvous, "wait_minutes": wait}
+        raise Refused(f"--wait-minutes {text}: must be a number of minutes above 0")
+    return wait
 
 
 def _range(text: str) -> tuple[int, int]:

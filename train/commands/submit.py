@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from train.cluster import WAIT_MINUTES
 from train.cluster.engines import ENGINES, engine
 from train.cluster.submission import Submission, seconds_of
 from train.commands import offers, shared
@@ -75,7 +75,7 @@ def _submission(options: Namespace, runs: Path) -> Submission:
         cpus=number("cpus-per-task", options.cpus_per_task, 1),
         memory=options.mem,
         image=options.container,
-        wait_minutes=_minutes(options.wait_minutes),
+        wait_minutes=shared.wait_minutes(options.wait_minutes or str(WAIT_MINUTES)),
         max_restarts=number("max-restarts", options.max_restarts),
         own=_own(options),
         is_dry=options.dry_run,
@@ -84,16 +84,6 @@ def _submission(options: Namespace, runs: Path) -> Submission:
 
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _minutes(text: str | None) -> float:
-    try:
-        minutes = float(text or 30)
-    except ValueError:
-        minutes = math.nan
-    if not 0 < minutes < math.inf:
-        raise Refused(f"--wait-minutes {text}: must be a number of minutes above 0")
-    return minutes
 
 
 def _own(options: Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from train import config as configuration
-from train.cluster import address, same
+from train.cluster import WAIT_MINUTES, address, same
 from train.cluster.address import Place
 from train.cluster.host import Host
 from train.cluster.member import Member
@@ -26,8 +26,6 @@ from train.record.outcome import Kind, Outcome
 from train.record.store import Run, write_atomically
 from train.runs.verdict import Asked, Facts
 
-WAIT_MINUTES = 30.0
-"""Default of --wait-minutes: how long a node waits for the others."""
 _LINGER = 60.0
 """Seconds for which node 0, when its run has ended, waits for a node that does not know it yet."""
 _MEET = 300

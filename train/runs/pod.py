@@ -19,6 +19,7 @@ from pathlib import Path
 
 from train.cluster import address
 from train.cluster.address import Place
+from train.cluster.submission import runs_of
 from train.errors import EXIT_REFUSED, EXIT_STOPPED, Refused
 from train.record.store import Run
 
@@ -57,8 +58,7 @@ def command_of(submission: Path, environ: Mapping[str, str]) -> list[str]:
     nodes, node = _number(environ, "PET_NNODES"), _number(environ, "PET_NODE_RANK")
     if nodes != content["nodes"]:
         raise Refused(f"PET_NNODES is {nodes}, and {content['nodes']} nodes were submitted; submit it anew")
-    runs = Path(environ.get("TRAIN_RUNS") or "runs")
-    runs = runs / ".nodes" / str(node) if node else runs
+    runs = runs_of(Path(environ.get("TRAIN_RUNS") or "runs"), node)
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:

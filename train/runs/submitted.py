@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from train.cluster.engines import ENGINES, engine
-from train.cluster.submission import FILE, Standing, to_json
+from train.cluster.submission import FILE, Standing, of_others, to_json
 from train.errors import Refused
 from train.record import store
 from train.record.store import Run
@@ -175,5 +175,5 @@ def of_rank(run: Run, rank: int) -> Run:
 
 def others(run: Run) -> list[Run]:
     """The same run in the folders of its other nodes."""
-    folders = sorted(run.folder.parent.glob(".nodes/*"))
-    return [Run(folder / run.name) for folder in folders if (folder / run.name / "run.json").exists()]
+    folders = of_others(run.folder.parent, run.name)
+    return [Run(folder) for folder in folders if (folder / "run.json").exists()]
