@@ -48,7 +48,8 @@ def run(options: Namespace, runs: Path) -> int:
 def _as_json(run: Run) -> str:
     from train.record import advice, times
 
-    account, record = times.of(run), run.shown()
+    record = run.shown()
+    account = times.of(run, record)
     facts = {"name": run.name, "state": record["state"], **account.plain(), "verdict": advice.verdict(account, record)}
     return json.dumps(facts, indent=1)
 
@@ -58,7 +59,8 @@ def _summary(run: Run) -> str:
     from train.record import advice, page, times
     from train.record.table import with_reason
 
-    record, account = run.shown(), times.of(run)
+    record = run.shown()
+    account = times.of(run, record)
     columns = screen.width(sys.stdout)
     lines = [f"{run.name}: {with_reason(record['state'], record.get('reason'))}"]
     parts = page.parts(account)

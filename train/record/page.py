@@ -57,7 +57,7 @@ def html(run: Run) -> str:
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"long": long, "size": _size, "moment": _moment, "say": settings.shown}
-    account = found("where time went", lambda: times.of(run), times.Account())
+    account = found("where time went", lambda: times.of(run, record), times.Account())
     content: dict[str, Any] = {
         "run": run.name,
         "record": record,

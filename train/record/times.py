@@ -84,9 +84,13 @@ class Account:
         return {"seconds": round(self.whole, 3), **parts, "steps_redone": self.redone, "notes": self.notes}
 
 
-def of(run: Run) -> Account:
-    """Where the time of a run went; of one that lives, up to now."""
-    record = run.shown()
+def of(run: Run, record: dict[str, Any] | None = None) -> Account:
+    """Where the time of a run went; of one that lives, up to now.
+
+    Args:
+        record: as `Run.shown` gives it; None: read now.
+    """
+    record = run.shown() if record is None else record
     attempts = [one for one in record["attempts"] if isinstance(one, dict)] if _is_list(record) else []
     seen = 0.0
     if record["state"] == INTERRUPTED:
