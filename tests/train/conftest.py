@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.train import forks
 from train.record import store
 from train.record.store import Run
 from train.runs import launch, warm
@@ -57,11 +58,14 @@ class Station:
         self.runs = folder / "runs"
 
     def __call__(self, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run `train ARGUMENTS` to its end, without a terminal."""
+        """Run `train ARGUMENTS` to its end, without a terminal; in a new interpreter where variables ask for one."""
+        texts, environment = [*map(str, arguments)], self.environment() | self._warm(*arguments) | (env or {})
+        if forks.fits(env or {}):
+            return forks.train(texts, self.folder, environment, PATIENCE)
         return subprocess.run(
-            [sys.executable, "-m", "train", *map(str, arguments)],
+            [sys.executable, "-m", "train", *texts],
             cwd=self.folder,
-            env=self.environment() | self._warm(*arguments) | (env or {}),
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

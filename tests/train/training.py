@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train import forks
 from train.data.order import order
 from train.engine.export import load_trained
 from train.record import store
@@ -47,16 +48,7 @@ class Engine:
 
     def __init__(self, station: Any) -> None:
         self.station = station
-        # on top of what the package preloads: what starting a process from a test would import
-        set_forkserver_preload(
-            [
-                "train.runs.processes.forked",
-                "train.engine.loop",
-                "train.runs.admit",
-                "torch.distributed.checkpoint",
-                "pytest",
-            ]
-        )
+        set_forkserver_preload(forks.PRELOAD)
 
     def run(
         self, name: str, ranks: int = 1, script: Iterable[str] = (), task: Path = TASK, **flags: Any
