@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -57,8 +58,18 @@ for step, (inputs, classes) in enumerate(loader, start=1):
         time.sleep(600)  # until its end is measured
 """
 
-Took = tuple[float, float]
-"""Seconds of wall clock, and of all processes' CPU time."""
+
+class Took(NamedTuple):
+    """What it takes to come to a step, of all processes together."""
+
+    seconds: float
+    """Of wall clock."""
+    cpu: float
+    """Seconds of processors' time."""
+    memory: float
+    """MB that they hold then; what several share counts once in all (PSS)."""
+
+
 PLAIN = "torchrun, bare DDP"
 OURS = ("train launch", "a rank killed", "train resume")
 
@@ -77,19 +88,19 @@ def bench(folder: Path, times: int) -> str:
                 for row, one in zip(OURS, ones, strict=True):
                     took[f"{row}, {how}"].append(one)
     lines = [
-        "| way | until | s | least | CPU s | s / torchrun | CPU / torchrun |",
-        "|---|---|---|---|---|---|---|",
+        "| way | until | s | least | CPU s | MB | s / torchrun | CPU / torchrun | MB / torchrun |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row, ones in took.items():
-        walls, cpus = zip(*ones, strict=True)
-        ratio, busy = (
+        walls, cpus, sizes = zip(*ones, strict=True)
+        ratio, busy, share = (
             statistics.median(mine[which] / its[which] for mine, its in zip(ones, took[PLAIN], strict=True))
-            for which in (0, 1)
+            for which in range(3)
         )
         until = "second step" if row == PLAIN or row.startswith(OURS[0]) else "a new step"
         lines.append(
             f"| {row} | {until} | {statistics.median(walls):.2f} | {min(walls):.2f} | {statistics.median(cpus):.2f} "
-            f"| {ratio:.2f} | {busy:.2f} |"
+            f"| {statistics.median(sizes):.0f} | {ratio:.2f} | {busy:.2f} | {share:.2f} |"
         )
     return "\n".join(lines)
 
@@ -117,7 +128,7 @@ def _torchrun(place: Path, count: int) -> Took:
     )
     try:
         _until(mark.exists, lambda: process.poll() is None)
-        return time.perf_counter() - began, _cpu([process.pid])
+        return Took(time.perf_counter() - began, _cpu([process.pid]), _memory([process.pid]))
     finally:
         for one in family([process.pid]):
             one.kill()
@@ -135,19 +146,19 @@ def _train(runs: Path, name: str, environment: dict[str, str]) -> list[Took]:
             environment, "launch", virtual.__file__, "--name", name, "--nproc", str(RANKS), "--runs", str(runs), *fields
         )
         _until(lambda: _step(run, 1) >= 2, run.alive)
-        took.append((time.perf_counter() - began, _ended() - before + _cpu(_pids(run))))
+        took.append(Took(time.perf_counter() - began, _ended() - before + _cpu(_pids(run)), _memory(_pids(run))))
 
         _until(lambda: bool(run.steps_saved()) and len(_pids(run)) > RANKS, run.alive)
         reached, spent, began = _step(run, 1), _cpu(_pids(run)[:1]), time.perf_counter()
         os.kill(_pids(run)[-1], signal.SIGKILL)
         _until(lambda: _step(run, 2) > reached, run.alive)
-        took.append((time.perf_counter() - began, _cpu(_pids(run)) - spent))
+        took.append(Took(time.perf_counter() - began, _cpu(_pids(run)) - spent, _memory(_pids(run))))
 
         _call(environment, "stop", name, "--runs", str(runs))
         reached, before, began = run.read()["step"], _ended(), time.perf_counter()
         _call(environment, "resume", name, "--runs", str(runs))
         _until(lambda: _step(run, 3) > reached, run.alive)
-        took.append((time.perf_counter() - began, _ended() - before + _cpu(_pids(run))))
+        took.append(Took(time.perf_counter() - began, _ended() - before + _cpu(_pids(run)), _memory(_pids(run))))
     finally:
         if (run.folder / "run.json").exists():
             run.stop(store.NOW)
@@ -195,3 +206,12 @@ def _cpu(pids: Iterable[int]) -> float:
             continue
         seconds += times.user + times.system + times.children_user + times.children_system
     return seconds
+
+
+def _memory(pids: Iterable[int]) -> float:
+    """MB of these processes and all that they have started; pages that several have count once."""
+    size = 0
+    for process in family(pids):
+        with contextlib.suppress(psutil.Error):
+            size += process.memory_full_info().pss
+    return size / 1e6

@@ -48,8 +48,8 @@ def test_start_compares_a_launch_a_death_and_a_resume_with_torchrun(station: Sta
     ours = ["train launch", "a rank killed", "train resume"]
     ways = ["torchrun, bare DDP", *(f"{way}, cold" for way in ours), *(f"{way}, warm" for way in ours)]
     assert [row[0] for row in rows[2:]] == ways
-    assert all(float(row[2]) > 0 and float(row[4]) > 0 for row in rows[2:])
-    assert rows[2][5:] == ["1.00", "1.00"]
+    assert all(float(row[2]) > 0 and float(row[4]) > 0 and float(row[5]) > 100 for row in rows[2:])
+    assert rows[2][6:] == ["1.00", "1.00", "1.00"]
     assert os.listdir(station.runs) == []
 
 
