@@ -164,6 +164,8 @@ def warn(warnings: list[str]) -> None:
 def follow(runs: Path, name: str) -> int:
     """Show a run until it ends, and end as it does."""
     from train.record import store
+    from train.runs import followed, submitted
     from train.runs.follow import follow
 
-    return follow(store.find(runs, name))
+    run = store.find(runs, name)
+    return followed.follow(run) if submitted.is_submitted(run.read()) else follow(run)

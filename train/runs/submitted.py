@@ -70,6 +70,25 @@ def shown(run: Run) -> dict[str, Any]:
     return effective([run.shown()])[0]
 
 
+def settled(run: Run) -> tuple[dict[str, Any], bool]:
+    """A run's effective record, and whether nothing more comes of it by itself. Its engine is asked if need be."""
+    record = run.shown()
+    if record["state"] in (store.RUNNING, store.FINISHED, store.FAILED):
+        return record, record["state"] != store.RUNNING
+    standings = engine(record["submitted"]["engine"]).standings()
+    record = run.shown()  # after the question: of a job that is gone nobody writes any more
+    if record["state"] in (store.RUNNING, store.FINISHED, store.FAILED):
+        return record, record["state"] != store.RUNNING
+    is_over = standings is not None and str(record["submitted"]["job"]) not in standings
+    return seen_by(record, standings), is_over
+
+
+def is_held(run: Run) -> bool:
+    """Whether an engine says that it has not done with a run."""
+    taken = run.read()["submitted"]
+    return str(taken["job"]) in (engine(taken["engine"]).standings() or {})
+
+
 def _standing(record: dict[str, Any]) -> Standing | None:
     """How the job stands; None: it is not there any more.
 
