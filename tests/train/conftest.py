@@ -79,15 +79,15 @@ class Station:
         assert done.returncode == 0, f"train {' '.join(map(str, arguments))}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
-        """Start `train ARGUMENTS` and go on."""
+    def start(self, *arguments: object, stdout: Any = subprocess.PIPE, stderr: Any = subprocess.STDOUT) -> Any:
+        """Start `train ARGUMENTS` and go on. Returns the process, of text."""
         return subprocess.Popen(
             [sys.executable, "-m", "train", *map(str, arguments)],
             cwd=self.folder,
             env=self.environment() | self._warm(*arguments),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=stdout,
+            stderr=stderr,
             text=True,
         )
 

@@ -67,6 +67,9 @@ class Host:
     def _hear(self, key: int, message: Message, now: float) -> None:
         try:
             if key in self._strangers:
+                if message["is"] == "who":  # it stays a stranger, and goes when it has heard
+                    self._wires[key].send(self.table.about())
+                    return
                 del self._strangers[key]
                 if message["is"] == "hello":
                     self._post(self.table.hello(key, message, now))

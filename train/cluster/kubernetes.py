@@ -1,26 +1,31 @@
 """Kubernetes: a run as a TrainJob of Kubeflow Trainer, handed over with kubectl.
 
-What the manifests say is decided in manifests.py. What a pod does with them is in runs/pod.py.
+What the manifests say is decided in manifests.py, how a TrainJob stands in trainjob.py. What a pod does is in
+runs/pod.py. The run is kept in the cluster; the folder here has what was handed over, and what the cluster said last.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from train.cluster import manifests
+from train.cluster import manifests, trainjob
+from train.cluster.kubectl import APPLY, Cluster, current_context
 from train.cluster.manifests import Manifest
-from train.cluster.submission import FILE, Submission, to_json
-from train.errors import Refused, one_line
+from train.cluster.podlog import PodLog, print_log
+from train.cluster.submission import FILE, Silent, Standing, Submission, to_json
+from train.errors import Refused
+from train.record import store
+from train.record.store import Run
 
+FAR = True
+MANIFESTS = "job.yaml"
+"""In the run folder: what the cluster was given."""
 COMMAND = ["/usr/bin/tini", "--", "python3", "-m", "train.runs.pod", f"{manifests.SUBMISSION}/{FILE}"]
 """Of each node's container. tini hands SIGTERM on, and reaps what ranks leave behind."""
-_APPLY = "kubectl apply -k deploy/kubernetes"
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 """RFC 1035, which Trainer and JobSet ask of a name."""
 _LONGEST = 63
@@ -28,10 +33,12 @@ _LONGEST = 63
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]i?)")
 _BYTES = 1 << 20
 """What a ConfigMap takes."""
-_SLOW = "20s"
-"""For one answer of the cluster."""
 _RESERVED = ("PET_", "TRAIN_RUNS", "HOME")
 """Names of variables that are Trainer's, and ours."""
+
+__all__ = [
+    "FAR", "again", "check", "forget", "halt", "log", "options", "print_log", "render", "standings", "submit",
+]  # fmt: skip
 
 
 def options(parser: Any) -> None:
@@ -66,69 +73,91 @@ def check(submission: Submission) -> None:
             f"and name it as pods see it: {manifests.RUNS}/… or /datasets/…"
         )
     if not submission.is_dry:
-        _check_cluster(submission)
+        _check_there(submission)
 
 
 def render(submission: Submission) -> str:
     """The manifests, as YAML."""
-    _check_size(submission)
     said = (
         "Once for each namespace; train submit leaves one that is there as it is.",
         "What was submitted: every pod reads it.",
         "Pods of this run may talk to each other; nobody else may come in.",
-        f"The run. Watch it: {_kubectl_text(submission, 'get pods', '--watch')}",
+        f"The run. Watch it: {_cluster(submission).text} get pods -l {manifests.RUN}={submission.name} --watch",
     )
-    return to_yaml([_runtime(submission), *_company(submission), _train_job(submission)], said)
+    return to_yaml(_objects(submission), said)
 
 
 def submit(submission: Submission) -> str:
-    """Hand it to the cluster. The TrainJob comes first, for the others belong to it: they go when it goes."""
-    _check_size(submission)
-    made: list[Manifest] = []
+    """Hand it to the cluster, and keep here what was handed over."""
+    asked, cluster = submission, _cluster(submission)
+    if cluster.context is None:
+        cluster = Cluster(cluster.namespace, current_context())
+    text = render(asked)
+    made = _create(cluster, _objects(asked))
     try:
-        runtime = _runtime(submission)
-        if not _get(submission, "trainingruntime", runtime["metadata"]["name"]):
-            _create(submission, runtime)
-            made.append(runtime)
-        job = _train_job(submission)
-        uid = _create(submission, job)
-        made.append(job)
-        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": submission.name, "uid": uid}
-        for manifest in _company(submission):
-            manifest["metadata"]["ownerReferences"] = [owner]
-            _create(submission, manifest)
-            made.append(manifest)
+        files = asked.files | {MANIFESTS: text}
+        record = asked.record | {"submitted": _taken(cluster, asked.name), "reason": "handed to Kubernetes"}
+        run = store.create(asked.runs, asked.name, files, record)
     except BaseException:
-        for manifest in reversed(made):
-            _kubectl(submission, "delete", manifest["kind"], manifest["metadata"]["name"], "--wait=false")
+        cluster.drop(*made)
         raise
-    suspend = shlex.quote('{"spec":{"suspend":true}}')
-    return (
-        f"created trainjob {submission.name} in namespace {_namespace(submission)}; "
-        f"its log: {_kubectl_text(submission, 'logs', '--prefix --follow')}; "
-        f"save and stop it: {_on(submission)} patch trainjob {submission.name} --type merge -p {suspend}"
-    )
+    return f"trainjob {asked.name} in {cluster}: {run.folder / MANIFESTS}; how it stands: train show {asked.name}"
 
 
-def _runtime(submission: Submission) -> Manifest:
-    return manifests.runtime(namespace=_namespace(submission))
+def _taken(cluster: Cluster, name: str) -> dict[str, Any]:
+    return {"engine": "kubernetes", "job": name, "at": str(cluster), "handed": store.now()}
 
 
-def _company(submission: Submission) -> list[Manifest]:
-    """What a run has beside its TrainJob."""
-    name, namespace = submission.name, _namespace(submission)
-    content = json.loads(submission.files[FILE]) | {"cwd": "/workspace"}  # the image's; this machine's is not there
+def _create(cluster: Cluster, objects: list[Manifest]) -> list[str]:
+    """Create what a run is, all or nothing. Returns what was made, as KIND/NAME, the last one first.
+
+    The TrainJob comes before the others, for they belong to it: they go when it goes.
+    """
+    runtime, *company, job = objects
+    made: list[str] = []
+    try:
+        if not cluster.get("trainingruntime", runtime["metadata"]["name"]):
+            cluster.create(runtime)
+            made.insert(0, _path(runtime))
+        uid = cluster.create(job)
+        made.insert(0, _path(job))
+        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": job["metadata"]["name"], "uid": uid}
+        for manifest in company:
+            cluster.create(manifest | {"metadata": manifest["metadata"] | {"ownerReferences": [owner]}})
+            made.insert(0, _path(manifest))
+    except BaseException:
+        if made:
+            cluster.drop(*made)
+        raise
+    return made
+
+
+def _path(manifest: Manifest) -> str:
+    return f"{manifest['kind'].lower()}/{manifest['metadata']['name']}"
+
+
+def _objects(submission: Submission) -> list[Manifest]:
+    """All that a run is: what its namespace has once, what it has beside its TrainJob, and that."""
+    _check_size(submission)
+    name, namespace = submission.name, _cluster(submission).namespace
     return [
-        manifests.submitted(name, namespace, submission.files | {FILE: to_json(content)}),
+        manifests.runtime(namespace=namespace),
+        manifests.submitted(name, namespace, submission.files | {FILE: _for_pods(submission.files[FILE])}),
         manifests.among_themselves(name, namespace),
+        _train_job(submission),
     ]
+
+
+def _for_pods(text: str | bytes) -> str:
+    """The submission as pods read it: they work in the image's folder, for this machine's is not there."""
+    return to_json(json.loads(text) | {"cwd": "/workspace"})
 
 
 def _train_job(submission: Submission) -> Manifest:
     own = submission.own
     return manifests.train_job(
         submission.name,
-        _namespace(submission),
+        _cluster(submission).namespace,
         COMMAND,
         nodes=submission.nodes,
         nproc=submission.nproc,
@@ -190,25 +219,31 @@ def _check_size(submission: Submission) -> None:
         )
 
 
-# --- the cluster
-
-
-def _check_cluster(submission: Submission) -> None:
-    """Find what is missing before anything is created."""
+def _check_there(submission: Submission) -> None:
+    """Find what is missing in the cluster before anything is created."""
     if shutil.which("kubectl") is None:
         raise Refused("kubectl is not installed, and runs are handed over with it; what it would get: --dry-run")
-    name, namespace = submission.name, _namespace(submission)
-    if _get(submission, "trainjob", name):
-        raise Refused(
-            f"namespace {namespace} has a trainjob {name}; it goes on with {_on(submission)} patch trainjob {name} "
-            f'--type merge -p \'{{"spec":{{"suspend":false}}}}\' where it was suspended; or give another --name'
-        )
+    name, cluster = submission.name, _cluster(submission)
+    try:
+        if cluster.get("trainjob", name):
+            raise Refused(
+                f"namespace {cluster.namespace} has a trainjob {name} already; give another --name, or delete it: "
+                f"{cluster.text} delete trainjob {name}"
+            )
+        _check_claims(submission, cluster)
+    except Silent as error:
+        raise Refused(f"{error}; choose one: kubectl config use-context, or --kube-context NAME") from None
+
+
+def _check_claims(submission: Submission, cluster: Cluster) -> None:
     claims = {"runs": submission.own["runs_claim"] or manifests.RUNS_CLAIM}
     claims["data"] = submission.own["data_claim"] or manifests.DATA_CLAIM
     for use, claim in claims.items():
-        found = _get(submission, "persistentvolumeclaim", claim)
+        found = cluster.get("persistentvolumeclaim", claim)
         if not found:
-            raise Refused(f"namespace {namespace} has no volume claim {claim} for {use}; both are made by: {_APPLY}")
+            raise Refused(
+                f"namespace {cluster.namespace} has no volume claim {claim} for {use}; both are made by: {APPLY}"
+            )
         modes = found["spec"].get("accessModes", [])
         if use == "runs" and submission.nodes > 1 and "ReadWriteMany" not in modes:
             raise Refused(
@@ -217,57 +252,71 @@ def _check_cluster(submission: Submission) -> None:
             )
 
 
-def _get(submission: Submission, kind: str, name: str) -> dict[str, Any]:
-    """An object of the cluster; {} where there is none."""
-    done = _kubectl(submission, "get", kind, name, "--ignore-not-found", "--output=json")
-    if done.returncode:
-        raise Refused(_why(submission, done.stderr))
-    return dict(json.loads(done.stdout)) if done.stdout.strip() else {}
+def _cluster(submission: Submission) -> Cluster:
+    return Cluster(submission.own["namespace"] or manifests.NAMESPACE, submission.own["kube_context"])
 
 
-def _create(submission: Submission, manifest: Manifest) -> str:
-    """Create an object. Returns its uid."""
-    arguments = ("create", "--filename=-", "--validate=strict", "--output=json")
-    done = _kubectl(submission, *arguments, given=json.dumps(manifest))
-    if done.returncode:
-        raise Refused(_why(submission, done.stderr))
-    return str(json.loads(done.stdout)["metadata"]["uid"])
+# --- a run that was handed over
 
 
-def _why(submission: Submission, said: str) -> str:
-    """What kubectl says, in a line that says what to do."""
-    lines = [line for line in said.splitlines() if line.strip() and not re.match(r"[EIW]\d{4} ", line)]
-    text = one_line(lines[-1] if lines else said) or "kubectl ended without a word"
-    if "have a resource type" in text:
-        return (
-            "this cluster has no Kubeflow Trainer v2 (trainjobs in trainer.kubeflow.org); who runs the cluster can "
-            "install it; what it would get: --dry-run"
-        )
-    if "did you specify the right host" in text or "was refused" in text or "Unable to connect" in text:
-        return f"no cluster answers kubectl: {text}; choose one: kubectl config use-context, or --kube-context NAME"
-    if "namespaces" in text and "not found" in text:
-        return f"there is no namespace {_namespace(submission)}; it is made by: {_APPLY}, or give another --namespace"
-    return f"kubectl: {text.removeprefix('error: ')}"
+def standings(at: str | None) -> dict[str, Standing]:
+    """All TrainJobs of ours in a namespace, by name, those that have ended among them."""
+    return trainjob.standings(Cluster.at(at or manifests.NAMESPACE).those("trainjob,pod", manifests.SELECTOR))
 
 
-def _kubectl(submission: Submission, *arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    where = ["--namespace", _namespace(submission), f"--request-timeout={_SLOW}"]
-    if submission.own["kube_context"]:
-        where += ["--context", submission.own["kube_context"]]
-    return subprocess.run(["kubectl", *where, *arguments], input=given, capture_output=True, text=True, check=False)
+def halt(run: Run, standing: Standing, now: bool) -> None:
+    """Suspend it: its pods get SIGTERM, save, and are gone.
+
+    What Kueue has started it would start again: that is deleted. Its folder stays in the cluster either way.
+    """
+    cluster, job = _there(run)
+    if not job or job["metadata"].get("deletionTimestamp"):
+        return
+    if (job["metadata"].get("labels") or {}).get(manifests.QUEUE):
+        cluster.drop(f"trainjob/{run.name}")
+    elif not trainjob.suspended(job):
+        cluster.patch("trainjob", run.name, {"spec": {"suspend": True}})
+    if now:
+        cluster.said("delete", "pod", f"--selector={manifests.RUN}={run.name}", "--grace-period=1", "--wait=false")
 
 
-def _namespace(submission: Submission) -> str:
-    return str(submission.own["namespace"] or manifests.NAMESPACE)
+def again(run: Run) -> None:
+    """Let a TrainJob that is suspended go on; where there is none, or it is to do something else, make it anew."""
+    import yaml
+
+    cluster, job = _there(run)
+    path = run.folder / MANIFESTS
+    objects = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    content = _for_pods((run.folder / FILE).read_text(encoding="utf-8"))
+    files = next(one for one in objects if one["kind"] == "ConfigMap")["data"]
+    if trainjob.suspended(job) and files[FILE] == content:
+        cluster.patch("trainjob", run.name, {"spec": {"suspend": False}})
+    else:
+        if job:
+            cluster.clear(*(f"{kind}/{run.name}" for kind in ("trainjob", "configmap", "networkpolicy")))
+        files[FILE] = content  # a ConfigMap of ours cannot be changed, only replaced
+        _create(cluster, objects)
+        store.write_atomically(path, to_yaml(objects))
+    run.update(submitted=_taken(cluster, run.name), reason="handed to Kubernetes")
 
 
-def _on(submission: Submission) -> str:
-    context = submission.own["kube_context"]
-    return f"kubectl{f' --context {shlex.quote(context)}' if context else ''} -n {_namespace(submission)}"
+def forget(run: Run) -> str:
+    """Delete its TrainJob, and all that belongs to it."""
+    cluster, job = _there(run)
+    if job:
+        cluster.drop(f"trainjob/{run.name}")
+    return f"{run.name}: what it has saved stays in the claim for runs of {cluster}, under the same name"
 
 
-def _kubectl_text(submission: Submission, verb: str, rest: str) -> str:
-    return f"{_on(submission)} {verb} -l jobset.sigs.k8s.io/jobset-name={submission.name} {rest}"
+def log(run: Run, rank: int) -> PodLog:
+    """What the pods of that rank's node say, one after the other."""
+    return PodLog(run, rank)
+
+
+def _there(run: Run) -> tuple[Cluster, dict[str, Any]]:
+    """Where a run is, and its TrainJob; {} where there is none."""
+    cluster = Cluster.at(run.read()["submitted"]["at"])
+    return cluster, cluster.get("trainjob", run.name)
 
 
 # --- YAML, for people

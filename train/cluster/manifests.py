@@ -21,11 +21,13 @@ IMAGE, SHM, GRACE = "trainstation:runtime", "16Gi", 180
 """Defaults of what a run may choose: as in docker-compose.yml."""
 RUNS, SUBMISSION = "/workspace/runs", "/submission"
 """Where a pod finds the claim for runs, and what was submitted."""
-_NODE = "node"
+NODE = "node"
 """Of the job and of its container: Trainer knows them by this name."""
 _OURS = {"app.kubernetes.io/name": "trainstation"}
-_RUN = "jobset.sigs.k8s.io/jobset-name"
-"""JobSet's label on every pod of a run: the run's name."""
+SELECTOR = ",".join(f"{key}={value}" for key, value in _OURS.items())
+"""What finds all that is ours, pods included."""
+RUN, QUEUE = "jobset.sigs.k8s.io/jobset-name", "kueue.x-k8s.io/queue-name"
+"""JobSet's label on every pod of a run, the run's name; and Kueue's on what it starts."""
 
 
 def namespace() -> Manifest:
@@ -46,8 +48,8 @@ def runtime(name: str = RUNTIME, namespace: str = NAMESPACE) -> Manifest:
         "backoffLimit": 6,
         "podFailurePolicy": {
             "rules": [
-                {"action": "FailJob", "onExitCodes": {"containerName": _NODE, "operator": "In", "values": [2, 3]}},
-                {"action": "Ignore", "onExitCodes": {"containerName": _NODE, "operator": "In", "values": [75]}},
+                {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [2, 3]}},
+                {"action": "Ignore", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [75]}},
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
@@ -66,7 +68,7 @@ def runtime(name: str = RUNTIME, namespace: str = NAMESPACE) -> Manifest:
             "template": {
                 "spec": {
                     "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-                    "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": template}],
+                    "replicatedJobs": [{"name": NODE, "replicas": 1, "template": template}],
                 }
             },
         },
@@ -75,7 +77,7 @@ def runtime(name: str = RUNTIME, namespace: str = NAMESPACE) -> Manifest:
 
 def _pod() -> Manifest:
     container = {
-        "name": _NODE,
+        "name": NODE,
         "image": IMAGE,
         "command": ["/usr/bin/tini", "--", "train", "ls"],
         "env": [{"name": "HOME", "value": "/home/dev"}, {"name": "TRAIN_RUNS", "value": RUNS}],
@@ -140,7 +142,7 @@ def submitted(name: str, namespace: str, files: Mapping[str, str | bytes]) -> Ma
 
 def among_themselves(name: str, namespace: str) -> Manifest:
     """Pods of this run may talk to each other, on any port; nobody else may come in."""
-    pods = {"matchLabels": {_RUN: name}}
+    pods = {"matchLabels": {RUN: name}}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -189,7 +191,7 @@ def train_job(
     """
     metadata = _meta(name, namespace, name)
     if queue:
-        metadata["labels"] |= {"kueue.x-k8s.io/queue-name": queue}
+        metadata["labels"] |= {QUEUE: queue}
     trainer: Manifest = {"image": image} if image else {}
     trainer |= {"command": command, "numNodes": nodes, "numProcPerNode": nproc}
     if environment:
@@ -198,13 +200,13 @@ def train_job(
         trainer["resourcesPerNode"] = {"requests": dict(resources), "limits": dict(resources)}
     pod: Manifest = {"terminationGracePeriodSeconds": grace} if grace and grace != GRACE else {}
     pod["containers"] = [
-        {"name": _NODE, "volumeMounts": [{"name": "submission", "mountPath": SUBMISSION, "readOnly": True}]}
+        {"name": NODE, "volumeMounts": [{"name": "submission", "mountPath": SUBMISSION, "readOnly": True}]}
     ]
     pod["volumes"] = [{"name": "submission", "configMap": {"name": name}}]
     pod["volumes"] += [_claimed("runs", runs_claim)] if runs_claim != RUNS_CLAIM else []
     pod["volumes"] += [_claimed("data", data_claim)] if data_claim != DATA_CLAIM else []
     pod["volumes"] += [_shared_memory(shm)] if shm != SHM else []
-    patched = {"name": _NODE, "template": {"spec": {"template": {"spec": pod}}}}
+    patched = {"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}
     spec: Manifest = {
         "runtimeRef": {"apiGroup": API.split("/")[0], "kind": "TrainingRuntime", "name": runtime},
         "trainer": trainer,

@@ -7,7 +7,10 @@ import platform
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from train.record.store import Run
 
 
 def code_digest() -> str:
@@ -44,7 +47,37 @@ def hello(
     }  # fmt: skip
 
 
-_WORDS = {
+def of_run(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a run folder must be the same everywhere, and the fields of its configuration that no user has set.
+
+    Raises:
+        Refused, OSError, ValueError: the folder is not whole.
+    """
+    import tomllib
+
+    from train import config as configuration
+    from train.record.manifest import sha256_of
+
+    record = run.read()
+    fields = _flat(tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")))
+    chosen = {name: fields[name] for name in record.get("chosen", ()) if name in fields}
+    must = {
+        "task": record.get("task_sha256") or record.get("task"),
+        "data": sha256_of(run.folder / "data.json"),
+        "init": sha256_of(run.folder / "init.safetensors"),
+        "config": {k: value for k, value in fields.items() if k not in configuration.LOCAL and k not in chosen},
+    }
+    return must, chosen
+
+
+def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found.update(_flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value})
+    return found
+
+
+WORDS = {
     "torch": "version of torch",
     "python": "version of Python",
     "code": "copy of train/",
@@ -78,8 +111,8 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     fields, its_fields = mine.pop("config"), its.pop("config")
     for key in mine.keys() | its.keys():
         if mine.get(key) != its.get(key):
-            what = _WORDS.get(key, key)
-            return f"{who} has another {what} than {zero}: {_short(its.get(key))} instead of {_short(mine.get(key))}"
+            what = WORDS.get(key, key)
+            return f"{who} has another {what} than {zero}: {short(its.get(key))} instead of {short(mine.get(key))}"
     for key in sorted(fields.keys() | its_fields.keys()):
         if fields.get(key) != its_fields.get(key):
             return f"{who} has another configuration than {zero}: {key} is {its_fields.get(key)}, not {fields.get(key)}"
@@ -90,6 +123,7 @@ def _range(hello: Mapping[str, Any]) -> str:
     return str(hello["most"]) if hello["least"] == hello["most"] else f"{hello['least']}:{hello['most']}"
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in few letters: of a digest its begin."""
     text = str(value or "none")
     return text[:12] if len(text) > 24 else text

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from train.cluster.script import MADE, more_options, render
-from train.cluster.submission import Standing, Submission, of_others
+from train.cluster.submission import Silent, Standing, Submission, of_others
 from train.errors import Refused, one_line
 from train.record import store
 from train.record.store import Run
 
+FAR = False
 SCRIPT = "job.sbatch"
 _PATIENCE, _GLANCE = 60.0, 5.0
 """Seconds for an answer of Slurm's, and for one that a list of runs can do without: its commands wait long for a
 controller that is down."""
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT")
 
-__all__ = ["again", "cancel", "check", "options", "render", "standings", "submit"]
+__all__ = ["FAR", "again", "check", "forget", "halt", "options", "render", "standings", "submit"]
 
 
 def options(parser: Any) -> None:
@@ -101,11 +102,9 @@ def submit(submission: Submission) -> str:
     return f"job {job} of Slurm's: {run.folder / SCRIPT}; how it stands: train show {asked.name}"
 
 
-def again(run: Run) -> str:
-    """Hand it to sbatch once more. Returns the job's number."""
-    job = _sbatch(run)
-    _note(run, job)
-    return job
+def again(run: Run) -> None:
+    """Hand it to sbatch once more."""
+    _note(run, _sbatch(run))
 
 
 def _note(run: Run, job: str) -> None:
@@ -122,14 +121,14 @@ def _sbatch(run: Run) -> str:
     return said.strip().splitlines()[-1].partition(";")[0]
 
 
-def standings() -> dict[str, Standing] | None:
-    """The user's jobs that Slurm has not done with, by number. None: it does not say."""
+def standings(at: str | None) -> dict[str, Standing]:
+    """The user's jobs that Slurm has not done with, by number."""
     if shutil.which("squeue") is None:
-        return None
+        raise Silent("there is no squeue here")
     try:
         said = _call("squeue", "--noheader", "--me", "--format=%i|%T|%r", patience=_GLANCE)
-    except Refused:
-        return None
+    except Refused as error:
+        raise Silent(error) from None
     rows = (line.split("|", 2) for line in said.splitlines() if line.count("|") >= 2)
     return {
         job: Standing(is_running=state in _RUNNING, words=state.lower() + (f", {why}" if why != "None" else ""))
@@ -137,9 +136,20 @@ def standings() -> dict[str, Standing] | None:
     }
 
 
-def cancel(job: str) -> None:
-    """Take it out of the queue."""
-    _call("scancel", job)
+def halt(run: Run, standing: Standing, now: bool) -> None:
+    """Ask its ranks to end, or take it out of the queue."""
+    record = run.read()
+    if not standing.is_running:
+        _call("scancel", str(record["submitted"]["job"]))
+    elif record["state"] in (store.CREATED, store.RUNNING):
+        wanted = store.NOW if now else store.POLITE
+        if run.stop_asked() not in (wanted, store.NOW):  # one that is just starting overlooks the first
+            run.ask_stop(wanted)
+
+
+def forget(run: Run) -> str:
+    """Slurm keeps nothing of a job that has ended."""
+    return ""
 
 
 def _tool(name: str) -> str:

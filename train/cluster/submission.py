@@ -65,15 +65,37 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """How a job stands that its engine has not done with."""
+    """How a job stands that its engine knows."""
 
     is_running: bool
-    """Else it waits."""
+    """Else it waits, or has ended."""
     words: str
+    ended: str | None = None
+    """The state in which its run rests, where the engine alone sees that; None: the engine has not done with it."""
+    parts: tuple[str, ...] = ()
+    """What it consists of, a line each."""
+
+
+class Silent(Refused):
+    """The engine does not answer; the message says why."""
+
+
+class Log(Protocol):
+    """What rank 0's node prints, shown as it comes."""
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Show what is new."""
+
+    def close(self) -> None:
+        """Show what is left, and end."""
 
 
 class Engine(Protocol):
     """What takes runs: a module of this folder with these functions."""
+
+    FAR: bool
+    """Whether the run is kept where only the engine's nodes see it. The folder here is then a record of what was handed
+    over, and of what the engine says; else it is the run's own."""
 
     def options(self, parser: Any) -> None:
         """Add the options of this engine alone: `parser.add_argument`, as every command does."""
@@ -92,16 +114,39 @@ class Engine(Protocol):
             Refused: the engine does not take it; nothing is left behind.
         """
 
-    # Of a run whose run.json has `submitted`: {"engine": NAME, "job": ID}. An engine that writes none needs none of it.
+    # Of a run whose run.json has `submitted`: {"engine": NAME, "job": ID, "at": where the job is known, if it matters}.
 
-    def standings(self) -> dict[str, Standing] | None:
-        """The user's jobs that the engine has not done with, by their id. None: it does not say."""
+    def standings(self, at: str | None) -> dict[str, Standing]:
+        """The user's jobs there, by id; of those that it has done with, it may know none.
 
-    def cancel(self, job: str) -> None:
-        """Take a job out of the queue."""
+        Raises:
+            Silent: it does not answer here.
+        """
 
-    def again(self, run: Run) -> str:
-        """Hand a run over once more; writes `submitted`. Returns the job's id."""
+    def halt(self, run: Run, standing: Standing, now: bool) -> None:
+        """Begin to end a job that has not ended: one that runs saves, unless `now`. Called again until it has."""
+
+    def again(self, run: Run) -> None:
+        """Hand a run over once more; writes `submitted`.
+
+        Raises:
+            Refused: the engine does not take it.
+        """
+
+    def forget(self, run: Run) -> str:
+        """Remove what the engine keeps of a run that has ended. Returns a line about what stays; '' for nothing."""
+
+    # Of an engine that is FAR.
+
+    def print_log(self, run: Run, rank: int) -> None:
+        """Print what the node of that rank has said.
+
+        Raises:
+            Refused: there is nothing of it.
+        """
+
+    def log(self, run: Run, rank: int) -> Log:
+        """The same, to be followed."""
 
 
 def runs_of(runs: Path, node: int) -> Path:

@@ -22,12 +22,8 @@ def run(options: Namespace, runs: Path) -> int:
     """Print it; with --follow until the run ends, and end as it does."""
     from train.record import store
     from train.runs import submitted
-    from train.runs.logs import ALL, print_log
+    from train.runs.logs import ALL
 
-    rank = number("rank", options.rank)
+    rank = number("rank", options.rank) or 0
     attempt = ALL if options.attempt == "all" else number("attempt", options.attempt, 1)
-    run = store.find(runs, options.name)
-    if submitted.is_submitted(run.read()) and options.follow:
-        submitted.wait_for_start(run)
-    run = submitted.of_rank(run, rank or 0)
-    return print_log(run, rank or 0, attempt, options.follow)
+    return submitted.print_log(store.find(runs, options.name), rank, attempt, options.follow)

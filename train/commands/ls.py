@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 from train.commands import offers, shared
 from train.commands.parser import Parser, number
-from train.errors import EXIT_FINISHED, Refused
+from train.errors import EXIT_FINISHED
 from train.record import store
-from train.runs import select, submitted
+from train.runs import select, standing
 
 
 def add_arguments(parser: Parser) -> None:
@@ -33,15 +32,9 @@ def run(options: Namespace, runs: Path) -> int:
 
     limit = number("limit", options.limit, 1)
     names = options.names
-    records = []
-    for run in select.matching(runs, names, must=False) if names else store.every(runs):
-        try:
-            records.append(run.shown())
-        except Refused as error:
-            print(f"train: {error}", file=sys.stderr)
+    found = select.matching(runs, names, must=False) if names else store.every(runs)
+    records = standing.effective(found, shared.tell)
     known = bool(records) and not names
-    if any(map(submitted.is_submitted, records)):
-        records = submitted.effective(records)
     records = select.chosen(records, options.state, options.sort, limit, options.reverse)
     print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))
     return EXIT_FINISHED

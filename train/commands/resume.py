@@ -55,17 +55,21 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
         Refused: it runs, or cannot go on so.
     """
     from train.record import store
-    from train.runs import launch, submitted
+    from train.runs import launch, standing, submitted
     from train.runs.control import nothing_left
 
-    said = nothing_left(store.find(runs, name), options.flags, options.script)
+    run = store.find(runs, name)
+    is_submitted = standing.is_submitted(run.read())
+    if is_submitted:
+        standing.shown(run, lambda _: None)  # of one that is kept elsewhere, its end may not be known here yet
+    said = nothing_left(run, options.flags, options.script)
     if said:
         print(said, file=sys.stderr)
         return False
-    record = store.find(runs, name).read()
-    if submitted.is_submitted(record):
+    record = run.read()
+    if is_submitted:
         _check_submitted(options, name)
-        print(f"train: {submitted.resume(store.find(runs, name), options.flags)}", file=sys.stderr)
+        print(f"train: {submitted.resume(run, options.flags)}", file=sys.stderr)
         print(name, flush=True)
         return True
     before = record.get("cluster")

@@ -21,7 +21,8 @@ def run(options: Namespace, runs: Path) -> int:
     from train.runs import select
 
     found = select.matching(runs, options.names)
-    select.remove(found)
+    for line in select.remove(found):
+        shared.tell(line)
     if any(map(select.is_pattern, options.names)):  # which ones that were is not in the command
         print(f"removed {', '.join(run.name for run in found)}", file=sys.stderr)
     return EXIT_FINISHED

@@ -164,6 +164,13 @@ def warn(warnings: list[str]) -> None:
 def follow(runs: Path, name: str) -> int:
     """Show a run until it ends, and end as it does."""
     from train.record import store
+    from train.runs import followed, standing
     from train.runs.follow import follow
 
-    return follow(store.find(runs, name))
+    run = store.find(runs, name)
+    return followed.follow(run) if standing.is_submitted(run.read()) else follow(run)
+
+
+def tell(text: str) -> None:
+    """Say what is no reason to end."""
+    print(f"train: {text}", file=sys.stderr, flush=True)

@@ -21,10 +21,10 @@ def run(options: Namespace, runs: Path) -> int:
     """Print it, or its record as JSON."""
     from train.record import best, store
     from train.record.table import story
-    from train.runs import submitted
+    from train.runs import standing
 
     run = store.find(runs, options.name)
-    record = submitted.shown(run)
+    record = standing.shown(run, shared.tell)
     if not options.json:
         print(story(run, record))
         return EXIT_FINISHED

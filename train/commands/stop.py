@@ -21,10 +21,11 @@ def run(options: Namespace, runs: Path) -> int:
     from train.record import store
     from train.runs import submitted
     from train.runs.control import stop
+    from train.runs.standing import is_submitted
 
     run = store.find(runs, options.name)
-    if submitted.is_submitted(run.read()):
-        submitted.stop(run, options.now)
+    if is_submitted(run.read()):
+        submitted.stop(run, options.now, shared.tell)
     code, text = stop(run, options.now)
     print(text, file=sys.stderr)
     return code

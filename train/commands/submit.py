@@ -31,13 +31,16 @@ def add_arguments(parser: Parser) -> None:
     add("--wait-minutes", metavar="M", help="how long a node waits for the others (30)")
     add("--max-restarts", metavar="K", help="deaths in a row without a new checkpoint before giving up (3)")
     add("--dry-run", action="store_true", help="print what the engine would be given; create nothing")
+    add("--follow", action="store_true", help="show how it stands and its log, and exit as the run does: 0, 3 or 75")
     for name in ENGINES:
         engine(name).options(parser)
     parser.takes_fields = True
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Check the request, hand it over, print the run's name."""
+    """Check the request, hand it over, print the run's name; follow it if wanted."""
+    if options.follow and options.dry_run:
+        raise Refused("--follow and --dry-run: of what is only shown there is nothing to follow; leave one of them out")
     submission = _submission(options, runs)
     taker = engine(submission.engine)
     taker.check(submission)
@@ -49,7 +52,7 @@ def run(options: Namespace, runs: Path) -> int:
         return EXIT_FINISHED
     print(f"train: {taker.submit(submission)}", file=sys.stderr)
     print(submission.name, flush=True)
-    return EXIT_FINISHED
+    return shared.follow(runs, submission.name) if options.follow else EXIT_FINISHED
 
 
 def _submission(options: Namespace, runs: Path) -> Submission:

@@ -15,8 +15,9 @@ NAMES = (
     "compute capability", "GPU memory errors", "GPU heat", "GPU memory", "packages", "torch", "torchvision", "lock",
     "one torch", "LD_LIBRARY_PATH", "LD_PRELOAD", "shared memory", "memory", "cores", "locked memory", "open files",
     "folder of runs", "room on disk", "file system", "file locks", "write speed", "clock", "weights",
-    "rendezvous name", "rendezvous address", "rendezvous port", "interface", "NCCL_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME", "MTU", "InfiniBand",
+    "rendezvous name", "rendezvous address", "rendezvous port", "run there", "same code", "same torch", "same python",
+    "same task", "same data", "same init", "same config", "interface", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
+    "MTU", "InfiniBand",
 )  # fmt: skip
 """Every check there is; which of them say something depends on the machine."""
 
@@ -49,17 +50,18 @@ def names(text: str) -> list[str]:
     return only
 
 
-def examine(machine: Machine, runs: Path, place: Place | None = None) -> list[Finding]:
+def examine(machine: Machine, runs: Path, place: Place | None = None, name: str | None = None) -> list[Finding]:
     """Every check that needs no other rank. Takes a few seconds; changes nothing.
 
     Args:
         runs: the folder where runs are kept, or will be.
         place: where ranks of several machines are to meet.
+        name: the run here that is to meet others there.
     """
-    return list(_all(machine, runs, place))
+    return list(_all(machine, runs, place, name))
 
 
-def _all(machine: Machine, runs: Path, place: Place | None) -> Iterator[Finding]:
+def _all(machine: Machine, runs: Path, place: Place | None, name: str | None) -> Iterator[Finding]:
     yield from host.checks(machine)
     yield from gpu.checks(machine)
     yield from packages.checks(machine)
@@ -67,4 +69,4 @@ def _all(machine: Machine, runs: Path, place: Place | None) -> Iterator[Finding]
     yield from disk.checks(machine, runs)
     yield from clock.checks(machine, runs)
     yield from weights.checks(Path.cwd())
-    yield from network.checks(machine, place)
+    yield from network.checks(machine, place, runs, name)

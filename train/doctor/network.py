@@ -6,8 +6,10 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 from train.cluster.address import Place, interface_of, is_mine, parse, source_towards
+from train.doctor import meeting
 from train.doctor.finding import Finding, ok, problem, warning
 from train.doctor.machine import Machine
 
@@ -16,8 +18,14 @@ _PATIENCE = 3.0
 __all__ = ["Place", "checks", "interface_of", "parse", "source_towards"]
 
 
-def checks(machine: Machine, place: Place | None) -> Iterator[Finding]:
-    """All checks of the network; with a place to meet, of the way there."""
+def checks(
+    machine: Machine, place: Place | None, runs: Path | None = None, name: str | None = None
+) -> Iterator[Finding]:
+    """All checks of the network; with a place to meet, of the way there, and of a run that meets there already.
+
+    Args:
+        runs: the folder where runs are kept. name: the run there that is to come to that place.
+    """
     if place is None:
         return
     try:
@@ -31,7 +39,13 @@ def checks(machine: Machine, place: Place | None) -> Iterator[Finding]:
     yield ok("rendezvous name", f"{place.host} is {address}")
     here = is_mine(address)
     yield _loopback(place, address, here)
-    yield _port(place, address, here)
+    code = _knock(address, place.port)
+    there = meeting.ask(address, place.port) if code == 0 else None
+    if there is not None:
+        yield ok("rendezvous port", f"{place.port}: node 0 of run {there['run']} listens there")
+        yield from meeting.checks(there, runs or Path("runs"), name)
+    else:
+        yield _port(place, address, here, code)
     source = source_towards(address, place.port)
     if source is None:
         yield problem("interface", f"no route leads to {address}", "ip route")
@@ -61,17 +75,23 @@ def _loopback(place: Place, address: str, here: bool) -> Finding:
     return ok(name, f"{address} is {'this machine' if here else 'another machine'}")
 
 
-def _port(place: Place, address: str, here: bool) -> Finding:
-    name = "rendezvous port"
+def _knock(address: str, port: int) -> int:
+    """The errno of a connection; 0: somebody listens."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as one:
         one.settimeout(_PATIENCE)
-        code = one.connect_ex((address, place.port))
+        return one.connect_ex((address, port))
+
+
+def _port(place: Place, address: str, here: bool, code: int) -> Finding:
+    """Who is at the port, where no run answers. `code`: of a connection, its errno."""
+    name = "rendezvous port"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if code == 0 and here:
-        seen = f"{place.port}: somebody listens there: node 0 of your run, or another program that is in its way"
+        seen = f"{place.port}: somebody listens there who does not answer as node 0 of a run of this release"
         return warning(name, seen, f"sudo ss -ltnp sport = :{place.port}")
     if code == 0:
-        return ok(name, f"{place.port}: somebody listens there")
+        return ok(name, f"{place.port}: somebody listens there; no node 0 of a run of this release answers")
     if code == errno.ECONNREFUSED and here:
         return _free(name, family, address, place.port)
     if code == errno.ECONNREFUSED:

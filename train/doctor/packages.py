@@ -27,6 +27,8 @@ class Torch:
     version: str
     cuda: str | None
     """The CUDA that it was built for; None: a build without."""
+    build: str = ""
+    """The version as torch itself says it: 2.7.1+cu126; '' where it cannot be read."""
 
 
 def capabilities(cuda: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -68,7 +70,8 @@ def torch_of() -> Torch | None:
         except OSError:
             continue
         found = re.search(r"^cuda\b.*= *'([\d.]+)'", text, re.MULTILINE)
-        return Torch(version, found.group(1) if found else None)
+        build = re.search(r"^__version__ *= *'([^']+)'", text, re.MULTILINE)
+        return Torch(version, found.group(1) if found else None, build.group(1) if build else "")
     return Torch(version, None)
 
 

@@ -102,7 +102,10 @@ def _story(run: Run, record: dict[str, Any]) -> str:
     line("result", _figures(record))
     line("weights", record.get("weights_sha256"))
     taken = record.get("submitted") or {}
-    line("submitted", f"job {taken['job']} of {taken['engine']}" if taken.get("job") else None)
+    at = f" in {taken['at']}" if taken.get("at") else ""
+    line("submitted", f"job {taken['job']} of {taken['engine']}{at}" if taken.get("job") else None)
+    for part in record.get("parts") or ():
+        line("", part)
     line("ranks", record.get("world_size"))
     line("created", record.get("created"))
     line("ended", record.get("ended"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,15 +65,22 @@ class View:
             return
         path = self.run.logs(attempts[-1]["number"]) / "rank0.log"
         if self._log is None or self._log[0] != path:
+            self._read_log()  # what came to the one before since the last look
             self._end_log()
             self._log = (path, 0)
+        self._read_log()
+
+    def _read_log(self) -> None:
+        if self._log is None:
+            return
+        path, at = self._log
         try:
             with path.open("rb") as file:
-                file.seek(self._log[1])
+                file.seek(at)
                 text = file.read()
         except OSError:
             return
-        self._log = (path, self._log[1] + len(text))
+        self._log = (path, at + len(text))
         self._put(text if self.stream.isatty() else self._folding.feed(text))
 
     def _put(self, text: bytes) -> None:
@@ -104,11 +112,25 @@ def follow(run: Run) -> int:
         record = run.shown()
         view.update(record)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types it twice means the same
-        view.close()
-        print(f"\n{run.name} goes on; follow it again with: train logs {run.name} --follow", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return left_alone(run, view.close)
     view.close()
+    return tell_end(run, record)
+
+
+def left_alone(run: Run, close: Callable[[], None]) -> int:
+    """What Ctrl-C does to one who follows: `close` ends the following. Returns its exit code; the run goes on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types it twice means the same
+    close()
+    print(f"\n{run.name} goes on; follow it again with: train logs {run.name} --follow", file=sys.stderr)
+    return EXIT_INTERRUPTED
+
+
+def tell_end(run: Run, record: dict[str, Any]) -> int:
+    """Say how a run ended. Returns the exit code that stands for it.
+
+    Args:
+        record: run.json with the effective state.
+    """
     state, step = record["state"], record.get("step", 0)
     reason = f": {record['reason']}" if record.get("reason") else ""
     figures = "  ".join(f"{k} {v:.4f}" for k, v in (record.get("metrics") or {}).items() if v is not None)
@@ -118,7 +140,7 @@ def follow(run: Run) -> int:
         store.FAILED: f"{run.name} failed{reason}",
         store.INTERRUPTED: f"{run.name} was interrupted{reason}",
     }.get(state, f"{run.name} is {state}")
-    if record.get("script") and state == store.FINISHED:
+    if not record.get("total_steps") and state == store.FINISHED:  # of a script, or where the steps are not seen
         last = f"{run.name} finished"
     if state == store.FAILED and (record.get("attempts") or [{}])[-1].get("last_lines"):
         print("\n".join(f"  | {text}" for text in record["attempts"][-1]["last_lines"]), file=sys.stderr)

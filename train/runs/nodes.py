@@ -10,18 +10,15 @@ import os
 import re
 import socket
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from train import config as configuration
 from train.cluster import WAIT_MINUTES, address, same
 from train.cluster.address import Place
 from train.cluster.host import Host
 from train.cluster.member import Member
 from train.cluster.wire import Message
 from train.parallel.seat import Seat
-from train.record.manifest import sha256_of
 from train.record.outcome import Kind, Outcome
 from train.record.store import Run, write_atomically
 from train.runs.verdict import Asked, Facts
@@ -267,25 +264,9 @@ def _meet(host: str, port: int, listening: socket.socket | None) -> Any:
 def _hello(run: Run, nproc: int, settings: Settings) -> Message:
     import torch
 
-    record = run.read()
-    fields = _flat(tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")))
-    chosen = {name: fields[name] for name in record.get("chosen", ()) if name in fields}
-    config = {name: value for name, value in fields.items() if name not in configuration.LOCAL and name not in chosen}
-    must = {
-        "torch": torch.__version__,
-        "task": record.get("task_sha256") or record.get("task"),
-        "data": sha256_of(run.folder / "data.json"),
-        "init": sha256_of(run.folder / "init.safetensors"),
-        "config": config,
-    }
+    must, chosen = same.of_run(run)
+    must["torch"] = torch.__version__
     return same.hello(run.name, settings.node, nproc, settings.least, settings.most, run.folder.resolve(), must, chosen)
-
-
-def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return found
 
 
 def _report(facts: Facts, regroup: str) -> Message:

@@ -44,8 +44,8 @@ def matching(runs: Path, names: list[str], must: bool = True) -> list[Run]:
     return list(found.values())
 
 
-def remove(runs: list[Run]) -> None:
-    """Delete run folders: all of them, or none where one is alive.
+def remove(runs: list[Run]) -> list[str]:
+    """Delete run folders: all of them, or none where one is alive. Returns lines about what stays of them elsewhere.
 
     Raises:
         Refused: a run is alive, or a folder cannot be removed.
@@ -60,8 +60,10 @@ def remove(runs: list[Run]) -> None:
                 also = f"; nothing was removed of these {len(runs)} runs" if len(runs) > 1 else ""
                 raise Refused(f"{run.name} is running; first: train stop {run.name}{also}")
             held.callback(lock.release)
+        stays = [line for run in runs if (line := submitted.forget(run))]
         for run in reversed(every):
             store.bury(run)
+    return stays
 
 
 def chosen(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.train.cluster import kubectl
 from tests.train.conftest import Station
 from train.cluster import manifests
 
@@ -26,10 +27,11 @@ class Cluster:
         (self.folder / "trainstation").mkdir(parents=True)
         bin_ = folder / "bin"
         bin_.mkdir()
-        kubectl = bin_ / "kubectl"
-        kubectl.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.train.cluster.kubectl "$@"\n')
-        kubectl.chmod(0o755)
+        tool = bin_ / "kubectl"
+        tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.train.cluster.kubectl "$@"\n')
+        tool.chmod(0o755)
         self.env = {"CLUSTER": str(self.folder), "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
+        self.down = self.folder / "down"
         for name in (manifests.RUNS_CLAIM, manifests.DATA_CLAIM):
             self.put(manifests.claim(name, "ReadWriteMany", "1Gi"))
 
@@ -39,8 +41,20 @@ class Cluster:
     def path(self, kind: str, name: str) -> Path:
         return self.folder / "trainstation" / f"{kind}-{name}.json"
 
+    def read(self, kind: str, name: str) -> dict[str, Any]:
+        return json.loads(self.path(kind, name).read_text())
+
+    def change(self, name: str, **more: Any) -> None:
+        """What somebody else does to a TrainJob."""
+        self.put(merged(self.read("TrainJob", name), more))
+
     def there(self) -> set[str]:
         return {path.stem for path in (self.folder / "trainstation").iterdir()}
+
+
+def merged(one: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    kubectl.merge(one, more)
+    return one
 
 
 CLAIMS = {"PersistentVolumeClaim-trainstation-runs", "PersistentVolumeClaim-trainstation-data"}
@@ -56,20 +70,24 @@ def refused(station: Station, *arguments: object, env: dict[str, str] | None = N
     done = station(*arguments, env=env)
     assert done.returncode == 2 and done.stdout == "", (done.stdout, done.stderr)
     (line,) = done.stderr.splitlines()
-    assert not station.runs.exists()
+    assert arguments[0] != "submit" or not station.runs.exists()
     return line
 
 
 def test_a_run_is_created_with_all_that_belongs_to_it(station: Station, cluster: Cluster) -> None:
     done = station.ok(*SUBMIT, env=cluster.env)
     assert done.stdout == "first\n"
-    assert "trainjob first in namespace trainstation" in done.stderr and "logs -l" in done.stderr
+    assert "trainjob first in trainstation@test" in done.stderr and "runs/first/job.yaml" in done.stderr
     assert cluster.there() == CLAIMS | RUN | {"TrainingRuntime-trainstation"}
     for kind in ("ConfigMap", "NetworkPolicy"):  # they go when the TrainJob is deleted
-        (owner,) = json.loads(cluster.path(kind, "first").read_text())["metadata"]["ownerReferences"]
-        assert owner["uid"] == "uid-of-first" and owner["kind"] == "TrainJob"
+        (owner,) = cluster.read(kind, "first")["metadata"]["ownerReferences"]
+        assert owner["uid"] == cluster.read("TrainJob", "first")["metadata"]["uid"] and owner["kind"] == "TrainJob"
+    assert (station.runs / "first" / "job.yaml").read_text() == station.ok(
+        *SUBMIT, "--runs", "other", "--dry-run"
+    ).stdout
+    station.runs.rename(station.folder / "moved")
     again = refused(station, *SUBMIT, env=cluster.env)
-    assert "has a trainjob first" in again and '{"spec":{"suspend":false}}' in again
+    assert "has a trainjob first already" in again and "delete trainjob first" in again
 
 
 def test_a_runtime_that_is_there_is_left_as_it_is(station: Station, cluster: Cluster) -> None:
@@ -110,8 +128,8 @@ def test_without_a_cluster_a_line_says_so(station: Station, tmp_path: Path) -> N
 
 
 def test_a_cluster_without_trainer_is_named(station: Station, cluster: Cluster) -> None:
-    kubectl = Path(cluster.env["PATH"].split(os.pathsep)[0]) / "kubectl"
-    kubectl.write_text('#!/bin/sh\necho "error: the server doesn\'t have a resource type \\"trainjob\\"" >&2; exit 1\n')
+    tool = Path(cluster.env["PATH"].split(os.pathsep)[0]) / "kubectl"
+    tool.write_text('#!/bin/sh\necho "error: the server doesn\'t have a resource type \\"trainjob\\"" >&2; exit 1\n')
     assert "no Kubeflow Trainer v2" in refused(station, *SUBMIT, env=cluster.env)
 
 

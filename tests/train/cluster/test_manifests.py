@@ -11,16 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
+from tests.train.cluster.published import faults
 from tests.train.conftest import Station
 from train.cluster import manifests
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "kubernetes"
-PUBLISHED = json.loads((Path(__file__).parent / "schemas" / "published.json").read_text())
 EXAMPLE = (
     "submit", "digits", "--on", "kubernetes", "--name", "digits", "--nodes", 2, "--nproc", 1, "--cpus-per-task", 2,
     "--mem", "4G", "--shm", "1G", "--dry-run",
@@ -31,14 +30,6 @@ ALL = (
     "--namespace", "research", "--runs-claim", "fast", "--data-claim", "big", "--queue", "night",
     "--env", "NCCL_DEBUG=INFO,NCCL_IB_HCA==mlx5_0", "--dry-run",
 )  # fmt: skip
-
-
-def faults(manifest: dict[str, Any]) -> list[str]:
-    """What an API server would refuse, strictly."""
-    definition = PUBLISHED["objects"][f"{manifest['apiVersion']}/{manifest['kind']}"]
-    schema = {"$ref": f"#/$defs/{definition}", "$defs": PUBLISHED["$defs"]}
-    found = jsonschema.Draft202012Validator(schema).iter_errors(manifest)
-    return [f"{error.json_path}: {error.message}" for error in found]
 
 
 def read(text: str) -> list[dict[str, Any]]:

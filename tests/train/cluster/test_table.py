@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -149,6 +150,16 @@ def test_what_no_user_has_set_may_differ_and_is_node_0s() -> None:
     room = Room()
     room.come(10, 0)
     assert room.come(11, 1, chosen={"cpu_threads": 8})[0][1]["chosen"] == {"cpu_threads": 1}
+
+
+def test_who_asks_is_told_and_changes_nothing(room: Room) -> None:
+    before = copy.deepcopy(vars(room.table))
+    said = room.table.about()
+    assert (said["run"], said["most"], said["running"], said["same"]) == ("a", 2, True, SAME)
+    assert [(one["node"], one["host"]) for one in said["nodes"]] == [(0, "host0"), (1, "host1")]
+    assert vars(room.table) == before and room.tick() == []
+    room.gone(11)
+    assert [one["node"] for one in room.table.about()["nodes"]] == [0]
 
 
 def test_an_elastic_run_begins_with_fewer_and_takes_in_who_comes_later() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import Station
+from tests.train.conftest import PATIENCE, Station
 from tests.train.slurm.cluster import NODES, wait_until
 from tests.train.slurm.conftest import FIELDS, TASK, Cluster
 
@@ -89,6 +89,44 @@ def test_a_run_that_waits_in_the_queue_is_stopped_there(cluster: Cluster, like_u
     slurm("scancel", other)
     login.ok("resume", "a")
     like_undisturbed("a")
+
+
+def test_a_submission_is_followed_through_the_queue_to_its_end(cluster: Cluster, like_undisturbed: Check) -> None:
+    login, slurm = cluster.login, cluster.slurm
+    slurm.wait_idle()
+    other = slurm("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300").strip()
+    with (login.folder / "out").open("w") as out, (login.folder / "err").open("w") as err:
+        command = ("submit", TASK, "--on", "slurm", "--name", "a", "--nodes", 2, "--nproc", 1, *FIELDS, "--follow")
+        followed = login.start(*command, stdout=out, stderr=err)
+    wait_until(lambda: "train: a is queued: job" in (login.folder / "err").read_text(), "that it waits")
+    slurm("scancel", other)
+    assert followed.wait(PATIENCE) == 0, (login.folder / "err").read_text()
+    like_undisturbed("a")
+    said = (login.folder / "err").read_text()
+    assert "train: a is running" in said and said.splitlines()[-1].startswith("a finished after 500 steps"), said
+    assert (login.folder / "out").read_text() == "a\n" + login.ok("logs", "a").stdout
+    login.ok("rm", "a")  # its job is gone, too
+
+
+@pytest.mark.minutes
+def test_who_follows_may_leave_and_hears_of_a_stop(cluster: Cluster) -> None:
+    login = cluster.login
+    login.slow.touch()
+    cluster.slurm.wait_idle()
+    command = ("submit", TASK, "--on", "slurm", "--name", "a", "--nodes", 2, "--nproc", 1, *FIELDS, "--follow")
+    followed = login.start(*command)
+    login.wait("a", lambda record: record["step"] >= 5, "some steps")
+    followed.send_signal(signal.SIGINT)
+    said, _ = followed.communicate(timeout=PATIENCE)
+    assert followed.returncode == 130 and "a goes on; follow it again with: train logs a --follow" in said, said
+    before = login.record("a")["step"]
+    login.wait_for_step("a", before + 5)
+    login.ok("stop", "a")
+    followed = login.start("resume", "a", "--follow")
+    login.wait("a", lambda record: len(record["attempts"]) == 2 and record["step"] >= before + 7, "attempt 2")
+    login.ok("stop", "a")
+    said, _ = followed.communicate(timeout=PATIENCE)
+    assert followed.returncode == 75 and "continue with: train resume a" in said.splitlines()[-1], said
 
 
 @pytest.mark.minutes

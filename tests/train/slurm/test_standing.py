@@ -11,7 +11,7 @@ from train.cluster.submission import Standing, seconds_of, time_of
 from train.record import store
 from train.record.store import Run
 from train.runs import control
-from train.runs.submitted import seen_by
+from train.runs.standing import seen_by
 
 WAITS, RUNS = Standing(False, "pending, Priority"), Standing(True, "running")
 

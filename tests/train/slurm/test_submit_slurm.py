@@ -51,6 +51,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["digits", *SHAPE, "--sbatch", "time=3"], ["--time", "flag of train submit"]),
         (["digits", *SHAPE, "--sbatch", "qos='a"], ["--sbatch"]),
         (["digits", *SHAPE], ["no sbatch here", "--dry-run"]),
+        (["digits", *SHAPE, "--dry-run", "--follow"], ["--follow and --dry-run", "leave one of them out"]),
         (["digits", *SHAPE, "--dry-run", "--batch_size", 7], ["--batch_size 7", "ranks 8;"]),
         (["digits", *SHAPE, "--dry-run", "--parallel.strategy", "fsdp"], ["fsdp", "several machines"]),
         (["digits", *SHAPE, "--dry-run", "--batch_size", 8, "--micro_batch_size", 4], ["2 micro batches"]),

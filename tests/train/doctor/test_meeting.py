@@ -1,0 +1,107 @@
+"""`train doctor --rendezvous` where a run meets already: which, who is missing, whether this machine would fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.cluster.conftest import Machines
+from tests.train.conftest import Station
+from train.doctor import meeting
+from train.doctor.finding import OK, PROBLEM, Finding, exit_code
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    made = Machines(tmp_path, 2)
+    yield made
+    made.close()
+
+
+def doctor(station: Station, *arguments: object, tree: Path = ROOT) -> dict[str, Finding]:
+    """What the doctor finds of the meeting, with this copy of the package."""
+    done = station("doctor", *arguments, "--json", env={"PYTHONPATH": str(tree)})
+    findings = [Finding(**each) for each in json.loads(done.stdout)]
+    assert done.returncode == exit_code(findings), done.stderr
+    found = {one.check: one for one in findings}
+    assert all(one.remedy for one in findings if one.verdict == PROBLEM)
+    return found
+
+
+def test_a_waiting_run_tells_who_is_missing_and_who_would_not_fit(machines: Machines, tmp_path: Path) -> None:
+    assert machines.launch("a", 0, "--steps", 5).returncode == 0
+    before = machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
+    asked = ("--rendezvous", machines.rendezvous)
+    found = doctor(machines.stations[1], *asked)
+    assert "node 0 of run a listens there" in found["rendezvous port"].seen
+    assert found["run there"].verdict == OK
+    assert found["run there"].seen.startswith("run a waits; of 2 nodes there: node 0 (")
+    assert found["run there"].seen.endswith("; missing: 1")
+    assert [found[f"same {key}"].verdict for key in ("code", "torch", "python")] == [OK] * 3
+    assert "same config" not in found
+    shutil.copytree(ROOT / "train", tmp_path / "other" / "train", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "other" / "train" / "signals.py").open("a") as file:
+        file.write("# changed\n")
+    found = doctor(machines.stations[1], *asked, tree=tmp_path / "other")
+    assert found["same code"].verdict == PROBLEM and "copy of train/" in found["same code"].seen
+    assert found["same torch"].verdict == OK
+    assert machines.stations[0].record("a") == before  # it has not noticed
+
+
+@pytest.mark.minutes
+def test_a_run_is_compared_field_by_field_and_trains_on(machines: Machines) -> None:
+    assert machines.launch("a", 0, "--steps", 900).returncode == 0
+    machines.launch("a", 1, "--steps", 900, "--seed", 3)
+    assert "seed" in machines.stations[1].wait_for_end("a")["reason"]
+    asked = ("--rendezvous", machines.rendezvous)
+    found = doctor(machines.stations[1], "a", *asked)
+    assert found["same config"].verdict == PROBLEM and "seed is 3 here, 0 on node 0" in found["same config"].seen
+    assert found["same task"].verdict == found["same data"].verdict == OK
+    machines.stations[1].ok("rm", "a")
+    assert machines.launch("a", 1, "--steps", 900).returncode == 0
+    machines.stations[0].wait_for_step("a", 20)
+    found = doctor(machines.stations[1], "a", *asked)
+    assert (
+        "run a trains; of 2 nodes there: node 0" in found["run there"].seen and "missing" not in found["run there"].seen
+    )
+    assert found["same config"].verdict == OK
+    machines.stations[1].ok("run", "fake", "--name", "b", "--steps", 1)
+    assert "run a meets there, not b" in doctor(machines.stations[1], "b", *asked)["run there"].seen
+    for record in machines.ends("a"):
+        assert record["state"] == "finished" and len(record["attempts"]) == 1, record["reason"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"", b"SSH-2.0-OpenSSH\r\n", b"[]\n", b'{"is": "about"}\n', b'{"is": "about", "run": 1}\n', b"\xff\n",
+        b"[" * 500000 + b"\n", b"x" * 3000000,
+    ],
+)  # fmt: skip
+def test_whoever_else_listens_there_is_no_run(said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            one, _ = server.accept()
+            with one:
+                one.recv(100)
+                one.sendall(said)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert meeting.ask("127.0.0.1", server.getsockname()[1]) is None
+        thread.join(10)
+
+
+def test_a_name_is_for_a_rendezvous(station: Station) -> None:
+    for arguments, words in ((("a",), "--rendezvous"), (("a", "--rendezvous", "127.0.0.1:2"), "there is no run a")):
+        done = station("doctor", *arguments)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -1,0 +1,126 @@
+"""The run that meets at HOST:PORT: which it is, who is there and who is missing, and whether this machine would fit.
+
+Node 0's agent answers one who asks and does not come (train/cluster/table.py); the run does not notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import platform
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from train.cluster import same
+from train.doctor import packages
+from train.doctor.finding import Finding, not_applicable, ok, problem
+
+_PATIENCE = 3.0
+"""Seconds for an answer: an agent looks after its table many times a second."""
+_LONGEST = 1 << 20
+"""Bytes of an answer."""
+
+
+def ask(address: str, port: int) -> dict[str, Any] | None:
+    """What node 0 of a run says there; None: nobody answers as one."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    text = b""
+    with contextlib.suppress(OSError, ValueError, RecursionError), socket.socket(family, socket.SOCK_STREAM) as one:
+        one.settimeout(_PATIENCE)
+        one.connect((address, port))
+        one.sendall(b'{"is": "who"}\n')
+        while b"\n" not in text and len(text) < _LONGEST:
+            more = one.recv(1 << 16)
+            if not more:
+                return None
+            text += more
+        answer = json.loads(text)
+        return answer if _is_whole(answer) else None
+    return None
+
+
+def _is_whole(answer: Any) -> bool:
+    """Whether it is what a node 0 of this release says."""
+    if not isinstance(answer, dict) or answer.get("is") != "about":
+        return False
+    kinds = {"run": str, "least": int, "most": int, "running": bool, "same": dict, "nodes": list}
+    if not all(isinstance(answer.get(key), kind) for key, kind in kinds.items()):
+        return False
+    return all(isinstance(one, dict) and {"node", "host", "home", "nproc"} <= one.keys() for one in answer["nodes"])
+
+
+def checks(there: Mapping[str, Any], runs: Path, name: str | None) -> Iterator[Finding]:
+    """All checks of a run that meets there.
+
+    Args:
+        there: what its node 0 says.
+        runs: the folder where runs are kept here.
+        name: the run here that is to come there; None: this machine's packages alone are looked at.
+    """
+    yield _who(there, name)
+    yield from _programs(there)
+    if name is not None and name == there["run"]:
+        yield from _run(there, runs, name)
+
+
+def _who(there: Mapping[str, Any], name: str | None) -> Finding:
+    check, run = "run there", there["run"]
+    if name is not None and name != run:
+        seen = f"run {run} meets there, not {name}; give each run a port of its own"
+        return problem(check, seen, f"train resume {name} --nnodes {there['most']} --rendezvous HOST:29401")
+    here = ", ".join(f"node {one['node']} ({one['host']}, ranks: {one['nproc']})" for one in there["nodes"])
+    numbers = {one["node"] for one in there["nodes"]}
+    missing = [str(node) for node in range(there["most"]) if node not in numbers]
+    said = f"run {run} {'trains' if there['running'] else 'waits'}; of {there['most']} nodes there: {here or 'none'}"
+    return ok(check, said + (f"; missing: {', '.join(missing)}" if missing else ""))
+
+
+def _programs(there: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether what is installed here is what node 0 runs."""
+    theirs = there["same"]
+    torch = packages.torch_of()
+    git = f"git -C {packages.ROOT} status; git -C {packages.ROOT} rev-parse HEAD  # the same on every machine"
+    yield _same("code", same.code_digest(), theirs, git)
+    if torch is None:
+        yield not_applicable("same torch", "there is none here yet")
+    else:
+        mine = torch.build or torch.version
+        yield _same("torch", mine, theirs, f"pip install torch=={str(theirs.get('torch')).partition('+')[0]}")
+    if importlib.util.find_spec("torch") is None:
+        yield not_applicable("same python", "this Python has no torch, so it is not the one that trains")
+    else:
+        remedy = f"make setup  # on both, with Python {theirs.get('python')}"
+        yield _same("python", platform.python_version(), theirs, remedy)
+
+
+def _same(key: str, mine: Any, theirs: Mapping[str, Any], remedy: str) -> Finding:
+    """Of one thing that must be the same."""
+    what, its = same.WORDS[key], theirs.get(key)
+    if mine == its:
+        return ok(f"same {key}", f"{what}: {same.short(mine)}, as on node 0")
+    return problem(f"same {key}", f"{what}: {same.short(mine)} here, {same.short(its)} on node 0", remedy)
+
+
+def _run(there: Mapping[str, Any], runs: Path, name: str) -> Iterator[Finding]:
+    """Whether the run of that name here is the one that meets there."""
+    from train.errors import Refused
+    from train.record import store
+
+    try:
+        must, _ = same.of_run(store.find(runs, name))
+    except (Refused, OSError, ValueError) as error:
+        yield problem("same config", str(error), "train ls")
+        return
+    anew = f"train rm {name}; train launch TASK --name {name} …  # as on node 0"
+    mine, its = must.pop("config"), there["same"].get("config") or {}
+    for key in must:
+        yield _same(key, must[key], there["same"], anew)
+    odd = [f"{key} is {mine.get(key)} here, {its.get(key)} on node 0" for key in sorted(mine.keys() | its.keys())
+           if mine.get(key) != its.get(key)]  # fmt: skip
+    if odd:
+        yield problem("same config", "; ".join(odd), anew)
+    else:
+        yield ok("same config", f"{len(mine)} fields, as on node 0")
