@@ -81,6 +81,8 @@ class DataWait:
             waited, elapsed = self._first or (0.0, 0.0)
         if self._told or elapsed < (_SHORT if is_last else _LONG):
             return ""
+        if waited <= SHARE * elapsed:  # to ask for cores is to read files, and this is asked at every line
+            return ""
         said = verdict(self._name, self._workers, waited, elapsed, self._ranks, threads.share(1))
         self._told = bool(said)
         return said
