@@ -6,7 +6,6 @@ on the disk, after the ranks have written them and before the checkpoint is publ
 
 from __future__ import annotations
 
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,18 @@ def exchange(world: World, folder: Path, written: list[Entries]) -> None:
         road = Road(world, place, [other == lead for other in world.leads])
         files = {name: entry for part in written[lead:end] for name, entry in part.items()}
         for name, entry in sorted(files.items()):  # a stop for all ranks after each: none waits longer than for one
-            world.on_leads(functools.partial(_bring, road, folder / name, entry))
+            told = world.gather(_bring(road, folder / name, entry) if world.is_lead else None)
+            problem = told[lead] or next(filter(None, told), None)  # where it cannot be read, others lack its bytes
+            if problem is not None:
+                raise problem
 
 
-def _bring(road: Road, path: Path, entry: dict[str, Any]) -> None:
-    taken = road.send_file(entry["size"], path if road.sends else None, path if road.takes else None)
+def _bring(road: Road, path: Path, entry: dict[str, Any]) -> OSError | None:
+    """Send or take a file. Returns what was in the way here."""
+    try:
+        taken = road.send_file(entry["size"], path if road.sends else None, path if road.takes else None)
+    except OSError as error:
+        return error
     if road.takes and taken != entry:
-        raise OSError(f"{path.name} has come with other bytes than were sent")
+        return OSError(f"{path.name} has come with other bytes than were written")
+    return None

@@ -29,6 +29,7 @@ def unfinished(station: Station, name: str) -> list[str]:
     return [path.name for path in station.run(name).checkpoints.glob(".*")]
 
 
+@pytest.mark.minutes
 def test_each_machine_has_every_shard_and_trains_as_one_machine_does(machines: Machines, like_alone: Any) -> None:
     machines.launch_all("a", "--steps", 60, *FSDP)
     like_alone(machines, "a", 2, 60, *FSDP)
@@ -110,13 +111,13 @@ def test_a_rank_that_dies_while_shards_are_exchanged_publishes_nothing(
 @pytest.mark.minutes
 def test_a_machine_without_room_for_the_shards_of_another_fails_the_checkpoint_on_all(machines: Machines) -> None:
     task = Path(__file__).with_name("wide.py")
-    fields = ("--steps", 1500, *FSDP, "--task.width", 20_000)
+    fields = ("--steps", 500, *FSDP, "--task.width", 4_000)
     machines.launch_all("a", *fields, task=task)
     first = machines.stations[0].run("a")
     wait_until(lambda: bool(first.steps_saved()), "a checkpoint")
     sizes = {path.name: path.stat().st_size for path in first.checkpoint(first.steps_saved()[0]).iterdir()}
     # as with a quota: rank 1 can write its own shard, and not that of rank 0, which has a whole layer more
-    assert sizes["__0_0.distcp"] > sizes["__1_0.distcp"] + 65536
+    assert sizes["__0_0.distcp"] > sizes["__1_0.distcp"] + 32768
     pid = machines.stations[1].record("a")["pids"]["ranks"][0]
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (sizes["__1_0.distcp"] + 16384, resource.RLIM_INFINITY))
     logs = [

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 @dataclasses.dataclass
 class Settings:
-    width: int = 20_000
+    width: int = 4_000
 
 
 def datasets(config):
