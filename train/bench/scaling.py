@@ -4,6 +4,9 @@ Every rank has a batch of the same size (weak scaling). A speed-up is that of th
 loop on one rank, an efficiency its share of the number of ranks. All ways of as many ranks are timed in turn on the
 same processes; memory is that of processes which do nothing else. "not computing" is the share of a step by which it
 is longer than one without any exchange, of as many ranks at the same time.
+
+Over several machines (`--nnodes`, on each of them) the rows of node 0 alone come first, then those of all ranks
+together; node 0 says what is measured, and all show the same table.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import functools
 import json
 import os
 import resource
+import socket
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,9 +30,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from train.bench.meeting import Meeting
 from train.bench.stepping import stepping
-from train.bench.turns import Way, measure, ratio
+from train.bench.turns import Blocks, Way, measure, ratio
 from train.config import Parallel
+from train.errors import Refused
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
@@ -85,41 +91,110 @@ class Row:
     by_hand: float | None
     """Seconds of a step over those of DDP by hand: the median of the blocks' ratios."""
     memory: int
-    """Bytes at the peak: of the process on a CPU, of tensors on a GPU; of the rank that has most."""
+    """Bytes at the peak: of the process on a CPU, of tensors on a GPU; of the rank on node 0 that has most."""
+    machines: int = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those that measure at a time."""
+
+    local: int
+    """On this machine."""
+    meeting: Meeting | None = None
+    """With as many on each of the other machines."""
+
+    @property
+    def machines(self) -> int:
+        return self.meeting.nodes if self.meeting is not None else 1
+
+    @property
+    def size(self) -> int:
+        return self.local * self.machines
+
+    def measure(self, folder: Path, ways: dict[str, Way], steps: int, times: int) -> Blocks:
+        together = self.meeting.begin() if self.meeting is not None else None
+        return measure(folder, self.local, ways, steps, times, together)
+
+
+@dataclass
+class Found:
+    """What has been measured."""
+
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)
+    """What cannot be shown, and why."""
 
 
 def bench(
-    folder: Path, times: int, name: str, strategies: list[Any], ranks: list[int], as_json: bool, to: Path | None
-) -> str:
+    folder: Path, times: int, name: str, strategies: list[Any], ranks: list[int], as_json: bool, to: Path | None,
+    cluster: dict[str, Any] | None = None,
+) -> str:  # fmt: skip
     """Measure with so many blocks of each way. Returns a table in Markdown, or JSON; draws speed-ups into `to`.
 
     Args:
         name: of SUBJECTS.
-        strategies: of dp, ddp, fsdp, hsdp.
-        ranks: numbers of ranks; none: 1, 2, 4, … up to the number of GPUs, or 1 and 2 on the CPU.
+        strategies: of dp, ddp, fsdp, hsdp; none: dp, ddp and fsdp, as far as they can be.
+        ranks: numbers of ranks; none: 1, 2, 4, … up to the number of GPUs, or 1 and 2 on the CPU. Over several machines
+            the ranks of each: one number; none: the GPUs, or 1.
         to: a file that record/target.py has checked.
+        cluster: over several machines, the arguments of Meeting.
 
     Raises:
-        Refused: the picture cannot be written.
+        Refused: the picture cannot be written; the other machines do not come, or have other GPUs.
     """
+    if cluster is None:
+        return _shown(_here(folder, times, SUBJECTS[name], strategies, ranks), SUBJECTS[name], as_json, to)
+    meeting = Meeting(**cluster)
+    machines = meeting.everybody({"gpus": torch.cuda.device_count(), "host": socket.gethostname()})
+    local = ranks[0] if ranks else max(min(machine["gpus"] for machine in machines), 1)
+    asked = json.loads(meeting.share("asked", json.dumps([name, strategies, local, times])))
+    name, strategies, local, times = asked
+    gpus = [machine["gpus"] for machine in machines]
+    if any(0 < count < local for count in gpus) or (any(gpus) and not all(gpus)):
+        raise Refused(
+            f"{local} ranks on each node, which have {', '.join(map(str, gpus))} GPUs; use --nproc {min(gpus) or 1}"
+        )
+    found = _here(folder, times, SUBJECTS[name], strategies, [local]) if meeting.node == 0 else Found()
+    _add(found, folder, times, SUBJECTS[name], strategies, Ranks(local, meeting))
+    if len({machine["host"] for machine in machines}) < len(machines):
+        found.missing.append("what a network between machines costs, for some of the nodes are one machine")
+    shown = _shown(found, SUBJECTS[name], as_json, to) if meeting.node == 0 else None
+    text = meeting.share("shown", shown)
+    meeting.close()
+    return text
+
+
+def _here(folder: Path, times: int, subject: Subject, strategies: list[Any], ranks: list[int]) -> Found:
+    """What this machine alone can do."""
     gpus = torch.cuda.device_count()
     wanted = ranks or ([2**n for n in range(gpus.bit_length())] if gpus else [1, 2])
-    subject, missing = SUBJECTS[name], []
-    rows: list[Row] = []
+    found = Found()
     for size in sorted({1, *wanted}):
         if gpus and size > gpus:
-            missing.append(f"{size} ranks, for {gpus} GPU{'s are' if gpus > 1 else ' is'} here")
-            continue
-        ways, absent = _ways(subject, size, strategies, gpus)
-        missing += absent
-        rows += _measured(folder, subject, size, ways, times, rows)
-    if not gpus and max(row.ranks for row in rows) > (os.cpu_count() or 1):
-        missing.append(f"a speed-up on more than {os.cpu_count()} ranks, for they share so many cores")
+            found.missing.append(f"{size} ranks, for {gpus} GPU{'s are' if gpus > 1 else ' is'} here")
+        else:
+            _add(found, folder, times, subject, strategies, Ranks(size))
+    return found
+
+
+def _add(found: Found, folder: Path, times: int, subject: Subject, strategies: list[Any], ranks: Ranks) -> None:
+    ways, absent = _ways(subject, ranks, strategies or ["dp", "ddp", "fsdp"], torch.cuda.device_count())
+    found.missing += absent
+    found.rows += _measured(folder, subject, ranks, ways, times, found.rows)
+
+
+def _shown(found: Found, subject: Subject, as_json: bool, to: Path | None) -> str:
+    gpus = torch.cuda.device_count()
+    rows, missing, name = found.rows, list(found.missing), subject.model
+    cores = os.cpu_count() or 1
+    if not gpus and max(row.ranks // row.machines for row in rows) > cores:
+        missing.append(f"a speed-up on more than {cores} ranks, for they share so many cores")
     if to is not None:
         _draw(rows, f"{name}, {_where(gpus)}", to)
     if as_json:
-        found = {"model": name, "device": _where(gpus), "rows": list(map(dataclasses.asdict, rows)), "missing": missing}
-        return json.dumps(found, indent=2)
+        told = {"model": name, "device": _where(gpus), "rows": list(map(dataclasses.asdict, rows)), "missing": missing}
+        return json.dumps(told, indent=2)
     return _table(rows, f"{name}, {subject.batch} samples a rank and step, on {_where(gpus)}", missing)
 
 
@@ -127,24 +202,26 @@ def _where(gpus: int) -> str:
     return torch.cuda.get_device_name(0) if gpus else "the CPU, one thread a rank"
 
 
-def _ways(subject: Subject, size: int, strategies: list[Any], gpus: int) -> tuple[dict[str, Way], list[str]]:
+def _ways(subject: Subject, ranks: Ranks, strategies: list[Any], gpus: int) -> tuple[dict[str, Way], list[str]]:
     """What can be measured on so many ranks, and what cannot. dp is not among it: it is one process."""
+    size = ranks.size
     if size == 1:
         return {_BARE: functools.partial(_by_hand, subject, True), "single": _ours(subject, Parallel())}, []
     ways: dict[str, Way] = {_HAND: functools.partial(_by_hand, subject, False)}
     ways[_ALONE] = functools.partial(_by_hand, subject, True)
     missing = []
     for strategy in strategies:
-        if strategy == "hsdp" and size % 2:
+        if strategy == "hsdp" and ranks.machines == 1 and size % 2:
             missing.append(f"hsdp on {size} ranks, which are no two groups of one size")
         elif strategy == "hsdp":
-            ways[strategy] = _ours(subject, Parallel(strategy="hsdp", shard_size=size // 2))
+            share = size // 2 if ranks.machines == 1 else ranks.local
+            ways[strategy] = _ours(subject, Parallel(strategy="hsdp", shard_size=share))
         elif strategy == "dp":
-            if not gpus:
+            if not gpus and ranks.machines == 1:
                 missing.append(f"dp (nn.DataParallel) on {size}, for no GPU is here")
         else:
             ways[strategy] = _ours(subject, Parallel(strategy=strategy))
-    if "dp" in strategies and gpus:
+    if "dp" in strategies and gpus and ranks.machines == 1:
         larger = dataclasses.replace(subject, batch=subject.batch * size)
         ways["dp"] = _ours(larger, Parallel(strategy="dp"))
     return ways, missing
@@ -155,13 +232,14 @@ def _ours(subject: Subject, parallel: Parallel) -> Way:
 
 
 def _measured(
-    folder: Path, subject: Subject, size: int, ways: dict[str, Way], times: int, before: list[Row]
+    folder: Path, subject: Subject, ranks: Ranks, ways: dict[str, Way], times: int, before: list[Row]
 ) -> list[Row]:
+    size = ranks.size
     alone = {name: way for name, way in ways.items() if name == "dp"}
-    blocks = measure(folder, size, {name: way for name, way in ways.items() if name != "dp"}, STEPS, times)
+    blocks = ranks.measure(folder, {name: way for name, way in ways.items() if name != "dp"}, STEPS, times)
     if alone:
         with _seen(size):
-            blocks |= measure(folder, 1, alone, STEPS, times)
+            blocks |= Ranks(1).measure(folder, alone, STEPS, times)
     base = before[0].samples_per_s if before else 0.0
     rows = []
     for name in ways:
@@ -172,8 +250,8 @@ def _measured(
         base = base or rate
         hand = ratio(blocks[name], blocks[_HAND if size > 1 else _BARE])[0] if name != "dp" else None
         idle = 1 - 1 / ratio(blocks[name], blocks[_ALONE])[0] if size > 1 and name != "dp" else None
-        memory = _memory(folder, 1 if name == "dp" else size, ways[name], size)
-        rows.append(Row(name, size, rate, rate / base, rate / base / size, idle, hand, memory))
+        memory = _memory(folder, Ranks(1) if name == "dp" else ranks, ways[name], ranks.local)
+        rows.append(Row(name, size, rate, rate / base, rate / base / size, idle, hand, memory, ranks.machines))
     return rows
 
 
@@ -191,10 +269,10 @@ def _seen(gpus: int) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def _memory(folder: Path, ranks: int, way: Way, gpus: int) -> int:
+def _memory(folder: Path, ranks: Ranks, way: Way, gpus: int) -> int:
     """The peak of the rank that has most, in bytes, of processes that do this alone."""
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as place, _seen(gpus):
-        measure(folder, ranks, {"": functools.partial(_noting, way, place)}, 1, 1)
+        ranks.measure(folder, {"": functools.partial(_noting, way, place)}, 1, 1)
         return max(int(file.read_text()) for file in Path(place).iterdir())
 
 
@@ -245,8 +323,9 @@ def _table(rows: list[Row], title: str, missing: list[str]) -> str:
     for row in rows:
         idle = "" if row.not_computing is None else f"{100 * row.not_computing:.0f} %"
         hand = "" if row.by_hand is None else f"{row.by_hand:.3f}"
+        ranks = f"{row.ranks} on {row.machines} machines" if row.machines > 1 else row.ranks
         lines.append(
-            f"| {row.ranks} | {row.way} | {row.samples_per_s:.0f} | {row.speed_up:.2f} | {100 * row.efficiency:.0f} % "
+            f"| {ranks} | {row.way} | {row.samples_per_s:.0f} | {row.speed_up:.2f} | {100 * row.efficiency:.0f} % "
             f"| {idle} | {hand} | {row.memory / 1e6:.0f} |"
         )
     return "\n".join([*lines, *(["", *(f"Not shown: {what}." for what in missing)] if missing else [])])

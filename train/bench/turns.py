@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from train.bench.meeting import Round
 from train.config import Config
 from train.parallel.seat import Seat
 from train.parallel.world import World, join, pick_device, take_device
@@ -28,10 +29,14 @@ _PRELOAD = ("torch", "train.parallel.ddp", "train.parallel.fsdp", "train.paralle
 """What ranks find loaded, where a server forks them."""
 
 
-def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times: int) -> Blocks:
+def measure(
+    folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times: int, together: Round | None = None
+) -> Blocks:
     """Time `times` blocks of `steps` steps of each way.
 
     Args:
+        ranks: on this machine.
+        together: with those of other machines, which call this alike.
         ways: by name, what makes the step on a rank; functions of a module, for they travel to other processes.
     """
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
@@ -39,7 +44,7 @@ def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times
         if torch.cuda.device_count():  # which GPUs a process sees is its starter's to say
             method = "spawn"
         multiprocessing.set_forkserver_preload(list(_PRELOAD))
-        given = (ranks, name, dict(ways), steps, times)
+        given = (ranks, name, dict(ways), steps, times, together)
         torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method=method)
         return dict(json.loads((Path(name) / "blocks.json").read_text()))
 
@@ -62,12 +67,15 @@ def ratio(seconds: list[float], plain: list[float]) -> tuple[float, str]:
     return middle, f"{low:.3f} to {high:.3f}"
 
 
-def _rank(rank: int, size: int, folder: str, ways: dict[str, Any], steps: int, times: int) -> None:
+def _rank(
+    rank: int, size: int, folder: str, ways: dict[str, Any], steps: int, times: int, together: Round | None
+) -> None:
     torch.set_num_threads(1)
     config = Config(device="auto" if torch.cuda.device_count() >= size else "cpu")
     device = pick_device(config, size, rank)
     take_device(device)
-    world = join(config, Seat(rank, size, rank, size, f"file://{folder}/store"), device)
+    seat = Seat(rank, size, rank, size, f"file://{folder}/store") if together is None else together.seat(rank, size)
+    world = join(config, seat, device)
     made = {name: way(world) for name, way in ways.items()}
     blocks: Blocks = {name: [] for name in made}
     for count in range(times + 2):
@@ -80,8 +88,8 @@ def _rank(rank: int, size: int, folder: str, ways: dict[str, Any], steps: int, t
                 torch.cuda.synchronize()
             if count > 1:  # DDP lays out its buckets at first
                 blocks[name].append(time.perf_counter() - began)
-    if world.is_first:
+    if world.is_lead:
         Path(folder, "blocks.json").write_text(json.dumps(blocks))
-    if size > 1:
+    if world.size > 1:
         world.barrier()
         dist.destroy_process_group()

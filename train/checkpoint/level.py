@@ -1,31 +1,25 @@
 """Machines of a run, each with a run folder of its own, agree on the state to continue from, and pass it on.
 
 Each machine writes whole checkpoints, and keeps the state in memory of its own. After a death some have newer ones than
-others: the newest that anyone has is taken, and it travels, with the lines of the run, in pieces through a group of the
-machines' first ranks. What arrives is verified as what is read from the disk is.
+others: the newest that anyone has is taken, and it travels, with the lines of the run (road.py). What arrives is
+verified as what is read from the disk is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-import torch.distributed as dist
+from typing import Any
 
 from train.checkpoint import snapshot
+from train.checkpoint.road import Road
 from train.checkpoint.shared import Slots, begin_of_tensors
 from train.parallel.world import World
 from train.record import manifest as manifests
 from train.record.store import Run, sync_folder
 
-_PIECE = 16 << 20
-"""Bytes that travel at once."""
 _LINES = ("metrics.jsonl", "skipped.jsonl")
 """What a machine that was away lacks besides."""
 
@@ -70,7 +64,7 @@ def agree(run: Run, world: World, slots: Slots | None, fingerprint: str) -> Agre
     if slots is not None and kept and kept >= saved:
         source = next(place for place, each in enumerate(offers) if each.kept == kept)
         have = [(each.kept, each.mark) == (kept, offers[source].mark) for each in offers]
-        if all(have) or _send_memory(run, world, slots, _Road(world, source, have)):
+        if all(have) or _send_memory(run, world, slots, Road(world, source, have)):
             found = slots.newest()
             assert found is not None
             return Agreed(kept, min(each.saved for each in offers), slot=found[0], warnings=warnings)
@@ -79,7 +73,7 @@ def agree(run: Run, world: World, slots: Slots | None, fingerprint: str) -> Agre
     source = next(place for place, each in enumerate(offers) if each.saved == saved)
     have = [(each.saved, each.save) == (saved, offers[source].save) for each in offers]
     if not all(have):
-        _send_checkpoint(run, world, saved, _Road(world, source, have))
+        _send_checkpoint(run, world, saved, Road(world, source, have))
     manifest = world.on_leads(lambda: manifests.read_manifest(run.checkpoint(saved)))
     return Agreed(saved, saved, manifest, warnings=warnings)
 
@@ -101,39 +95,7 @@ def _offer(run: Run, slots: Slots | None, fingerprint: str) -> tuple[Offer, tupl
     return offer, tuple(unused)
 
 
-class _Road:
-    """From one machine to those that lack something.
-
-    Args:
-        source: the place of the machine that sends, among the leads.
-        have: by place, whether a machine needs nothing.
-    """
-
-    def __init__(self, world: World, source: int, have: list[bool]) -> None:
-        self.world, self._source = world, world.leads[source]
-        self._group = dist.new_group(list(world.leads), backend="gloo", timeout=world.timeout)
-        self.sends = world.rank == self._source
-        self.takes = world.is_lead and not have[world.leads.index(world.rank)]
-
-    def tell(self, what: Any) -> Any:
-        """What the one who sends says, on every rank."""
-        return self.world.share(what if self.sends else None, self._source)
-
-    def pass_on(self, size: int, file: IO[bytes] | None) -> Iterator[memoryview]:
-        """The bytes that the one who sends reads from a file, piece by piece. On the first rank of every machine.
-
-        What cannot be read travels as zeros, which whoever takes it will find out.
-        """
-        for at in range(0, size, _PIECE):
-            piece = torch.zeros(min(_PIECE, size - at), dtype=torch.uint8)
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.readinto(piece.numpy())  # type: ignore[attr-defined]
-            dist.broadcast(piece, src=self._source, group=self._group)
-            yield piece.numpy().data
-
-
-def _send_memory(run: Run, world: World, slots: Slots, road: _Road) -> bool:
+def _send_memory(run: Run, world: World, slots: Slots, road: Road) -> bool:
     """Bring the newest state in memory to those that lack it. Whether all have it then."""
     found = slots.newest() if road.sends else None
     content = slots.read(found[0]) if found is not None else None
@@ -150,8 +112,7 @@ def _send_memory(run: Run, world: World, slots: Slots, road: _Road) -> bool:
                 slots.reserve(size)
             except OSError:
                 taken = False
-        file = _Memory(content[1], head.start) if content is not None else None
-        pieces = road.pass_on(head.tensors, file)  # type: ignore[arg-type]
+        pieces = road.pass_on(head.tensors, _Memory(content[1], head.start) if content is not None else None)
         if road.takes and taken:
             try:
                 taken = slots.write(head.step, plain, pieces, 1.0)
@@ -164,19 +125,18 @@ def _send_memory(run: Run, world: World, slots: Slots, road: _Road) -> bool:
 
 
 class _Memory:
-    """Reads tensors out of a buffer, as from a file."""
+    """Reads tensors out of a buffer."""
 
     def __init__(self, memory: Any, start: int) -> None:
         self._memory, self._at = memory, start
 
-    def readinto(self, target: Any) -> int:
+    def readinto(self, target: memoryview) -> None:
         with memoryview(self._memory) as view:
-            memoryview(target).cast("B")[:] = view[self._at : self._at + len(target)]
+            target[:] = view[self._at : self._at + len(target)]
         self._at += len(target)
-        return len(target)
 
 
-def _send_checkpoint(run: Run, world: World, step: int, road: _Road) -> None:
+def _send_checkpoint(run: Run, world: World, step: int, road: Road) -> None:
     """Bring a checkpoint to those that lack it, and verify it there."""
     folder = run.checkpoint(step)
     partial = run.checkpoints / f"{manifests.PARTIAL}{folder.name}-sent"
@@ -186,11 +146,11 @@ def _send_checkpoint(run: Run, world: World, step: int, road: _Road) -> None:
     problem = _send_files(world, road, [(folder / name, partial / name) for name in names], partial)
 
     def publish() -> None:
-        if not road.takes:
-            return
         try:
             if problem is not None:
                 raise problem
+            if not road.takes:
+                return
             manifests.verify(partial)
             sync_folder(partial)
             if folder.exists():
@@ -199,13 +159,14 @@ def _send_checkpoint(run: Run, world: World, step: int, road: _Road) -> None:
             sync_folder(run.checkpoints)
         except (OSError, ValueError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(f"{folder.name} cannot be taken from another machine: {error}") from error
+            how = "taken from" if road.takes else "sent to"
+            raise OSError(f"{folder.name} cannot be {how} another machine: {error}") from error
 
     world.on_leads(publish)
     _send_lines(run, world, road)
 
 
-def _send_lines(run: Run, world: World, road: _Road) -> None:
+def _send_lines(run: Run, world: World, road: Road) -> None:
     """Bring the lines of the run to those that were away."""
     there = [name for name in _LINES if (run.folder / name).exists()] if road.sends else []
     files = [(run.folder / name, run.folder / f".sent-{name}") for name in there]
@@ -221,32 +182,21 @@ def _send_lines(run: Run, world: World, road: _Road) -> None:
     world.on_leads(publish)
 
 
-def _send_files(world: World, road: _Road, files: list[tuple[Path, Path]], into: Path) -> OSError | None:
+def _send_files(world: World, road: Road, files: list[tuple[Path, Path]], into: Path) -> OSError | None:
     """Bring files to a folder of those that lack them. Returns what was in the way here."""
     listed = road.tell([(target.name, source.stat().st_size) for source, target in files])
     problem: OSError | None = None
     if not world.is_lead:
         return None
+    try:
+        if road.takes:
+            into.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = error
     for place, (name, size) in enumerate(listed):
-        with contextlib.ExitStack() as opened:
-            source = opened.enter_context(files[place][0].open("rb")) if road.sends else None
-            target = None
-            try:
-                if road.takes and problem is None:
-                    into.mkdir(parents=True, exist_ok=True)
-                    target = opened.enter_context((into / name).open("wb"))
-            except OSError as error:
-                problem = error
-            for piece in road.pass_on(size, source):
-                try:
-                    if target is not None and problem is None:
-                        target.write(piece)
-                except OSError as error:
-                    problem = error
-            try:
-                if target is not None and problem is None:
-                    target.flush()
-                    os.fsync(target.fileno())
-            except OSError as error:
-                problem = error
+        takes = road.takes and problem is None
+        try:
+            road.send_file(size, files[place][0] if road.sends else None, into / name if takes else None)
+        except OSError as error:
+            problem = problem or error
     return problem

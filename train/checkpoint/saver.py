@@ -3,7 +3,9 @@
 Commit: every rank writes its shards with torch.distributed.checkpoint into a fresh `.partial-…` folder, hashed on
 their way and fsynced (writer.py); the first rank of a machine writes the manifest last; one rename publishes the
 folder; its parent is fsynced. Old checkpoints are pruned only after that. Loading verifies every hash and falls back to
-the newest checkpoint that is whole (record/manifest.py). Of several machines each writes all of it into its own folder.
+the newest checkpoint that is whole (record/manifest.py). Of several machines each has all of it in its own folder: what
+its ranks hold among them they write; where a copy of the model is spread over machines, each gets the files of the
+others before anything is published (exchange.py).
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from torch import nn
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from train import faults
+from train.checkpoint.exchange import exchange
 from train.checkpoint.stage import Stage
 from train.checkpoint.state import reason_of, size_of, state_of
 from train.checkpoint.writer import DurableWriter
 from train.config import Config
+from train.parallel import choose
 from train.parallel.world import World
 from train.record.best import pick, scores_of
 from train.record.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
@@ -65,7 +69,11 @@ class Saver:
         """
         self.run, self.attempt, self.config, self._saved = run, attempt, config, saved
         self.world = world.with_own_group()
-        self._stage = Stage(world.node.rank, world.node.size) if config.checkpoint.asynchronous else None
+        share = choose.ranks_of_copy(config, world.size)
+        self._holders = self.world.node if all(lead % share == 0 for lead in world.leads) else self.world
+        """The ranks that write a whole checkpoint among them: those of this machine, if it holds a whole state."""
+        holders = self._holders
+        self._stage = Stage(holders.rank, holders.size) if config.checkpoint.asynchronous else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.is_prepared = False
@@ -153,20 +161,23 @@ class Saver:
             self._saved(step)
 
     def _write(self, partial: Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Write the shards; on several machines each writes a whole checkpoint. Returns what the manifest lists."""
-        writer, node, problem = DurableWriter(partial), self.world.node, ""
+        """Write the shards, so that every machine has all of them. Returns what the manifest lists."""
+        writer, holders, problem = DurableWriter(partial), self._holders, ""
         try:
             # DCP gathers the errors of all ranks and raises on each of them
-            dcp.save(state, storage_writer=writer, process_group=node.group, no_dist=node.size == 1)
+            dcp.save(state, storage_writer=writer, process_group=holders.group, no_dist=holders.size == 1)
         except (OSError, dcp.api.CheckpointException) as error:
-            if len(self.world.leads) == 1:
+            if holders is self.world:
                 raise
             problem = reason_of(error)
-        if len(self.world.leads) > 1:  # a checkpoint counts where all machines have written theirs
+        if holders is not self.world:  # a checkpoint counts where all machines have written theirs
             problem = next(filter(None, self.world.gather(problem)), "")
             if problem:
                 raise OSError(problem)
-        return {name: entry for part in node.gather(writer.entries) for name, entry in part.items()}
+        written = holders.gather(writer.entries)
+        if holders is self.world:
+            exchange(self.world, partial, written)
+        return {name: entry for part in written for name, entry in part.items()}
 
     def _begin(self, partial: Path, size: int) -> None:
         self.run.checkpoints.mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from train.commands.parser import Parser, number
+from train.commands.shared import add_nodes, nodes_of
 from train.errors import EXIT_FINISHED, Refused
 
 SUBJECTS = {
@@ -35,11 +36,13 @@ def add_arguments(parser: Parser) -> None:
     add("--mb", metavar="N", action="append", help="checkpoint: MB of state; may be repeated (100, 1000)")
     text = "loop, scaling: what is trained (mlp: a perceptron); resnet50 in scaling alone"
     add("--model", choices=("mlp", "resnet18", "resnet50"), default="mlp", help=text)
-    text = "collective: how many ranks (the GPUs, or 2 on the CPU); scaling: a list, as in 1,2,4"
+    text = "collective: how many ranks (the GPUs, or 2 on the CPU); scaling: a list, as in 1,2,4, or with --nnodes the "
+    text += "ranks of each machine"
     add("--nproc", metavar="N", help=text)
     add("--strategies", metavar="A,B", help="scaling: of dp, ddp, fsdp, hsdp (dp,ddp,fsdp)")
     add("--to", metavar="FILE", help="scaling: a picture of it, .png, .svg or .pdf")
     add("--json", action="store_true", help="scaling: for machines")
+    add_nodes(parser)
     add("--pictures", metavar="N", default="256", help="input: how many JPEG files (256)")
     text = "resume: size of the virtual data set (1000000000)"
     add("--samples", metavar="N", default="1000000000", help=text)
@@ -70,6 +73,8 @@ def _own(options: Namespace) -> dict[str, Any]:
         raise Refused(f"--model resnet50 is for scaling, not {subject}; use mlp or resnet18")
     if subject != "scaling" and (options.strategies or options.to is not None or options.json):
         raise Refused(f"--strategies, --to and --json are for train bench scaling, not {subject}; leave them out")
+    if subject != "scaling" and (options.nnodes or options.node_rank or options.rendezvous or options.wait_minutes):
+        raise Refused(f"--nnodes is for train bench scaling, not {subject}; leave it out")
     match subject:
         case "checkpoint":
             return {"megabytes": [number("mb", text, 1) or 1 for text in options.mb or ["100", "1000"]]}
@@ -91,11 +96,12 @@ def _own(options: Namespace) -> dict[str, Any]:
 
 def _scaling(options: Namespace) -> dict[str, Any]:
     ranks = [number("nproc", text, 1) or 1 for text in options.nproc.split(",")] if options.nproc else []
-    names = (options.strategies or "dp,ddp,fsdp").split(",")
+    names = options.strategies.split(",") if options.strategies is not None else []
     for name in names:
         if name not in _STRATEGIES:
             known = ", ".join(_STRATEGIES)
             raise Refused(f"--strategies {options.strategies}: {name or 'an empty name'} is none of {known}")
+    cluster = _machines(options, ranks, names)
     to = Path(options.to) if options.to is not None else None
     if to is not None:
         from train.record import plot, target
@@ -107,4 +113,24 @@ def _scaling(options: Namespace) -> dict[str, Any]:
         "ranks": ranks,
         "as_json": options.json,
         "to": to,
+        "cluster": cluster,
     }
+
+
+def _machines(options: Namespace, ranks: list[int], strategies: list[str]) -> dict[str, Any] | None:
+    """The machines that measure together, as bench/meeting.py has them.
+
+    Raises:
+        Refused: they cannot.
+    """
+    found = nodes_of(options)
+    if not found:
+        return None
+    if found["least"] != found["most"]:
+        raise Refused(f"--nnodes {options.nnodes}: a measurement takes one number of machines; give it")
+    if len(ranks) > 1:
+        raise Refused(f"--nproc {options.nproc}: with --nnodes it is the ranks of each machine; give one number")
+    if "dp" in strategies:
+        raise Refused("--strategies dp: nn.DataParallel is one process on one machine; leave it out, or --nnodes")
+    kept = {name: found[name] for name in ("node", "rendezvous", "wait_minutes")}
+    return {"nodes": found["most"], **kept}

@@ -130,6 +130,7 @@ def set_up(
     config = opened.config_of(run, task)
     arithmetic.fix(config)
     device = pick_device(config, seat.local_size, seat.local_rank)
+    choose.check(config, seat.size, device)  # of machines that differ in their ranks, nobody knew the sum before
     precision = Precision(config.precision, device)
 
     train_set, eval_set = build.make_datasets(task, config)
@@ -207,7 +208,9 @@ def _slots(memory: Memory | None, config: Config, seat: Seat) -> Slots | None:
 
     After the loader has forked: its processes must not keep a lock for a rank that is dead.
     """
-    is_whole = choose.resolve(config, seat.size) in ("single", "dp", "ddp")
+    # by what is asked for: of machines that leave and join, a single rank may be left, and what it kept would be old
+    # when there are several again
+    is_whole = config.parallel.strategy not in ("fsdp", "hsdp")
     is_mine = len(seat.leads) > 1 or seat.local_size == seat.size  # not over machines that no agents of ours join
     if memory is None or not config.checkpoint.snapshots or not (is_whole and is_mine):
         return None

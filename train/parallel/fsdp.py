@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train.errors import Refused, TrainingFailed
+from train.parallel import choose
 from train.parallel.strategy import Spread
 from train.parallel.units import units
 
@@ -56,8 +57,8 @@ class Sharded(Spread):
 
     def place(self, model: nn.Module) -> nn.Module:
         model.to(self.world.device)
-        size, is_hybrid = self.world.size, self.config.parallel.strategy == "hsdp"
-        self._share = self.config.parallel.shard_size or size if is_hybrid else size
+        size = self.world.size
+        self._share = choose.ranks_of_copy(self.config, size)
         # two dimensions: groups that hold the same part, and groups that hold one copy of the model among them
         shape = (size // self._share, self._share)
         mesh = init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -41,6 +41,8 @@ class World:
         """How long a collective may take; None is torch's default."""
         self.node: World = self
         """The ranks of this machine, which share a run folder."""
+        self.between: Any = None
+        """On several machines, the process group of their first ranks, on the CPU."""
         self._base = 0
         """What is rank 0 here is this one of the default group."""
 
@@ -53,7 +55,7 @@ class World:
         return other
 
     def find_node(self) -> None:
-        """Make the group of this machine's ranks. A collective."""
+        """Make the group of this machine's ranks, and that of the machines' first ones. A collective."""
         if len(self.leads) == 1:
             return
         for lead, end in itertools.pairwise((*self.leads, self.size)):
@@ -61,6 +63,7 @@ class World:
             if lead <= self.rank < end:
                 self.node = World(self.rank - lead, end - lead, self.local_rank, torch.device("cpu"))
                 self.node.timeout, self.node.group, self.node._base = self.timeout, group, lead
+        self.between = dist.new_group(list(self.leads), backend="gloo", timeout=self.timeout)
 
     @property
     def is_first(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import platform
 import subprocess
@@ -52,9 +53,8 @@ def prepare(request: Request) -> Prepared:
     found = cards.here() if device.type == "cuda" else []
     cards.check(found)
     precision = Precision(config.precision, device)
-    everywhere = ranks * request.nodes
-    check_ranks(config, everywhere, device)
-    check_nodes(config, request.nodes)
+    everywhere = ranks * request.nodes[-1]
+    check_ranks(config, ranks, request.nodes, device)
     feed.check(config.log.wandb)
     is_searched = config.micro_batch_size == "auto"
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
@@ -73,6 +73,8 @@ def prepare(request: Request) -> Prepared:
         from train.runs import fit
 
         flat = configuration.to_flat(config)
+        if config.parallel.shard_size is not None:  # a try has the ranks of this machine alone
+            flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, ranks)
         config.micro_batch_size, micro_reason = fit.find(request.task, flat, ranks, sizes)
     if config.cpu_threads is None:
         rehearse = functools.partial(_rehearsal, task, config, precision, train_set, model)
@@ -165,17 +167,19 @@ def _without_compiler() -> Iterator[None]:
         delattr(method, "__dynamo_disable")
 
 
-def check_ranks(config: Config, ranks: int, device: torch.device) -> None:
-    choose.check(config, ranks, device)
-    check_batch(config, ranks)
+def check_ranks(config: Config, local: int, nodes: range, device: torch.device) -> None:
+    """Whether a run can be spread as `parallel` says on any of these numbers of machines, a sample for every rank.
 
-
-def check_batch(config: Config, ranks: int) -> None:
-    """Whether every rank can have a sample.
+    Args:
+        local: ranks of each machine.
+        nodes: numbers of machines.
 
     Raises:
         Refused: it cannot.
     """
+    for count in nodes:
+        choose.check(config, count * local, device)
+    ranks = nodes[-1] * local
     if config.batch_size < ranks:
         raise Refused(
             f"--batch_size {config.batch_size} is smaller than the number of ranks {ranks}; "
@@ -196,19 +200,6 @@ def check_micro_batches(config: Config, ranks: int) -> None:
         raise Refused(
             f"{ranks} ranks have only {micros} micro batches of {config.micro_batch_size} in a global batch of "
             f"{config.batch_size}; use --micro_batch_size {config.batch_size // ranks} or less"
-        )
-
-
-def check_nodes(config: Config, nodes: int) -> None:
-    """Whether a run on so many machines can be spread as `parallel` says.
-
-    Raises:
-        Refused: it cannot.
-    """
-    if nodes > 1 and config.parallel.strategy in ("fsdp", "hsdp"):
-        raise Refused(
-            f"--parallel.strategy {config.parallel.strategy} over several machines is not there yet: each keeps whole "
-            "checkpoints of its own; use ddp, or one machine"
         )
 
 

@@ -95,12 +95,13 @@ def _check(order: Order) -> tuple[int, str | None, dict[str, str | bytes], dict[
     ranks, visible = gpus.count_ranks(order.nproc, order.gpus, on_cpu)
     if visible is not None:
         gpus.see(visible)
-    prepared = prepare(Request(**order.request, ranks=ranks, nodes=_most(order.cluster)))
+    prepared = prepare(Request(**order.request, ranks=ranks, nodes=_nodes(order.cluster)))
     return ranks, os.environ.get(gpus.VISIBLE), prepared.files, prepared.record
 
 
-def _most(cluster: dict[str, Any] | None) -> int:
-    return int(cluster["most"]) if cluster else 1
+def _nodes(cluster: dict[str, Any] | None) -> range:
+    """How many machines there may be at a time."""
+    return range(cluster["least"], cluster["most"] + 1) if cluster else range(1, 2)
 
 
 def _listen(cluster: dict[str, Any] | None) -> socket.socket | None:
@@ -153,7 +154,7 @@ def _reopen(order: Order, run: Run, kept: environment.Kept, apart: Apart) -> Ope
         gpus.see(visible)
         cluster = record.get("cluster") if order.cluster is None else order.cluster or None
         listening = _listen(cluster)
-        changes |= {"world_size": ranks * _most(cluster), "nproc": ranks, "gpus": visible, "cluster": cluster}
+        changes |= {"world_size": ranks * _nodes(cluster)[-1], "nproc": ranks, "gpus": visible, "cluster": cluster}
         if not order.by_keeper:  # what holds from now on, for the keeper too
             kept = environment.after(environment.read(run.folder), kept)
             store.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
@@ -195,7 +196,7 @@ def _check_again(order: Order, run: Run, record: dict[str, Any], lock: Lock) -> 
             raise Refused(f"--script is for runs of scripts; {run.name} trains a task, and goes on with its own copy")
         ranks, visible = _ranks_again(order, run, record)
         cluster = record.get("cluster") if order.cluster is None else order.cluster
-        _, config, warnings = prepare_resume(run, order.flags, ranks, _most(cluster))
+        _, config, warnings = prepare_resume(run, order.flags, ranks, _nodes(cluster))
         return ranks, visible, configuration.to_toml(config), warnings
     except BaseException:
         lock.free()

@@ -18,22 +18,22 @@ from train.parallel.world import NoGPU, pick_device
 from train.record import feed
 from train.record import manifest as manifests
 from train.record.store import Run, write_atomically
-from train.runs.admit import check_nodes, check_ranks, check_sync_batchnorm, checked_model
-from train.runs.request import parsed, settings_types
+from train.runs.admit import check_ranks, check_sync_batchnorm, checked_model
+from train.runs.request import ALONE, parsed, settings_types
 from train.tasks import Task
 
 
-def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: int = 1) -> tuple[Task, Config, list[str]]:
+def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Task, Config, list[str]]:
     """Check that a run can go on, with these changes; nothing is written. Also returns warnings.
 
     Args:
         local: ranks on this machine.
-        nodes: machines, at most.
+        nodes: numbers of machines that it may have.
 
     Raises:
         Refused: it cannot go on as it stands or as asked for.
     """
-    record, task, ranks = run.read(), task_of(run), local * nodes
+    record, task, ranks = run.read(), task_of(run), local * nodes[-1]
     config = config_of(run, task)
     before = configuration.to_flat(config)
     own = {f"task.{name}": hint for name, hint in settings_types(task).items()}
@@ -59,8 +59,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: int = 1) 
     precision = Precision(config.precision, device)
     if not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
         raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
-    check_ranks(config, ranks, device)
-    check_nodes(config, nodes)
+    check_ranks(config, local, nodes, device)
     feed.check(config.log.wandb)
     train_set, eval_set = build.make_datasets(task, config)
     differs = data_differs(run, task, config, train_set, eval_set)

@@ -11,6 +11,9 @@ from train.config import Config
 from train.errors import Refused
 from train.tasks import Task, load
 
+ALONE = range(1, 2)
+"""One machine."""
+
 
 @dataclasses.dataclass
 class Request:
@@ -22,8 +25,8 @@ class Request:
     init: str | None = None
     ranks: int = 1
     """On this machine."""
-    nodes: int = 1
-    """Machines, at most; each with so many ranks."""
+    nodes: range = ALONE
+    """Numbers of machines that it may have, each with so many ranks."""
     copy: str | None = None
     """The file of the task as it was when the run was handed over; modules beside the original are still found."""
 

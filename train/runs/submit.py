@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from train.cluster.submission import CONFIG, FILE, TASK, Submission, to_json
 from train.errors import Refused
-from train.runs.admit import check_batch, check_micro_batches, check_nodes
+from train.runs.admit import check_micro_batches, check_ranks
 from train.runs.request import Request, resolve
 
 
@@ -23,9 +25,9 @@ def prepare(submission: Submission) -> None:
     asked = submission
     task, config = resolve(Request(asked.task, asked.flags, asked.config_file, asked.init))
     ranks = asked.nodes * asked.nproc
-    check_batch(config, ranks)
+    device = torch.device("cuda" if asked.gpus_per_node else "cpu")
+    check_ranks(config, asked.nproc, range(asked.nodes, asked.nodes + 1), device)
     check_micro_batches(config, ranks)
-    check_nodes(config, asked.nodes)
     if asked.init is not None and not Path(asked.init).is_file():
         raise Refused(f"--init {asked.init}: there is no such file")
     files: dict[str, str | bytes] = {}

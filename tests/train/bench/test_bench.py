@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.train.conftest import Station
+from tests.train.cluster.conftest import free_port
+from tests.train.conftest import PATIENCE, Station
 from train.bench.collective import KILOBYTES, bus_rate
 
 
@@ -134,3 +136,38 @@ def test_scaling_compares_strategies_with_a_hand_written_loop_and_draws_it(stati
         assert ranks == 1 or row["not_computing"] < 1
     assert "<svg" in picture.read_text()
     assert os.listdir(station.runs) == []
+
+
+@pytest.mark.bench
+def test_scaling_over_two_nodes_shows_both_what_one_does_and_what_they_do_together(tmp_path: Path) -> None:
+    nodes = []
+    for node in range(2):
+        (tmp_path / f"node{node}").mkdir()
+        nodes.append(Station(tmp_path / f"node{node}"))
+    cluster = ["--nnodes", 2, "--rendezvous", f"127.0.0.1:{free_port()}"]
+    # node 0 says what is measured, the other one may know nothing of it
+    other = nodes[1].start("bench", "scaling", *cluster, "--node-rank", 1)
+    own = ["--strategies", "ddp,fsdp,hsdp", "--nproc", 2, "--times", 2, "--json", "--node-rank", 0]
+    text = nodes[0].ok("bench", "scaling", *cluster, *own).stdout
+    assert other.communicate(timeout=PATIENCE)[0] == text
+    found = json.loads(text)
+    here = {(row["machines"], row["ranks"], row["way"]): row for row in found["rows"]}
+    assert list(here) == [
+        (1, 1, "a bare loop"), (1, 1, "single"),
+        *((1, 2, way) for way in ("DDP by hand", "ddp", "fsdp", "hsdp")),
+        *((2, 4, way) for way in ("DDP by hand", "ddp", "fsdp", "hsdp")),
+    ]  # fmt: skip
+    first = here[1, 1, "a bare loop"]["samples_per_s"]
+    for (_, ranks, _), row in here.items():
+        assert math.isclose(row["efficiency"], row["samples_per_s"] / first / ranks)
+        assert row["memory"] > 1e6 and (ranks == 1 or row["not_computing"] < 1)
+    assert any("nodes are one machine" in line for line in found["missing"])
+    assert all(os.listdir(node.runs) == [] for node in nodes)
+
+
+def test_a_machine_that_never_comes_is_named(station: Station) -> None:
+    place = f"127.0.0.1:{free_port()}"
+    arguments = ("bench", "scaling", "--nnodes", 2, "--rendezvous", place, "--wait-minutes", 0.02, "--node-rank")
+    for node, words in ((0, "node 1 of 2 never came"), (1, "node 0 of 2 never came")):
+        done = station(*arguments, node)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr

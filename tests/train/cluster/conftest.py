@@ -40,11 +40,14 @@ class Machines:
             self.stations.append(Station(folder / f"node{number}"))
         self.rendezvous = f"127.0.0.1:{free_port()}"
 
-    def launch(self, name: str, node: int, *arguments: object, nnodes: object = None, nproc: int = 1) -> Any:
+    def launch(
+        self, name: str, node: int, *arguments: object, nnodes: object = None, nproc: int = 1,
+        env: dict[str, str] | None = None, task: object = "digits",
+    ) -> Any:  # fmt: skip
         """Launch a node, and return at once what it said."""
         return self.stations[node](
-            "launch", "digits", "--name", name, "--nproc", nproc, *FIELDS, "--nnodes", nnodes or len(self.stations),
-            "--node-rank", node, "--rendezvous", self.rendezvous, *arguments,
+            "launch", task, "--name", name, "--nproc", nproc, *FIELDS, "--nnodes", nnodes or len(self.stations),
+            "--node-rank", node, "--rendezvous", self.rendezvous, *arguments, env=env,
         )  # fmt: skip
 
     def launch_all(self, name: str, *arguments: object, **given: Any) -> None:
@@ -114,16 +117,20 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     made.close()
 
 
+def name_alone(ranks: int, steps: int, *fields: object) -> str:
+    return "-".join(map(str, (ranks, steps, *fields[1::2])))
+
+
 @pytest.fixture(scope="session")
-def alone(shared_station: Station) -> Callable[[int, int], Station]:
-    """Runs of the same fields on one machine, nobody disturbing them, by ranks and steps: named `R-S`."""
+def alone(shared_station: Station) -> Callable[..., Station]:
+    """Runs of the same fields on one machine, nobody disturbing them, by ranks, steps and fields: see `name_alone`."""
     made: set[str] = set()
 
-    def run(ranks: int, steps: int) -> Station:
-        name = f"{ranks}-{steps}"
+    def run(ranks: int, steps: int, *fields: object) -> Station:
+        name = name_alone(ranks, steps, *fields)
         if name not in made:
             shared_station.ok(
-                "launch", "digits", "--name", name, "--nproc", ranks, "--steps", steps, *FIELDS, "--follow"
+                "launch", "digits", "--name", name, "--nproc", ranks, "--steps", steps, *FIELDS, *fields, "--follow"
             )
             made.add(name)
         return shared_station
@@ -132,11 +139,11 @@ def alone(shared_station: Station) -> Callable[[int, int], Station]:
 
 
 @pytest.fixture(scope="session")
-def like_alone(alone: Callable[[int, int], Station]) -> Callable[[Machines, str, int, int], None]:
+def like_alone(alone: Callable[..., Station]) -> Callable[..., None]:
     """Checks that a run over machines ended as one of the same ranks and steps on one machine."""
 
-    def check(machines: Machines, name: str, ranks: int, steps: int) -> None:
-        single, other = alone(ranks, steps), f"{ranks}-{steps}"
+    def check(machines: Machines, name: str, ranks: int, steps: int, *fields: object) -> None:
+        single, other = alone(ranks, steps, *fields), name_alone(ranks, steps, *fields)
         for record in machines.ends(name):
             assert record["state"] == "finished", record["reason"]
             assert record["weights_sha256"] == single.record(other)["weights_sha256"]

@@ -43,9 +43,19 @@ def test_a_name_is_needed_and_a_script_is_torchruns_business(station: Station) -
     assert done.returncode == 2 and "torchrun" in done.stderr
 
 
-def test_a_port_that_is_taken_and_a_strategy_that_is_not_there_yet(machines: Machines) -> None:
-    done = machines.launch("a", 1, "--parallel.strategy", "fsdp")
-    assert done.returncode == 2 and "several machines" in done.stderr
+def test_copies_of_a_model_that_the_ranks_of_all_nodes_do_not_make(machines: Machines) -> None:
+    spread = ("--parallel.strategy", "hsdp", "--parallel.shard_size")
+    for shard_size, nnodes, ranks in (
+        (3, 2, 4),
+        (4, "1:2", 2),
+    ):  # the second fits two nodes, and not the one that may be left
+        done = machines.launch("a", 1, *spread, shard_size, nnodes=nnodes, nproc=2)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert f"shard_size {shard_size} does not divide the {ranks} ranks" in done.stderr
+    assert not any((machine.runs / "a").exists() for machine in machines.stations)
+
+
+def test_a_port_that_is_taken(machines: Machines) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -34,6 +34,7 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(x), y)
 """
 
+NODES = ("--node-rank", "0", "--rendezvous", "127.0.0.1:29999", "--nnodes")
 Answer = tuple[int, str, str]
 
 
@@ -164,6 +165,10 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["bench", "scaling", "--to", "x.txt"], ["--to x.txt: must end in"]),
         (["bench", "scaling", "--to", "none/x.png"], ["there is no folder none"]),
         (["bench", "loop", "--json"], ["train bench scaling, not loop"]),
+        (["bench", "loop", "--nnodes", "2"], ["train bench scaling, not loop"]),
+        (["bench", "scaling", *NODES, "1:2"], ["--nnodes 1:2", "one number"]),
+        (["bench", "scaling", *NODES, "2", "--nproc", "1,2"], ["--nproc 1,2", "of each machine"]),
+        (["bench", "scaling", *NODES, "2", "--strategies", "dp"], ["one process"]),
         (["bench", "loop", "--model", "resnet50"], ["resnet50 is for scaling"]),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,

@@ -13,6 +13,7 @@ from tests.train.commands.test_bad_input import command, entries, refused
 HERE = Path(__file__).parent
 TASK = HERE / "task.py"
 SHAPE = ("--on", "slurm", "--nodes", 2, "--gpus-per-node", 4)
+HSDP = ["--parallel.strategy", "hsdp", "--parallel.shard_size", 3]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["digits", *SHAPE], ["no sbatch here", "--dry-run"]),
         (["digits", *SHAPE, "--dry-run", "--follow"], ["--follow and --dry-run", "leave one of them out"]),
         (["digits", *SHAPE, "--dry-run", "--batch_size", 7], ["--batch_size 7", "ranks 8;"]),
-        (["digits", *SHAPE, "--dry-run", "--parallel.strategy", "fsdp"], ["fsdp", "several machines"]),
+        (["digits", *SHAPE, "--dry-run", *HSDP], ["--parallel.shard_size 3", "the 8 ranks"]),
         (["digits", *SHAPE, "--dry-run", "--batch_size", 8, "--micro_batch_size", 4], ["2 micro batches"]),
         (["digits", *SHAPE, "--dry-run", "--init", "none.pt"], ["none.pt"]),
         (["digits", *SHAPE, "--dry-run", "--config", "none.toml"], ["none.toml"]),
