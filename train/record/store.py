@@ -303,7 +303,7 @@ class Run:
 
         def change(record: dict[str, Any]) -> None:
             nonlocal number
-            number = len(record["attempts"]) + 1
+            number, started = len(record["attempts"]) + 1, now()
             for left in self.folder.glob(".run.json.*"):  # by a kill inside write_atomically; others wait for us
                 left.unlink()
             if record["attempts"] and record["attempts"][-1]["end"] is None:  # nobody lived to say it
@@ -312,12 +312,12 @@ class Run:
                     ended=last_written, to_step=self._reached(record),
                 )  # fmt: skip
             record["attempts"].append(
-                {"number": number, "started": now(), "ready": None, "ended": None, "end": None, "reason": "",
+                {"number": number, "started": started, "ready": None, "ended": None, "end": None, "reason": "",
                  "world_size": world_size, "to_step": None, "host": socket.gethostname(),
                  # the steps of a script are its own
                  "from_step": None if record.get("script") else at}
             )  # fmt: skip
-            record["started"] = record["started"] or now()
+            record["started"] = record["started"] or started
             record.update(state=RUNNING, reason="", stopped_by=None, ended=None)
             record.update(world_size=world_size, host=socket.gethostname())
             record.update(values)
