@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from train.cluster.submission import Silent, Standing
 from train.errors import Refused
 from train.record import store
 from train.record.store import Run
+from train.runs import supervise
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at how a job stands."""
@@ -142,16 +144,33 @@ def _remember(run: Run, seen: dict[str, Any]) -> None:
     rests = seen["state"] in (store.FINISHED, store.FAILED, store.STOPPED)
 
     def change(record: dict[str, Any]) -> None:
-        taken = record.get("submitted") or {}
-        if taken.get("handed") != seen["submitted"].get("handed"):  # handed over once more since the question
+        if not _is_same_job(record, seen):
             return
-        taken["seen"] = {"state": seen["state"], "reason": seen["reason"], "at": store.now()}
-        if rests and record["state"] != seen["state"]:
-            record.update(state=seen["state"], reason=seen["reason"], ended=store.now())
-        elif not rests and seen["state"] != store.INTERRUPTED:
+        record["submitted"]["seen"] = {"state": seen["state"], "reason": seen["reason"], "at": store.now()}
+        if not rests and seen["state"] != store.INTERRUPTED:
             record.update(state=store.CREATED, stopped_by=None, ended=None)
 
     run.note(change)
+    if rests:
+        with contextlib.suppress(OSError, Refused):  # a folder that is read only: the engine will say it again
+            _keep_end(run, seen)
+
+
+def _keep_end(run: Run, seen: dict[str, Any]) -> None:
+    lock = run.acquire()
+    if lock is None:  # it is being handed over once more
+        return
+    try:
+        record = run.read()
+        if _is_same_job(record, seen) and record["state"] != seen["state"]:
+            supervise.rest(run, seen["state"], seen["reason"], record["stopped_by"])
+    finally:
+        lock.release()
+
+
+def _is_same_job(record: dict[str, Any], seen: dict[str, Any]) -> bool:
+    """Whether the run has not been handed over once more since an engine was asked."""
+    return (record.get("submitted") or {}).get("handed") == seen["submitted"].get("handed")
 
 
 def settled(run: Run, tell: Tell) -> tuple[dict[str, Any], bool]:
