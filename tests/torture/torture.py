@@ -54,10 +54,11 @@ REMEMBERED = {
     "digits": ("digits", {}),
     "batchnorm": (
         str(Path(__file__).parents[1] / "train" / "learner.py"),
-        {"task.batchnorm": "true", "task.samples": "1437", "task.width": "64"},
+        {"task.batchnorm": "true", "task.samples": "1436", "task.width": "64"},
     ),
 }  # type: dict[str, tuple[str, dict[str, str]]]
-"""Tasks whose runs are started again from memory, with their flags: without and with running statistics."""
+"""Tasks whose runs are started again from memory, with their flags: without and with running statistics. No micro batch
+of one sample, on 1 to 4 ranks: BatchNorm refuses it."""
 FAULTS_OF_MEMORY = (
     "snapshot.begin@0:40",
     "snapshot.written@0:30",
