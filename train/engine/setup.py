@@ -36,7 +36,7 @@ from train.parallel.strategy import Strategy
 from train.parallel.units import recompute
 from train.parallel.world import World, join, pick_device, take_device
 from train.record import manifest as manifests
-from train.record import metrics, store
+from train.record import metrics
 from train.record.heartbeat import Heart
 from train.record.metrics import Training
 from train.record.store import Run
@@ -297,9 +297,8 @@ def _announce(job: Job, attempt: int, start: Start) -> None:
     without = (
         {} if job.strategy.lends_data else uneven.survey(plan, job.evaluation, world.size, job.strategy.is_ordered)
     )
-    run.note(
-        lambda record: record["attempts"][-1].update(from_step=step, ready=store.now()),
-        step=step, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
+    run.note_ready(
+        step, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
         steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="", without_data=without,
     )  # fmt: skip
     per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"

@@ -327,6 +327,18 @@ class Run:
         self.logs(number).mkdir(parents=True, exist_ok=True)
         return number
 
+    def note_ready(self, step: int, **values: Any) -> bool:
+        """Record that the ranks of the last attempt train now, after this step; as `note`."""
+
+        def change(record: dict[str, Any]) -> None:
+            *before, attempt = record["attempts"]
+            attempt.update(from_step=step, ready=now())
+            # another machine may have made a step of which the dead of this one could not write any more
+            if before and before[-1]["ready"] and before[-1]["to_step"] is not None:
+                before[-1]["to_step"] = max(before[-1]["to_step"], step)
+
+        return self.note(change, step=step, **values)
+
     def end_attempt(
         self, end: str, why: str, state: str | None = None, last_lines: list[str] | None = None, **values: Any
     ) -> None:

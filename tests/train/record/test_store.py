@@ -193,7 +193,7 @@ def test_attempts_are_counted_and_keep_how_they_ended(run: Run) -> None:
     run.begin_attempt(2)
     run.end_attempt("died", "rank 1 died of SIGKILL", last_lines=["its last words"])
     assert run.begin_attempt(3) == 2
-    run.update(lambda record: record["attempts"][-1].update(ready=store.now()), step=7)
+    assert run.note_ready(7)
     run.end_attempt(store.FINISHED, "", store.FINISHED)
     record = run.read()
     assert [(a["number"], a["world_size"], a["end"]) for a in record["attempts"]] == [
@@ -207,7 +207,7 @@ def test_attempts_are_counted_and_keep_how_they_ended(run: Run) -> None:
 
 def test_an_attempt_that_nobody_survived_is_known_by_the_last_signs_of_life_of_its_ranks(run: Run) -> None:
     run.begin_attempt(2)
-    run.update(lambda record: record["attempts"][-1].update(ready=store.now()), step=3)
+    assert run.note_ready(3)
     for rank, step in ((0, 5), (1, 4)):
         heartbeat.Heart(run.logs(1) / f"rank{rank}.beat").beat(heartbeat.TRAINING, step)
     (run.folder / ".run.json.123").write_text("{")  # the kill hit in the middle of a write
@@ -216,6 +216,25 @@ def test_an_attempt_that_nobody_survived_is_known_by_the_last_signs_of_life_of_i
     assert (first["end"], first["to_step"]) == ("died", 5)
     assert first["started"] <= first["ended"] <= store.now()
     assert not list(run.folder.glob(".run.json.*")) and not list(run.logs(1).iterdir())
+
+
+def test_an_attempt_came_as_far_as_the_memory_of_another_machine_says(run: Run) -> None:
+    run.begin_attempt(2)
+    run.note_ready(0)
+    run.update(step=502)
+    run.end_attempt("died", "killed")
+    run.begin_attempt(2)
+    run.end_attempt("died", "nobody came")  # it made no step
+    run.begin_attempt(2)
+    run.note_ready(502)
+    run.end_attempt("died", "killed")
+    run.begin_attempt(2)
+    run.note_ready(503)
+    assert [attempt["to_step"] for attempt in run.read()["attempts"]] == [502, 0, 503, None]
+    run.end_attempt("stopped", "")
+    run.begin_attempt(2)
+    run.note_ready(500)  # memory is gone, a checkpoint is left: what was made twice was made
+    assert [attempt["to_step"] for attempt in run.read()["attempts"]] == [502, 0, 503, 503, None]
 
 
 def test_only_published_checkpoints_count(run: Run) -> None:
