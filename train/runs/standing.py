@@ -104,7 +104,7 @@ def seen_by(record: dict[str, Any], standings: _Standings | None) -> dict[str, A
         return record | {"state": store.QUEUED} if state == store.CREATED else record
     found = standings.get(str(record["submitted"]["job"]))
     if found is None:
-        return _gone(record, (store.CREATED,))
+        return _gone(record)
     if not found.is_running:
         return record | {"state": store.QUEUED, "reason": f"{what}: {found.words}"}
     if state == store.CREATED:
@@ -125,15 +125,15 @@ def seen_from_afar(record: dict[str, Any], standings: _Standings | None) -> dict
         return record | {"state": last["state"], "reason": f"as of {last['at']}: {last['reason']}"}
     found = standings.get(str(record["submitted"]["job"]))
     if found is None:
-        return _gone(record, (store.CREATED,))
+        return _gone(record)
     state = found.ended or (store.RUNNING if found.is_running else store.QUEUED)
     reason = record["reason"] if state == record["state"] == store.STOPPED else f"{words_of(record)}: {found.words}"
     return record | {"state": state, "reason": reason, "parts": list(found.parts)}
 
 
-def _gone(record: dict[str, Any], states: tuple[str, ...]) -> dict[str, Any]:
-    """A record whose engine has no such job; in these states somebody waits for it in vain."""
-    if record["state"] not in states:
+def _gone(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose engine has no such job; where it has not begun, somebody waits for it in vain."""
+    if record["state"] != store.CREATED:
         return record
     reason = f"{words_of(record)} is gone; train resume {record['name']} hands the run over again"
     return record | {"state": store.INTERRUPTED, "reason": reason}

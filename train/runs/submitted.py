@@ -93,10 +93,11 @@ def check_gone(run: Run) -> None:
     record = _record(run)
     if not is_submitted(record):
         return
-    held = is_held(run)
     if is_far(record):
         standing = of_job(record)
         held = standing is not None and standing.ended is None
+    else:
+        held = is_held(run)
     if held:
         raise Refused(f"{run.name} is {words_of(record)} still; first: train stop {run.name}")
 
