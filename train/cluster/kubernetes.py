@@ -78,13 +78,17 @@ def check(submission: Submission) -> None:
 
 def render(submission: Submission) -> str:
     """The manifests, as YAML."""
+    return _text(submission, _objects(submission))
+
+
+def _text(submission: Submission, objects: list[Manifest]) -> str:
     said = (
         "Once for each namespace; train submit leaves one that is there as it is.",
         "What was submitted: every pod reads it.",
         "Pods of this run may talk to each other; nobody else may come in.",
         f"The run. Watch it: {_cluster(submission).text} get pods -l {manifests.RUN}={submission.name} --watch",
     )
-    return to_yaml(_objects(submission), said)
+    return to_yaml(objects, said)
 
 
 def submit(submission: Submission) -> str:
@@ -92,8 +96,9 @@ def submit(submission: Submission) -> str:
     asked, cluster = submission, _cluster(submission)
     if cluster.context is None:
         cluster = Cluster(cluster.namespace, current_context())
-    text = render(asked)
-    made = _create(cluster, _objects(asked))
+    objects = _objects(asked)
+    text = _text(asked, objects)
+    made = _create(cluster, objects)
     try:
         files = asked.files | {MANIFESTS: text}
         record = asked.record | {"submitted": _taken(cluster, asked.name), "reason": "handed to Kubernetes"}
