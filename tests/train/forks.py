@@ -22,6 +22,9 @@ from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import BinaryIO
 
+from train.runs import warm
+from train.runs.processes.forked import Passed
+
 PRELOAD = [
     "train.runs.processes.forked",
     "train.engine.loop",
@@ -31,13 +34,10 @@ PRELOAD = [
 ]
 set_forkserver_preload(PRELOAD)
 
-_READ_AT_LOADING = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "ATEN_", "TORCH", "LANG", "LC_")
-"""How variables begin that an interpreter or a library reads once."""
-
 
 def fits(environ: Mapping[str, str]) -> bool:
     """Whether a fork of the server is what a new process with these variables would be."""
-    return not any(key.startswith(_READ_AT_LOADING) for key in environ)
+    return not any(key.startswith(warm.READ_AT_LOADING) for key in environ)
 
 
 def train(
@@ -50,7 +50,7 @@ def train(
     """
     command = [sys.executable, "-m", "train", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        files = (_Passed(out), _Passed(err))
+        files = (Passed(out.fileno()), Passed(err.fileno()))
         process = multiprocessing.get_context("forkserver").Process(
             target=_main, args=(command, str(folder), dict(environment), files)
         )
@@ -68,22 +68,7 @@ def _text(file: BinaryIO) -> str:
     return io.TextIOWrapper(io.BytesIO(file.read()), encoding="utf-8").read()  # line ends as text=True reads them
 
 
-class _Passed:
-    """An open file on its way to a process that the server forks."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.fd = file.fileno()
-
-    def __getstate__(self) -> object:
-        from multiprocessing.reduction import DupFd
-
-        return DupFd(self.fd)
-
-    def __setstate__(self, passed: object) -> None:
-        self.fd = passed.detach()  # type: ignore[attr-defined]
-
-
-def _main(command: list[str], folder: str, environment: dict[str, str], files: tuple[_Passed, _Passed]) -> None:
+def _main(command: list[str], folder: str, environment: dict[str, str], files: tuple[Passed, Passed]) -> None:
     """In the fork: what `python -m train` does after its interpreter has started."""
     code = 1
     try:

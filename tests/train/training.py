@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train import forks
 from train.data.order import order
 from train.engine.export import load_trained
 from train.record import store
@@ -48,7 +46,6 @@ class Engine:
 
     def __init__(self, station: Any) -> None:
         self.station = station
-        set_forkserver_preload(forks.PRELOAD)
 
     def run(
         self, name: str, ranks: int = 1, script: Iterable[str] = (), task: Path = TASK, **flags: Any

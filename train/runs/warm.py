@@ -40,7 +40,7 @@ _LIBRARIES = (
     "torch", "torch.distributed.checkpoint", "torch.utils.tensorboard", "torch.utils.flop_counter", "numpy", "pydantic",
     "tomli_w", "safetensors.torch", "psutil", "threadpoolctl",
 )  # fmt: skip
-_READ_AT_LOADING = (
+READ_AT_LOADING = (
     "PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "NPY_", "NUMPY_", "ATEN_",
     "TORCH", "PYTORCH", "TRITON_", "MALLOC_", "GLIBC_", "LANG", "LC_", "HOME",
 )  # fmt: skip
@@ -75,7 +75,7 @@ def socket_of(environ: Mapping[str, str], make: bool = False) -> Path | None:
 def _identity(environ: Mapping[str, str]) -> list[str]:
     """All in which two processes that have imported the same libraries may differ."""
     parts = [sys.executable, sys.version, sys.prefix, str(os.getuid()), str(os.getgid()), str(sorted(os.getgroups()))]
-    parts += [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(_READ_AT_LOADING)]
+    parts += [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(READ_AT_LOADING)]
     for folder in sys.path:
         if folder.endswith(("site-packages", "dist-packages")):  # a package that comes or goes changes it
             with contextlib.suppress(OSError):

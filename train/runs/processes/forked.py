@@ -56,7 +56,7 @@ class Forked:
         self._meeting = tempfile.mkdtemp(prefix="train-spawn-")  # fresh for every attempt
         for rank in range(self.ranks):
             seat = Seat(rank, self.ranks, rank, self.ranks, f"file://{self._meeting}/store")
-            arguments = (str(self.run.folder), seat, attempt, _Held(self.lock.fd), self._environment)
+            arguments = (str(self.run.folder), seat, attempt, Passed(self.lock.fd), self._environment)
             process = context.Process(target=_rank, args=arguments)
             process.start()
             self.processes.append(process)
@@ -117,8 +117,8 @@ class _Peers:
         self._forked.close()
 
 
-class _Held:
-    """The run's lock on its way to a process that multiprocessing starts: the same open file, held there too."""
+class Passed:
+    """An open file, such as a run's lock, on its way to a process that multiprocessing starts: the same one there."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -148,7 +148,7 @@ def _die_with_its_asker() -> None:
     threading.Thread(target=watch, args=(asker.sentinel,), daemon=True, name="asker-watch").start()
 
 
-def _rank(folder: str, seat: Seat, attempt: int, held: _Held, environment: dict[str, str]) -> None:
+def _rank(folder: str, seat: Seat, attempt: int, held: Passed, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     _die_with_its_asker()
     stop = StopRequest((*POLITE, signal.SIGHUP))
