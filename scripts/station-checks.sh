@@ -44,7 +44,7 @@ check_buildx() {
 more_files() {
     local IFS=: file
     for file in $(setting COMPOSE_FILE); do
-        case $file in '' | docker-compose.yml | docker-compose.cpu.yml | ./docker-compose.yml | ./docker-compose.cpu.yml) ;; *) printf '%s\n' "$file" ;; esac
+        case ${file#./} in '' | docker-compose.yml | docker-compose.cpu.yml | docker-compose.cluster.yml) ;; *) printf '%s\n' "$file" ;; esac
     done
 }
 check_compose_files() {
@@ -101,8 +101,39 @@ prometheus PROMETHEUS_PORT 9090"
     [ "$(setting STATION_EXPORTER on)" = on ] || die "COMPOSE_PROFILES=monitoring with STATION_EXPORTER=off: there would be nothing to see; leave one out"
 }
 
+is_ipv4() {
+    local octet
+    [[ $1 =~ ^(0|[1-9][0-9]{0,2})\.(0|[1-9][0-9]{0,2})\.(0|[1-9][0-9]{0,2})\.(0|[1-9][0-9]{0,2})$ ]] || return 1
+    for octet in "${BASH_REMATCH[@]:1}"; do [ "$octet" -le 255 ] || return 1; done
+}
+ipv4_number() { local IFS=. octets; read -ra octets <<<"$1"; echo $(((octets[0] << 24) + (octets[1] << 16) + (octets[2] << 8) + octets[3])); }
+# within ADDRESS SUBNET: 10.0.0.7 in 10.0.0.0/24?
+within() {
+    local mask=$(((0xffffffff << (32 - ${2#*/})) & 0xffffffff))
+    [ $(($(ipv4_number "$1") & mask)) = $(($(ipv4_number "${2%/*}") & mask)) ]
+}
+# An address of the station's own in a network where stations of other machines are.
+check_cluster() {
+    local network address driver subnet subnets=""
+    network=$(setting CLUSTER_NETWORK) address=$(setting CLUSTER_ADDRESS)
+    [ -n "$network$address" ] || return 0
+    [ -n "$network" ] || die "CLUSTER_ADDRESS=$address, but no network: set CLUSTER_NETWORK to the one that it is in (docs/clusters.md)"
+    is_ipv4 "$address" || die "CLUSTER_ADDRESS=$address: it is the address that this station gets in $network, such as 10.0.0.51"
+    { [[ $network =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*$ ]] && driver=$(docker network inspect -f '{{.Driver}}' "$network" 2>/dev/null); } ||
+        die "CLUSTER_NETWORK=$network is no network of this engine: docker network ls lists them, docs/clusters.md says how one is made"
+    case $network in
+        bridge | host | none) die "CLUSTER_NETWORK=$network is the engine's own, which gives no address of one's choice: docs/clusters.md says how one is made" ;;
+    esac
+    while read -r subnet; do
+        [[ $subnet == *.*/* ]] || continue
+        subnets+=" $subnet"
+        ! within "$address" "$subnet" || return 0
+    done < <(docker network inspect -f '{{range .IPAM.Config}}{{println .Subnet}}{{end}}' "$network")
+    die "CLUSTER_ADDRESS=$address is not in $network ($driver), which has${subnets:- no IPv4 addresses}"
+}
+
 check_settings() {
-    local gpus bind bare key data runs free index octet
+    local gpus bind bare key data runs free index
     gpus=$(setting GPUS)
     case $gpus in
         '' | all | none) ;;
@@ -112,14 +143,8 @@ check_settings() {
     esac
 
     bind=$(setting BIND_ADDRESS 127.0.0.1)
-    if [[ $bind =~ ^([0-9]+)\.([0-9]+)\.([0-9]+)\.([0-9]+)$ ]]; then
-        for octet in "${BASH_REMATCH[@]:1}"; do
-            [ "$octet" -le 255 ] || die "BIND_ADDRESS=$bind is no address: 127.0.0.1 for this machine only, 0.0.0.0 for the network"
-        done
-    else
-        [[ $bind =~ ^\[[0-9a-fA-F:]+\]$ ]] ||
-            die "BIND_ADDRESS=$bind is no address: 127.0.0.1 for this machine only, 0.0.0.0 for the network, IPv6 as in [::1]"
-    fi
+    is_ipv4 "$bind" || [[ $bind =~ ^\[[0-9a-fA-F:]+\]$ ]] ||
+        die "BIND_ADDRESS=$bind is no address: 127.0.0.1 for this machine only, 0.0.0.0 for the network, IPv6 as in [::1]"
     if [ "$bind" != 0.0.0.0 ] && [ "$bind" != '[::]' ] && command -v ip >/dev/null; then
         bare=${bind#[}
         [[ $(ip -o addr show) == *" ${bare%]}/"* ]] || die "BIND_ADDRESS=$bind is none of this machine's addresses: hostname -I lists them"
@@ -138,6 +163,7 @@ check_settings() {
         *) die "STATION_EXPORTER=$(setting STATION_EXPORTER): it is on or off" ;;
     esac
     if wants_monitoring; then check_monitoring; fi
+    check_cluster
 
     data=$(expand "$(setting DATASETS_DIR ./datasets)")
     check_folder DATASETS_DIR "$data"

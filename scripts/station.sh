@@ -25,6 +25,7 @@ gpu_ids=all
 compose() {
     local file files=(--file docker-compose.yml)
     [ "$mode" != cpu ] || files+=(--file docker-compose.cpu.yml)
+    [ -z "$(setting CLUSTER_NETWORK)" ] || files+=(--file docker-compose.cluster.yml)
     [ -z "$devices" ] || files+=(--file -)
     while IFS= read -r file; do files+=(--file "$file"); done < <(more_files)
     if [ -n "$devices" ]; then
@@ -36,6 +37,7 @@ compose() {
 compose_files() { # the same for .env, where docker compose alone finds it
     printf docker-compose.yml
     [ "$mode" != cpu ] || printf :docker-compose.cpu.yml
+    [ -z "$(setting CLUSTER_NETWORK)" ] || printf :docker-compose.cluster.yml
     more_files | while IFS= read -r file; do printf ':%s' "$file"; done
 }
 state() { docker inspect -f '{{.State.Status}} {{if .State.Health}}{{.State.Health.Status}}{{end}} {{.RestartCount}}' "$1" 2>/dev/null || echo gone; }

@@ -54,6 +54,28 @@ def test_an_address_this_machine_does_not_have(fresh: Station) -> None:
     assert "192.0.2.1" in refused(fresh, BIND_ADDRESS="192.0.2.1")
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"CLUSTER_ADDRESS": "10.0.0.51"}, "set CLUSTER_NETWORK"),
+        ({"CLUSTER_NETWORK": "no-such"}, "CLUSTER_ADDRESS=: it is the address"),
+        (
+            {"CLUSTER_NETWORK": "no-such", "CLUSTER_ADDRESS": "10.0.0.256"},
+            "CLUSTER_ADDRESS=10.0.0.256: it is the address",
+        ),
+        (
+            {"CLUSTER_NETWORK": "no-such", "CLUSTER_ADDRESS": "10.0.0.08"},
+            "CLUSTER_ADDRESS=10.0.0.08: it is the address",
+        ),
+        ({"CLUSTER_NETWORK": "no-such", "CLUSTER_ADDRESS": "10.0.0.51"}, "no-such is no network of this engine"),
+        ({"CLUSTER_NETWORK": "--help", "CLUSTER_ADDRESS": "10.0.0.51"}, "--help is no network of this engine"),
+        ({"CLUSTER_NETWORK": "bridge", "CLUSTER_ADDRESS": "172.17.0.9"}, "bridge is the engine's own"),
+    ],
+)
+def test_a_network_of_machines_that_cannot_be_had(fresh: Station, settings: dict[str, str], words: str) -> None:
+    assert words in refused(fresh, **settings)
+
+
 @pytest.mark.parametrize("name", ["JUPYTER_PORT", "SSH_PORT"])
 @pytest.mark.parametrize("port", ["0", "70000", "http"])
 def test_a_port_that_is_none(fresh: Station, name: str, port: str) -> None:
