@@ -31,8 +31,8 @@ demo: setup ## train on real handwritten digits, two processes on any machine, i
 	@scripts/demo.sh $(ARGS)
 
 .PHONY: test
-test: setup ## run the tests; one of them: make test ARGS="-k resume"
-	@$(PY) -m pytest tests/train $(wildcard tests/notebooks) $(ARGS)
+test: setup ## run the tests; one of them: make test ARGS="-k resume"; one after the other: ARGS="-n 0"
+	@$(PY) -m pytest tests/train $(wildcard tests/notebooks) -n auto --dist loadfile $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: ## prove what only a GPU can show, in 8 minutes; with any Python that has torch: make test-gpu PYTHON=python3

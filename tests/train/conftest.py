@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.train import forks
+from train import cores
 from train.record import store
 from train.record.store import Run
 from train.runs import launch, warm
@@ -29,6 +31,12 @@ PATIENCE = 240
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; what we start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Files side by side: by cores, and by memory, for each has runs of up to three ranks."""
+    return max(1, min(int(cores.usable()), int(psutil.virtual_memory().total / 4e9), 8))
 
 
 _held: dict[str, str] = {}
@@ -97,7 +105,8 @@ class Station:
 
     def environment(self) -> dict[str, str]:
         # of the tests' own surroundings, what would change how a run behaves is kept out
-        outer = {key: value for key, value in os.environ.items() if not key.startswith(("TRAIN_", "TORCHELASTIC"))}
+        others = ("TRAIN_", "TORCHELASTIC", "PYTEST_", "COLUMNS", "LINES")
+        outer = {key: value for key, value in os.environ.items() if not key.startswith(others)}
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         return outer | {
