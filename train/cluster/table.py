@@ -79,6 +79,8 @@ class Table:
                 raise TypeError(name)
         if hello["nproc"] < 1:
             raise ValueError("nproc")
+        if not isinstance(hello["same"]["config"], dict):
+            raise TypeError("config")
         problem = same.difference(self._first, hello)
         if problem:
             yield key, {"is": "refused", "line": problem}
@@ -105,6 +107,10 @@ class Table:
         elif now - guest.since > _PROOF:  # its connection is stale: maybe this is the same node, back again
             yield other.key, {"is": "bye"}
             yield from self.gone(other.key, now)
+
+    def knows(self, key: int) -> bool:
+        """Whether it is a node that has come."""
+        return key in self._guests
 
     def heard(self, key: int, message: Message, now: float) -> Out:
         """A node says something."""
