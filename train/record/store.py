@@ -46,6 +46,19 @@ _PRIVATE = (environment.FILE,)
 _STEP = re.compile(r"step-(\d{8,})")
 
 
+def _is_whole(submitted: Any) -> bool:
+    """Whether what a record says of an engine that has the run is of the kinds that it has to be."""
+    if submitted is None:
+        return True
+    if not isinstance(submitted, dict) or not {"engine", "job"} <= submitted.keys():
+        return False
+    texts = [submitted["engine"], submitted["job"], *(submitted.get(key) for key in ("at", "handed"))]
+    seen = submitted.get("seen", {})
+    if not isinstance(seen, dict) or (seen and not {"state", "reason", "at"} <= seen.keys()):
+        return False
+    return all(text is None or isinstance(text, str) for text in (*texts, *seen.values()))
+
+
 def now() -> str:
     """The time as run.json records it: ISO 8601, UTC."""
     return _stamp(time.time())
@@ -193,7 +206,7 @@ class Run:
             raise Refused(f"cannot read {path}: {error.strerror}; is {self.folder} a run folder?") from None
         except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL:
+        if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL or not _is_whole(record.get("submitted")):
             raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}")
         return record | {"name": self.name, "stopped_by": _stopped_by(record)}
 
