@@ -115,9 +115,9 @@ class Unused(str):
 
     prefix: str
 
-    def __getnewargs__(self) -> tuple[str, str]:
+    def __reduce__(self) -> tuple[type[Unused], tuple[str, str]]:
         """It travels from the process that has looked to the others."""
-        return str(self), self.prefix
+        return Unused, (str(self), self.prefix)
 
 
 def newest_valid(run: Run) -> tuple[int, dict[str, Any], list[Unused]] | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from train import signals
 from train.errors import Refused, nearest, shortened
-from train.record import environment, heartbeat, plain
+from train.record import environment, heartbeat, plain, whole
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER = "polite", "now", "keeper"
@@ -44,19 +44,6 @@ _ESSENTIAL = {"state", "attempts", "step", "epoch", "world_size"}
 _PRIVATE = (environment.FILE,)
 """Files of a run folder that only its owner may read."""
 _STEP = re.compile(r"step-(\d{8,})")
-
-
-def _is_whole(submitted: Any) -> bool:
-    """Whether what a record says of an engine that has the run is of the kinds that it has to be."""
-    if submitted is None:
-        return True
-    if not isinstance(submitted, dict) or not {"engine", "job"} <= submitted.keys():
-        return False
-    texts = [submitted["engine"], submitted["job"], *(submitted.get(key) for key in ("at", "handed"))]
-    seen = submitted.get("seen", {})
-    if not isinstance(seen, dict) or (seen and not {"state", "reason", "at"} <= seen.keys()):
-        return False
-    return all(text is None or isinstance(text, str) for text in (*texts, *seen.values()))
 
 
 def now() -> str:
@@ -206,7 +193,7 @@ class Run:
             raise Refused(f"cannot read {path}: {error.strerror}; is {self.folder} a run folder?") from None
         except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL or not _is_whole(record.get("submitted")):
+        if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL or not whole.is_whole(record):
             raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}")
         return record | {"name": self.name, "stopped_by": _stopped_by(record)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from train.cluster import kubectl
 from train.cluster.submission import Silent
 from train.record import store
 from train.record.store import Run
+from train.record.whole import is_whole
 from train.runs.monitor.engines import ASK_EVERY
 from train.runs.monitor.look import Runs
 from train.runs.top import Page
@@ -91,12 +93,27 @@ DAMAGED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("submitted", DAMAGED)
-def test_a_damaged_record_hides_no_other_run(station: Station, submitted: Any) -> None:
+NODE = {"least": 2, "most": 2, "node": 0, "rendezvous": "node0:29400", "wait_minutes": 30.0}
+PLACES = [
+    5, [], {"least": 2}, NODE | {"node": "0"}, NODE | {"node": 2}, NODE | {"rendezvous": 5}, NODE | {"rendezvous": "x"},
+    NODE | {"wait_minutes": math.nan}, NODE | {"wait_minutes": "x"}, NODE | {"least": 3}, NODE | {"most": None},
+    NODE | {"more": 1},
+]  # fmt: skip
+
+
+def test_a_place_among_nodes_is_taken_as_it_was_written_or_not_at_all() -> None:
+    for cluster in (None, {}, NODE, NODE | {"rendezvous": "[::1]:29400"}):
+        assert is_whole({"cluster": cluster})
+    for cluster in PLACES:
+        assert not is_whole({"cluster": cluster}), cluster
+
+
+@pytest.mark.parametrize("change", [*({"submitted": one} for one in DAMAGED), {"cluster": PLACES[3]}])
+def test_a_damaged_record_hides_no_other_run(station: Station, change: dict[str, Any]) -> None:
     for name in ("bad", "good"):
         store.create(station.runs, name, {}, {"task": "digits", "state": "stopped"})
     path = station.runs / "bad" / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"submitted": submitted}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
     listed = station.ok("ls")
     assert "good" in listed.stdout and listed.stderr.count("\n") == 1 and "bad/run.json is damaged" in listed.stderr
     assert "is damaged" in refused(station, "resume", "bad")
