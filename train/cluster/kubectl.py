@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 from train.cluster.manifests import Manifest
@@ -154,6 +156,19 @@ def _parsed(said: str) -> Any:
         return json.loads(said)
     except (ValueError, RecursionError):
         raise _odd(said) from None
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """Around what is made of objects that a cluster has given.
+
+    Raises:
+        Silent: they are not of the kinds that they have to be.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Silent(f"its objects are not those of Trainer 2.3: {one_line(repr(error))}") from None
 
 
 def _odd(said: str) -> Silent:

@@ -13,11 +13,11 @@ import shutil
 from typing import Any
 
 from train.cluster import handed, manifests, trainjob
-from train.cluster.kubectl import APPLY, Cluster, current_context
+from train.cluster.kubectl import APPLY, Cluster, current_context, understood
 from train.cluster.manifests import Manifest
 from train.cluster.podlog import PodLog, print_log
 from train.cluster.submission import FILE, Silent, Standing, Submission, to_json
-from train.errors import Refused, one_line
+from train.errors import Refused
 from train.record import store
 from train.record.store import Run
 
@@ -275,7 +275,7 @@ def _check_claims(submission: Submission, cluster: Cluster) -> None:
             raise Refused(
                 f"namespace {cluster.namespace} has no volume claim {claim} for {use}; both are made by: {APPLY}"
             )
-        modes = found["spec"].get("accessModes", [])
+        modes = found.get("spec", {}).get("accessModes") or []
         if use == "runs" and submission.nodes > 1 and "ReadWriteMany" not in modes:
             raise Refused(
                 f"--runs-claim {claim} is {', '.join(modes)}: pods on {submission.nodes} machines need ReadWriteMany; "
@@ -293,10 +293,8 @@ def _cluster(submission: Submission) -> Cluster:
 def standings(at: str | None) -> dict[str, Standing]:
     """All TrainJobs of ours in a namespace, by name, those that have ended among them."""
     found = Cluster.at(at or manifests.NAMESPACE).those("trainjob,pod", manifests.SELECTOR)
-    try:
+    with understood():
         return trainjob.standings(found)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Silent(f"its objects are not those of Trainer 2.3: {one_line(repr(error))}") from None
 
 
 def halt(run: Run, standing: Standing, now: bool) -> None:
