@@ -39,7 +39,7 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$hosts" ] || refuse "say which machines: --hosts HOST,HOST,… (the same list on each), or TRAIN_HOSTS"
 if [ "${hosts#@}" != "$hosts" ]; then
-    [ -r "${hosts#@}" ] || refuse "cannot read ${hosts#@}"
+    [ -f "${hosts#@}" ] && [ -r "${hosts#@}" ] || refuse "cannot read ${hosts#@}"
     hosts=$(sed 's/#.*//' "${hosts#@}")
 fi
 read -r -a list <<<"$(tr ',\n\t' '   ' <<<"$hosts")"
@@ -64,7 +64,7 @@ if [ -z "$rank" ]; then
     done
     [ -n "$rank" ] || refuse "none of ${list[*]} is this machine ($(hostname)); correct the list, or say which: --rank R"
 fi
-case $rank in '' | *[!0-9]*) refuse "--rank $rank: give a number from 0 to $((count - 1))" ;; esac
+case $rank in '' | *[!0-9]* | ?????*) refuse "--rank $rank: give a number from 0 to $((count - 1))" ;; esac
 [ "$rank" -lt "$count" ] || refuse "--rank $rank: the $count hosts are counted from 0 to $((count - 1))"
 
 if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
@@ -74,8 +74,9 @@ elif [ -x .venv/bin/train ]; then
 else
     refuse "no environment here: make setup, or make up and make shell"
 fi
-cluster=(--nnodes "${least:+$least:}$count" --node-rank "$rank" --rendezvous "${list[0]}:$port")
-echo "train-multinode: this is node $rank of $count (${list[$rank]}); all meet at ${list[0]}:$port" >&2
+case ${list[0]} in *:*) place="[${list[0]}]:$port" ;; *) place="${list[0]}:$port" ;; esac
+cluster=(--nnodes "${least:+$least:}$count" --node-rank "$rank" --rendezvous "$place")
+echo "train-multinode: this is node $rank of $count (${list[$rank]}); all meet at $place" >&2
 if [ -n "$resume" ]; then
     exec "${train[@]}" resume "$resume" ${nproc:+--nproc "$nproc"} "${cluster[@]}" ${rest[@]+"${rest[@]}"}
 fi

@@ -54,6 +54,8 @@ def resolve(place: Place) -> str:
             f"--rendezvous {place}: {place.host} does not resolve here: {error.strerror}; give an address, or: "
             f"echo 'ADDRESS {place.host}' | sudo tee -a /etc/hosts"
         ) from None
+    except UnicodeError:  # IDNA, before any name is looked for
+        raise Refused(f"--rendezvous {place}: no host can be called {place.host}; give its name or address") from None
 
 
 def is_mine(address: str) -> bool:

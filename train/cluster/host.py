@@ -7,12 +7,16 @@ import socket
 import time
 
 from train.cluster.table import Out, Table
-from train.cluster.wire import Message, Wire
+from train.cluster.wire import LONGEST, Message, Wire
 
 _EVERY = 1.0
 """Seconds between two signs of life."""
 _STRANGERS = 20.0
 """Seconds in which who has come must have said who it is."""
+_MOST_STRANGERS = 256
+"""Of them at a time. The one that came first goes for the next: a node says at once who it is, and comes again."""
+_OF_STRANGERS = 1 << 20
+"""Bytes of a line of theirs."""
 
 
 class Host:
@@ -28,6 +32,9 @@ class Host:
         self.table = Table(first, self._now())
         self._wires: dict[int, Wire] = {}
         self._strangers: dict[int, float] = {}
+        """Who is none of the nodes (yet): since when."""
+        self._answered: set[int] = set()
+        """Strangers that have been told what they came for, and have nothing more to say."""
         self._next, self._signed = 0, 0.0
         self._store: socket.socket | None = None
 
@@ -59,29 +66,39 @@ class Host:
 
     def _accept(self, now: float) -> None:
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(_MOST_STRANGERS):
                 one, _ = self._listening.accept()
                 self._next += 1
-                self._wires[self._next], self._strangers[self._next] = Wire(one), now
+                self._wires[self._next], self._strangers[self._next] = Wire(one, _OF_STRANGERS), now
+                if len(self._strangers) > _MOST_STRANGERS:
+                    self._drop(next(iter(self._strangers)), now)
 
     def _hear(self, key: int, message: Message, now: float) -> None:
         try:
             if key in self._strangers:
-                if message["is"] == "who":  # it stays a stranger, and goes when it has heard
-                    self._wires[key].send(self.table.about())
-                    return
-                del self._strangers[key]
-                if message["is"] == "hello":
-                    self._post(self.table.hello(key, message, now))
-                else:
-                    self._drop(key, now)
+                self._meet(key, message, now)
             else:
                 self._post(self.table.heard(key, message, now))
-        except (KeyError, TypeError, ValueError):  # what no node of this release says
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # what no node of this release says
             self._drop(key, now)
+
+    def _meet(self, key: int, message: Message, now: float) -> None:
+        """What a stranger says first. One that is no node after that goes when it has heard."""
+        if key in self._answered or message["is"] not in ("who", "hello"):
+            self._drop(key, now)
+            return
+        self._answered.add(key)
+        if message["is"] == "who":
+            self._wires[key].send(self.table.about())
+        else:
+            self._post(self.table.hello(key, message, now))
+        if self.table.knows(key):
+            del self._strangers[key]
+            self._wires[key].longest = LONGEST
 
     def _drop(self, key: int, now: float) -> None:
         self._strangers.pop(key, None)
+        self._answered.discard(key)
         wire = self._wires.pop(key, None)
         if wire is not None:
             wire.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 from train.cluster.manifests import Manifest
@@ -65,21 +67,17 @@ class Cluster:
         """
         if shutil.which("kubectl") is None:
             raise Silent("there is no kubectl here")
-        command = self.command(*arguments, patience=patience)
-        try:
-            done = subprocess.run(
-                command, input=given, capture_output=True, text=True, check=False, timeout=patience + 30
-            )
-        except subprocess.TimeoutExpired:
-            raise Silent(f"kubectl has said nothing for {patience + 30} s") from None
-        if done.returncode:
-            raise self._why(done.stderr)
-        return done.stdout
+        code, said, problem = _run(self.command(*arguments, patience=patience), given, patience + 30)
+        if code:
+            raise self._why(problem)
+        return said
 
     def _why(self, said: str) -> Refused:
         """What kubectl says, in a line that says what to do."""
         lines = [line for line in said.splitlines() if line.strip() and not re.match(r"[EIW]\d{4} ", line)]
-        text = one_line(lines[-1] if lines else said) or "kubectl ended without a word"
+        text = one_line(lines[-1] if lines else said)
+        if not text:
+            return Silent("kubectl has ended without a word")
         if "have a resource type" in text:
             return Refused(
                 "this cluster has no Kubeflow Trainer v2 (trainjobs in trainer.kubeflow.org); who runs the cluster can "
@@ -96,17 +94,21 @@ class Cluster:
     def get(self, kind: str, name: str) -> dict[str, Any]:
         """An object; {} where there is none."""
         said = self.said("get", kind, name, "--ignore-not-found", "--output=json")
-        return dict(json.loads(said)) if said.strip() else {}
+        return _object(_parsed(said)) if said.strip() else {}
 
     def those(self, kinds: str, labels: str) -> list[dict[str, Any]]:
         """The objects of these kinds that have these labels."""
         said = self.said("get", kinds, f"--selector={labels}", "--output=json")
-        return list(json.loads(said)["items"])
+        found = _parsed(said)
+        items = found.get("items") if isinstance(found, dict) else None
+        if not isinstance(items, list):
+            raise _odd(said)
+        return [_object(one) for one in items]
 
     def create(self, manifest: Manifest) -> str:
         """Create an object. Returns its uid."""
         said = self.said("create", "--filename=-", "--validate=strict", "--output=json", given=json.dumps(manifest))
-        return str(json.loads(said)["metadata"]["uid"])
+        return str(_object(_parsed(said))["metadata"].get("uid"))
 
     def patch(self, kind: str, name: str, change: dict[str, Any]) -> None:
         """Change some of an object's fields."""
@@ -123,6 +125,66 @@ class Cluster:
 
 
 def current_context() -> str | None:
-    """The cluster that kubectl speaks to where it is not told; None: it has no name."""
-    done = subprocess.run(["kubectl", "config", "current-context"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    """The cluster that kubectl speaks to where it is not told; None: it has no name.
+
+    Raises:
+        Silent: kubectl does not say.
+    """
+    code, said, _ = _run(["kubectl", "config", "current-context"], None, _SLOW)
+    return said.strip() or None if code == 0 else None
+
+
+def _run(command: list[str], given: str | None, seconds: float) -> tuple[int, str, str]:
+    """The exit code of kubectl, and what it has said on both ways.
+
+    Raises:
+        Silent: it cannot be run, or does not end.
+    """
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        raise Silent(f"kubectl has said nothing for {seconds} s") from None
+    except OSError as error:
+        raise Silent(f"kubectl cannot be run: {error.strerror}") from None
+    return done.returncode, done.stdout, done.stderr
+
+
+def _parsed(said: str) -> Any:
+    try:
+        return json.loads(said)
+    except (ValueError, RecursionError):
+        raise _odd(said) from None
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """Around what is made of objects that a cluster has given.
+
+    Raises:
+        Silent: they are not of the kinds that they have to be.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Silent(f"its objects are not those of Trainer 2.3: {one_line(repr(error))}") from None
+
+
+def _odd(said: str) -> Silent:
+    """That this is not what a cluster says."""
+    return Silent(f"kubectl answers with something else than objects: {one_line(repr(said[:60]))}")
+
+
+def _object(one: Any) -> dict[str, Any]:
+    """An object, if it is one: of some kind, with a name.
+
+    Raises:
+        Silent: it is none.
+    """
+    kinds = {"kind": str, "metadata": dict}
+    if not isinstance(one, dict) or not all(isinstance(one.get(key), kind) for key, kind in kinds.items()):
+        raise _odd(json.dumps(one))
+    if not isinstance(one["metadata"].get("name"), str) or not isinstance(one.get("spec", {}), dict):
+        raise _odd(json.dumps(one))
+    return one

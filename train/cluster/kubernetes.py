@@ -7,13 +7,13 @@ runs/pod.py. The run is kept in the cluster; the folder here has what was handed
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import shutil
-from collections.abc import Mapping
 from typing import Any
 
-from train.cluster import manifests, trainjob
-from train.cluster.kubectl import APPLY, Cluster, current_context
+from train.cluster import handed, manifests, trainjob
+from train.cluster.kubectl import APPLY, Cluster, current_context, understood
 from train.cluster.manifests import Manifest
 from train.cluster.podlog import PodLog, print_log
 from train.cluster.submission import FILE, Silent, Standing, Submission, to_json
@@ -30,7 +30,8 @@ _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 """RFC 1035, which Trainer and JobSet ask of a name."""
 _LONGEST = 63
 """Characters of a pod's name, which begins with the run's."""
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]i?)")
+_DAY = 86400
+_QUANTITY = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([KMGTP]i?)")
 _BYTES = 1 << 20
 """What a ConfigMap takes."""
 _RESERVED = ("PET_", "TRAIN_RUNS", "HOME")
@@ -61,13 +62,21 @@ def check(submission: Submission) -> None:
     pod = f"{name}-node-0-{submission.nodes - 1}-abcde"
     if len(pod) > _LONGEST:
         raise Refused(f"--name {name}: too long by {len(pod) - _LONGEST} for the names of its pods, such as {pod}")
-    for flag in ("namespace", "runs_claim", "data_claim", "queue"):
-        if own[flag] is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", own[flag]):
-            raise Refused(f"--{flag.replace('_', '-')} {own[flag]}: no name that Kubernetes takes: a-z, 0-9 and -")
+    for flag, longest in (("namespace", 63), ("runs_claim", 253), ("data_claim", 253), ("queue", 63)):
+        given = own[flag]
+        if given is not None and (len(given) > longest or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", given)):
+            raise Refused(f"--{flag.replace('_', '-')} {given}: no name that Kubernetes takes: a-z, 0-9 and -")
+    context = own["kube_context"]
+    if context is not None and (not context or not context.isprintable()):
+        raise Refused(f"--kube-context {context!r}: give a name, as kubectl config get-contexts shows it")
+    if submission.image is not None and not re.fullmatch(r"[\x21-\x7e]+", submission.image):
+        raise Refused(f"--container {submission.image!r}: give an image as docker push has it: REGISTRY/NAME:TAG")
+    if submission.warn > _DAY:
+        raise Refused(f"--warn {submission.warn}: at most {_DAY} seconds, in which all ranks save")
     _resources(submission)
-    _quantity("shm", own["shm"] or manifests.SHM)
+    _quantity("shm", manifests.SHM if own["shm"] is None else own["shm"])
     _environment(own["env"])
-    if submission.init and not submission.init.startswith((manifests.RUNS + "/", "/datasets/")):
+    if submission.init and not posixpath.normpath(submission.init).startswith((manifests.RUNS + "/", "/datasets/")):
         raise Refused(
             f"--init {submission.init}: pods cannot read this machine's files; lay it into the claim for runs or data, "
             f"and name it as pods see it: {manifests.RUNS}/… or /datasets/…"
@@ -88,7 +97,7 @@ def _text(submission: Submission, objects: list[Manifest]) -> str:
         "Pods of this run may talk to each other; nobody else may come in.",
         f"The run. Watch it: {_cluster(submission).text} get pods -l {manifests.RUN}={submission.name} --watch",
     )
-    return to_yaml(objects, said)
+    return handed.to_yaml(objects, said)
 
 
 def submit(submission: Submission) -> str:
@@ -104,7 +113,7 @@ def submit(submission: Submission) -> str:
         record = asked.record | {"submitted": _taken(cluster, asked.name), "reason": "handed to Kubernetes"}
         run = store.create(asked.runs, asked.name, files, record)
     except BaseException:
-        cluster.drop(*made)
+        _withdraw(cluster, made)
         raise
     return f"trainjob {asked.name} in {cluster}: {run.folder / MANIFESTS}; how it stands: train show {asked.name}"
 
@@ -130,11 +139,28 @@ def _create(cluster: Cluster, objects: list[Manifest]) -> list[str]:
         for manifest in company:
             cluster.create(manifest | {"metadata": manifest["metadata"] | {"ownerReferences": [owner]}})
             made.insert(0, _path(manifest))
-    except BaseException:
-        if made:
-            cluster.drop(*made)
+    except BaseException as error:
+        if isinstance(error, Silent):  # asked for, and not answered: it may have been made
+            made.insert(0, next(path for path in map(_path, (runtime, job, *company)) if path not in made))
+        _withdraw(cluster, made)
         raise
     return made
+
+
+def _withdraw(cluster: Cluster, made: list[str]) -> None:
+    """Delete what a hand-over that failed has made.
+
+    Raises:
+        Refused: the cluster does not do it; it names what is left.
+    """
+    try:
+        if made:
+            cluster.drop(*made)
+    except Refused as error:
+        raise Refused(
+            f"the hand-over failed, and so did taking it back ({error}); once the cluster answers: "
+            f"{cluster.text} delete --ignore-not-found {' '.join(made)}"
+        ) from None
 
 
 def _path(manifest: Manifest) -> str:
@@ -173,7 +199,7 @@ def _train_job(submission: Submission) -> Manifest:
         grace=submission.warn + 60,  # to stop the ranks, write the checkpoint, and end
         runs_claim=own["runs_claim"] or manifests.RUNS_CLAIM,
         data_claim=own["data_claim"] or manifests.DATA_CLAIM,
-        shm=_quantity("shm", own["shm"] or manifests.SHM),
+        shm=_quantity("shm", manifests.SHM if own["shm"] is None else own["shm"]),
         queue=own["queue"],
     )
 
@@ -249,7 +275,7 @@ def _check_claims(submission: Submission, cluster: Cluster) -> None:
             raise Refused(
                 f"namespace {cluster.namespace} has no volume claim {claim} for {use}; both are made by: {APPLY}"
             )
-        modes = found["spec"].get("accessModes", [])
+        modes = found.get("spec", {}).get("accessModes") or []
         if use == "runs" and submission.nodes > 1 and "ReadWriteMany" not in modes:
             raise Refused(
                 f"--runs-claim {claim} is {', '.join(modes)}: pods on {submission.nodes} machines need ReadWriteMany; "
@@ -266,7 +292,9 @@ def _cluster(submission: Submission) -> Cluster:
 
 def standings(at: str | None) -> dict[str, Standing]:
     """All TrainJobs of ours in a namespace, by name, those that have ended among them."""
-    return trainjob.standings(Cluster.at(at or manifests.NAMESPACE).those("trainjob,pod", manifests.SELECTOR))
+    found = Cluster.at(at or manifests.NAMESPACE).those("trainjob,pod", manifests.SELECTOR)
+    with understood():
+        return trainjob.standings(found)
 
 
 def halt(run: Run, standing: Standing, now: bool) -> None:
@@ -287,11 +315,9 @@ def halt(run: Run, standing: Standing, now: bool) -> None:
 
 def again(run: Run) -> None:
     """Let a TrainJob that is suspended go on; where there is none, or it is to do something else, make it anew."""
-    import yaml
-
     cluster, job = _there(run)
     path = run.folder / MANIFESTS
-    objects = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    objects = handed.read(path)
     content = _for_pods((run.folder / FILE).read_text(encoding="utf-8"))
     files = next(one for one in objects if one["kind"] == "ConfigMap")["data"]
     if trainjob.suspended(job) and files[FILE] == content:
@@ -301,7 +327,7 @@ def again(run: Run) -> None:
             cluster.clear(*(f"{kind}/{run.name}" for kind in ("trainjob", "configmap", "networkpolicy")))
         files[FILE] = content  # a ConfigMap of ours cannot be changed, only replaced
         _create(cluster, objects)
-        store.write_atomically(path, to_yaml(objects))
+        store.write_atomically(path, handed.to_yaml(objects))
     run.update(submitted=_taken(cluster, run.name), reason="handed to Kubernetes")
 
 
@@ -322,28 +348,3 @@ def _there(run: Run) -> tuple[Cluster, dict[str, Any]]:
     """Where a run is, and its TrainJob; {} where there is none."""
     cluster = Cluster.at(run.read()["submitted"]["at"])
     return cluster, cluster.get("trainjob", run.name)
-
-
-# --- YAML, for people
-
-
-def to_yaml(documents: list[Manifest], said: tuple[str, ...] = ()) -> str:
-    """Objects as one YAML stream, each with a line before it."""
-    import yaml
-
-    class Readable(yaml.SafeDumper):
-        """Lists stand under their key, and texts of many lines as they are."""
-
-        def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-            super().increase_indent(flow, False)
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    def text(dumper: Any, value: str) -> Any:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-    Readable.add_representer(str, text)
-    parts = [yaml.dump(one, Dumper=Readable, sort_keys=False, width=120, allow_unicode=True) for one in documents]
-    comments: Mapping[int, str] = dict(enumerate(said))
-    return "".join(f"---\n# {comments[n]}\n{part}" if n in comments else f"---\n{part}" for n, part in enumerate(parts))

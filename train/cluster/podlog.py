@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from train.cluster import trainjob
-from train.cluster.kubectl import Cluster
+from train.cluster.kubectl import Cluster, understood
 from train.cluster.manifests import NODE, RUN
 from train.cluster.submission import Silent
 from train.errors import Refused
@@ -47,8 +47,9 @@ def _node_of(run: Run, rank: int) -> tuple[Cluster, int]:
 def _newest(cluster: Cluster, name: str, node: int) -> trainjob.Object | None:
     """The pod of a node that has begun last."""
     pods = cluster.those("pod", f"{RUN}={name},{trainjob.INDEX}={node}")
-    begun = [pod for pod in trainjob.pods_of(pods, name) if pod.get("status", {}).get("phase", "Pending") != "Pending"]
-    return begun[-1] if begun else None
+    with understood():
+        begun = [pod for pod in trainjob.pods_of(pods, name) if trainjob.phase(pod) != "Pending"]
+        return begun[-1] if begun and begun[-1]["metadata"]["uid"] else None
 
 
 def _output(pod: trainjob.Object) -> tuple[str, str]:
@@ -87,7 +88,7 @@ class PodLog:
         if pod is None:
             return
         uid = pod["metadata"]["uid"]
-        if uid == self._pod and pod["status"]["phase"] != "Running":
+        if uid == self._pod and trainjob.phase(pod) != "Running":
             return
         again = [f"--since-time={self._since}"] if uid == self._pod else []  # the connection was cut
         self._pod, self._since = uid, _now()

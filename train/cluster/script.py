@@ -15,7 +15,9 @@ MADE = {
     **dict.fromkeys(("--gpus-per-node", "--gres", "--gpus", "--ntasks", "--ntasks-per-node"), "see --gpus-per-node"),
     **dict.fromkeys(("--job-name",), "it is the run's name"),
     **dict.fromkeys(("--output", "--error", "--open-mode", "--requeue", "--no-requeue", "--wrap"), "leave it out"),
-    "--signal": "see --warn", "--array": "submit several runs",
+    "--signal": "see --warn", "--array": "submit several runs", "--wait": "see --follow",
+    "--test-only": "see --dry-run",
+    **dict.fromkeys(("--parsable", "--help", "--usage", "--version", "--quiet"), "leave it out"),
 }  # fmt: skip
 """Options of sbatch that stand in the script already, and what to do instead."""
 

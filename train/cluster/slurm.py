@@ -42,9 +42,9 @@ def check(submission: Submission) -> None:
     asked = submission
     for option in ("partition", "account"):
         value = asked.own.get(option)
-        if value is not None and not re.fullmatch(r"[\w.,+@-]+", value):
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9_.,+@-]+", value):
             raise Refused(f"--{option} {value!r}: give a name, as sinfo or sacctmgr show it")
-    if asked.memory is not None and not re.fullmatch(r"\d+[KMGT]?", asked.memory):
+    if asked.memory is not None and not re.fullmatch(r"[0-9]{1,15}[KMGT]?", asked.memory):
         raise Refused(f"--mem {asked.memory}: give a size such as 64G")
     if asked.seconds is not None and asked.warn >= asked.seconds:
         raise Refused(f"--warn {asked.warn}: the time limit is {asked.seconds} s; warn later, or give more --time")
@@ -54,7 +54,7 @@ def check(submission: Submission) -> None:
         raise Refused(f"--nproc {asked.nproc}: more ranks than the {asked.gpus_per_node} GPUs of a node")
     _check_container(asked)
     _check_more(asked.own.get("sbatch"))
-    if re.search(r"[\n\"\\]", str(asked.folder)):
+    if re.search(r"[\x00-\x1f\x7f\"\\\ud800-\udfff]", str(asked.folder)):
         raise Refused(f"{asked.folder} has a sign in it that batch scripts cannot have; choose another --runs")
     for left in of_others(asked.runs, asked.name):
         raise Refused(f"{left} is left of another run; remove it, or choose another --name")
@@ -83,8 +83,9 @@ def _check_more(text: str | None) -> None:
         name = word.partition("=")[0]
         if not re.fullmatch(r"--[a-z][a-z-]+", name) or re.search(r"[\n\"\\]", word):
             raise Refused(f"--sbatch: {word!r} is no option; give them as NAME=VALUE, with blanks between them")
-        if name in MADE:
-            raise Refused(f"--sbatch: {name} is set by train submit; {MADE[name]}")
+        made = next((one for one in MADE if one.startswith(name)), None)  # sbatch takes abbreviations
+        if made is not None:
+            raise Refused(f"--sbatch: {made} is set by train submit; {MADE[made]}")
 
 
 def submit(submission: Submission) -> str:
@@ -118,7 +119,10 @@ def _note(run: Run, job: str) -> None:
 
 def _sbatch(run: Run) -> str:
     said = _call("sbatch", "--parsable", str(run.folder / SCRIPT))
-    return said.strip().splitlines()[-1].partition(";")[0]
+    job = (said.strip().splitlines() or [""])[-1].partition(";")[0]
+    if not re.fullmatch(r"[0-9]+", job):
+        raise Refused(f"sbatch gives no number of a job: {one_line(repr(said[:60]))}; see: squeue --name={run.name}")
+    return job
 
 
 def standings(at: str | None) -> dict[str, Standing]:
@@ -167,10 +171,13 @@ def _call(*command: str, patience: float = _PATIENCE) -> str:
     """
     try:
         done = subprocess.run(
-            [_tool(command[0]), *command[1:]], capture_output=True, text=True, timeout=patience, check=False
-        )
+            [_tool(command[0]), *command[1:]],
+            capture_output=True, encoding="utf-8", errors="replace", timeout=patience, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Refused(f"{command[0]} does not answer; is the controller there? scontrol ping") from None
+    except OSError as error:
+        raise Refused(f"{command[0]} cannot be run: {error.strerror}") from None
     if done.returncode:
         raise Refused(f"{command[0]}: {one_line(done.stderr) or f'exit code {done.returncode}'}")
     return done.stdout

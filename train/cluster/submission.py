@@ -18,7 +18,9 @@ TASK, CONFIG = "task.py", "submitted.toml"
 """Copies of the user's files, as they were when the run was handed over; what the user changes later is not trained."""
 NODES = ".nodes"
 """The folder beside run folders in which the nodes but node 0 have theirs, where all see the same disk."""
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
+_LONGEST = 10 * 365 * 86400
+"""Seconds of a time limit: engines count in numbers of 32 bits."""
 
 
 @dataclasses.dataclass
@@ -170,7 +172,7 @@ def seconds_of(text: str) -> int:
         days, parts = int(found[1] or 0), [int(part) for part in found.groups()[1:] if part is not None]
         units = [3600, 60, 1] if found[1] is not None or len(parts) == 3 else [60, 1]
         seconds = 86400 * days + sum(part * unit for part, unit in zip(parts, units, strict=False))
-        if seconds > 0:
+        if 0 < seconds <= _LONGEST:
             return seconds
     raise Refused(f"--time {text}: give minutes, or a time such as 8:00:00 (hours) or 2-12:00:00 (days and hours)")
 

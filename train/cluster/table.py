@@ -11,8 +11,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from train import screen
 from train.cluster import same
 from train.cluster.wire import Message
+from train.errors import shortened
 
 LOST = 10.0
 """Seconds without a word after which a node is gone. Of one whose processes end, the connection says so at once."""
@@ -79,7 +81,9 @@ class Table:
                 raise TypeError(name)
         if hello["nproc"] < 1:
             raise ValueError("nproc")
-        problem = same.difference(self._first, hello)
+        if not isinstance(hello["same"]["config"], dict):
+            raise TypeError("config")
+        problem = _told(same.difference(self._first, hello))
         if problem:
             yield key, {"is": "refused", "line": problem}
             yield from self._tell_all({"is": "remark", "line": f"{problem}; it was refused"})
@@ -99,12 +103,17 @@ class Table:
                 f"{same.name_of(guest.hello)} at {guest.hello['home']} comes as node {guest.node}, which "
                 f"{same.name_of(other.hello)} at {other.hello['home']} is already; give it another --node-rank"
             )
+            line = _told(line)
             del self._guests[guest.key]
             yield guest.key, {"is": "refused", "line": line}
             yield from self._tell_all({"is": "remark", "line": f"{line}; it was refused"})
         elif now - guest.since > _PROOF:  # its connection is stale: maybe this is the same node, back again
             yield other.key, {"is": "bye"}
             yield from self.gone(other.key, now)
+
+    def knows(self, key: int) -> bool:
+        """Whether it is a node that has come."""
+        return key in self._guests
 
     def heard(self, key: int, message: Message, now: float) -> Out:
         """A node says something."""
@@ -231,3 +240,8 @@ class Table:
         for guest in list(self._guests.values()):
             if guest.key != but and guest.place != "pending" and (not places or guest.place in places):
                 yield guest.key, message
+
+
+def _told(line: str) -> str:
+    """A line that terminals and run.json can take, whatever the words are that somebody else gave."""
+    return screen.printable(shortened(line))

@@ -45,8 +45,8 @@ def standing(job: Object, pods: list[Object]) -> Standing:
         pods: its own, as `pods_of` has them.
     """
     parts = tuple(map(_line, pods))
-    living = [pod for pod in pods if _phase(pod) not in _ENDED]
-    running = [pod for pod in living if _phase(pod) == "Running"]
+    living = [pod for pod in pods if phase(pod) not in _ENDED]
+    running = [pod for pod in living if phase(pod) == "Running"]
     if (said := _condition(job, "Complete")) is not None:
         return Standing(False, "its trainjob is complete", store.FINISHED, parts)
     if (said := _condition(job, "Failed")) is not None:
@@ -78,7 +78,7 @@ def _count(pods: list[Object]) -> str:
 def _waits(pods: list[Object]) -> str:
     """Why the first of them that does not run does not."""
     for pod in pods:
-        if _phase(pod) == "Pending":
+        if phase(pod) == "Pending":
             return f"; node {node_of(pod)} waits: {_why(pod) or 'its container is not there yet'}"
     return ""
 
@@ -87,12 +87,12 @@ def _line(pod: Object) -> str:
     """A pod, for people."""
     where = pod["spec"].get("nodeName")
     why = _why(pod)
-    text = f"node {node_of(pod)}: {pod['metadata']['name']} {'Ending' if _is_ending(pod) else _phase(pod)}"
+    text = f"node {node_of(pod)}: {pod['metadata']['name']} {'Ending' if _is_ending(pod) else phase(pod)}"
     return text + (f" on {where}" if where else "") + (f" ({why})" if why else "")
 
 
 def _is_ending(pod: Object) -> bool:
-    return "deletionTimestamp" in pod["metadata"] and _phase(pod) not in _ENDED
+    return "deletionTimestamp" in pod["metadata"] and phase(pod) not in _ENDED
 
 
 def _why(pod: Object) -> str:
@@ -121,7 +121,8 @@ def _condition(job: Object, kind: str) -> Mapping[str, Any] | None:
     return next((one for one in conditions if one["type"] == kind and one["status"] == "True"), None)
 
 
-def _phase(pod: Object) -> str:
+def phase(pod: Object) -> str:
+    """What Kubernetes calls the state of a pod."""
     return str(pod.get("status", {}).get("phase", "Pending"))
 
 

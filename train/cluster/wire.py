@@ -7,22 +7,30 @@ import json
 import socket
 from typing import Any
 
-_LONGEST = 1 << 24
+LONGEST = 1 << 24
 """Bytes of a line: more is none of ours."""
+_AT_ONCE = 1 << 20
+"""Bytes that are taken in at a time: who sends without end keeps nobody else waiting."""
+_UNREAD = 1 << 26
+"""Bytes that wait for a side which does not read; then it is given up."""
 
 Message = dict[str, Any]
 """What it says is under `is`."""
 
 
 class Wire:
-    """One side of a connection."""
+    """One side of a connection.
 
-    def __init__(self, one: socket.socket) -> None:
+    Args:
+        longest: bytes of a line that the other side may say.
+    """
+
+    def __init__(self, one: socket.socket, longest: int = LONGEST) -> None:
         one.setblocking(False)
         with contextlib.suppress(OSError):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._in, self._out = one, b"", b""
-        self.is_open = True
+        self._socket, self._in, self._out = one, bytearray(), bytearray()
+        self.longest, self.is_open = longest, True
 
     def send(self, message: Message) -> None:
         """Send it, as soon as it can be."""
@@ -33,31 +41,26 @@ class Wire:
         """Send what is left."""
         while self._out and self.is_open:
             try:
-                self._out = self._out[self._socket.send(self._out) :]
+                del self._out[: self._socket.send(self._out)]
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError:
                 self.close()
+        if len(self._out) > _UNREAD:
+            self.close()
 
     def receive(self) -> list[Message]:
         """What has come. The other side may be gone then: see `is_open`."""
         self.flush()
-        while self.is_open:
-            try:
-                text = self._socket.recv(1 << 16)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                text = b""
-            self._in += text
-            if not text or len(self._in) > _LONGEST:
-                self.close()
+        self._take_in()
         *lines, self._in = self._in.split(b"\n")
+        if len(self._in) > self.longest:
+            self.close()
         found = []
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict) or not isinstance(message.get("is"), str):
                 self.close()  # somebody else's business
@@ -65,11 +68,27 @@ class Wire:
             found.append(message)
         return found
 
+    def _take_in(self) -> None:
+        """Read what there is, up to a limit."""
+        taken = 0
+        while self.is_open and taken < _AT_ONCE:
+            try:
+                text = self._socket.recv(1 << 16)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                text = b""
+            self._in += text
+            taken += len(text)
+            if not text:
+                self.close()
+
     def forget(self) -> None:
         """Close it here; in the process that this one was forked from it stays open."""
         self._socket.close()
 
     def close(self) -> None:
         self.is_open = False
+        self._out.clear()
         with contextlib.suppress(OSError):
             self._socket.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from argparse import Namespace
 from pathlib import Path
@@ -56,9 +57,16 @@ def run(options: Namespace, runs: Path) -> int:
     """Measure and print a table."""
     times = number("times", options.times, 1) or SUBJECTS[options.subject]
     own = _own(options)
+    made = [folder for folder in (runs, *runs.parents) if not folder.exists()]
     runs.mkdir(parents=True, exist_ok=True)
     module = importlib.import_module(f"train.bench.{options.subject}")
-    print(module.bench(runs, times=times, **own))
+    try:
+        print(module.bench(runs, times=times, **own))
+    except (Refused, KeyboardInterrupt):
+        with contextlib.suppress(OSError):  # somebody else has something there by now
+            for folder in made:
+                folder.rmdir()
+        raise
     return EXIT_FINISHED
 
 

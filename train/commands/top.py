@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 _EVERY = 2.0
 """Seconds between two looks."""
+_PATIENCE = 5.0
+"""Seconds that a cluster has to say how its runs stand, where the page is printed once."""
 _STYLE = {
     "head": "bold", "rank": "dim", "gpu": "cyan", store.RUNNING: "green", store.CREATED: "yellow",
-    store.FAILED: "red", store.INTERRUPTED: "yellow",
+    store.QUEUED: "yellow", store.FAILED: "red", store.INTERRUPTED: "yellow",
 }  # fmt: skip
 
 
@@ -47,6 +49,7 @@ def run(options: Namespace, runs: Path) -> int:
     names = [found.name for found in chosen.matching(runs, options.names)] if options.names else []
     page = Page(runs, names)
     if options.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        page.ask(_PATIENCE)
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
         print("\n".join(row.text.rstrip() for row in page.rows(columns, 10_000)))
         return EXIT_FINISHED

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import platform
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,25 @@ _PATIENCE = 3.0
 """Seconds for an answer: an agent looks after its table many times a second."""
 _LONGEST = 1 << 20
 """Bytes of an answer."""
+_MOST_NODES = 1 << 16
+"""Of a run that anybody has."""
 
 
 def ask(address: str, port: int) -> dict[str, Any] | None:
     """What node 0 of a run says there; None: nobody answers as one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    text = b""
+    text, until = b"", time.monotonic() + _PATIENCE
     with contextlib.suppress(OSError, ValueError, RecursionError), socket.socket(family, socket.SOCK_STREAM) as one:
         one.settimeout(_PATIENCE)
         one.connect((address, port))
         one.sendall(b'{"is": "who"}\n')
         while b"\n" not in text and len(text) < _LONGEST:
+            one.settimeout(max(until - time.monotonic(), 0.001))  # of all of it: some say a letter a second
             more = one.recv(1 << 16)
             if not more:
                 return None
             text += more
-        answer = json.loads(text)
+        answer = json.loads(text.partition(b"\n")[0])  # signs of life come after it
         return answer if _is_whole(answer) else None
     return None
 
@@ -47,9 +51,14 @@ def _is_whole(answer: Any) -> bool:
     if not isinstance(answer, dict) or answer.get("is") != "about":
         return False
     kinds = {"run": str, "least": int, "most": int, "running": bool, "same": dict, "nodes": list}
-    if not all(isinstance(answer.get(key), kind) for key, kind in kinds.items()):
+    if not _has(answer, kinds) or not 0 < answer["most"] <= _MOST_NODES:
         return False
-    return all(isinstance(one, dict) and {"node", "host", "home", "nproc"} <= one.keys() for one in answer["nodes"])
+    each = {"node": int, "host": str, "home": str, "nproc": int}
+    return _has(answer["same"], {"config": dict}) and all(_has(one, each) for one in answer["nodes"])
+
+
+def _has(one: Any, kinds: Mapping[str, type]) -> bool:
+    return isinstance(one, dict) and all(isinstance(one.get(key), kind) for key, kind in kinds.items())
 
 
 def checks(there: Mapping[str, Any], runs: Path, name: str | None) -> Iterator[Finding]:

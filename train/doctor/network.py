@@ -36,6 +36,9 @@ def checks(
             "rendezvous name", seen, f"echo 'ADDRESS {place.host}' | sudo tee -a /etc/hosts  # on every machine"
         )
         return
+    except UnicodeError:
+        yield problem("rendezvous name", f"no host can be called {place.host}", "hostname  # on node 0")
+        return
     yield ok("rendezvous name", f"{place.host} is {address}")
     here = is_mine(address)
     yield _loopback(place, address, here)

@@ -115,6 +115,10 @@ class Unused(str):
 
     prefix: str
 
+    def __reduce__(self) -> tuple[type[Unused], tuple[str, str]]:
+        """It travels from the process that has looked to the others."""
+        return Unused, (str(self), self.prefix)
+
 
 def newest_valid(run: Run) -> tuple[int, dict[str, Any], list[Unused]] | None:
     """Step and manifest of the newest whole checkpoint, and a line for each newer one that is not.

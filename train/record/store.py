@@ -22,7 +22,7 @@ from typing import Any
 
 from train import signals
 from train.errors import Refused, nearest, shortened
-from train.record import environment, heartbeat, plain
+from train.record import environment, heartbeat, plain, whole
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER = "polite", "now", "keeper"
@@ -193,7 +193,7 @@ class Run:
             raise Refused(f"cannot read {path}: {error.strerror}; is {self.folder} a run folder?") from None
         except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL:
+        if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL or not whole.is_whole(record):
             raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}")
         return record | {"name": self.name, "stopped_by": _stopped_by(record)}
 

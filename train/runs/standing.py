@@ -85,12 +85,19 @@ def shown(run: Run, tell: Tell) -> dict[str, Any]:
 
 def _seen(run: Run, record: dict[str, Any], standings: _Standings | None) -> dict[str, Any]:
     """A record with its effective state. What is learned of a run that is kept elsewhere is kept here, too."""
-    if not is_far(record):
-        return seen_by(record, standings)
-    seen = seen_from_afar(record, standings)
-    if standings is not None:
+    seen = judged(record, standings)
+    if standings is not None and is_far(record):
         _remember(run, seen)
     return seen
+
+
+def judged(record: dict[str, Any], standings: _Standings | None) -> dict[str, Any]:
+    """A record with its effective state.
+
+    Args:
+        standings: what its engine says; None: nothing.
+    """
+    return seen_from_afar(record, standings) if is_far(record) else seen_by(record, standings)
 
 
 def seen_by(record: dict[str, Any], standings: _Standings | None) -> dict[str, Any]:

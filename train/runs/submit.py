@@ -1,6 +1,7 @@
 """What a run that is handed to an engine is made of: checked here as far as this machine can, done where it is started.
 
-A login node has no GPU and other cores: what follows from the machine (device, threads, data) is found where it trains.
+A file that --init names in a cluster is found there, too. A login node has no GPU and other cores: what follows from
+the machine (device, threads, data) is found where it trains.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from train.cluster.engines import engine
 from train.cluster.submission import CONFIG, FILE, TASK, Submission, to_json
 from train.errors import Refused
 from train.runs.admit import check_micro_batches, check_ranks
@@ -28,7 +30,7 @@ def prepare(submission: Submission) -> None:
     device = torch.device("cuda" if asked.gpus_per_node else "cpu")
     check_ranks(config, asked.nproc, range(asked.nodes, asked.nodes + 1), device)
     check_micro_batches(config, ranks)
-    if asked.init is not None and not Path(asked.init).is_file():
+    if asked.init is not None and not engine(asked.engine).FAR and not Path(asked.init).is_file():
         raise Refused(f"--init {asked.init}: there is no such file")
     files: dict[str, str | bytes] = {}
     if not task.is_built_in:

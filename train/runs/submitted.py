@@ -58,7 +58,13 @@ def resume(run: Run, flags: dict[str, str]) -> str:
         raise Refused(f"{run.name} is {words_of(record)} ({standing.words}) already")
     path = run.folder / FILE
     before = path.read_text(encoding="utf-8")
-    content = json.loads(before)
+    try:
+        content = json.loads(before)
+        problem = not isinstance(content, dict)
+    except (ValueError, RecursionError):
+        problem = True
+    if problem:
+        raise Refused(f"{path} is damaged; restore it, or submit the run anew under another name")
     for key in _keys(record) if flags else ():
         content[key] = content.get(key, {}) | flags
     lock = run.acquire()

@@ -14,6 +14,7 @@ from train import screen
 from train.errors import one_line
 from train.record import heartbeat, store
 from train.record.store import Run
+from train.runs import standing
 from train.runs.monitor import look
 from train.runs.monitor.gpus import Gpu, Gpus
 
@@ -39,6 +40,11 @@ class Page:
         self._gpus = Gpus()
         self._cards: list[Gpu] = []
 
+    def ask(self, seconds: float) -> None:
+        """Give clusters that have runs of these so long to say how they stand."""
+        self._looked.records(self.names)
+        self._looked.engines.wait(seconds)
+
     def rows(self, columns: int, lines: int) -> list[Row]:
         """The page as it stands now, cut to what fits: those that live first, then those that ended last."""
         # names and reasons are others' words
@@ -61,7 +67,7 @@ class Page:
             rows.append(Row(text, record["state"]))
             if look.is_alive(record):
                 rows += [Row(screen.cut(rank, columns), "rank") for rank in self._ranks(record)]
-            elif record["state"] in (store.FAILED, store.INTERRUPTED) and record.get("reason"):
+            if _is_explained(record):
                 rows.append(Row(screen.cut(f"  {one_line(record['reason'])}", columns), "rank"))
         if len(rows) > lines:
             left_out = len(rows) - lines + 1
@@ -105,6 +111,12 @@ class Page:
                     percent = 100 * sum(process.cpu_times()[:2]) / max(time.time() - process.create_time(), 0.01)
                 return f"cpu {percent:4.0f} %  mem {size / 2**30:5.1f} GiB"
         return f"cpu {_NONE:>4}    mem {_NONE:>5}    "
+
+
+def _is_explained(record: dict[str, Any]) -> bool:
+    """Whether there is a reason to show: why a run has ended, or what is said of it where its ranks are not seen."""
+    unseen = look.is_alive(record) and standing.is_submitted(record) and not record["attempts"]
+    return bool(record.get("reason")) and (unseen or record["state"] in (store.FAILED, store.INTERRUPTED))
 
 
 def _visible(record: dict[str, Any]) -> list[int]:

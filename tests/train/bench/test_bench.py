@@ -171,3 +171,4 @@ def test_a_machine_that_never_comes_is_named(station: Station) -> None:
     for node, words in ((0, "node 1 of 2 never came"), (1, "node 0 of 2 never came")):
         done = station(*arguments, node)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert not station.runs.exists()

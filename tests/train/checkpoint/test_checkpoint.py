@@ -27,6 +27,18 @@ def saved(engine: Any) -> Any:
     return engine
 
 
+def test_a_resumed_run_goes_on_from_the_older_checkpoint_when_the_newest_is_damaged(finished: Any) -> None:
+    """By the command line: what was found travels between processes."""
+    run = Run(shutil.copytree(finished.runs / "done", finished.runs / "spoilt"))
+    newest, older = run.steps_saved()[:2]
+    shard = next(run.checkpoint(newest).glob("__0_*"))
+    shard.write_bytes(shard.read_bytes()[:-7])
+    finished.ok("resume", "spoilt", "--epochs", 3, "--nproc", 2, "--follow")
+    record = run.read()
+    assert record["state"] == "finished" and record["attempts"][-1]["from_step"] == older
+    assert shard.name in finished.logs("spoilt") and manifests.newest_valid(run)[0] == record["step"]  # type: ignore[index]
+
+
 @pytest.fixture
 def copied(saved: Any, tmp_path: Path) -> Run:
     """A copy of that run to damage."""

@@ -148,6 +148,15 @@ def test_a_cluster_without_trainer_is_named(station: Station, cluster: Cluster) 
         (("--namespace", "My_Space"), "--namespace My_Space"),
         (("--queue", "-"), "--queue -"),
         (("--init", "weights.safetensors"), "pods cannot read this machine's files"),
+        (("--init", "/datasets/../etc/passwd"), "pods cannot read this machine's files"),
+        (("--kube-context", "a\nb: c"), "--kube-context 'a\\nb: c': give a name"),
+        (("--kube-context", ""), "--kube-context '': give a name"),
+        (("--container", ""), "--container '': give an image"),
+        (("--container", "a\nb"), "--container 'a\\nb': give an image"),
+        (("--shm", ""), "--shm : give a size"),
+        (("--mem", "9" * 40 + "G"), "give a size such as 64G"),
+        (("--namespace", "n" * 64), "no name that Kubernetes takes"),
+        (("--warn", 100000), "--warn 100000: at most 86400"),
         (("--partition", "gpu"), "--on slurm"),
         (("--time", "soon"), "--time soon"),
     ],
@@ -156,6 +165,12 @@ def test_what_does_not_fit_is_refused_before_a_cluster_is_asked(
     station: Station, arguments: tuple[object, ...], words: str
 ) -> None:
     assert words in refused(station, *SUBMIT, *arguments, "--dry-run")
+
+
+def test_weights_to_begin_with_lie_where_pods_see_them(station: Station) -> None:
+    there = "/workspace/runs/first.safetensors"
+    shown = station.ok(*SUBMIT, "--init", there, "--dry-run").stdout
+    assert f'"init": "{there}"' in shown and not station.runs.exists()
 
 
 def test_a_task_that_is_too_large_for_a_config_map_is_refused(station: Station) -> None:

@@ -179,7 +179,7 @@ def test_a_task_file_of_any_bytes_arrives_as_it_is() -> None:
 
 
 def test_a_text_is_read_back_as_it_was_whatever_is_in_it() -> None:
-    from train.cluster.kubernetes import to_yaml
+    from train.cluster.handed import to_yaml
 
     for text in ("yes", "1e3", "a: b", "- x\n- y\n", "tab\there\n", " leading\nand trailing \n", "no end", "é\n", ""):
         assert read(to_yaml([{"data": {"a": text}}])) == [{"data": {"a": text}}]

@@ -77,6 +77,24 @@ def test_a_stop_on_any_node_saves_on_all_and_they_go_on_together(machines: Machi
     assert machines.stations[0].record("a")["attempts"][1]["from_step"] == first
 
 
+@pytest.mark.minutes
+def test_the_newest_checkpoint_is_damaged_on_both_and_an_older_one_on_one(machines: Machines, like_alone: Any) -> None:
+    machines.launch_all("a", "--steps", 500)
+    machines.stations[0].wait_for_step("a", 130)
+    machines.stations[1].ok("stop", "a")
+    machines.ends("a")
+    runs = [station.run("a") for station in machines.stations]
+    newest, older = runs[0].steps_saved()[:2]
+    for run in runs:
+        shard = next(run.checkpoint(newest).glob("*.distcp"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+    (runs[0].checkpoint(older) / "manifest.json").write_text("{")
+    for node in (0, 1):
+        assert "is damaged and not used" in machines.stations[node].ok("resume", "a").stderr
+    like_alone(machines, "a", 2, 500)
+    assert [run.read()["attempts"][1]["from_step"] for run in runs] == [older, older]
+
+
 def test_a_stop_while_a_node_waits_ends_it(machines: Machines) -> None:
     assert machines.launch("a", 0, "--steps", 60).returncode == 0
     machines.wait_for_reason("a", 0, "waiting for node 1 of 2")

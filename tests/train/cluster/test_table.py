@@ -145,6 +145,12 @@ def test_what_differs_is_refused_with_a_line_for_both(change: dict[str, Any], wo
         assert words in message["line"] and "(host1)" in message["line"]
 
 
+def test_what_is_told_of_a_stranger_is_a_line_that_a_terminal_can_show(room: Room) -> None:
+    for change in ({"run": "x" * 100_000}, {"node": 10**400}, {"host": "\x1b[2J", "run": "b"}):
+        for _, said in room.table.hello(12, hello(1) | change, room.now):
+            assert len(said["line"]) < 1300 and said["line"].isprintable(), said
+
+
 def test_what_no_user_has_set_may_differ_and_is_node_0s() -> None:
     assert same.difference(hello(0), hello(1, chosen={"cpu_threads": 8})) == ""
     room = Room()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +102,54 @@ def test_whoever_else_listens_there_is_no_run(said: bytes) -> None:
         thread.start()
         assert meeting.ask("127.0.0.1", server.getsockname()[1]) is None
         thread.join(10)
+
+
+ABOUT = {
+    "is": "about", "run": "a", "least": 2, "most": 2, "running": False, "same": {"config": {}},
+    "nodes": [{"node": 0, "host": "h", "home": "/a", "nproc": 1}],
+}  # fmt: skip
+
+
+def told(pieces: list[bytes], pause: float = 0.0) -> tuple[dict[str, Any] | None, float]:
+    """What is made of an answer that comes in these pieces, and the seconds that it took."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            one, _ = server.accept()
+            with one, contextlib.suppress(OSError):
+                one.recv(100)
+                for piece in pieces:
+                    one.sendall(piece)
+                    time.sleep(pause)
+
+        threading.Thread(target=answer, daemon=True).start()
+        begun = time.monotonic()
+        return meeting.ask("127.0.0.1", server.getsockname()[1]), time.monotonic() - begun
+
+
+def test_a_sign_of_life_behind_the_answer_is_none_of_it() -> None:
+    found, _ = told([json.dumps(ABOUT).encode() + b'\n{"is": "alive"}\n'])
+    assert found == ABOUT
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"most": 10**18}, {"most": 0}, {"same": {}}, {"same": {"config": [1]}}, {"nodes": [5]},
+        {"nodes": [{"node": [0], "host": "h", "home": "/a", "nproc": 1}]},
+    ],
+)  # fmt: skip
+def test_a_table_of_another_release_is_no_run(change: dict[str, Any]) -> None:
+    assert told([json.dumps(ABOUT | change).encode() + b"\n"])[0] is None
+
+
+def test_one_that_says_a_letter_now_and_then_is_not_heard_to_its_end() -> None:
+    found, seconds = told([b"{"] * 100, pause=0.5)
+    assert found is None and seconds < 20
+
+
+def test_a_name_that_no_host_can_have_is_a_finding(station: Station) -> None:
+    assert doctor(station, "--rendezvous", "a..b:29400")["rendezvous name"].verdict == PROBLEM
 
 
 def test_a_name_is_for_a_rendezvous(station: Station) -> None:

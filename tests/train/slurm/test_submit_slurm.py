@@ -51,6 +51,14 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["digits", *SHAPE, "--sbatch", "=x"], ["is no option", "NAME=VALUE"]),
         (["digits", *SHAPE, "--sbatch", "time=3"], ["--time", "flag of train submit"]),
         (["digits", *SHAPE, "--sbatch", "qos='a"], ["--sbatch"]),
+        (["digits", *SHAPE, "--sbatch", "wait"], ["--wait", "see --follow"]),
+        (["digits", *SHAPE, "--sbatch", "test-only"], ["--test-only", "see --dry-run"]),
+        (["digits", *SHAPE, "--sbatch", "tim=3"], ["--time", "flag of train submit"]),
+        (["digits", *SHAPE, "--time", "99999999999999999"], ["--time 99999999999999999"]),
+        (["digits", *SHAPE, "--time", "٣"], ["--time ٣"]),
+        (["digits", *SHAPE, "--mem", "٣G"], ["--mem ٣G"]),
+        (["digits", *SHAPE, "--dry-run", "--runs", "a\rb"], ["choose another --runs"]),
+        (["digits", *SHAPE, "--dry-run", "--runs", "a\udcffb"], ["choose another --runs"]),
         (["digits", *SHAPE], ["no sbatch here", "--dry-run"]),
         (["digits", *SHAPE, "--dry-run", "--follow"], ["--follow and --dry-run", "leave one of them out"]),
         (["digits", *SHAPE, "--dry-run", "--batch_size", 7], ["--batch_size 7", "ranks 8;"]),
@@ -63,6 +71,24 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_wrong_request_is_refused_in_a_line(nowhere: Path, arguments: list[object], words: list[str]) -> None:
     refused(command("submit", *arguments), *words)
     assert entries(nowhere) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("true", "gives no number of a job: ''"), ("echo Hello World", "'Hello World"),
+        ("printf '\\377\\n'", "no number"),
+        ("kill -9 $$", "exit code -9"), ("printf '\\377' >&2; exit 1", "sbatch: "), ("#!/nowhere", "cannot be run"),
+    ],
+)  # fmt: skip
+def test_an_sbatch_that_gives_no_job_leaves_nothing_behind(nowhere: Path, text: str, words: str) -> None:
+    (nowhere / "bin").mkdir()
+    tool = nowhere / "bin" / "sbatch"
+    tool.write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+    tool.chmod(0o755)
+    before = entries(nowhere)
+    refused(command("submit", "digits", "--on", "slurm", "--nproc", 1, "--name", "big"), words)
+    assert not (nowhere / "runs" / "big").exists() and before <= entries(nowhere)
 
 
 def test_what_another_run_has_left_on_a_node_is_not_gone_on_with(nowhere: Path) -> None:

@@ -20,7 +20,7 @@ from prometheus_client import Metric
 
 import train
 from train.errors import one_line
-from train.record import heartbeat
+from train.record import heartbeat, store
 from train.record.store import Run, seconds_of
 from train.runs.monitor import look
 from train.runs.monitor.figures import Figures
@@ -125,7 +125,7 @@ class Collector(prometheus_client.registry.Collector):
     def _add_ranks(self, figures: Figures, run: Run, record: dict[str, Any], taken: dict[int, float]) -> None:
         found = look.ranks(run, record)
         figures.add("train_run_last_progress_timestamp_seconds", look.moved(record, found), run.name)
-        if not record.get("script"):
+        if not record.get("script") and (record["attempts"] or record["state"] == store.CREATED):
             doing = heartbeat.NAMES[look.phase(found)]
             figures.one_of("train_run_phase", doing, heartbeat.NAMES, run.name)
         for rank in found:

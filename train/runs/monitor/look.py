@@ -1,7 +1,8 @@
 """Runs as they stand at one moment: what run.json, the last line of metrics.jsonl and the signs of life say.
 
-Nothing is asked of the run itself, so a look costs training nothing, and finds also those that died. What a run folder
-holds may be damaged or made by somebody else: each figure is checked for its kind, and is None where it is none.
+Nothing is asked of the run itself, and of the engine that has it only now and then (engines.py), so a look costs
+training nothing, and finds also those that died. What a run folder holds may be damaged or made by somebody else:
+each figure is checked for its kind, and is None where it is none.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from train.errors import Refused
 from train.record import heartbeat, metrics, store
 from train.record.heartbeat import Beat
 from train.record.store import Run
+from train.runs.monitor.engines import Engines
 
-ALIVE = (store.CREATED, store.RUNNING)
-STATES = (store.CREATED, store.RUNNING, store.STOPPED, store.FAILED, store.FINISHED, store.INTERRUPTED)
+ALIVE = (store.CREATED, store.QUEUED, store.RUNNING)
+STATES = (
+    store.CREATED, store.QUEUED, store.RUNNING, store.STOPPED, store.FAILED, store.FINISHED, store.INTERRUPTED,
+)  # fmt: skip
 _ENDED = (store.STOPPED, store.FAILED, store.FINISHED)
 _BEAT = re.compile(r"rank(\d{1,6})\.beat")
 MOST_RANKS = 1024
@@ -64,6 +68,7 @@ class Runs:
         self.damaged = 0
         """Run folders that could not be read when they were last looked at."""
         self._known: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self.engines = Engines()
 
     def records(self, names: list[str] | None = None) -> list[dict[str, Any]]:
         """run.json with the effective state: of those that live first, then of those that ended last.
@@ -81,7 +86,7 @@ class Runs:
             if names and run.name not in names:
                 continue
             try:
-                record = self._record(run)
+                record = self.engines.seen(*self._record(run))
                 if record["state"] not in STATES or not isinstance(record["attempts"], list):
                     raise Refused("no state, or no attempts")
                 found[run.name] = record
@@ -100,16 +105,17 @@ class Runs:
                 return (self.folder / record["name"] / "run.json").stat().st_mtime
         return store.seconds_of(record.get("ended") or record.get("started")) or 0.0
 
-    def _record(self, run: Run) -> dict[str, Any]:
+    def _record(self, run: Run) -> tuple[dict[str, Any], float]:
+        """What the folder of a run shows, and when that was written, in seconds since the epoch."""
         status = (run.folder / "run.json").stat()
         mark = (status.st_mtime_ns, status.st_ino, status.st_size)
         known = self._known.get(run.name)
         if known is not None and known[0] == mark:
-            return known[1]
+            return known[1], status.st_mtime
         record = run.shown()
         if record["state"] in _ENDED:  # any other state can change without this file
             self._known[run.name] = mark, record
-        return record
+        return record, status.st_mtime
 
 
 def is_alive(record: dict[str, Any]) -> bool:
