@@ -1,5 +1,5 @@
-"""A Slurm cluster of containers: a login machine, a controller and three nodes, on a network of their own, with a folder
-that they share. All that it makes has its name, and is taken away with it.
+"""A Slurm cluster of containers: a login machine, a controller and three nodes, with a network of their own and a
+folder that they share. All that it makes has its name, and is taken away with it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import shlex
 import subprocess
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Cluster:
         run("docker", *once, "-ec", fill, input=conf)
         for machine in PARTS:  # the controller after the nodes: names that lead somewhere when they are asked for
             self._make(machine)
-        self.wait_idle()
+        self.wait_idle(len(NODES))
 
     def _make_network(self) -> None:
         """One whose addresses are known, for a machine keeps its own whatever happens to it. Docker chooses them."""
@@ -120,11 +121,12 @@ class Cluster:
         job = str(self.record(name)["submitted"]["job"])
         return self.user("squeue", "--noheader", f"--jobs={job}", "--format=%T", check=False).stdout.strip()
 
-    def wait_idle(self) -> None:
-        ask = ("sinfo", "--noheader", "--partition=low", "--format=%D %T")
-        self.wait("idle nodes", lambda: self.user(*ask, check=False).stdout.split() == [str(len(NODES)), "idle"], 60)
+    def wait_idle(self, count: int) -> None:
+        """Until so many nodes wait for work."""
+        ask = ("sinfo", "--noheader", "--partition=low", "--format=%T %D", "--responding", "--states=idle")
+        self.wait(f"{count} idle nodes", lambda: self.user(*ask, check=False).stdout.split() == ["idle", str(count)])
 
-    def wait(self, what: str, true: Any, seconds: float = 120) -> None:
+    def wait(self, what: str, true: Callable[[], object], seconds: float = 300) -> None:
         """Wait until something is true; else fail, with all that is known here."""
         try:
             until(what, true, seconds)

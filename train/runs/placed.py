@@ -46,10 +46,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     def apart(check: Callable[[], Any], meanwhile: Callable[[], None]) -> Any:
         return call(check, fail, meanwhile)
 
-    left = succeed(Run(runs / content["name"]), content["wait_minutes"], stop, given.node)
-    if left:
-        sys.exit(left)
     try:
+        left = succeed(Run(runs / content["name"]), content["wait_minutes"], stop, given.node)
+        if left:
+            sys.exit(left)
         order = order_of(content, beside, runs, given.node, given.rendezvous)
         if order is None:
             print(f"train: {content['name']} has finished already", file=sys.stderr, flush=True)
