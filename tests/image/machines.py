@@ -51,7 +51,7 @@ class Cluster:
             cat >{SHARED}/.cluster/slurm.conf; chown dev: {SHARED}"""
         once = ("run", "--rm", "--interactive", "--volume", f"{self.name}:{SHARED}", "--entrypoint", "bash", self.name)
         run("docker", *once, "-ec", fill, input=conf)
-        for machine in PARTS:  # the controller after the nodes: names that lead somewhere when they are asked for
+        for machine in PARTS:
             self._make(machine)
         self.wait_idle(len(NODES))
 
@@ -72,10 +72,10 @@ class Cluster:
     def _make(self, machine: str) -> None:
         options = ("--detach", "--hostname", machine, "--name", self.id(machine), "--shm-size", "1g")
         volume = ("--volume", f"{self.name}:{SHARED}", "--workdir", SHARED, "--env", f"TRAIN_RUNS={SHARED}/runs")
-        run("docker", "run", *options, *volume, *self._network(machine), self.name, PARTS[machine])
-
-    def _network(self, machine: str) -> tuple[str, ...]:
-        return ("--network", self.name, "--network-alias", machine, "--ip", self.addresses[machine])
+        # /etc/hosts knows all of them, whoever is there: Docker's own names go with a machine that is cut off or killed
+        hosts = [f"--add-host={other}:{address}" for other, address in self.addresses.items()]
+        network = ("--network", self.name, "--ip", self.addresses[machine])
+        run("docker", "run", *options, *volume, *hosts, *network, self.name, PARTS[machine])
 
     def id(self, machine: str) -> str:
         return f"{self.name}-{machine}"
@@ -92,8 +92,7 @@ class Cluster:
         run("docker", "network", "disconnect", self.name, self.id(machine))
 
     def mend(self, machine: str) -> None:
-        network = ("--alias", machine, "--ip", self.addresses[machine], self.name)
-        run("docker", "network", "connect", *network, self.id(machine))
+        run("docker", "network", "connect", "--ip", self.addresses[machine], self.name, self.id(machine))
 
     def root(self, *command: str, on: str = "controller", **options: Any) -> subprocess.CompletedProcess[str]:
         """A command of the administrator's."""

@@ -75,7 +75,7 @@ def test_a_run_is_submitted_followed_and_finished(cluster: Cluster, undisturbed:
 def test_controller_wire_machine_and_time_fail_one_run(cluster: Cluster, undisturbed: str) -> None:
     cluster.user("touch", f"{SHARED}/slow")
     cluster.wait_idle(3)
-    cluster.user("train", "submit", "paced.py", *SHAPE, "--name", "hard", "--warn", "20", *FIELDS)
+    cluster.user("train", "submit", "paced.py", *SHAPE, "--name", "hard", "--warn", "60", *FIELDS)
     goes_on(cluster, "hard", ["node0", "node1"], 1)
 
     cluster.kill("controller")
@@ -98,7 +98,11 @@ def test_controller_wire_machine_and_time_fail_one_run(cluster: Cluster, undistu
     cluster.boot("node1")
 
     last, job = len(cluster.record("hard")["attempts"]), cluster.record("hard")["submitted"]["job"]
-    cluster.root("scontrol", "update", f"JobId={job}", "TimeLimit=1")  # it is over, or nearly
+    *hours, minutes, _ = map(
+        int, cluster.user("squeue", "--noheader", f"--jobs={job}", "--format=%M").stdout.split(":")
+    )
+    limit = sum(hours) * 60 + minutes + 2  # in one to two minutes
+    cluster.root("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
     cluster.wait("the job in the queue again", lambda: cluster.state("hard") == "PENDING")
     assert cluster.record("hard")["attempts"][-1]["end"] == "stopped", cluster.logs()
     assert cluster.record("hard")["stopped_by"] == "signal"
