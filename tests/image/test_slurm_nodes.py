@@ -102,7 +102,7 @@ def test_controller_time_machine_and_wire_fail_one_run(cluster: Cluster, undistu
     cluster.wait_idle(1)
 
     # Slurm starts it elsewhere, while all that it had started there lives on, and has the run's lock. No other start
-    # follows: when such a node is back, Slurm 22.05 ends what is left there by the job's number alone, for a minute
+    # follows: on a node that had just come back so, Slurm 22.05 was seen to end the next one with what was left there
     before = len(cluster.record("hard")["attempts"])
     cluster.cut("node1")
     goes_on(cluster, "hard", ["node0", "node2"], before + 1)
