@@ -45,6 +45,19 @@ warn() {{
 }}
 trap warn USR1 TERM
 
+# A controller that is away has two minutes to come back.
+patiently() {{ for _ in {{1..60}}; do if "$@"; then break; else sleep 2; fi; done; }}
+
+# Slurm gives up a node that it does not reach, and starts the job elsewhere; what runs here hears of that when the node
+# is back. From then on this job's number is the other start's.
+state=''
+is_this_start() {{
+    local said starts
+    said=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State:20,RestartCnt:10)
+    read -r state starts <<<"$said"
+    [ -z "$state" ] || [ "$starts" = "${{SLURM_RESTART_COUNT:-0}}" ] # where nobody answers, nothing speaks against it
+}}
+
 # Agents say how it ended by 0 finished, 1 interrupted, 2 refused, 3 failed, 75 stopped. Anything else: one was killed,
 # and all begin again where the last checkpoint is. When one has ended, the others have a minute to end, too.
 for ((deaths = 0; ; deaths++)); do
@@ -59,15 +72,14 @@ for ((deaths = 0; ; deaths++)); do
         code=$?
     done
     case $code in 0 | 1 | 2 | 3 | 75) break ;; esac
-    if [ -n "$asked" ] || ((deaths == {deaths})); then break; fi
+    if [ -n "$asked" ] || ((deaths == {deaths})) || ! is_this_start; then break; fi
     echo "train: an agent was killed (exit code $code); starting them again"
 done
 
 # Saved because it had to, or warned and killed before it could: the same job again, as often as it takes. Not if it was
-# cancelled, nor if its user has stopped the run. A controller that is away has two minutes to come back.
-if [[ $code == 75 || ( -n $asked && $code != [023] ) ]] && ! grep -qs '"stopped_by": "user"' "$run/run.json"; then
-    patiently() {{ for _ in {{1..60}}; do if "$@"; then break; else sleep 2; fi; done; }}
-    state=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+# cancelled, nor if its user has stopped the run.
+if [[ $code == 75 || ( -n $asked && $code != [023] ) ]] && ! grep -qs '"stopped_by": "user"' "$run/run.json" &&
+    is_this_start; then
     echo "train: the run has not come to its end (exit code $code); job $SLURM_JOB_ID is ${{state,,}}"
     if [ "$state" = RUNNING ]; then patiently scontrol requeue "$SLURM_JOB_ID"; fi
 fi

@@ -25,11 +25,17 @@ from train.errors import Refused, nearest, shortened
 from train.record import environment, heartbeat, plain, whole
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
-POLITE, NOW, KEEPER = "polite", "now", "keeper"
-"""Requests to stop: save first; at once; save first, on the keeper's behalf, which will continue the run."""
-WHO = {POLITE: "train stop", NOW: "train stop --now", KEEPER: "the keeper"}
+POLITE, NOW, KEEPER, PLACED = "polite", "now", "keeper", "placed"
+"""Requests to stop: save first; at once; save first, on the keeper's behalf, which will continue the run; the same on
+behalf of the engine of a cluster, which has started the run elsewhere."""
+WHO = {
+    POLITE: "train stop",
+    NOW: "train stop --now",
+    KEEPER: "the keeper",
+    PLACED: "its place is another machine's now",
+}
 """What run.json's reason says of them."""
-BY = {POLITE: signals.USER, NOW: signals.USER, KEEPER: signals.KEEPER}
+BY = {POLITE: signals.USER, NOW: signals.USER, KEEPER: signals.KEEPER, PLACED: signals.SIGNAL}
 """Who makes them: run.json's `stopped_by`."""
 TWICE = "stopped at once (Ctrl-C twice)"
 """How the reason begins where a user did not wait for a foreground run to save."""
@@ -270,7 +276,7 @@ class Run:
         write_atomically(self.folder / "stop", f"{wanted}\n", durable=False)
 
     def stop_asked(self) -> str:
-        """POLITE, NOW or KEEPER, or '' when nobody asked by file."""
+        """POLITE, NOW, KEEPER or PLACED, or '' when nobody asked by file."""
         try:
             return (self.folder / "stop").read_text(encoding="utf-8").strip()
         except OSError:

@@ -16,12 +16,13 @@ import functools
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, Refused, one_line
+from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, one_line
 from train.record import environment, store
 from train.record.store import Run
 from train.runs import agent, control, gpus
@@ -46,6 +47,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         return call(check, fail, meanwhile)
 
     try:
+        left = succeed(Run(runs / content["name"]), content["wait_minutes"], stop, given.node)
+        if left:
+            sys.exit(left)
         order = order_of(content, beside, runs, given.node, given.rendezvous)
         if order is None:
             print(f"train: {content['name']} has finished already", file=sys.stderr, flush=True)
@@ -70,6 +74,40 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--node", type=int, default=0, metavar="R", help="which node this is, from 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several nodes meet: an address of node 0")
     return parser.parse_args(argv)
+
+
+def succeed(run: Run, minutes: float, stop: StopRequest, node: int) -> int:
+    """Wait until no agent of an earlier start has the run of this node.
+
+    It may be ending, or a network file system may not know yet that it is gone (NFS: for 90 s). Or its machine lives,
+    and the engine has given it up, for it cannot reach it, while the folder is seen there: by that it is told.
+
+    Returns:
+        0: it is this agent's now. Else the exit code: of a stop asked for meanwhile, or of none that left in time.
+    """
+    until, is_told = time.monotonic() + 60 * minutes, False
+    while (run.folder / "run.json").exists():
+        lock = run.acquire()
+        if lock is not None:
+            if run.stop_asked() == store.PLACED:  # it was killed, and has not heard of it
+                run.clear_stop()
+            lock.release()
+            break
+        if stop.asked:
+            return EXIT_STOPPED
+        where = run.read().get("host") or "another machine"
+        if time.monotonic() > until:
+            print(
+                f"train: node {node}: gave up after {minutes:g} minutes of waiting for {where}, which has {run.name} "
+                f"still; end its agent there, then: train resume {run.name}", file=sys.stderr, flush=True,
+            )  # fmt: skip
+            return 1
+        if not run.stop_asked():
+            run.ask_stop(store.PLACED)
+        if not is_told:
+            is_told = True
+            print(f"train: node {node}: {where} has {run.name} still; waiting for its end", file=sys.stderr, flush=True)
+    return 0
 
 
 def order_of(content: dict[str, Any], beside: Path, runs: Path, node: int, rendezvous: str | None) -> Order | None:

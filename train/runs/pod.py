@@ -21,10 +21,6 @@ from train.cluster import address
 from train.cluster.address import Place
 from train.cluster.submission import runs_of
 from train.errors import EXIT_REFUSED, EXIT_STOPPED, Refused
-from train.record.store import Run
-
-LET_GO = 150.0
-"""Seconds in which a network file system lets go of a lock whose holder's machine is gone (NFS: 90)."""
 
 
 def main() -> None:
@@ -63,7 +59,6 @@ def command_of(submission: Path, environ: Mapping[str, str]) -> list[str]:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"{runs}: {error.strerror}; the claim for runs must let user {os.getuid()} write") from None
-    _wait_for_lock(Run(runs / content["name"]))
     command = [str(submission), "--runs", str(runs), "--node", str(node)]
     if nodes > 1:
         place = Place(environ.get("PET_MASTER_ADDR", ""), _number(environ, "PET_MASTER_PORT"))
@@ -78,16 +73,6 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     except (KeyError, ValueError):
         said = environ.get(name, "not set")
         raise Refused(f"{name} is {said}; Kubeflow Trainer sets it in the pods of a TrainJob") from None
-
-
-def _wait_for_lock(run: Run) -> None:
-    """The pod before this one is gone; the file system may not know yet. After that the agent refuses."""
-    until, said = time.monotonic() + LET_GO, False
-    while run.folder.is_dir() and run.alive() and time.monotonic() < until:
-        if not said:
-            _say(f"waiting for the lock of {run.name}, which the pod before this one had")
-        said = True
-        time.sleep(1.0)
 
 
 def _wait_for_name(place: Place, minutes: float) -> None:

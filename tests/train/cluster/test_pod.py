@@ -4,6 +4,7 @@ with a volume that all see. What the cluster itself does here is done by hand: a
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -47,6 +48,37 @@ def test_an_evicted_pod_saves_on_all_nodes_and_new_pods_go_on(two: Pods, alone: 
     assert two.stations[1].record("a")["attempts"][1]["from_step"] == second["step"]
     finished_like(two, alone(2, 500), "2-500")
     assert two.end(0, two.start(0)) == 0  # once more, after all: nothing is left to do
+
+
+def test_a_pod_leaves_when_its_place_was_given_to_another(two: Pods, alone: Any) -> None:
+    """Its machine is cut off from the cluster, which does not know that it lives; the volume tells it."""
+    lost = two.start(1)
+    two.stations[1].wait("a", lambda record: "waiting for node 0" in record["reason"], "its waiting")
+    pods = two.start_all()
+    assert two.end(1, lost) == 75, two.log(1)
+    assert "has a still; waiting for its end" in two.log(1)
+    assert [two.end(node, pod) for node, pod in enumerate(pods)] == [0, 0], two.log(0) + two.log(1)
+    finished_like(two, alone(2, 500), "2-500")
+
+
+def test_a_pod_that_waits_for_the_one_before_it_ends_when_asked_and_gives_up(two: Pods) -> None:
+    lost = two.start(1)
+    two.stations[1].wait("a", lambda record: "waiting for node 0" in record["reason"], "its waiting")
+    lost.send_signal(signal.SIGSTOP)  # it hears of nothing
+    pod = two.start(1)
+    deadline = time.monotonic() + PATIENCE
+    while "has a still" not in two.log(1):
+        assert time.monotonic() < deadline and pod.poll() is None, two.log(1)
+        time.sleep(0.05)
+    pod.send_signal(signal.SIGTERM)
+    assert two.end(1, pod) == 75, two.log(1)
+    submission = json.loads((two.submission / "submission.json").read_text())
+    (two.submission / "submission.json").unlink()
+    (two.submission / "submission.json").write_text(json.dumps(submission | {"wait_minutes": 0.01}))
+    assert two.end(1, two.start(1)) == 1, two.log(1)
+    assert "gave up after 0.01 minutes" in two.log(1) and "Traceback" not in two.log(1)
+    lost.send_signal(signal.SIGCONT)
+    assert two.end(1, lost) == 75, two.log(1)  # what it was asked for still holds
 
 
 @pytest.mark.minutes

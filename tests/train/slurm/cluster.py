@@ -21,50 +21,13 @@ from pathlib import Path
 import psutil
 
 from tests.train.conftest import PATIENCE, Station
+from tests.train.slurm.conf import slurm_conf
 
 PACKAGES = (
     "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "libmunge2", "libhwloc15",
     "liblua5.1-0",
 )  # fmt: skip
 NODES = ("127.0.0.1", "127.0.0.2")
-_CONF = """\
-ClusterName=tests
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
-SlurmctldPort={controller}
-AuthType=auth/munge
-# how long a job that was queued again has to wait: until the credential of its last start cannot be used any more
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-CredType=cred/munge
-PluginDir={plugins}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-MpiDefault=none
-ReturnToService=2
-JobRequeue=1
-SlurmdTimeout=10
-KillWait=60
-FirstJobId={first}
-SchedulerParameters=sched_interval=2,bf_interval=2
-SlurmdParameters=config_overrides
-SlurmctldParameters=preempt_send_user_signal
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=4 State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=120 PreemptMode=REQUEUE
-PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
-"""
 
 
 def packages(folder: Path) -> Path:
@@ -115,9 +78,12 @@ class Slurm:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         low = _free_ports(3)
-        conf = _CONF.format(
-            host=socket.gethostname().partition(".")[0], user=getpass.getuser(), controller=low, folder=self.folder,
-            plugins=self._plugins, first=random.randrange(1, 9000), ports=f"{low + 1}-{low + 2}",
+        host, user = socket.gethostname().partition(".")[0], getpass.getuser()
+        conf = slurm_conf(
+            f"{host}(127.0.0.1)", (user, user), str(self.folder),
+            f"127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{low + 1}-{low + 2}]",
+            f"{self.folder}/munge.socket",
+            SlurmctldPort=low, PluginDir=self._plugins, FirstJobId=random.randrange(1, 9000),
         )  # fmt: skip
         (self.folder / "slurm.conf").write_text(conf)
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{self.bin}:{os.environ['PATH']}"}
