@@ -39,6 +39,7 @@ def test_a_run_is_submitted_seen_and_finished(cluster: Cluster, like_undisturbed
     assert not list(login.runs.glob("**/run.json"))
 
 
+@pytest.mark.minutes
 def test_two_ranks_on_one_node_end_as_without_slurm(cluster: Cluster, undisturbed: Station) -> None:
     login = cluster.login
     login.ok("submit", TASK, "--on", "slurm", "--name", "a", "--nproc", 2, *FIELDS, "--data.root", login.folder)
@@ -52,6 +53,7 @@ def test_two_ranks_on_one_node_end_as_without_slurm(cluster: Cluster, undisturbe
     assert str(login.folder / "none") in login.ok("show", "b").stdout
 
 
+@pytest.mark.minutes
 def test_a_stop_saves_and_is_no_reason_to_queue_it_again(cluster: Cluster, like_undisturbed: Check) -> None:
     login = cluster.login
     cluster.submit("a")
@@ -71,6 +73,7 @@ def test_a_stop_saves_and_is_no_reason_to_queue_it_again(cluster: Cluster, like_
     assert login.record("a")["attempts"][1]["from_step"] == record["step"]
 
 
+@pytest.mark.minutes
 def test_a_run_that_waits_in_the_queue_is_stopped_there(cluster: Cluster, like_undisturbed: Check) -> None:
     login, slurm = cluster.login, cluster.slurm
     other = slurm("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600").strip()
@@ -91,6 +94,7 @@ def test_a_run_that_waits_in_the_queue_is_stopped_there(cluster: Cluster, like_u
     like_undisturbed("a")
 
 
+@pytest.mark.minutes
 def test_a_submission_is_followed_through_the_queue_to_its_end(cluster: Cluster, like_undisturbed: Check) -> None:
     login, slurm = cluster.login, cluster.slurm
     slurm.wait_idle()
