@@ -61,6 +61,7 @@ def test_a_resume_over_other_data_is_refused_in_a_line_that_says_what_differs(st
     assert not (station.folder / "x.pt").exists()
 
 
+@pytest.mark.minutes
 def test_the_keeper_does_not_resume_over_other_data_and_old_runs_go_on(station: Station) -> None:
     paint(station.folder / "pets")
     flags = [*SMALL, "--data.root", "pets", "--steps", 100000]
@@ -77,6 +78,7 @@ def test_the_keeper_does_not_resume_over_other_data_and_old_runs_go_on(station: 
     station.ok("resume", "a", "--steps", 5, "--follow")
 
 
+@pytest.mark.minutes
 def test_a_tasks_own_fingerprint_is_asked_at_the_launch_and_at_a_resume_and_not_by_ranks(station: Station) -> None:
     task = station.folder / "own.py"
     task.write_text(OWN)
@@ -138,6 +140,7 @@ def test_an_image_that_cannot_be_read_is_named_in_one_line(station: Station, dam
     assert station.record("a")["state"] == "failed"
 
 
+@pytest.mark.minutes
 def test_a_launched_run_leaves_out_what_cannot_be_read_and_says_so(station: Station, damaged: Path) -> None:
     for ranks in (1, 2, 3):
         station.ok(
@@ -171,6 +174,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.minutes
 def test_training_that_waits_for_data_says_so_once_with_the_remedy(station: Station) -> None:
     task = station.folder / "slow.py"
     task.write_text(SLOW.replace("WAIT", "0.1").replace("WORK", "0"))

@@ -62,6 +62,7 @@ def python(plain: dict[str, str], *arguments: object) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.minutes
 def test_nothing_else_is_found(plain: dict[str, str]) -> None:
     assert python(plain, "-c", "import torch, safetensors, train.runs.foreground").returncode == 0
     done = python(plain, "-c", "import sklearn")
@@ -94,6 +95,7 @@ def test_the_proof_on_a_gpu_runs_there_on_the_cpu(plain: dict[str, str], tmp_pat
     assert "Could not be checked here:" in done.stdout
 
 
+@pytest.mark.minutes
 def test_without_a_gpu_it_says_so_and_measures_nothing(plain: dict[str, str]) -> None:
     done = python(plain, "-m", "tests.gpu", "--device", "cuda")
     assert done.returncode == 2 and "--device cpu --small" in done.stderr and "Traceback" not in done.stderr

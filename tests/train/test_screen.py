@@ -24,6 +24,7 @@ def test_help_is_no_traceback_in_an_ascii_locale(station: Station, command: str)
     assert done.stdout.isascii() and "usage: train" in done.stdout and not done.stderr
 
 
+@pytest.mark.minutes
 def test_every_output_is_readable_in_an_ascii_locale(station: Station) -> None:
     done = station.ok("run", "digits", "--name", "a", "--steps", 4, "--cpu_threads", 1, env=STRICT)
     assert "finished after 4 steps; weights " in done.stderr and "Traceback" not in done.stderr
@@ -61,6 +62,7 @@ def test_words_and_lines_are_cut_in_their_middle() -> None:
     assert len(str(Refused("y" * 5000))) == 160
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("columns", [160, 60, 40, 20])
 def test_the_bar_shows_the_loss_on_any_terminal(station: Station, columns: int) -> None:
     name = "a-run-with-a-rather-long-name"

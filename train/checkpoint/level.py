@@ -8,12 +8,14 @@ verified as what is read from the disk is.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint import snapshot
+from train.checkpoint import packed, room
 from train.checkpoint.road import Road
 from train.checkpoint.shared import Slots, begin_of_tensors
 from train.parallel.world import World
@@ -36,6 +38,8 @@ class Offer:
     """The step whose state it has in memory; 0: none."""
     mark: str = ""
     """Of the attempt that left it there."""
+    attempts: tuple[tuple[str, int], ...] = ()
+    """Of those that came to training here: the mark, and the step that it began after."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +53,15 @@ class Agreed:
     slot: int | None = None
     """The buffer of this machine's memory in which the state lies; None: take it from the disk."""
     warnings: tuple[str, ...] = ()
+    made_here: float = math.inf
+    """The last step in which this machine had a part, where others have gone on without it since."""
 
 
-def agree(run: Run, world: World, slots: Slots | None, fingerprint: str) -> Agreed:
+def agree(run: Run, world: World, slots: Slots | None, fingerprint: str, left: Callable[[], int]) -> Agreed:
     """Choose the newest state, and bring it to every machine. A collective.
+
+    Args:
+        left: bytes of memory that can still be had here.
 
     Raises:
         OSError, Refused: a machine cannot read or take it; on every rank alike.
@@ -61,13 +70,22 @@ def agree(run: Run, world: World, slots: Slots | None, fingerprint: str) -> Agre
     everybody = world.gather(mine)
     offers = [everybody[lead] for lead in world.leads]
     saved, kept = max(each.saved for each in offers), max(each.kept for each in offers)
+
+    def agreed(source: int, step: int, saved: int, **values: Any) -> Agreed:
+        made_here = _parted(mine.attempts, offers[source].attempts)
+        return Agreed(step, saved, warnings=warnings, made_here=made_here, **values)
+
+    problem = ""
     if slots is not None and kept and kept >= saved:
         source = next(place for place, each in enumerate(offers) if each.kept == kept)
         have = [(each.kept, each.mark) == (kept, offers[source].mark) for each in offers]
-        if all(have) or _send_memory(run, world, slots, Road(world, source, have)):
+        problem = "" if all(have) else _send_memory(run, world, slots, Road(world, source, have), left)
+        if not problem:
             found = slots.newest()
             assert found is not None
-            return Agreed(kept, min(each.saved for each in offers), slot=found[0], warnings=warnings)
+            return agreed(source, kept, min(each.saved for each in offers), slot=found[0])
+        problem = f"the state after step {kept} in memory is not used: {problem}"
+    warnings = (*warnings, problem) if problem else warnings
     if not saved:
         return Agreed(warnings=warnings)
     source = next(place for place, each in enumerate(offers) if each.saved == saved)
@@ -75,53 +93,75 @@ def agree(run: Run, world: World, slots: Slots | None, fingerprint: str) -> Agre
     if not all(have):
         _send_checkpoint(run, world, saved, Road(world, source, have))
     manifest = world.on_leads(lambda: manifests.read_manifest(run.checkpoint(saved)))
-    return Agreed(saved, saved, manifest, warnings=warnings)
+    return agreed(source, saved, saved, manifest=manifest)
+
+
+def _parted(mine: tuple[tuple[str, int], ...], theirs: tuple[tuple[str, int], ...]) -> float:
+    """The step after which others went on without this machine; infinite where they did not.
+
+    Args:
+        mine: its attempts, as in `Offer`.
+        theirs: those of a machine that has the newest state.
+    """
+    known = {mark for mark, _ in mine}
+    common = max((place for place, (mark, _) in enumerate(theirs) if mark in known), default=None)
+    if common is None:
+        return math.inf
+    return min((step for _, step in theirs[common + 1 :]), default=math.inf)
 
 
 def _offer(run: Run, slots: Slots | None, fingerprint: str) -> tuple[Offer, tuple[str, ...]]:
     """On the first rank of a machine: clear away what a kill left, and see what is there."""
     manifests.clean(run)
-    step, manifest, unused = manifests.newest_valid(run) or (0, {}, [])
-    for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
-        manifests.set_aside(run, newer, line.prefix)
-    offer = Offer(step, str(manifest.get("save") or manifest.get("digest", "")))
-    found = slots.newest() if slots is not None else None
-    if slots is not None and found is not None:
-        content = snapshot.read(slots, found[0], fingerprint)
-        if content is None:
-            slots.wipe(found[0])
-        else:
+    step, manifest, unused = manifests.take_newest(run)
+    attempts = tuple(
+        (attempt["mark"], int(attempt["from_step"])) for attempt in run.read()["attempts"] if attempt.get("mark")
+    )
+    offer = Offer(step, str(manifest.get("save") or manifest.get("digest", "")), attempts=attempts)
+    while slots is not None and (found := slots.newest()) is not None:
+        content = packed.read(slots, found[0], fingerprint)
+        if content is not None:
             offer = dataclasses.replace(offer, kept=content.step, mark=content.mark)
+            break
+        slots.wipe(found[0])
     return offer, tuple(unused)
 
 
-def _send_memory(run: Run, world: World, slots: Slots, road: Road) -> bool:
-    """Bring the newest state in memory to those that lack it. Whether all have it then."""
+def _send_memory(run: Run, world: World, slots: Slots, road: Road, left: Callable[[], int]) -> str:
+    """Bring the newest state in memory to those that lack it. Returns why not all have it then, '' if they do."""
     found = slots.newest() if road.sends else None
     content = slots.read(found[0]) if found is not None else None
     head = found[1] if found is not None else None
     described = road.tell((head, content[0]) if head is not None and content is not None else None)
     if described is None:
-        return False
+        return "it cannot be read"
     head, plain = described
-    taken = True
+    size = begin_of_tensors(len(plain)) + head.tensors
+    problem = ""
+    if road.takes:
+        try:
+            problem = "" if slots.taken + left() > 2 * size else f"a machine has no room for 2 x {room.words(size)}"
+            if not problem:
+                slots.reserve(size)
+        except OSError as error:
+            problem = f"a machine has no room for it: {error.strerror}"
+    problem = next(filter(None, world.gather(problem)), "")
+    if problem:
+        return problem
     if world.is_lead:
-        size = begin_of_tensors(len(plain)) + head.tensors
+        if road.takes:  # what others have made anew, perhaps of the same number
+            slots.wipe_from(head.step)
+        pieces = road.pass_on(head.tensors, _Memory(content[1], head.start) if content is not None else None)
         if road.takes:
             try:
-                slots.reserve(size)
-            except OSError:
-                taken = False
-        pieces = road.pass_on(head.tensors, _Memory(content[1], head.start) if content is not None else None)
-        if road.takes and taken:
-            try:
-                taken = slots.write(head.step, plain, pieces, 1.0)
-            except OSError:
-                taken = False
+                if not slots.write(head.step, plain, pieces, 1.0):
+                    problem = "another one is written"
+            except OSError as error:
+                problem = f"a machine cannot take it: {error.strerror}"
         for _ in pieces:  # what nobody here has taken
             pass
     _send_lines(run, world, road)
-    return world.is_everywhere(taken)
+    return next(filter(None, world.gather(problem)), "")
 
 
 class _Memory:

@@ -78,6 +78,11 @@ class Saver:
         self._error: BaseException | None = None
         self.is_prepared = False
 
+    def close(self) -> None:
+        """Give memory back, unless a checkpoint is still being written: where a peer is gone, that may wait for it."""
+        if self._stage is not None and (self._thread is None or not self._thread.is_alive()):
+            self._stage.close()
+
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Make room for copies in the background: the first touch of memory costs more than many copies into it.
 

@@ -1,5 +1,7 @@
 """Memory that outlives the ranks that write it: two buffers and a bell, owned by the process that supervises them.
 
+Where each rank has a part of the state only, there are two buffers for each of them.
+
 Each is an anonymous file in memory (memfd_create(2)). Ranks open them by the supervisor's entry in /proc, so nothing is
 inherited, and the memory is free once the supervisor is gone: what must outlive him is on the disk.
 
@@ -13,6 +15,7 @@ The bell is a file lock that the supervisor holds: who waits for it is woken whe
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -62,10 +65,19 @@ def begin_of_tensors(plain: int) -> int:
 class Owned:
     """The supervisor's side."""
 
-    def __init__(self) -> None:
-        self._buffers = [os.memfd_create(f"train-snapshot-{n}", os.MFD_CLOEXEC) for n in range(2)]
+    def __init__(self, parts: int = 1) -> None:
+        """
+        Args:
+            parts: into how many the ranks here divide the state that they keep.
+        """
+        self._buffers = [os.memfd_create(f"train-snapshot-{n}", os.MFD_CLOEXEC) for n in range(2 * parts)]
         self._bell = os.memfd_create("train-bell", os.MFD_CLOEXEC)
         self.hush()
+
+    @property
+    def parts(self) -> int:
+        """Into how many the state that is kept here is divided."""
+        return len(self._buffers) // 2
 
     @property
     def address(self) -> str:
@@ -74,12 +86,14 @@ class Owned:
 
     @property
     def step(self) -> int:
-        """The newest step that is kept; 0: none. What it is worth is only known when it is read."""
-        return max((head.step for fd in self._buffers if (head := _head(fd))), default=0)
+        """The newest step that is kept, in all its parts; 0: none. What it is worth is only known when it is read."""
+        steps = [head.step if (head := _head(fd)) else 0 for fd in self._buffers]
+        pairs = zip(steps[::2], steps[1::2], strict=True)
+        return max(set.intersection(*({*pair} for pair in pairs)), default=0)
 
     @property
     def size(self) -> int:
-        """Bytes of a buffer."""
+        """Bytes of the largest buffer."""
         return max(os.fstat(fd).st_size for fd in self._buffers)
 
     def hush(self) -> None:
@@ -98,13 +112,20 @@ class Owned:
 class Slots:
     """A rank's side."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, part: int = 0) -> None:
         """Open what an `Owned` has told.
 
+        Args:
+            part: of those that the state is divided into.
+
         Raises:
-            OSError: its owner is gone, or is another user's.
+            OSError: its owner is gone, or is another user's, or there is no such part.
         """
-        *self._buffers, self._bell = (os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in address.split(":"))
+        *buffers, bell = address.split(":")
+        mine = buffers[2 * part : 2 * part + 2]
+        if not mine:
+            raise FileNotFoundError(errno.ENOENT, "nothing is kept for this rank")
+        *self._buffers, self._bell = (os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in (*mine, bell))
 
     def reserve(self, size: int) -> None:
         """Take memory for two contents of so many bytes, so that writing them asks for none.
@@ -115,6 +136,11 @@ class Slots:
         for fd in self._buffers:
             os.posix_fallocate(fd, 0, size)
 
+    @property
+    def taken(self) -> int:
+        """Bytes of memory that both buffers have."""
+        return sum(os.fstat(fd).st_size for fd in self._buffers)
+
     def holds(self, size: int) -> bool:
         """Whether memory for so many bytes has been taken."""
         return all(os.fstat(fd).st_size >= size for fd in self._buffers)
@@ -123,6 +149,11 @@ class Slots:
         """Wait until a rank has died."""
         fcntl.flock(self._bell, fcntl.LOCK_SH)
         fcntl.flock(self._bell, fcntl.LOCK_UN)
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """The steps that are kept, and in which buffer each."""
+        return {head.step: slot for slot, fd in enumerate(self._buffers) if (head := _head(fd))}
 
     def newest(self) -> tuple[int, Head] | None:
         """The buffer with the newest state, and what it says of itself."""
@@ -166,6 +197,12 @@ class Slots:
     def wipe(self, slot: int) -> None:
         """Forget what a buffer holds."""
         _wipe(self._buffers[slot])
+
+    def wipe_from(self, step: int) -> None:
+        """Forget the states after this step and later ones."""
+        for kept, slot in self.steps.items():
+            if kept >= step:
+                self.wipe(slot)
 
     def close(self) -> None:
         for fd in (*self._buffers, self._bell):

@@ -18,20 +18,18 @@ A snapshot is for ranks that the same supervisor starts again: same configuratio
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import mmap
-import pickle
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from train.checkpoint.shared import Piece, Slots, begin_of_tensors
+from train.checkpoint import room
+from train.checkpoint.packed import Packed, pack, settle
+from train.checkpoint.shared import Slots, begin_of_tensors
 from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
@@ -43,123 +41,6 @@ SHARE = 0.01
 """Of the time, that may go into snapshots."""
 _PATIENCE = 20.0
 """Seconds that a survivor waits for its own update to end, and for others to have left their states behind."""
-_AT_ONCE = 1 << 26
-"""Bytes that are reserved without a thread: it takes some hundredths of a second."""
-_SLACK = 1 << 16
-"""Bytes by which the plain part may grow: lines, for example."""
-_ALIGN = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A tensor, in the plain part."""
-
-    at: int
-    """Bytes after where the tensors begin."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count * self.dtype.itemsize
-
-
-@dataclasses.dataclass
-class _Packed:
-    """Tensors on their way into a buffer, each once, however often it is named."""
-
-    tensors: list[Tensor] = dataclasses.field(default_factory=list)
-    end: int = 0
-    _places: dict[int, _Place] = dataclasses.field(default_factory=dict)
-
-    def walk(self, value: Any) -> Any:
-        """The value with places instead of tensors."""
-        if isinstance(value, dict):
-            return {key: self.walk(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)([self.walk(inner) for inner in value])
-        if not isinstance(value, Tensor):
-            return value
-        place = self._places.get(id(value))
-        if place is None:
-            dense = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-            stride = value.stride() if dense else torch.empty(value.shape, device="meta").stride()
-            place = self._places[id(value)] = _Place(self.end, value.dtype, tuple(value.shape), tuple(stride))
-            self.tensors.append(value)
-            self.end += -(-place.size // _ALIGN) * _ALIGN
-        return place
-
-    def pieces(self) -> Iterator[Piece]:
-        """The bytes of the tensors, each filled up to a multiple of _ALIGN."""
-        for value in self.tensors:
-            if not value.numel():
-                continue
-            here = value.detach().cpu()
-            if here.dim() == 4 and here.is_contiguous(memory_format=torch.channels_last):
-                here = here.permute(0, 2, 3, 1)  # as it lies in memory
-            piece = here.contiguous().reshape(-1).view(torch.uint8).numpy().data
-            yield piece
-            if len(piece) % _ALIGN:
-                yield bytes(_ALIGN - len(piece) % _ALIGN)
-
-
-@dataclasses.dataclass(frozen=True)
-class Content:
-    """A snapshot that has been read and verified."""
-
-    step: int
-    state: dict[str, Any]
-    """`model`, `optimizer`, `scaler`."""
-    lines: list[Training]
-    """Training lines that may not have been written when rank 0 died."""
-    memory: mmap.mmap
-    start: int
-    mark: str = ""
-    """Of the attempt that left it."""
-
-    def tensor(self, place: _Place) -> Tensor:
-        """A tensor that owns its memory."""
-        flat = torch.empty(0, dtype=place.dtype)
-        if place.size:
-            flat = torch.frombuffer(
-                self.memory, dtype=place.dtype, count=place.size // place.dtype.itemsize, offset=self.start + place.at
-            )
-        found = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
-        return found.copy_(flat.as_strided(place.shape, place.stride)) if place.size else found
-
-    def walk(self, value: Any) -> Any:
-        """The value with tensors instead of places."""
-        if isinstance(value, dict):
-            return {key: self.walk(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)([self.walk(inner) for inner in value])
-        return self.tensor(value) if isinstance(value, _Place) else value
-
-
-def read(slots: Slots, slot: int, fingerprint: str) -> Content | None:
-    """What a buffer holds; None if it is damaged, or of another run's state."""
-    with contextlib.suppress(OSError, pickle.UnpicklingError, KeyError, ValueError, EOFError, AttributeError):
-        found = slots.read(slot)
-        if found is not None:
-            plain = pickle.loads(found[0])
-            if plain["fingerprint"] == fingerprint:
-                start = begin_of_tensors(len(found[0]))
-                return Content(plain["step"], plain["state"], plain["lines"], found[1], start, plain["mark"])
-    return None
-
-
-def apply(content: Content, module: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    """Put a snapshot into a model and its fresh optimizer."""
-    state = OrderedDict(content.walk(content.state["model"]))
-    state._metadata = getattr(module.state_dict(), "_metadata", {})  # type: ignore[attr-defined]
-    module.load_state_dict(state)
-    optimizer.load_state_dict(content.walk(content.state["optimizer"]))
-    if precision.scaler is not None and content.state["scaler"]:
-        precision.scaler.load_state_dict(content.state["scaler"])
 
 
 class Snapshots:
@@ -171,17 +52,17 @@ class Snapshots:
         fingerprint: str,
         world: World,
         say: Callable[[str], None],
-        room: Callable[[], int],
+        left: Callable[[], int],
         mark: str = "",
     ) -> None:
         """
         Args:
             fingerprint: of all that must be the same where the state is taken up.
-            room: bytes of memory that can still be had.
+            left: bytes of memory that can still be had.
             mark: of this attempt, the same on all machines.
         """
         self._mark = mark
-        self._slots, self._fingerprint, self._world, self._say, self._room = slots, fingerprint, world, say, room
+        self._slots, self._fingerprint, self._world, self._say, self._left_over = slots, fingerprint, world, say, left
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._at = 0
@@ -275,17 +156,15 @@ class Snapshots:
             return False
         return self._slots.write(self._at, plain, packed.pieces(), patience)
 
-    def _pack(self, model: dict[str, Tensor], lines: list[Training]) -> tuple[bytes, _Packed]:
-        packed, scaler = _Packed(), self._precision.scaler
-        state = packed.walk({"model": dict(model), "optimizer": self._optimizer.state_dict()})
-        state["scaler"] = scaler.state_dict() if scaler is not None else None
-        plain = {
-            "fingerprint": self._fingerprint, "step": self._at, "mark": self._mark, "state": state, "lines": lines,
-        }  # fmt: skip
-        return pickle.dumps(plain), packed
+    def _pack(self, model: dict[str, Tensor], lines: list[Training]) -> tuple[bytes, Packed]:
+        return pack(
+            model, self._optimizer, self._precision,
+            fingerprint=self._fingerprint, step=self._at, mark=self._mark, lines=lines,
+        )  # fmt: skip
 
     def _take(self) -> None:
         """On the first rank of a machine, between two steps."""
+        settle(self._world.device)
         began = time.monotonic()
         try:
             self._write(self._strategy.module.state_dict(keep_vars=True), 0.0)
@@ -301,26 +180,14 @@ class Snapshots:
             plain, packed = self._pack(self._strategy.module.state_dict(keep_vars=True), [])
         except Exception as error:
             return self._give_up(f"no snapshots in memory: {error}")
-        slots, size = self._slots, begin_of_tensors(len(plain) + _SLACK) + packed.end
-        if slots.holds(size):  # since an attempt before
+        size = begin_of_tensors(len(plain) + room.SLACK) + packed.end
+        if self._slots.holds(size):  # since an attempt before
             return None
-        room = self._room()
-        if 2 * size > room / 2:
-            return self._give_up(
-                f"no snapshots in memory: 2 x {words(size)} are more than half of the {words(room)} that are left; "
-                "a death costs the steps since the last checkpoint"
-            )
-        self._say(f"snapshots in memory: 2 x {words(size)}")
-
-        def reserve() -> None:
-            with contextlib.suppress(OSError):  # then it does not hold, and nothing is kept
-                slots.reserve(size)
-
-        if size > _AT_ONCE:
-            threading.Thread(target=reserve, daemon=True, name="reserve snapshots").start()
-        else:
-            reserve()
-        return None
+        problem = room.problem(self._slots, size, self._left_over())
+        if problem:
+            return self._give_up(problem)
+        self._say(f"snapshots in memory: 2 x {room.words(size)}")
+        return room.take(self._slots, size, self._say)
 
     def _give_up(self, why: str) -> None:
         self._slots = None
@@ -329,11 +196,3 @@ class Snapshots:
 
 def _is_buffer(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and bool(value.numel())
-
-
-def words(size: float) -> str:
-    """Bytes in words."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1e3:.0f} kB"

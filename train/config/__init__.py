@@ -2,6 +2,7 @@
 
 from train.config.layers import build, changeable, check_flags, forbidden_changes, from_toml, layer
 from train.config.schema import (
+    SPREAD,
     Checkpoint,
     Config,
     Count,
@@ -32,7 +33,7 @@ LOCAL = ("data.root", "data.workers")
 """Fields that may differ from machine to machine of a run: no result depends on them."""
 
 __all__ = [
-    "LOCAL",
+    "LOCAL", "SPREAD",
     "Checkpoint", "Config", "Count", "Data", "Eval", "FieldInfo", "Log", "NotNegative", "Optim", "Parallel",
     "Positive", "Schedule", "Share", "Watch", "build", "changeable", "check_flags", "fields", "flatten",
     "forbidden_changes", "from_toml", "is_optional", "layer", "parse_value", "read_toml", "to_flat", "to_toml",

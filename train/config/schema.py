@@ -61,6 +61,10 @@ class Schedule:
     """The global batch size at which optim.lr was chosen; used by scaling."""
 
 
+SPREAD = ("fsdp", "hsdp")
+"""Strategies with which a rank holds a part of the state only."""
+
+
 @dataclass(config=_STRICT)
 class Parallel:
     strategy: Changeable[Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp"]] = "auto"
@@ -118,7 +122,8 @@ class Checkpoint:
     """Write in the background: training waits only for a copy of the state in host memory."""
     snapshots: Changeable[bool] = True
     """Launched runs: keep the state of the last step in memory that its agent owns, so that the death of a rank costs
-    no step. Takes twice the memory of the state; where that does not fit, the log says so. Not with fsdp and hsdp."""
+    no step. Takes twice the memory of the state; where that does not fit, the log says so. With fsdp and hsdp, of
+    a step that is as recent as copies at a hundredth of the time allow."""
 
 
 @dataclass(config=_STRICT)

@@ -189,7 +189,8 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
             if value.device == device and value.dtype == kind and not (channels_last and value.dim() == 4):
                 return value
             layout = torch.channels_last if channels_last and value.dim() == 4 else torch.preserve_format
-            return value.to(device, kind, non_blocking=True, memory_format=layout)
+            # a copy to the host must be there when it is looked at
+            return value.to(device, kind, non_blocking=device.type == "cuda", memory_format=layout)
         if isinstance(value, dict):
             return type(value)((key, move(inner)) for key, inner in value.items())
         if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -31,16 +31,25 @@ class Agenda:
         """Whether an evaluation belongs after this step."""
         if step == 0 or math.isinf(self.evaluate_every):
             return False
-        if step == self.total_steps:
-            return True
-        every = self.evaluate_every
-        return every > 0 and math.floor(step / every) > math.floor((step - 1) / every)
+        return step == self.total_steps or self._passes(self.evaluate_every, step - 1, step)
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint belongs after this step."""
-        if step == self.total_steps or (self.saves_evaluations and self.evaluates(step)):
+        return self.misses_save(step - 1, step)
+
+    def misses_save(self, saved: int, step: int) -> bool:
+        """Whether a checkpoint belongs after this step or one before it, where the newest is of step `saved`."""
+        saved = max(saved, 0)
+        if saved >= step:
+            return False
+        if step == self.total_steps or (self.saves_evaluations and self._passes(self.evaluate_every, saved, step)):
             return True
-        return self.save_every is not None and step % self.save_every == 0
+        return self.save_every is not None and self._passes(self.save_every, saved, step)
+
+    @staticmethod
+    def _passes(every: float, before: int, step: int) -> bool:
+        """Whether a multiple of `every` steps lies after `before`, and not after `step`."""
+        return 0 < every < math.inf and math.floor(step / every) > math.floor(before / every)
 
 
 def agenda_of(config: Config, plan: Plan, total_steps: int, has_evaluation: bool) -> Agenda:

@@ -44,6 +44,8 @@ def compile_as_asked(model: nn.Module, config: Config) -> None:
     if config.compile:
         # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
         model.compile(dynamic=False)
+        # beyond torch's limit (8) shapes are not compiled: which ones, would go by where an attempt began
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 16
 
 
 def refusal(error: BaseException) -> str:

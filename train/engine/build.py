@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from train.checkpoint.kinds import keep_types
-from train.config import Config
+from train.config import SPREAD, Config
 from train.data.fetch import fetcher
 from train.data.fingerprint import Files, Fingerprint, of_sets
 from train.data.loader import prepared
@@ -71,6 +73,11 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
     model = _call(task, "model", config)
     if not isinstance(model, nn.Module):
         raise Refused(f"model in {task.file} must return a torch.nn.Module, got {type(model).__name__}")
+    if any(map(nn.parameter.is_lazy, model.parameters())):
+        raise Refused(
+            f"the model of {task.file} has parameters without a shape yet (torch.nn.Lazy…): give their sizes, or call "
+            "the model once in model()"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise Refused(f"the model of {task.file} has no parameter to train")
     # not to(weights), which would make real numbers of complex ones
@@ -80,8 +87,19 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
 def first_samples(task: Task, config: Config, precision: Precision, train_set: Any) -> Any:
     """A micro batch of the first samples of the training set (again from the first where it is too small)."""
     assert isinstance(config.micro_batch_size, int)
-    indices = np.arange(config.micro_batch_size) % len(train_set)
-    batch = fetcher(train_set, task.collate)(MicroBatch(0, 0, indices, config.seed))
+    fetch, wanted = fetcher(train_set, task.collate), config.micro_batch_size
+
+    def is_readable(index: int) -> bool:
+        with contextlib.suppress(Exception):
+            fetch(MicroBatch(0, 0, np.array([index]), config.seed))
+            return True
+        return False
+
+    found: Iterable[int] = range(len(train_set))
+    if config.data.leaves_out:
+        found = list(itertools.islice(filter(is_readable, found), wanted)) or found
+    indices = np.resize(np.array(list(itertools.islice(found, wanted))), wanted)
+    batch = fetch(MicroBatch(0, 0, indices, config.seed))
     return prepared(batch, config.seed, precision.device, precision.inputs, config.channels_last, task.on_device)
 
 
@@ -101,9 +119,15 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
     optim = config.optim
     common: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if parameters[0].device.type == "cuda":
-        common["fused"] = True  # one kernel for all parameters
+        # one kernel for all parameters; SGD's takes none that are spread over ranks (torch 2.7)
+        common["fused"] = not (optim.name == "sgd" and config.parallel.strategy in SPREAD)
     if optim.name == "sgd":
-        return torch.optim.SGD(parameters, momentum=optim.momentum, **common)
+        made = torch.optim.SGD(parameters, momentum=optim.momentum, **common)
+        if config.precision == "fp16" and optim.momentum:
+            # a first step that fp16 leaves out would make buffers, and leave them unwritten (torch 2.7, fused)
+            for parameter in parameters:
+                made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return made
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return kind(parameters, betas=(optim.momentum, 0.999), **common)
 
@@ -115,7 +139,7 @@ def _check_spread(optimizer: torch.optim.Optimizer, config: Config) -> None:
         Refused: one of torch's that would make another step, or none.
     """
     name = config.parallel.strategy
-    if name in ("fsdp", "hsdp") and type(optimizer).__name__ in ("Adafactor", "Rprop", "LBFGS"):
+    if name in SPREAD and type(optimizer).__name__ in ("Adafactor", "Rprop", "LBFGS"):
         raise Refused(
             f"torch.optim.{type(optimizer).__name__} needs whole parameters, and --parallel.strategy {name} spreads "
             "them over ranks; use --parallel.strategy ddp, or another optimizer"

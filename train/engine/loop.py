@@ -45,7 +45,7 @@ def train(job: Job, done: int) -> Done:
     with loop.account.spent("start"):
         job.strategy.start()
     try:
-        if agenda.saves(done):  # a death came before: the state is from memory
+        if agenda.misses_save(job.saved, done):  # a death came before: the state is from memory
             loop.save()
         if agenda.evaluates(done) and job.evaluated < done:  # it ended before the evaluation that was due
             loop.evaluate()
@@ -90,7 +90,8 @@ class _Loop:
         )
         self._votes = Votes(job.strategy.votes_type, job.world.device, job.strategy.is_ordered, job.stop)
         self._readback = Readback[_Step](job.world.device)
-        self._clock = Clock(job.config.checkpoint.every_minutes)
+        from_memory = job.saved < done  # deaths that cost no step must not put off what the disk is to have
+        self._clock = Clock(job.config.checkpoint.every_minutes, job.run.since_saved(job.saved) if from_memory else 0.0)
         self._meter = Meter(DataWait(job.run.name, job.config.data.workers or 0, job.world.node.size))
         self._lines: collections.deque[Training] = collections.deque(maxlen=2)
         """Those that rank 0, if it died now, might not have written."""

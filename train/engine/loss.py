@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from train.errors import TrainingFailed
+from train.parallel.transparent import Transparent
 from train.tasks import Task
 
 _WIDE = (torch.float32, torch.float64)
@@ -109,7 +110,7 @@ def evaluation_figures(task: Task, model: nn.Module, batch: Any, samples: int) -
     return figures
 
 
-class _Once(nn.Module):
+class _Once(Transparent):
     """A model that gives the same answer to the same question: loss and metrics ask for the same outputs.
 
     Only where the very same objects are passed, and neither they nor the answer have been changed in between.
@@ -122,6 +123,10 @@ class _Once(nn.Module):
         self._asked: Any = None
         self._answer: Any = None
 
+    @property
+    def inner(self) -> nn.Module:
+        return self.module
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         asked = tree_flatten((args, kwargs))
         versions = _versions(asked[0])
@@ -132,12 +137,6 @@ class _Once(nn.Module):
         made = self.module(*args, **kwargs)
         self._asked, self._answer = (asked, versions), (made, _versions(tree_leaves(made)))
         return made
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
 
 
 def _versions(leaves: list[Any]) -> list[int]:

@@ -15,9 +15,13 @@ from train.record.metrics import Speed
 class Clock:
     """Says when so many minutes have passed since the last save. Rank 0's clock decides for all."""
 
-    def __init__(self, minutes: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, minutes: float, since: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            since: seconds that have passed since the last save already.
+        """
         self._seconds, self._now = minutes * 60, now
-        self.restart()
+        self._since = now() - since
 
     def restart(self) -> None:
         self._since = self._now()

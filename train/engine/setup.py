@@ -9,17 +9,15 @@ import json
 import logging
 import uuid
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from train import config as configuration
 from train import faults
-from train.checkpoint import level, snapshot
 from train.checkpoint.saver import Saver
 from train.checkpoint.shared import Slots
+from train.checkpoint.shares import Shares
 from train.checkpoint.snapshot import Snapshots
-from train.checkpoint.state import load
 from train.config import Config
 from train.data.loader import Loader
 from train.data.plan import Plan
@@ -29,16 +27,15 @@ from train.engine.agenda import Agenda, agenda_of
 from train.engine.report import Report
 from train.engine.skipped import Skipped
 from train.engine.spare import Spare
+from train.engine.start import Start, restore
 from train.parallel import choose
 from train.parallel.precision import Precision
 from train.parallel.seat import Seat
 from train.parallel.strategy import Strategy
 from train.parallel.units import recompute
 from train.parallel.world import World, join, pick_device, take_device
-from train.record import manifest as manifests
 from train.record import metrics
 from train.record.heartbeat import Heart
-from train.record.metrics import Training
 from train.record.store import Run
 from train.record.times import Times
 from train.signals import StopRequest
@@ -71,7 +68,7 @@ class Job:
     """Last step after which an evaluation is on record; -1 without one."""
     saved: int
     """The step of the newest checkpoint on the disk; 0 without one."""
-    snapshots: Snapshots
+    snapshots: Snapshots | Shares
     spare: Spare | None = None
     """Where a rank without data has to compute all the same."""
 
@@ -93,22 +90,6 @@ class Done:
     stopped: bool
     times: Times
     """Where the time of the attempt went on this rank."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Where an attempt continues."""
-
-    step: int = 0
-    """After this one; 0: from the beginning."""
-    saved: int = 0
-    """The step of the newest checkpoint on the disk."""
-    manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the checkpoint of `step`; {}: it is not from a checkpoint."""
-    slot: int | None = None
-    """The buffer in which the state after `step` lies in memory; None: it does not."""
-    lines: list[Training] = dataclasses.field(default_factory=list)
-    """Training lines that the snapshot brings with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +131,14 @@ def set_up(
     model = strategy.place(model)
     optimizer = build.make_optimizer(task, model, config)
     faults.here("start")
+    is_spread = config.parallel.strategy in configuration.SPREAD
     slots = _slots(memory, config, seat)
+    slots = slots if world.is_everywhere(slots is not None) else None
     same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
-    fingerprint = json.dumps([same, task.sha256], sort_keys=True, default=str)
-    start = _restore(run, world, slots, fingerprint, model, optimizer, precision)
+    place = (world.rank, world.size) if is_spread else ()
+    fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
+    left = memory.room if memory else lambda: 0
+    start = restore(run, world, slots, fingerprint, model, optimizer, precision, is_spread, left)
     step = start.step
     faults.here("loaded")
     arithmetic.compile_as_asked(model, config)
@@ -163,26 +148,30 @@ def set_up(
     if world.is_lead:
         _mend(run, told, start)
 
+    mark = world.share(uuid.uuid4().hex)
+
     def saved(at: int) -> None:
         told.say(f"saved {run.checkpoint(at).name}")
         run.note(saved_step=at)
 
+    saver = Saver(run, world, config, attempt, saved)
+    held.callback(saver.close)
     job = Job(
         run, task, config, world, precision, strategy, optimizer, loader,
         plan, None if eval_set is None else build.evaluation_plan(config, len(eval_set)),
         agenda_of(config, plan, total, eval_set is not None),
-        Saver(run, world, config, attempt, saved),
+        saver,
         told, stop, heart,
         evaluation["step"] if evaluation else -1,
         start.saved,
-        Snapshots(
-            slots, fingerprint, world, told.say, memory.room if memory else lambda: 0, world.share(uuid.uuid4().hex)
+        (Shares if is_spread else Snapshots)(
+            slots, fingerprint, world, told.say, left, mark
         ),
         Spare(world, config.data.leaves_out) if strategy.lends_data else None,
     )  # fmt: skip
     job.snapshots.attach(strategy, optimizer, precision)
     if world.is_lead:
-        _announce(job, attempt, start)
+        _announce(job, attempt, start, mark)
     return job, step
 
 
@@ -198,85 +187,27 @@ def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Modu
     """The same model as it computes on so many ranks, before it is spread over them."""
     if config.sync_batchnorm and ranks > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    arithmetic.lay_out(model, config)
+    if not choose.shards(config, ranks):  # fsdp takes no other layout of weights; inputs have it all the same
+        arithmetic.lay_out(model, config)
     recompute(model, config.parallel.recompute)
     return model
 
 
 def _slots(memory: Memory | None, config: Config, seat: Seat) -> Slots | None:
-    """Where snapshots are kept, if they are: not of a state that is spread over ranks.
+    """Where snapshots are kept, if they are.
 
     After the loader has forked: its processes must not keep a lock for a rank that is dead.
     """
-    # by what is asked for: of machines that leave and join, a single rank may be left, and what it kept would be old
-    # when there are several again
-    is_whole = config.parallel.strategy not in ("fsdp", "hsdp")
     is_mine = len(seat.leads) > 1 or seat.local_size == seat.size  # not over machines that no agents of ours join
-    if memory is None or not config.checkpoint.snapshots or not (is_whole and is_mine):
+    if memory is None or not config.checkpoint.snapshots or not is_mine:
         return None
+    # by what is asked for: of machines that leave and join, a single rank may be left
+    part = seat.local_rank if config.parallel.strategy in configuration.SPREAD else 0
     try:
-        return Slots(memory.address)
+        return Slots(memory.address, part)
     except OSError as error:
         log.warning("warning: no snapshots in memory: %s", error)
         return None
-
-
-def _restore(
-    run: Run, world: World, slots: Slots | None, fingerprint: str, model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer, precision: Precision,
-) -> Start:  # fmt: skip
-    """Take up the newest state that is whole, from memory or from the disk. A collective."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    slots = slots if world.is_everywhere(slots is not None) else None
-    while True:
-        start = _begin(run, world, slots, fingerprint)
-        slot = start.slot
-        if slots is None or slot is None:
-            break
-        content = snapshot.read(slots, slot, fingerprint)
-        if world.is_everywhere(content is not None):
-            assert content is not None
-            snapshot.apply(content, model, optimizer, precision)
-            start = dataclasses.replace(start, lines=content.lines)
-            break
-        if world.is_lead:
-            log.warning("warning: the state after step %d in memory is damaged, and is not used", start.step)
-            slots.wipe(slot)
-    if start.manifest:
-        load(run.checkpoint(start.step), model, optimizer, by_itself=len(world.leads) > 1)
-        if precision.scaler is not None and start.manifest.get("scaler"):
-            precision.scaler.load_state_dict(start.manifest["scaler"])
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
-    return start
-
-
-def _begin(run: Run, world: World, slots: Slots | None, fingerprint: str) -> Start:
-    """Choose the state to continue from, on one machine or on several. A collective."""
-    if len(world.leads) == 1:
-        return world.on_first(lambda: _begin_here(run, slots))
-    agreed = level.agree(run, world, slots, fingerprint)
-    if world.is_lead:
-        for line in agreed.warnings:
-            log.warning("warning: %s", line)
-    world.on_leads(lambda: metrics.cut(run, agreed.step))
-    return Start(agreed.step, agreed.saved, agreed.manifest, agreed.slot)
-
-
-def _begin_here(run: Run, slots: Slots | None) -> Start:
-    """On rank 0: clear away what a kill left, choose the state to continue from, cut the records to it."""
-    manifests.clean(run)
-    kept, newest = slots.newest() if slots is not None else None, next(iter(run.steps_saved()), 0)
-    if kept is not None and kept[1].step >= newest:
-        metrics.cut(run, kept[1].step)
-        return Start(kept[1].step, newest, slot=kept[0])
-    found = manifests.newest_valid(run)
-    step, manifest, unused = found or (0, {}, [])
-    for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
-        log.warning("warning: %s", line)
-        manifests.set_aside(run, newer, line.prefix)
-    metrics.cut(run, step)
-    return Start(step, step, manifest)
 
 
 def _mend(run: Run, told: Report, start: Start) -> None:
@@ -288,7 +219,7 @@ def _mend(run: Run, told: Report, start: Start) -> None:
             told.training(line)
 
 
-def _announce(job: Job, attempt: int, start: Start) -> None:
+def _announce(job: Job, attempt: int, start: Start, mark: str) -> None:
     """What run.json and the log say at the start of an attempt. On the first rank of a machine."""
     step = start.step
     run, plan, config, world = job.run, job.plan, job.config, job.world
@@ -298,7 +229,7 @@ def _announce(job: Job, attempt: int, start: Start) -> None:
         {} if job.strategy.lends_data else uneven.survey(plan, job.evaluation, world.size, job.strategy.is_ordered)
     )
     run.note_ready(
-        step, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
+        step, mark, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
         steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="", without_data=without,
     )  # fmt: skip
     per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"

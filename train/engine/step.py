@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from train import faults
@@ -90,6 +91,8 @@ def _micro_batch(
         if found is None:
             return
         micro, batch = found
+    # statistics are of what ranks have themselves; a resume would lend other data
+    held = [] if is_own else [(buffer, buffer.clone()) for buffer in job.strategy.module.buffers()]
     seed_compute(micro.seed, job.world.device)
     with job.strategy.micro_batch(micro.number, is_last):
         with job.precision.autocast(), quiet("loss", job.task.file, waits_for):
@@ -98,3 +101,6 @@ def _micro_batch(
             votes.add(micro.number, loss)
         weight = loss.weight / samples if is_own else 0.0
         job.strategy.backward(loss.value, weight, votes.cast() if is_last else None)
+    with torch.no_grad():
+        for buffer, before in held:
+            buffer.copy_(before)

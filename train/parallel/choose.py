@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.config import Config
+from train.config import SPREAD, Config
 from train.errors import Refused
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def resolve(config: Config, size: int) -> str:
 
 def shards(config: Config, size: int) -> bool:
     """Whether each of so many ranks holds a part of the model only."""
-    return resolve(config, size) in ("fsdp", "hsdp")
+    return resolve(config, size) in SPREAD
 
 
 def ranks_of_copy(config: Config, size: int) -> int:
@@ -53,6 +53,12 @@ def check(config: Config, size: int, device: torch.device) -> None:
         raise Refused(f"--parallel.strategy {name} is for one rank, not {size}; {instead}")
     if name == "dp" and device.type != "cuda":
         raise Refused("--parallel.strategy dp (nn.DataParallel) needs GPUs; on a CPU use --nproc N with ddp")
+    if name == "dp" and (config.compile or parallel.recompute):
+        what = "compile" if config.compile else "parallel.recompute"
+        raise Refused(
+            f"--parallel.strategy dp copies the model to each GPU in every forward, which --{what} does not follow; "
+            "use --parallel.strategy ddp, or leave it out"
+        )
     if parallel.reduce == "ordered":
         _check_ordered(config)
     if parallel.shard_size is not None and name != "hsdp":
@@ -67,15 +73,15 @@ def check(config: Config, size: int, device: torch.device) -> None:
                 f"--parallel.shard_size {parallel.shard_size} does not divide the {size} ranks; "
                 f"use one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
             )
-    if parallel.find_unused_parameters and name in ("fsdp", "hsdp"):
+    if parallel.find_unused_parameters and name in SPREAD:
         raise Refused(f"--parallel.find_unused_parameters is for ddp; {name} has no use for it: leave it out")
-    if parallel.wrap != "auto" and name not in ("fsdp", "hsdp"):
+    if parallel.wrap != "auto" and name not in SPREAD:
         raise Refused(f"--parallel.wrap is for fsdp and hsdp, not {name}; leave it out")
 
 
 def _check_ordered(config: Config) -> None:
     name = config.parallel.strategy
-    if name in ("dp", "fsdp", "hsdp"):
+    if name in ("dp", *SPREAD):
         raise Refused(
             f"--parallel.reduce ordered is for single and ddp: {name} adds gradients in an order of its own; "
             "use --parallel.strategy ddp, or --parallel.reduce fast"

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.errors import TrainingFailed
 from train.parallel.strategy import VOTES, Spread
+from train.parallel.transparent import Transparent
 
 
 class _Forward(nn.Module):
@@ -44,8 +45,13 @@ class _Forward(nn.Module):
         return chain
 
 
-class _Parallel(DistributedDataParallel):
+class _Parallel(Transparent, DistributedDataParallel):
     """DDP that names our own remedy."""
+
+    @property
+    def inner(self) -> nn.Module:
+        found: nn.Module = self.module.module
+        return found
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -110,7 +116,7 @@ class Replicated(Spread):
     def idle(self, votes: Tensor) -> None:
         self._forward.idle = True
         try:
-            zero = self._ddp()
+            zero = self._ddp(None)  # on a GPU torch moves the first argument, and fails where there is none (2.7)
         finally:
             self._forward.idle = False
         self._reducing(zero, torch.zeros_like(zero), votes)

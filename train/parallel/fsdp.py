@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -62,6 +63,9 @@ class Sharded(Spread):
         # two dimensions: groups that hold the same part, and groups that hold one copy of the model among them
         shape = (size // self._share, self._share)
         mesh = init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        if self.world.timeout is not None and size > 1:  # a mesh makes groups with torch's own
+            for group in (None, *mesh.get_all_groups()):
+                _set_pg_timeout(self.world.timeout, group)
         self._divisor = self._find_divisor(model, mesh["shard"])
         for unit in [*units(model, self.config.parallel.wrap, "wrap"), model]:
             # the root too: an evaluation would leave its parameters gathered, and the next step would use old ones

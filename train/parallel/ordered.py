@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from train.data.sharing import share
 from train.parallel.strategy import Spread
-from train.parallel.stream import Stream, levels
+from train.parallel.stream import Stream, flat_as, levels, lying_as
 
 Node = tuple[int, int]
 """A subtree: the first of its micro batches, and the one after its last."""
@@ -339,8 +339,8 @@ class Ordered(Spread):
     def _packed(self, tensors: list[Tensor]) -> list[Tensor]:
         """All tensors of a type as one, the types in the order in which they come."""
         by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+        for tensor, like in zip(tensors, self._like, strict=True):
+            by_type.setdefault(tensor.dtype, []).append(flat_as(tensor, like))
         return [torch.cat(parts) for parts in by_type.values()]
 
     def _unpacked(self, flats: list[Tensor]) -> list[Tensor]:
@@ -350,5 +350,5 @@ class Ordered(Spread):
         for like in self._like:
             begin = at[like.dtype]
             at[like.dtype] = begin + like.numel()
-            found.append(by_type[like.dtype][begin : at[like.dtype]].view(like.shape))
+            found.append(lying_as(by_type[like.dtype][begin : at[like.dtype]], like))
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class Precision:
         self.weights = torch.float64 if name == "fp64" else torch.float32
         self.inputs = torch.float64 if name == "fp64" else None
         self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        if name == "fp16":  # it asks whether there is a GPU: without opening one, for workers are yet to be forked
+            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self.scaler = torch.amp.GradScaler("cuda") if name == "fp16" else None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

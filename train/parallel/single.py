@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
+from train.data.order import seed_of
 from train.parallel.strategy import Spread
 
 
@@ -21,4 +25,18 @@ class DataParallel(Spread):
 
     def _take(self, model: nn.Module) -> None:
         super()._take(model)
-        self.call = nn.DataParallel(model)
+        self.call = _Replicas(model)
+
+
+class _Replicas(nn.DataParallel):
+    """Each GPU draws from a generator of its own, seeded by the first one's seed whenever that has a new one."""
+
+    _seed: int | None = None
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        first = torch.cuda.default_generators[self.device_ids[0]].initial_seed() if self.device_ids else None
+        if first is not None and first != self._seed:
+            self._seed = first
+            for index in self.device_ids[1:]:
+                torch.cuda.default_generators[index].manual_seed(seed_of(first, f"gpu {index}") & (2**63 - 1))
+        return super().forward(*inputs, **kwargs)

@@ -236,7 +236,7 @@ class Spread:
             for buffers in by_type.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
                 with self.exposed.waiting():
-                    dist.broadcast(flat, src=0)
+                    dist.broadcast(flat.view(torch.uint8), src=0)  # bytes: gloo knows few types
                 parts = flat.split([buffer.numel() for buffer in buffers])
                 views = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
                 agreed.update((id(buffer), view) for buffer, view in zip(buffers, views, strict=True))

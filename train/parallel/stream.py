@@ -35,6 +35,24 @@ class _Bucket:
         """That of the sum it is on its way to; -1: not sent."""
 
 
+def lying_as(flat: Tensor, like: Tensor) -> Tensor:
+    """A flat tensor in the shape of another one, and in memory as that lies: a fused optimizer's kernel asks for it."""
+    return (
+        flat.as_strided(like.shape, like.stride(), flat.storage_offset()) if _is_last(like) else flat.view(like.shape)
+    )
+
+
+def flat_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """What `lying_as` makes a tensor from."""
+    return (tensor.permute(0, 2, 3, 1) if _is_last(like) else tensor).reshape(-1)
+
+
+def _is_last(like: Tensor) -> bool:
+    """Whether channels lie last in memory."""
+    is_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
+    return is_last and not like.is_contiguous()
+
+
 def levels(world: int) -> int | None:
     """How many levels of pairs there are; None: the ranks are no power of two."""
     return world.bit_length() - 1 if world & (world - 1) == 0 else None
@@ -56,6 +74,8 @@ class Stream:
             pair = sorted((world.rank, world.rank ^ 1 << level))
             self._groups.append(dist.new_group(pair, timeout=world.timeout, use_local_synchronization=True))
         self._device = world.device
+        self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        """Where a GPU adds, one bucket after the other: all ranks call in one order, and the host waits for none."""
         self.views: list[Tensor] = list(like)
         """Where each tensor is written to, and its sum read from."""
         self._buckets = self._laid_out(like)
@@ -80,7 +100,7 @@ class Stream:
             counts = [like[member].numel() for member in bucket.members]
             bucket.flat = torch.empty(sum(counts), dtype=like[bucket.members[0]].dtype, device=self._device)
             for member, part in zip(bucket.members, bucket.flat.split(counts), strict=True):
-                self.views[member] = part.view(like[member].shape)
+                self.views[member] = lying_as(part, like[member])
         return buckets
 
     def begin(self) -> None:
@@ -99,9 +119,20 @@ class Stream:
         self._here[member] = True
         self._of[member].missing -= 1
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
-            self._next_level(self._buckets[self._sent])
+            self._send(self._buckets[self._sent])
             self._sent += 1
-        self._go_on()
+        if self._side is None:
+            self._go_on()
+
+    def _send(self, bucket: _Bucket) -> None:
+        if self._side is None:
+            return self._next_level(bucket)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            for group in self._groups:
+                dist.all_reduce(bucket.flat, group=group)
+        bucket.level = len(self._groups)
+        return None
 
     def _next_level(self, bucket: _Bucket) -> None:
         bucket.level += 1
@@ -121,6 +152,8 @@ class Stream:
     def finish(self) -> None:
         """Wait until all sums are in their views. Every part must have been written."""
         assert self._sent == len(self._buckets)
+        if self._side is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
         for level in range(len(self._groups)):
             for bucket in self._buckets:
                 if bucket.level == level:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -58,12 +59,17 @@ class World:
         """Make the group of this machine's ranks, and that of the machines' first ones. A collective."""
         if len(self.leads) == 1:
             return
+        # each rank makes two groups, and is in both: with a device, whoever is in none splits NCCL's, and waits for all
+        # others to do so; and names of groups go by how many a rank has (torch 2.7)
+        new = functools.partial(dist.new_group, backend="gloo", timeout=self.timeout, use_local_synchronization=True)
         for lead, end in itertools.pairwise((*self.leads, self.size)):
-            group = dist.new_group(range(lead, end), backend="gloo", timeout=self.timeout)
             if lead <= self.rank < end:
                 self.node = World(self.rank - lead, end - lead, self.local_rank, torch.device("cpu"))
-                self.node.timeout, self.node.group, self.node._base = self.timeout, group, lead
-        self.between = dist.new_group(list(self.leads), backend="gloo", timeout=self.timeout)
+                self.node.timeout, self.node._base = self.timeout, lead
+                self.node.group = new(list(range(lead, end)))
+        alike = [rank for rank in range(self.size) if (rank in self.leads) == self.is_lead]
+        group = new(alike)
+        self.between = group if self.is_lead else None
 
     @property
     def is_first(self) -> bool:

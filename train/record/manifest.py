@@ -142,6 +142,14 @@ def newest_valid(run: Run) -> tuple[int, dict[str, Any], list[Unused]] | None:
     return (0, {}, unused) if unused else None
 
 
+def take_newest(run: Run) -> tuple[int, dict[str, Any], list[Unused]]:
+    """The same, with newer ones set aside; 0 and {} where none is whole."""
+    step, manifest, unused = newest_valid(run) or (0, {}, [])
+    for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
+        set_aside(run, newer, line.prefix)
+    return step, manifest, unused
+
+
 def clean(run: Run) -> None:
     """Remove what interrupted saves and prunes left behind. Only for the holder of the run's lock."""
     with contextlib.suppress(FileNotFoundError):

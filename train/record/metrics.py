@@ -156,14 +156,18 @@ class Lines:
         self._file.close()
 
 
-def cut(run: Run, step: int) -> None:
-    """Cut metrics.jsonl and every rank's sample log to the lines of steps 1 to `step`. For rank 0, before training."""
+def cut(run: Run, step: int, made_here: float = math.inf) -> None:
+    """Cut metrics.jsonl and every rank's sample log to the lines of steps 1 to `step`. For rank 0, before training.
+
+    Args:
+        made_here: this machine's ranks have no part in steps after this one: others made them, without it.
+    """
     _cut(run.metrics, step, lambda line: int(json.loads(line)["step"]))
     for path in run.folder.glob("samples.rank*.log"):  # also of ranks that no longer exist
-        _cut(path, step, lambda line: int(line.split(b" ", 1)[0]))
+        _cut(path, min(step, made_here), lambda line: int(line.split(b" ", 1)[0]))
 
 
-def _cut(path: Path, step: int, step_of: Callable[[bytes], int]) -> None:
+def _cut(path: Path, step: float, step_of: Callable[[bytes], int]) -> None:
     if not path.exists():
         return
     end = 0

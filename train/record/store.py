@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -333,12 +334,16 @@ class Run:
         self.logs(number).mkdir(parents=True, exist_ok=True)
         return number
 
-    def note_ready(self, step: int, **values: Any) -> bool:
-        """Record that the ranks of the last attempt train now, after this step; as `note`."""
+    def note_ready(self, step: int, mark: str = "", **values: Any) -> bool:
+        """Record that the ranks of the last attempt train now, after this step; as `note`.
+
+        Args:
+            mark: of the attempt, the same on all machines, whose records number their attempts each for itself.
+        """
 
         def change(record: dict[str, Any]) -> None:
             *before, attempt = record["attempts"]
-            attempt.update(from_step=step, ready=now())
+            attempt.update(from_step=step, ready=now(), mark=mark)
             # another machine may have made a step of which the dead of this one could not write any more
             if before and before[-1]["ready"] and before[-1]["to_step"] is not None:
                 before[-1]["to_step"] = max(before[-1]["to_step"], step)
@@ -388,6 +393,14 @@ class Run:
     def logs(self, attempt: int) -> Path:
         """Where the ranks of an attempt write their output, each into rankR.log."""
         return self.folder / "logs" / f"attempt-{attempt}"
+
+    def since_saved(self, step: int) -> float:
+        """Seconds since the checkpoint of this step was published, 0: since the run first started. Infinite where that
+        is not known."""
+        with contextlib.suppress(OSError, Refused):
+            begun = self.checkpoint(step).stat().st_mtime if step else seconds_of(self.read()["started"])
+            return max(0.0, time.time() - begun) if begun is not None else math.inf
+        return math.inf
 
     def steps_saved(self) -> list[int]:
         """Steps of the published checkpoints, newest first. Whether one is whole is found out on loading."""

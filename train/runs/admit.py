@@ -231,6 +231,11 @@ def check_sync_batchnorm(config: Config, device: torch.device, ranks: int, lengt
         return
     if device.type == "cpu":
         raise Refused("sync_batchnorm needs GPUs: torch has none for CPUs; leave it out")
+    if config.data.leaves_out and ranks > 1:
+        raise Refused(
+            f"sync_batchnorm waits for a micro batch of every rank, and --data.on_error {config.data.on_error} may "
+            "leave one without any; leave out one of them"
+        )
     assert isinstance(config.micro_batch_size, int)
     share, rest = config.micro_batch_size * ranks, length % config.batch_size
     if config.batch_size % share or (rest % share and not config.data.drop_last):

@@ -79,7 +79,15 @@ class OfTask:
         return self._dead_since is not None
 
     def _grace(self) -> float:
-        return _GRACE + (self._kept.size / _SPEED if self._kept is not None else 0.0)
+        # those that compute on GPUs, or have a part of the state only, leave nothing behind
+        if self._kept is None or self._kept.parts > 1 or self._on_gpus():
+            return _GRACE
+        return _GRACE + self._kept.size / _SPEED
+
+    def _on_gpus(self) -> bool:
+        with contextlib.suppress(OSError, Refused):
+            return bool(self._run.read().get("device") == "cuda")
+        return False
 
     def close(self) -> None:
         for path in self._logs.glob("*.stack.txt"):

@@ -68,7 +68,7 @@ def _train(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> 
             from train.engine import finish, setup
             from train.engine.loop import train
 
-            address = os.environ.get(shared.ENVIRONMENT)
+            address = os.environ.pop(shared.ENVIRONMENT, None)  # this run's, not of one that its task may start
             kept = setup.Memory(address, memory.left) if address else None
             job, done = setup.set_up(run, seat, attempt, stop, bar, heart, held, kept)
             scale = Scale(job)

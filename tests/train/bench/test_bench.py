@@ -37,6 +37,7 @@ def test_resume_compares_the_begin_of_an_epoch_with_its_end(station: Station) ->
     assert os.listdir(station.runs) == []
 
 
+@pytest.mark.minutes
 def test_exporter_says_what_a_scrape_takes(station: Station) -> None:
     rows = table(station.ok("bench", "exporter", "--times", 1).stdout)
     assert [row[0] for row in rows[2:]] == [f"{n} {state}" for state in ("running", "finished") for n in (1, 10, 200)]
@@ -55,6 +56,7 @@ def test_start_compares_a_launch_a_death_and_a_resume_with_torchrun(station: Sta
     assert os.listdir(station.runs) == []
 
 
+@pytest.mark.minutes
 def test_stop_compares_the_flag_that_rides_along_with_plain_ddp(station: Station) -> None:
     rows = table(station.ok("bench", "stop", "--times", 2).stdout)
     assert [row[0] for row in rows[2:]] == ["plain DDP, no stop", "train: rides along", "a reduction of its own"]
@@ -72,6 +74,7 @@ def test_input_compares_the_task_images_with_torchvisions_reference(station: Sta
     assert os.listdir(station.runs) == []
 
 
+@pytest.mark.minutes
 def test_collective_compares_all_reduce_by_size_with_a_copy_and_says_what_it_cannot_show(station: Station) -> None:
     text = station.ok("bench", "collective", "--nproc", 3, "--times", 2).stdout
     rows = table(text)

@@ -152,6 +152,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_kept(copied: Run) -> Non
         manifests.newest_valid(copied)
 
 
+@pytest.mark.minutes
 def test_a_peer_killed_during_the_last_save_leaves_no_outcome_without_its_checkpoint(engine: Any) -> None:
     station = engine.station
     engine.run("last", 2)

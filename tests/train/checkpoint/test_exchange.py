@@ -59,6 +59,7 @@ def written(tmp_path: Path) -> list[dict[str, Any]]:
     return [{name: file_digest(_folder(tmp_path, rank) / name) for name in own} for rank, own in enumerate(names)]
 
 
+@pytest.mark.minutes
 def test_each_machine_has_all_and_no_rank_holds_a_file(tmp_path: Path, written: list[dict[str, Any]]) -> None:
     told = _exchanged(tmp_path, written)
     assert [said for _, said in told] == ["", "", ""]

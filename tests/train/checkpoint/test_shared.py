@@ -167,3 +167,13 @@ def test_without_its_owner_there_is_no_memory() -> None:
     gone.close()
     with pytest.raises(OSError, match="No such file"):
         Slots(address)
+
+
+def test_what_lies_there_of_steps_that_are_made_anew_is_forgotten(owned: Owned) -> None:
+    slots = Slots(owned.address)
+    for step in (7, 9):
+        slots.write(step, b"plain", iter([b"tensors"]))
+    slots.wipe_from(8)
+    assert slots.steps.keys() == {7}
+    slots.write(8, b"plain", iter([b"tensors"]))
+    assert slots.steps.keys() == {7, 8}

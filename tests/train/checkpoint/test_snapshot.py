@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from train.checkpoint import snapshot
+from train.checkpoint import packed
 from train.checkpoint.shared import Owned, Slots
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
@@ -88,10 +88,10 @@ class Seat:
 
     def take_up(self) -> bool:
         found = self.slots.newest()
-        content = found and snapshot.read(self.slots, found[0], "same")
+        content = found and packed.read(self.slots, found[0], "same")
         if not content:
             return False
-        snapshot.apply(content, self.model, self.optimizer, self.precision)
+        packed.apply(content, self.model, self.optimizer, self.precision)
         self.done = content.step
         return True
 
@@ -142,10 +142,10 @@ def test_what_is_taken_up_is_a_copy(owned: Owned) -> None:
 def test_nothing_is_taken_up_by_another_run_or_from_damaged_memory(owned: Owned) -> None:
     one = Seat(owned.address)
     one.step(2)
-    assert snapshot.read(one.slots, 0, "other") is None
-    found = snapshot.read(one.slots, 0, "same")
+    assert packed.read(one.slots, 0, "other") is None
+    found = packed.read(one.slots, 0, "same")
     assert found is not None and found.step == 2
-    assert snapshot.read(one.slots, 1, "same") is None
+    assert packed.read(one.slots, 1, "same") is None
 
 
 def test_a_state_that_does_not_fit_is_refused_in_a_line(owned: Owned) -> None:

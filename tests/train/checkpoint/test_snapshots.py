@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from tests.train.tiers import later
 from train.checkpoint.shared import ENVIRONMENT, Owned
 from train.record import store
 from train.runs import admit
 from train.runs.processes import Guard, forked
 from train.runs.processes.forked import Forked
+from train.runs.processes.kept import memory_of
 from train.runs.request import Request
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Road
@@ -29,13 +32,22 @@ class Keeping(Forked):
     """Ranks from the warm server, with memory beside them, as an agent has it. The fault meets `times` attempts."""
 
     def __init__(
-        self, run: store.Run, lock: store.Lock, ranks: int, fault: str, memory: Owned, times: int = 99
+        self,
+        run: store.Run,
+        lock: store.Lock,
+        ranks: int,
+        fault: str,
+        memory: Owned,
+        times: int = 99,
+        between: Callable[[store.Run], None] = lambda run: None,
     ) -> None:
-        self.memory, self.times = memory, times
+        self.memory, self.times, self._between = memory, times, lambda: between(run)
         super().__init__(run, lock, ranks, {ENVIRONMENT: memory.address, "TRAIN_FAULT": fault})
 
     def start(self, attempt: int) -> Guard | None:
         self.memory.hush()
+        if attempt > 1:
+            self._between()
         if attempt > self.times:
             self._environment.pop("TRAIN_FAULT", None)
         super().start(attempt)
@@ -75,19 +87,26 @@ class Kept:
         fault: str = "",
         times: int = 99,
         restarts: int = 1,
+        begun: str | None = None,
+        between: Callable[[store.Run], None] = lambda run: None,
         **flags: Any,
     ) -> dict[str, Any]:
+        """
+        Args:
+            begun: when the run says that it first started.
+            between: is called before each attempt but the first.
+        """
         merged = self.engine.flags | {key.replace("__", "."): value for key, value in flags.items()}
         prepared = admit.prepare(
             Request(str(self.engine.task), {key: str(value) for key, value in merged.items()}, ranks=ranks)
         )
-        record = prepared.record | {"max_restarts": restarts}
+        record = prepared.record | {"max_restarts": restarts, "started": begun}
         run = store.create(self.engine.station.runs, name, prepared.files, record)
         (run.folder / "script").write_text("\n".join(script))
-        lock, memory = run.acquire(), Owned()
+        lock, memory = run.acquire(), memory_of(run, ranks) or Owned()
         assert lock is not None
         try:
-            processes = Keeping(run, lock, ranks, fault, memory, times)
+            processes = Keeping(run, lock, ranks, fault, memory, times, between)
             self.code = Supervisor(run, processes, Road.LAUNCHED, StopRequest(()), say=lambda _: None).keep()
         finally:
             lock.release()
@@ -112,7 +131,7 @@ def kept(steady: Any) -> Kept:
     return Kept(steady)
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize(("ranks", "victim"), [(3, 2), *later((2, 0), (2, 1), (3, 0))])
 @pytest.mark.parametrize("kind", ["long", "norm"])
 def test_a_rank_killed_in_every_attempt_costs_no_step(kept: Kept, kind: str, ranks: int, victim: int) -> None:
     flags = LONGER if kind == "long" else LONGER | ADAMW | {"task__batchnorm": "true"}
@@ -141,7 +160,7 @@ def test_lines_of_a_step_that_rank_0_did_not_live_to_write_are_there(kept: Kept)
     assert 20 in [line["step"] for line in kept.engine.lines("mended") if "loss" in line]
 
 
-@pytest.mark.parametrize("point", ["begin", "written", "sealed"])
+@pytest.mark.parametrize("point", ["written", *later("begin", "sealed")])
 def test_a_rank_killed_while_it_writes_a_snapshot_costs_no_step(kept: Kept, point: str) -> None:
     kept.run(f"torn-{point}", 2, fault=f"snapshot.{point}@0:1", epochs=2.5)  # ten steps
     attempts = kept.check(f"torn-{point}", "kept-short2")
@@ -163,19 +182,47 @@ def test_without_snapshots_a_death_costs_what_the_disk_has_not(kept: Kept) -> No
     assert record["reason"].startswith("died 2 times without a new checkpoint: rank 1 died of SIGKILL")
 
 
-def test_a_spread_state_is_on_the_disk_only(kept: Kept) -> None:
-    flags = {"parallel__strategy": "fsdp", "checkpoint__every_steps": 5, "checkpoint__asynchronous": "false"}
-    kept.run("spread", 2, ["12 1 SIGKILL"], **LONGER, **flags)
-    attempts = kept.engine.station.record("spread")["attempts"]
-    assert [attempt["from_step"] for attempt in attempts][:2] == [0, 10]
-
-
 def test_what_is_due_after_the_step_that_a_death_followed_is_made_up_for(kept: Kept) -> None:
     """The last step is made, its checkpoint and evaluation are not."""
     kept.run("end", 2, fault="save.begin@1:1", times=1, **LONGER)
     attempts = kept.check("end", "kept-long2")
     assert [attempt["from_step"] for attempt in attempts] == [0, 40]
     assert kept.engine.station.run("end").steps_saved() == [40]
+
+
+def test_deaths_that_cost_no_step_do_not_put_off_a_checkpoint_that_is_due(kept: Kept) -> None:
+    """No attempt lives as long as every_minutes, but the run has gone on for longer than that without a save."""
+    kept.run(
+        "due",
+        2,
+        ["12 1 SIGKILL"],
+        begun="2020-01-01T00:00:00+00:00",
+        checkpoint__keep=9,
+        checkpoint__every_minutes=10,
+        checkpoint__asynchronous="false",
+        **LONGER,
+    )
+    assert [attempt["from_step"] for attempt in kept.check("due", "kept-long2")] == [0, 11, 22, 33]
+    assert any(11 < step < 22 for step in kept.engine.station.run("due").steps_saved())
+
+
+def test_memory_is_not_passed_over_for_a_checkpoint_that_is_damaged(kept: Kept) -> None:
+    def spoil(run: store.Run) -> None:
+        newest = run.steps_saved()[0]
+        shutil.copytree(run.checkpoint(newest), run.checkpoint(newest + 9))
+        shard = next(run.checkpoint(newest + 9).glob("*.distcp"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+
+    kept.run(
+        "passed-over",
+        2,
+        ["12 1 SIGKILL"],
+        between=spoil,
+        checkpoint__every_steps=10,
+        checkpoint__asynchronous="false",
+        **LONGER,
+    )
+    assert [attempt["from_step"] for attempt in kept.check("passed-over", "kept-long2")] == [0, 11, 22, 33]
 
 
 def test_a_run_keeps_no_memory_when_it_has_ended(kept: Kept) -> None:

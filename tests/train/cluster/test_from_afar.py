@@ -126,6 +126,7 @@ def test_a_run_is_known_here_from_its_hand_over_to_its_removal(home: Home) -> No
     assert not (home.runs / "first").exists()
 
 
+@pytest.mark.minutes
 def test_it_is_suspended_and_goes_on_or_is_made_anew(home: Home) -> None:
     cluster = home.cluster
     home.ok(*SUBMIT)
@@ -150,6 +151,7 @@ def test_it_is_suspended_and_goes_on_or_is_made_anew(home: Home) -> None:
     assert home.ok("stop", "first").stderr == "first has finished\n"
 
 
+@pytest.mark.minutes
 def test_a_job_that_somebody_deletes_is_made_again(home: Home) -> None:
     cluster = home.cluster
     home.ok(*SUBMIT)
@@ -161,6 +163,7 @@ def test_a_job_that_somebody_deletes_is_made_again(home: Home) -> None:
     assert cluster.read("TrainJob", "first")["spec"] == before and home.state() == "queued"
 
 
+@pytest.mark.minutes
 def test_what_kueue_starts_is_deleted_to_stop_it(home: Home) -> None:
     """It would take back a suspension."""
     home.ok(*SUBMIT, "--queue", "night")
@@ -189,6 +192,7 @@ def test_of_a_cluster_that_does_not_answer_the_last_word_is_shown(home: Home) ->
     assert home.ok("ls").stderr == ""
 
 
+@pytest.mark.minutes
 def test_a_hand_over_that_fails_once_more_leaves_all_as_it_was(home: Home) -> None:
     home.ok(*SUBMIT)
     home.ok("stop", "first")
@@ -210,6 +214,7 @@ def alive(home: Home) -> Iterator[Controllers]:
     made.close()
 
 
+@pytest.mark.minutes
 def test_one_that_is_followed_ends_as_its_run_does(home: Home, alive: Controllers) -> None:
     (home.folder / "task.py").write_bytes((Path(__file__).parent / "task.py").read_bytes())
     fields = ("--on", "kubernetes", "--name", "first", "--nproc", 1, "--batch_size", 8, "--cpu_threads", 1)

@@ -23,6 +23,14 @@ def test_two_nodes_wait_for_each_other_and_train_as_one_machine_does(machines: M
         assert logs == {f"rank{2 * node}.log", f"rank{2 * node + 1}.log"}  # numbered over all nodes
 
 
+def test_two_ranks_on_each_of_two_nodes_add_in_one_order(machines: Machines, shared_station: Station) -> None:
+    fields = ("--steps", 30, "--parallel.reduce", "ordered")
+    machines.launch_all("a", *fields, nproc=2)
+    shared_station.ok("launch", "digits", "--name", "ordered30", "--nproc", 1, *FIELDS, *fields, "--follow")
+    digest = shared_station.record("ordered30")["weights_sha256"]
+    assert [record["weights_sha256"] for record in machines.ends("a")] == [digest, digest]
+
+
 @pytest.mark.minutes
 def test_a_rank_and_whole_nodes_are_killed_and_nothing_is_lost(machines: Machines, like_alone: Any) -> None:
     machines.launch_all("a", "--steps", 900)
@@ -59,6 +67,7 @@ def test_a_node_that_stands_still_is_given_up_and_comes_back(machines: Machines,
     like_alone(machines, "a", 2, 900)
 
 
+@pytest.mark.minutes
 def test_a_stop_on_any_node_saves_on_all_and_they_go_on_together(machines: Machines, like_alone: Any) -> None:
     machines.launch_all("a", "--steps", 500)
     machines.stations[0].wait_for_step("a", 60)

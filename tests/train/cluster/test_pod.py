@@ -35,6 +35,7 @@ def finished_like(pods: Pods, single: Station, other: str) -> None:
     assert consumed(*pods.stations, name="a") == consumed(single, name=other)
 
 
+@pytest.mark.minutes
 def test_an_evicted_pod_saves_on_all_nodes_and_new_pods_go_on(two: Pods, alone: Any) -> None:
     pods = two.start_all()
     two.stations[0].wait_for_step("a", 60)
@@ -50,6 +51,7 @@ def test_an_evicted_pod_saves_on_all_nodes_and_new_pods_go_on(two: Pods, alone: 
     assert two.end(0, two.start(0)) == 0  # once more, after all: nothing is left to do
 
 
+@pytest.mark.minutes
 def test_a_pod_leaves_when_its_place_was_given_to_another(two: Pods, alone: Any) -> None:
     """Its machine is cut off from the cluster, which does not know that it lives; the volume tells it."""
     lost = two.start(1)
@@ -61,6 +63,7 @@ def test_a_pod_leaves_when_its_place_was_given_to_another(two: Pods, alone: Any)
     finished_like(two, alone(2, 500), "2-500")
 
 
+@pytest.mark.minutes
 def test_a_pod_that_waits_for_the_one_before_it_ends_when_asked_and_gives_up(two: Pods) -> None:
     lost = two.start(1)
     two.stations[1].wait("a", lambda record: "waiting for node 0" in record["reason"], "its waiting")

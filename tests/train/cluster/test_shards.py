@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,25 @@ def test_whole_nodes_are_killed_and_the_steps_since_the_last_checkpoint_are_made
 
 
 @pytest.mark.minutes
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_killed_and_all_go_on_from_their_parts_in_memory(
+    machines: Machines, like_alone: Any, victim: int
+) -> None:
+    seldom = ("--checkpoint.every_steps", 1000)
+    machines.launch_all("a", "--steps", 400, *FSDP, *seldom)
+    reached = 0
+    for _ in range(2):
+        machines.wait("a", victim, lambda record: record["step"] >= reached + 80, "eighty steps more")  # noqa: B023
+        reached = machines.stations[victim].record("a")["step"]
+        os.kill(machines.stations[victim].record("a")["pids"]["ranks"][0], signal.SIGKILL)
+        machines.wait("a", victim, lambda record: record["step"] > reached + 5, "a step that was not made")  # noqa: B023
+    like_alone(machines, "a", 2, 400, *FSDP)
+    begun = [[attempt["from_step"] for attempt in station.record("a")["attempts"]] for station in machines.stations]
+    assert begun[0] == begun[1] and len(begun[0]) == 3, begun
+    assert 0 < begun[0][1] < begun[0][2], begun  # no checkpoint was there to begin from
+
+
+@pytest.mark.minutes
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_machine_is_lost_for_good_and_the_other_one_has_all(machines: Machines, alone: Any, left: int) -> None:
     exact = ("--precision", "fp64")
@@ -99,7 +120,8 @@ def test_a_rank_that_dies_while_shards_are_exchanged_publishes_nothing(
 ) -> None:
     # a save is three pieces, two of them of node 0: every attempt but the last dies in its second save
     fault = {"TRAIN_FAULT": f"sent@{victim}:5"}
-    machines.launch_all("a", "--steps", 200, *FSDP, env=fault)
+    disk = ("--checkpoint.snapshots", "false")
+    machines.launch_all("a", "--steps", 200, *FSDP, *disk, env=fault)
     like_alone(machines, "a", 2, 200, *FSDP)
     attempts = machines.stations[0].record("a")["attempts"]
     assert [attempt["from_step"] for attempt in attempts] == [0, 50, 100, 150]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import Station
+from tests.train.tiers import later
 from train import cli
 from train.runs import launch
 
@@ -399,11 +400,13 @@ def _sessions(station: Station) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["digits", "--nproc", "65"], ["smaller than the number of ranks"]),
         (["./raises.py"], ["raises.py, line 2", "on purpose"]),
-        (["./dies.py"], ["died before the run began"]),
+        *later(
+            (["digits", "--nproc", "65"], ["smaller than the number of ranks"]),
+            (["./dies.py"], ["died before the run began"]),
+        ),
     ],
-    ids=["batch", "raises", "dies"],
+    ids=["raises", "batch", "dies"],
 )
 def test_what_the_process_inside_tmux_refuses_reaches_launch_and_leaves_nothing(
     station: Station, temporary: Path, arguments: list[str], words: list[str]

@@ -234,6 +234,7 @@ def test_train_run_exits_75_when_stopped_with_a_checkpoint_to_continue_from(stat
     assert not station.run("s").alive()
 
 
+@pytest.mark.minutes
 def test_a_signal_to_the_whole_process_group_costs_no_step_of_spawned_ranks(station: Station) -> None:
     (station.folder / "slow.py").write_text(SLOW)
     command = [sys.executable, "-m", "train", "run", "slow.py", "--name", "g", "--steps", "1000000"]

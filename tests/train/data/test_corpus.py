@@ -45,6 +45,7 @@ def test_a_file_that_was_cut_short_is_named_and_kills_nobody(tmp_path: Path) -> 
         corpus[9000:9004]
 
 
+@pytest.mark.minutes
 def test_a_large_text_takes_no_memory(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 4096 * 300)  # 300 MB
     program = """

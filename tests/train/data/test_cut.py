@@ -41,6 +41,7 @@ def drawn(draw: Callable[[], dict[str, float]]) -> dict[str, list[float]]:
     return {name: [values[name] for values in made] for name in made[0]}
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("whole", [(500, 375), (40, 900), (64, 64)])
 def test_random_parts_are_distributed_as_torchvisions(whole: tuple[int, int]) -> None:
     random.seed(1), torch.manual_seed(1)

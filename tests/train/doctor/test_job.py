@@ -60,6 +60,7 @@ def test_ranks_that_are_well_and_one_that_runs_other_code(tmp_path: Path) -> Non
     assert "the right sum" in findings["all-reduce of 64 MiB"].seen
 
 
+@pytest.mark.minutes
 def test_a_rank_that_does_not_come_is_named() -> None:
     port = free_port()
     ranks = [rank(number, 3, port, seconds=20) for number in (0, 2)]

@@ -40,6 +40,7 @@ def test_every_line_is_shown_once_and_an_attempt_hides_what_the_one_before_wrote
     assert [(event.step, event.value) for event in shown.Scalars("eval/accuracy")] == [(10, 0.625)]
 
 
+@pytest.mark.minutes
 def test_a_real_run_shows_step_times_samples_and_its_configuration_and_no_point_twice_after_a_stop(
     engine: Any,
 ) -> None:

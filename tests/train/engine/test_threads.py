@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.train.tiers import later
 from train.engine import threads
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def test_the_environment_is_read_as_torch_reads_it(
     assert threads.of_environment() == expected
 
 
-@pytest.mark.parametrize("user", [None, "1", "3"])
+@pytest.mark.parametrize("user", ["3", *later(None, "1")])
 def test_the_one_that_torchrun_sets_is_not_the_users_wish(tmp_path: Path, user: str | None) -> None:
     code = "from train.engine import threads; open('said', 'a').write(f'{threads.of_environment()}\\n')"
     (tmp_path / "look.py").write_text(code)
@@ -107,6 +108,7 @@ def test_a_task_that_cannot_be_counted_gets_its_share_and_harms_nobody(
     assert torch.get_num_threads() == threads_before and torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.minutes
 def test_a_small_model_takes_one_thread(station: Station) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("there is one core only: nothing to choose")

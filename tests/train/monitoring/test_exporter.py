@@ -67,6 +67,7 @@ def test_it_loads_no_torch(finished: Station, exporters: Callable[..., Exporter]
     assert "torch" not in Path(f"/proc/{exporter.process.pid}/maps").read_text()
 
 
+@pytest.mark.minutes
 def test_ranks_tell_what_they_do(station: Station, exporters: Callable[..., Exporter]) -> None:
     exporter = exporters(station.runs)  # before there is a folder
     assert exporter.of("train_runs", state="running") == 0
@@ -243,6 +244,7 @@ def test_the_number_of_series_is_bounded(tmp_path: Path, exporters: Callable[...
     assert exporter.of("train_run_step", run="run-294") == 5
 
 
+@pytest.mark.minutes
 def test_a_driver_that_never_answers_holds_nothing_up(
     tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_run_that_stands_still_and_is_killed_raises_its_alerts_and_clears_them
     until("the exporter is back", lambda: not server.firing())
 
 
+@pytest.mark.minutes
 def test_every_panel_has_data_and_a_lost_gpu_is_missed(
     station: Station, exporters: Callable[..., Exporter], prometheus: Callable[[int], Prometheus], gpus: Gpus
 ) -> None:
@@ -91,6 +92,7 @@ def test_every_panel_has_data_and_a_lost_gpu_is_missed(
         run.wait()
 
 
+@pytest.mark.minutes
 def test_what_is_given_to_prometheus_is_well_formed(tools: Path) -> None:
     for arguments in (
         ["check", "config", DEPLOY / "prometheus.yml"],

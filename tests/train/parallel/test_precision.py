@@ -14,6 +14,7 @@ from train.runs.admit import prepare
 from train.runs.request import Request
 
 
+@pytest.mark.minutes
 def test_bf16_trains_on_a_cpu_with_weights_in_float32(engine: Any) -> None:
     flags = {"epochs": 20, "task__samples": 256, "task__dropout": 0, "optim__lr": 0.3}
     engine.run("bf16", 2, precision="bf16", **flags)

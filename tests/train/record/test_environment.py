@@ -78,6 +78,7 @@ def test_it_is_kept_readable_by_its_owner_alone_and_without_secrets_and_that_is_
     assert seen(shows, 1)["MY_PASSWORD"] == "hunter2"
 
 
+@pytest.mark.minutes
 def test_a_resume_from_a_clean_environment_has_it_and_says_so(shows: Station) -> None:
     launch(shows)
     shows.ok("stop", "a", "--now")
@@ -94,6 +95,7 @@ def test_a_resume_from_a_clean_environment_has_it_and_says_so(shows: Station) ->
     assert values["DATA"] == "/else/where"  # what holds from now on
 
 
+@pytest.mark.minutes
 def test_a_resume_from_the_same_shell_warns_of_nothing(shows: Station) -> None:
     launch(shows)
     shows.ok("stop", "a", "--now")
@@ -101,6 +103,7 @@ def test_a_resume_from_the_same_shell_warns_of_nothing(shows: Station) -> None:
     assert shows.ok("resume", "a", env=env).stderr == ""
 
 
+@pytest.mark.minutes
 def test_the_keeper_uses_it_whole(shows: Station) -> None:
     launch(shows)
     os.kill(shows.record("a")["pids"]["agent"], signal.SIGKILL)

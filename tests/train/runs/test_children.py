@@ -126,6 +126,7 @@ def test_what_a_process_of_a_rank_writes_is_in_its_log_and_the_run_ends_as_asked
     assert killed["record"]["state"] == store.STOPPED and killed["left"] == []
 
 
+@pytest.mark.minutes
 def test_where_an_interpreter_has_threads_from_its_start_torchrun_starts_the_ranks(station: Station) -> None:
     (station.folder / "whole.py").write_text(TASK)
     (station.folder / "sitecustomize.py").write_text(

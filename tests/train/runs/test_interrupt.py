@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.train.terminal import Terminal
+from tests.train.tiers import later
 from train.record import store
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def check_gone(station: Station, name: str) -> None:
     assert not here(station), here(station)
 
 
-@pytest.mark.parametrize("case", ["collective", "loader worker", "one rank", "evaluation", "python"])
+@pytest.mark.parametrize("case", ["one rank", *later("collective", "loader worker", "evaluation", "python")])
 def test_a_second_ctrl_c_ends_a_hanging_run_at_once_with_all_its_ranks(station: Station, case: str) -> None:
     ranks: list[str] = ["--spawn", "3"]
     if case == "collective":  # ranks 1 and 2 have no data in step 2
@@ -104,6 +105,7 @@ def test_a_second_ctrl_c_ends_a_hanging_run_at_once_with_all_its_ranks(station: 
     check_gone(station, "h")
 
 
+@pytest.mark.minutes
 def test_a_run_ended_at_once_goes_on_from_its_last_checkpoint_when_its_user_says_so(station: Station) -> None:
     write(station, loss="time.sleep(10000 if len(calls) == 12 and calls.append(1) is None else 0.01)")
     terminal = Terminal(station, "run", "task.py", "--name", "c", *QUICK, "--checkpoint.every_steps", "2")
@@ -123,7 +125,7 @@ def test_a_run_ended_at_once_goes_on_from_its_last_checkpoint_when_its_user_says
     assert station.record("c")["attempts"][-1]["from_step"] == step
 
 
-@pytest.mark.parametrize("ranks", [[], ["--spawn", "2"]])
+@pytest.mark.parametrize("ranks", [["--spawn", "2"], *later([])])
 def test_one_ctrl_c_saves_and_two_signals_in_one_instant_are_one(station: Station, ranks: list[str]) -> None:
     write(station)
     terminal = Terminal(station, "run", "task.py", "--name", "p", *ranks, *QUICK)
@@ -135,6 +137,7 @@ def test_one_ctrl_c_saves_and_two_signals_in_one_instant_are_one(station: Statio
     assert station.run("p").steps_saved() == [station.record("p")["step"]]
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("phase", ["start", "saving"])
 def test_ctrl_c_twice_while_starting_or_saving_ends_it_too(station: Station, phase: str) -> None:
     write(station)
@@ -154,6 +157,7 @@ def test_ctrl_c_twice_while_starting_or_saving_ends_it_too(station: Station, pha
     check_gone(station, "s")
 
 
+@pytest.mark.minutes
 def test_ctrl_c_twice_ends_the_following_of_a_launched_run_and_not_the_run(station: Station) -> None:
     write(station)
     terminal = Terminal(station, "launch", "task.py", "--name", "f", "--follow", *QUICK)
@@ -175,6 +179,7 @@ def test_a_hang_where_a_rank_had_no_data_says_which(station: Station) -> None:
     assert "rank 1 in the last batch of an epoch" in station.logs("w")
 
 
+@pytest.mark.minutes
 def test_ranks_end_with_the_process_that_asked_for_them(station: Station) -> None:
     write(station)
     process = station.start("run", "task.py", "--name", "k", "--spawn", "2", *QUICK)
@@ -188,6 +193,7 @@ def test_ranks_end_with_the_process_that_asked_for_them(station: Station) -> Non
     assert station.run("k").shown()["state"] == store.INTERRUPTED
 
 
+@pytest.mark.minutes
 def test_the_death_of_what_the_ranks_were_forked_from_is_told_as_theirs(station: Station) -> None:
     write(station)
     process = station.start("run", "task.py", "--name", "f", "--spawn", "2", *QUICK)
@@ -197,4 +203,8 @@ def test_the_death_of_what_the_ranks_were_forked_from_is_told_as_theirs(station:
     process.wait(120)
     first = station.record("f")["attempts"][0]
     assert first["end"] == "died" and "SIGKILL" in first["reason"], first
+    # Ranks whose server is gone are nobody's children: the kernel tells them, and they take a moment to leave.
+    patience = time.monotonic() + 20
+    while here(station) and time.monotonic() < patience:
+        time.sleep(0.05)
     check_gone(station, "f")

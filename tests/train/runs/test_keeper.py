@@ -106,6 +106,7 @@ def test_what_is_wrong_with_one_run_concerns_no_other(station: Station) -> None:
         launch.start(launch.Order(kind="resume", runs=str(station.runs), name="mine", by_keeper=True))
 
 
+@pytest.mark.minutes
 def test_two_keepers_never_run_the_same_run_twice(station: Station, undisturbed: dict[str, Any]) -> None:
     keepers = [station.start("keeper") for _ in range(2)]
     try:

@@ -126,6 +126,7 @@ def test_a_data_worker_that_is_killed(station: Any) -> None:
     assert "train doctor --only" in station.ok("show", "one").stdout
 
 
+@pytest.mark.minutes
 def test_a_limit_of_the_disk(station: Any) -> None:
     task(station, size=400_000)
     line = f"ulimit -f 2000; exec {sys.executable} -m train run own.py --name two --steps 3 --batch_size 8"
@@ -137,6 +138,7 @@ def test_a_limit_of_the_disk(station: Any) -> None:
     assert "room on disk" in station.record("two")["reason"]
 
 
+@pytest.mark.minutes
 def test_a_hang(station: Any) -> None:
     task(station, loss="time.sleep(1e6 if torch.distributed.get_rank() == 1 else 0)")
     done = station(
@@ -151,6 +153,7 @@ def _own_mounts() -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.minutes
 @pytest.mark.skipif(not _own_mounts(), reason="no mounts of its own can be made here")
 def test_shared_memory_that_is_too_small(station: Any) -> None:
     task(station, size=400_000)

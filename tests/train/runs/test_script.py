@@ -100,6 +100,7 @@ def test_a_failing_script_fails_the_run_with_its_exit_code_in_the_reason(shared_
     assert record["state"] == store.FAILED and "exited with code 7" in record["reason"]
 
 
+@pytest.mark.minutes
 def test_a_script_is_stopped_and_continued(shared_station: Station) -> None:
     station = shared_station
     snapshot = station.folder / "stop.pt"
@@ -120,6 +121,7 @@ def test_a_script_is_stopped_and_continued(shared_station: Station) -> None:
     assert len(station.record("rests")["attempts"]) == 2
 
 
+@pytest.mark.minutes
 def test_a_task_trains_under_plain_torchrun_and_continues_after_a_restart(shared_station: Station) -> None:
     station = shared_station
     process = subprocess.Popen(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import PATIENCE, Station
+from tests.train.tiers import later
 from train.record import store
 
 QUICK = ["--max-restarts", 2]
@@ -79,6 +80,7 @@ def test_what_is_passing_is_tried_again(station: Station, fault: str) -> None:
     assert record["state"] == store.FINISHED and ends(record) == ["died", "finished"]
 
 
+@pytest.mark.minutes
 def test_deaths_are_counted_anew_after_an_attempt_that_ran_well(station: Station) -> None:
     text = "time.sleep(3 if attempt in (2, 4) else 0)\nif attempt < 6: os.kill(os.getpid(), 9)"
     record = run(station, text, "--max-restarts", 2, "--watch.healthy_minutes", "0.04")
@@ -94,6 +96,7 @@ def run_again(station: Station, text: str, name: str, *options: object) -> dict[
     return station.wait_for_end(name)
 
 
+@pytest.mark.minutes
 def test_a_script_that_neither_speaks_nor_computes_is_a_hang(station: Station) -> None:
     text = """
     import subprocess
@@ -282,7 +285,7 @@ def within(folder: Path, station: Station, *arguments: object) -> subprocess.Com
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["script", "its process", "task", "task's loader", "spawn"])
+@pytest.mark.parametrize("what", ["script", *later("its process", "task", "task's loader", "spawn")])
 def test_out_of_memory_is_called_so_with_its_limit_and_not_tried_again(
     control_group: Path, station: Station, what: str
 ) -> None:
@@ -327,6 +330,7 @@ def test_out_of_memory_is_called_so_with_its_limit_and_not_tried_again(
     assert record["reason"] in done.stderr
 
 
+@pytest.mark.minutes
 def test_a_rank_that_is_killed_beside_is_not_called_out_of_memory(control_group: Path, station: Station) -> None:
     write(station, "print('up', flush=True)\ntime.sleep(1000 if attempt == 1 else 0)")
     assert within(control_group, station, "launch", "--script", "script.py", "--name", "a").returncode == 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import train
+from tests.train.tiers import later
 from train import signals
 from train.record import outcome, store
 from train.record.outcome import Kind, Outcome
@@ -30,7 +31,7 @@ def undisturbed(shared_station: Station) -> dict[str, Any]:
     return shared_station.record("undisturbed")
 
 
-@pytest.mark.parametrize("road", ["launch", "spawn", "alone"])
+@pytest.mark.parametrize("road", ["launch", *later("spawn", "alone")])
 def test_a_supervisor_killed_before_it_wrote_the_end_leaves_a_run_that_a_resume_finishes(
     station: Station, undisturbed: dict[str, Any], road: str
 ) -> None:
@@ -58,6 +59,7 @@ def test_a_supervisor_killed_before_it_wrote_the_end_leaves_a_run_that_a_resume_
         ]
 
 
+@pytest.mark.minutes
 def test_a_rank_killed_after_it_said_that_all_is_done_costs_nothing(station: Station) -> None:
     done = station("run", "digits", "--name", "a", "--spawn", 2, *FIELDS, env={"TRAIN_FAULT": "finished@0"})
     assert done.returncode == 0, done.stderr
@@ -65,6 +67,7 @@ def test_a_rank_killed_after_it_said_that_all_is_done_costs_nothing(station: Sta
     assert record["state"] == store.FINISHED and record["weights_sha256"] and len(record["attempts"]) == 1
 
 
+@pytest.mark.minutes
 def test_a_stop_of_the_keeper_is_known_from_one_of_a_user_by_a_field(station: Station) -> None:
     """For spawned ranks too, whose own words are the same both times: that they were sent a SIGTERM."""
     for name, wanted, by in (("mine", store.POLITE, signals.USER), ("its", store.KEEPER, signals.KEEPER)):
@@ -151,6 +154,7 @@ def test_only_one_module_writes_how_a_run_ends() -> None:
     assert "state=RUNNING" in (root / "record" / "store.py").read_text()
 
 
+@pytest.mark.minutes
 def test_what_a_rank_of_a_foreign_torchrun_died_of_is_left_behind_and_the_run_is_interrupted(station: Station) -> None:
     """Whether it is begun again is that torchrun's business."""
     task = station.folder / "fails.py"

@@ -132,6 +132,7 @@ def test_an_edited_package_is_what_a_warm_run_has(warmth: Warmth) -> None:
         warmth.station("stop", "edited", "--now", env=warmth.extra)
 
 
+@pytest.mark.minutes
 def test_who_differs_starts_cold(warmth: Warmth) -> None:
     warmth.launch("other", "--steps", 10**6, env={"OMP_NUM_THREADS": "1"})
     agent = agent_of(warmth, "other")

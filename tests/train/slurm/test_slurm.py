@@ -17,6 +17,7 @@ from tests.train.slurm.conftest import FIELDS, TASK, Cluster
 Check = Callable[[str], None]
 
 
+@pytest.mark.minutes
 def test_a_run_is_submitted_seen_and_finished(cluster: Cluster, like_undisturbed: Check) -> None:
     login = cluster.login
     done = cluster.submit("a")

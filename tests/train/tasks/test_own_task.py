@@ -108,6 +108,7 @@ def test_settings_are_flags_and_the_file_is_copied_with_its_digest(here: Station
         resolve(Request(str(here.folder / "mine" / "moons.py"), {"task.hiden": "5"}))
 
 
+@pytest.mark.minutes
 def test_a_resume_goes_on_with_the_copy_where_the_run_was_launched_and_says_that_the_original_has_changed(
     here: Station,
 ) -> None:

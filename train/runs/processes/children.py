@@ -46,7 +46,7 @@ class Children:
         self._pids: list[int] = []
         self._codes: dict[int, int] = {}
         self._first: dict[int, int] = {}
-        self._memory = memory_of(run)
+        self._memory = memory_of(run, ranks)
 
     def start(self, attempt: int) -> Guard | None:
         self.problem, self._pids, self._codes, self._first = "", [], {}, {}

@@ -40,7 +40,7 @@ class Elastic:
         self._exits: dict[int, int] = {}
         self._thread = threading.Thread()
         self._pids: list[int] = []
-        self._memory = memory_of(run)
+        self._memory = memory_of(run, ranks)
         os.dup2(lock.fd, 0)  # how ranks inherit the lock: see runs/rank.py
 
     def start(self, attempt: int) -> Guard | None:

@@ -6,16 +6,19 @@ import os
 import tomllib
 
 from train.checkpoint.shared import ENVIRONMENT, Owned
+from train.config import SPREAD
 from train.record.store import Run
 
 
-def memory_of(run: Run) -> Owned | None:
-    """What outlives the ranks of a run, if it is to be started again and its state can be kept."""
+def memory_of(run: Run, ranks: int) -> Owned | None:
+    """What outlives the ranks of a run here, if it is to be started again and its state can be kept."""
     record = run.read()
     if record.get("script") or not int(record.get("max_restarts", 1)):
         return None
     content = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
-    return Owned() if content.get("checkpoint", {}).get("snapshots", True) else None
+    if not content.get("checkpoint", {}).get("snapshots", True):
+        return None
+    return Owned(ranks if content.get("parallel", {}).get("strategy") in SPREAD else 1)
 
 
 def lend(memory: Owned | None) -> None:

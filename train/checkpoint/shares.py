@@ -1,0 +1,176 @@
+"""The state of a step, in memory that no rank owns, where each rank has a part of it only (fsdp, hsdp).
+
+Nobody can leave behind what another held, so each rank copies its part, all after the same step, as often as that takes
+a hundredth of the time: at each copy the ranks agree when the next one is due. A death costs the steps since the last
+copy. One that comes while they copy leaves some parts a copy older: each has two, and what all have is taken up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+from train.checkpoint import packed, room
+from train.checkpoint.packed import Content
+from train.checkpoint.shared import Slots, begin_of_tensors
+from train.checkpoint.snapshot import SHARE
+from train.parallel.precision import Precision
+from train.parallel.strategy import Strategy
+from train.parallel.world import World
+from train.record.metrics import Training
+
+log = logging.getLogger("train")
+
+_SOON = 4
+"""Steps to the next copy while nobody knows what one costs, or memory for it is not there yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others before a copy."""
+
+    problem: str
+    """Why it will take no more; '' if it will."""
+    is_ready: bool
+    """Whether it has memory for its part."""
+    cost: float
+    """Seconds that the last copy took, 0 before there was one."""
+    pace: float
+    """Seconds of a step since then."""
+
+
+class Shares:
+    """One rank's part in keeping the state; in place of `Snapshots`. Without slots on all ranks it does nothing."""
+
+    def __init__(
+        self, slots: Slots | None, fingerprint: str, world: World, say: Callable[[str], None],
+        left: Callable[[], int], mark: str = "",
+    ) -> None:  # fmt: skip
+        """The arguments are those of `Snapshots`."""
+        self._slots, self._fingerprint, self._world, self._say, self._left_over = slots, fingerprint, world, say, left
+        self._mark, self._due, self._problem, self._cost = mark, 0, "", 0.0
+        self._since, self._from = time.monotonic(), 0
+        self.lines: Callable[[], list[Training] | None] = list
+
+    @property
+    def is_on(self) -> bool:
+        return self._slots is not None
+
+    def attach(self, strategy: Strategy, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+        """Say what is kept."""
+        self._strategy, self._optimizer, self._precision = strategy, optimizer, precision
+
+    def begin_update(self) -> None:
+        """Nobody looks at the state in the middle of a step."""
+
+    def leave_behind(self) -> bool:
+        """A part alone is of no use to those who come after."""
+        return False
+
+    def end_update(self, step: int) -> None:
+        """The state is that after this step, and its loss is in order. A collective, where a copy is due."""
+        if self._slots is None or step < self._due:
+            return
+        begun = time.monotonic()
+        size = self._look_for_room() if self._due == 0 else 0
+        pace = (begun - self._since) / max(step - self._from, 1)
+        told = self._world.gather(_Told(self._problem, self._slots.holds(self._size), self._cost, pace))
+        self._since, self._from = begun, step
+        problem = next((each.problem for each in told if each.problem), "")
+        if problem:
+            self._slots = None
+            if self._world.is_lead:
+                self._say(problem)
+            return
+        is_ready = all(each.is_ready for each in told)
+        if self._due == 0 and not is_ready:  # there is enough everywhere
+            if size:
+                room.take(self._slots, size, self._fail)
+                if self._world.is_lead:
+                    self._say(f"snapshots in memory: 2 x {room.words(size)} for each rank")
+            is_ready = self._world.is_everywhere(self._slots.holds(self._size))
+        cost = max(each.cost for each in told)
+        if is_ready:
+            packed.settle(self._world.device)
+            begun = time.monotonic()
+            self._copy(step)
+            self._cost = time.monotonic() - begun
+        soon = math.ceil(cost * (1 / SHARE - 1) / max(1e-6, *(each.pace for each in told)))
+        self._due = step + (soon if cost else _SOON)
+
+    def _look_for_room(self) -> int:
+        """When the optimizer has its state: whether there is memory for this part. Returns the bytes to take."""
+        assert self._slots is not None
+        self._size = 0
+        try:
+            plain, found = self._pack(0, [])
+        except Exception as error:  # an optimizer may hold what cannot be copied like this
+            self._problem = f"no snapshots in memory: {error}"
+            return 0
+        self._size = begin_of_tensors(len(plain) + room.SLACK) + found.end
+        if self._slots.holds(self._size):  # since an attempt before
+            return 0
+        self._problem = room.problem(self._slots, self._size, self._left_over(), self._world.node.size)
+        return self._size
+
+    def _fail(self, why: str) -> None:
+        """Tell the others before the next copy that there will be none."""
+        self._problem = why
+
+    def _pack(self, step: int, lines: list[Training]) -> tuple[bytes, packed.Packed]:
+        return packed.pack(
+            self._strategy.module.state_dict(keep_vars=True), self._optimizer, self._precision,
+            fingerprint=self._fingerprint, step=step, mark=self._mark, lines=lines,
+        )  # fmt: skip
+
+    def _copy(self, step: int) -> None:
+        assert self._slots is not None
+        lines = self.lines()  # the same losses on all ranks, and so the same answer
+        if lines is None:
+            return
+        try:
+            plain, found = self._pack(step, lines)
+            if not self._slots.holds(begin_of_tensors(len(plain)) + found.end):
+                self._problem = "no more snapshots in memory: the state has grown"
+            else:
+                self._slots.write(step, plain, found.pieces())
+        except Exception as error:
+            self._problem = f"no more snapshots in memory: {error}"
+
+
+def newest(slots: Slots, world: World, saved: int) -> int:
+    """The newest step of which all ranks have their parts, as far as headers tell. A collective.
+
+    Args:
+        saved: the step of the newest checkpoint, of any rank's folder.
+
+    Returns:
+        0 where there is none, or none as new as a checkpoint. What lies there is forgotten then: it belongs to steps
+        that are made anew, and in their place no copies would be taken.
+    """
+    found = world.gather(set(slots.steps))
+    step = max(set.intersection(*found), default=0)
+    if step and step >= saved:
+        return step
+    slots.wipe_from(0)
+    return 0
+
+
+def take_up(slots: Slots, world: World, step: int, fingerprint: str) -> Content | None:
+    """This rank's part of the state after a step, on all ranks or on none. A collective.
+
+    What else lies there is forgotten if they have it: an attempt that went on from elsewhere may have left it. Else
+    this one is.
+    """
+    content = packed.read(slots, slots.steps[step], fingerprint)
+    marks = world.gather(content.mark if content is not None else None)
+    is_whole = None not in marks and len(set(marks)) == 1
+    for other, slot in slots.steps.items():
+        if (other == step) != is_whole:
+            slots.wipe(slot)
+    return content if is_whole else None
