@@ -133,7 +133,8 @@ LABEL org.opencontainers.image.title="trainstation" \
 
 WORKDIR /workspace
 EXPOSE 8888 2222
-HEALTHCHECK --interval=4s --timeout=10s --start-period=60s --retries=3 CMD ["/usr/local/bin/station-health"]
+# A start is given five minutes: where training holds every core, JupyterLab takes more than one.
+HEALTHCHECK --interval=4s --timeout=10s --start-period=300s --retries=3 CMD ["/usr/local/bin/station-health"]
 # tini reaps what tmux and the services leave behind; -g is not given: a run is stopped by its keeper, not by a signal
 # that reaches all its processes at once.
 # Root starts the services and maps the user; sshd needs it, everything else runs as dev.

@@ -42,6 +42,9 @@ compose_files() { # the same for .env, where docker compose alone finds it
 }
 state() { docker inspect -f '{{.State.Status}} {{if .State.Health}}{{.State.Health.Status}}{{end}} {{.RestartCount}}' "$1" 2>/dev/null || echo gone; }
 
+# What the newest health check of this life said.
+last_health() { docker inspect -f '{{with .State.Health}}{{range .Log}}{{println .Output}}{{end}}{{end}}' "$1" 2>/dev/null | grep . | tail -n 1; }
+
 # What a command speaks of is this checkout's own station, in $id, or nothing.
 find_station() {
     check_engine
@@ -94,23 +97,27 @@ take_back() {
     if [ -n "$had_volumes" ]; then compose down; else compose down --volumes; fi >/dev/null 2>&1 || true
 }
 
-# Waits until both services answer. A container that gives up is taken away again, after its reason was shown.
+# Waits until both services answer. On a machine that trains (the keeper brings its runs back at once) JupyterLab may
+# take minutes to start, which is waited for. A container that gives up is taken away again, after its reason was shown.
 wait_healthy() {
-    local id=$1 now reason i
-    for ((i = 0; i < 600; i++)); do
+    local id=$1 now="" reason since=$SECONDS busy=""
+    while [ $((SECONDS - since)) -lt 300 ]; do
         now=$(state "$id")
         case $now in
             'running healthy '*) return 0 ;;
-            'running starting 0' | 'created '*' 0') ;;
-            *)
-                reason=$(docker logs --tail 200 "$id" 2>&1 | grep -E 'error:|health:' | tail -n 1 | sed -E 's/^trainstation: (error: )?//' | tr -d '\000-\037\177')
-                take_back
-                die "the station did not start: ${reason:-its state is $now, see make logs}"
+            'running starting 0' | 'created '*' 0')
+                [ $((SECONDS - since)) -ge 60 ] || { sleep 0.1; continue; }
+                case $(last_health "$id") in '' | 'JupyterLab does not answer'* | *'exceeded timeout'*) ;; *) break ;; esac
+                [ "$busy" ] || say "the machine is busy: JupyterLab still starts"
+                busy=yes
+                sleep 1
                 ;;
+            *) break ;;
         esac
-        sleep 0.1
     done
-    die "the station was not healthy within a minute: make logs"
+    reason=$(docker logs --tail 200 "$id" 2>&1 | grep -E 'error:|health:' | tail -n 1 | sed -E 's/^trainstation: (error: )?//' | tr -d '\000-\037\177')
+    take_back
+    die "the station did not start: ${reason:-its state is $now, see make logs}"
 }
 
 # Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.

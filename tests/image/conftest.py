@@ -24,6 +24,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "image-tests"  # what a person may want to look at afterwards: screenshots
 OWNER = 4321
+HANG = 300  # seconds after which nobody waits any longer; that much, because other tests load the machine meanwhile
 
 
 def free_port() -> int:
@@ -32,7 +33,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run(*command: str, check: bool = True, timeout: float = 120, **options: object) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, check: bool = True, timeout: float = HANG, **options: object
+) -> subprocess.CompletedProcess[str]:
     """Runs a command and returns it with its output as text; a failure shows that output."""
     if "input" not in options:
         options.setdefault("stdin", subprocess.DEVNULL)
@@ -42,7 +45,7 @@ def run(*command: str, check: bool = True, timeout: float = 120, **options: obje
     return done
 
 
-def until(what: str, true: Callable[[], object], seconds: float = 60) -> object:
+def until(what: str, true: Callable[[], object], seconds: float = HANG) -> object:
     """Waits for something to become true; fails naming it. The limit is for a hang, not a measurement."""
     end = time.monotonic() + seconds
     while not (value := true()):
@@ -70,7 +73,7 @@ class Terminal:
                 self.seen += data.decode(errors="replace")
         return self.seen
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str, seconds: float = HANG) -> None:
         until(f"{text!r} shows in the terminal, after {self.seen[-500:]!r}", lambda: text in self.read(), seconds)
 
     def type(self, line: str) -> None:
@@ -156,7 +159,7 @@ class Station:
         return self.inspect("{{.State.Health.Status}}") == "healthy"
 
     def wait_healthy(self) -> None:
-        until("the station is healthy", self.healthy, 90)
+        until("the station is healthy", self.healthy)
 
     def service_pid(self, name: str) -> int:
         return int(self.root("supervisorctl", "-c", "/etc/trainstation/supervisord.conf", "pid", name).stdout)
@@ -209,6 +212,21 @@ def station(make_station: Callable[..., Station]) -> Station:
     return station
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """What the stations and the machine were doing when a test failed stands in its report."""
+    report = yield
+    if report.failed:
+        for name in run("docker", "ps", "--all", "--format", "{{.Names}}", check=False).stdout.split():
+            log = run("docker", "logs", "--tail", "25", name, check=False)
+            health = run("docker", "inspect", "-f", "{{json .State}}", name, check=False)
+            report.sections.append((f"{name}, the end of its log", f"{log.stdout}{log.stderr}{health.stdout[:3000]}"))
+        memory = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(("Mem", "Shmem:"))]
+        load = f"{Path('/proc/loadavg').read_text()}{os.cpu_count()} cores; {'; '.join(memory)}"
+        report.sections.append(("the machine", load))
+    return report
+
+
 @pytest.fixture(scope="session")
 def kept() -> Path:
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -219,8 +237,8 @@ def kept() -> Path:
 def endless_run(station: Station) -> Iterator[str]:
     """A training run, launched over ssh, that goes on until it is stopped."""
     name = f"endless-{time.monotonic_ns()}"
-    station.ssh(f"train launch digits --name {name} --nproc 1 --epochs 100000 --log.every_steps 50", timeout=120)
-    until("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0, 90)
+    station.ssh(f"train launch digits --name {name} --nproc 1 --epochs 100000 --log.every_steps 50")
+    until("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0)
     yield name
     station.dev("train", "stop", name, "--now", check=False)
 
@@ -228,7 +246,7 @@ def endless_run(station: Station) -> Iterator[str]:
 def steps_on(station: Station, name: str) -> None:
     """Passes when the run is alive and takes further steps."""
     before = metrics_lines(station, name)
-    until(f"{name} takes further steps", lambda: metrics_lines(station, name) > before, 60)
+    until(f"{name} takes further steps", lambda: metrics_lines(station, name) > before)
 
 
 def metrics_lines(station: Station, name: str) -> int:

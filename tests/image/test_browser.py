@@ -63,7 +63,7 @@ def test_memory_and_cpu_are_visible_in_the_page(station: Station, page: Page) ->
 
 
 def test_tensorboard_opens_behind_jupyters_token(station: Station, page: Page, kept: Path) -> None:
-    station.ssh("train launch digits --name curves --nproc 1 --epochs 2 --follow", timeout=120)
+    station.ssh("train launch digits --name curves --nproc 1 --epochs 2 --follow")
     page.goto(f"{station.url}/tensorboard/")
     assert "/login" in page.url
     page.goto(f"{station.url}/tensorboard/?token={station.token}")

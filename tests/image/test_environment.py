@@ -51,7 +51,7 @@ def dumped(station: Station, start: Callable[[str], object]) -> dict[str, str]:
     name = uuid.uuid4().hex
     start(DUMP.format(f"/workspace/runs/.{name}", f"/workspace/runs/{name}"))
     path: Path = station.folder / "runs" / name
-    until("the environment was written", path.exists, 30)
+    until("the environment was written", path.exists)
     variables = chosen(json.loads(path.read_text()))
     path.unlink()
     return variables
@@ -85,7 +85,7 @@ def test_sftp_server(proxied: Station, expected: dict[str, str]) -> None:
             return next((line.split()[0] for line in listed if "sftp-server" in line), "")
 
         # It shows its memory to nobody in the container; root of this machine sees it all the same.
-        pid = until("sftp-server runs", server, 30)
+        pid = until("sftp-server runs", server)
         pairs = Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
     finally:
         client.kill()

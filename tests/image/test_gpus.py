@@ -80,7 +80,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, base: str) -> Iterator[Engi
         )
     try:
         up = lambda: run("docker", "--host", host, "info", check=False).returncode == 0  # noqa: E731
-        until(f"the second engine answers; {(folder / 'log').read_text()[-500:]}", up, 60)
+        until(f"the second engine answers; {(folder / 'log').read_text()[-500:]}", up)
         saved = folder / "base.tar"
         run("docker", "save", "-o", str(saved), base)
         run("docker", "--host", host, "load", "-i", str(saved))

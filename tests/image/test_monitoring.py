@@ -65,12 +65,12 @@ def query(station: Station, expression: str) -> list[dict[str, object]]:
 
 
 def test_prometheus_scrapes_a_run_in_the_station(watched: Station) -> None:
-    until("the exporter is scraped", lambda: query(watched, 'up{job="trainstation"} == 1'), 120)
-    watched.ssh("train launch digits --name seen --nproc 1 --epochs 100000 --log.every_steps 10", timeout=120)
+    until("the exporter is scraped", lambda: query(watched, 'up{job="trainstation"} == 1'))
+    watched.ssh("train launch digits --name seen --nproc 1 --epochs 100000 --log.every_steps 10")
     try:
-        until("the run is seen", lambda: query(watched, 'train_run_step{run="seen"} > 0'), 120)
+        until("the run is seen", lambda: query(watched, 'train_run_step{run="seen"} > 0'))
         assert query(watched, 'train_run_state{run="seen",state="running"} == 1')
-        until("so is its memory", lambda: query(watched, 'train_rank_resident_memory_bytes{run="seen"} > 1e6'), 120)
+        until("so is its memory", lambda: query(watched, 'train_rank_resident_memory_bytes{run="seen"} > 1e6'))
         rules = requests.get(f"http://127.0.0.1:{watched.settings['PROMETHEUS_PORT']}/api/v1/rules", timeout=20).json()
         assert {rule["health"] for group in rules["data"]["groups"] for rule in group["rules"]} <= {"ok", "unknown"}
     finally:

@@ -92,7 +92,7 @@ class TestWhatDevLeft:
 
 
 def test_train_started_by_root_runs_as_dev(mine: Station) -> None:
-    mine.root("train", "launch", "digits", "--name", "by-root", "--nproc", "1", "--steps", "2", "--follow", timeout=120)
+    mine.root("train", "launch", "digits", "--name", "by-root", "--nproc", "1", "--steps", "2", "--follow")
     owners = {path.stat().st_uid for path in (mine.folder / "runs" / "by-root").rglob("*")}
     assert owners == {mine.folder.stat().st_uid}
 
@@ -126,7 +126,7 @@ def trace(make_station: Callable[..., Station]) -> list[Opened]:
     station.make("down")
     files = [word for f in ("docker-compose.yml", "docker-compose.cpu.yml", "../traced.yml") for word in ("-f", f)]
     run("docker", "compose", *files, "up", "-d", "--no-build", cwd=station.folder, env=station.env)
-    until("the watched station is healthy", station.healthy, 120)
+    until("the watched station is healthy", station.healthy)
     station.root(*strace, "-o", "/strace/out/health", "/usr/local/bin/station-health")
     run("docker", "compose", *files, "down", "--volumes", "-t", "5", cwd=station.folder, env=station.env)
     seen = opened_by_root(room / "out", "start") + opened_by_root(room / "out", "health")
@@ -281,7 +281,7 @@ def test_make_makes_its_own_files_from_nothing(mine: Station) -> None:
 
 def test_one_setting_lifts_the_protection_and_is_warned_of(mine: Station) -> None:
     env = {**mine.env, "PROTECT_CHECKOUT": "false"}
-    done = run("make", "-s", "up", cwd=mine.folder, env=env, timeout=300)
+    done = run("make", "-s", "up", cwd=mine.folder, env=env)
     try:
         assert "PROTECT_CHECKOUT=false" in done.stdout + done.stderr
         assert "warning: user dev can change all of this checkout" in mine.log
@@ -301,7 +301,7 @@ def start(workspace: Path, *options: str, mounted: bool) -> tuple[int, str]:
     words = ["-v", f"{workspace}:/workspace"]
     if mounted:
         words += ["-v", f"{workspace}/.secrets:{SECRETS}", "--tmpfs", "/workspace/.secrets:mode=500"]
-    done = run("docker", "run", "--rm", *words, *options, "trainstation:runtime", check=False, timeout=60)
+    done = run("docker", "run", "--rm", *words, *options, "trainstation:runtime", check=False)
     return done.returncode, done.stderr
 
 
@@ -382,7 +382,7 @@ def test_token_and_keys_are_made_where_there_are_none(workspace: Path, mounted: 
         files = [
             workspace / ".secrets" / f for f in ("authorized_keys", "id_ed25519", "id_ed25519.pub", "jupyter_token")
         ]
-        until("they are made", lambda: all(path.exists() for path in files), 30)
+        until("they are made", lambda: all(path.exists() for path in files))
         assert {path.stat().st_uid for path in [workspace / ".secrets", *files]} == {4321}
         assert {path.stat().st_mode & 0o077 for path in [workspace / ".secrets", *files]} == {0}
         assert files[0].read_text() == files[2].read_text()

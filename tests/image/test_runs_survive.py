@@ -15,7 +15,7 @@ FLAGS = "digits --epochs 60 --checkpoint.every_steps 5 --log.every_steps 1"
 @pytest.fixture(scope="module")
 def undisturbed(station: Station) -> dict[str, object]:
     """The record of a run that nothing happened to, on two ranks that `train run` starts by itself."""
-    station.ssh(f"train run {FLAGS} --name undisturbed --spawn 2", timeout=300)
+    station.ssh(f"train run {FLAGS} --name undisturbed --spawn 2")
     return record(station, "undisturbed")
 
 
@@ -35,15 +35,15 @@ def checkpoints(station: Station, name: str) -> Path:
 
 def launch(station: Station, name: str) -> None:
     """Launches a run over ssh, and waits until it is well under way."""
-    station.ssh(f"train launch {FLAGS} --name {name} --nproc 2", timeout=120)
-    until(f"{name} makes steps", lambda: metrics_lines(station, name) > 30, 90)
+    station.ssh(f"train launch {FLAGS} --name {name} --nproc 2")
+    until(f"{name} makes steps", lambda: metrics_lines(station, name) > 30)
 
 
 def ends_as_if_nothing_had_happened(station: Station, name: str, undisturbed: dict[str, object]) -> None:
     ended = ("finished", "failed", "stopped")
-    until(f"{name} goes on by itself and ends", lambda: station.show(name).get("state") in ended, 300)
+    until(f"{name} goes on by itself and ends", lambda: station.show(name).get("state") in ended)
     # rank 0 says how the run ends, and its agent, a moment later, how the attempt did
-    until("the last attempt is over", lambda: record(station, name)["attempts"][-1]["end"] is not None, 60)
+    until("the last attempt is over", lambda: record(station, name)["attempts"][-1]["end"] is not None)
     run = record(station, name)
     assert run["state"] == "finished", run["reason"]
     assert run["weights_sha256"] == undisturbed["weights_sha256"]
@@ -77,7 +77,7 @@ def test_a_stopped_container_saves_its_runs_and_they_go_on(station: Station, und
     assert 30 < run["step"] < undisturbed["step"]
     assert saved(station, "stopped") == run["step"]  # no step is lost
     station.make("up")
-    until("the keeper brings it back", lambda: len(record(station, "stopped")["attempts"]) == 2, 120)
+    until("the keeper brings it back", lambda: len(record(station, "stopped")["attempts"]) == 2)
     ends_as_if_nothing_had_happened(station, "stopped", undisturbed)
     first, second = record(station, "stopped")["attempts"]
     assert second["from_step"] == first["to_step"] == run["step"]
@@ -90,10 +90,10 @@ def test_a_stopped_container_saves_its_runs_and_they_go_on(station: Station, und
 def test_a_run_outlives_its_engine_restarted_and_crashed(station: Station, undisturbed: dict[str, object]) -> None:
     launch(station, "engine")
     restart_engine("TERM")
-    until("the run goes on by itself", lambda: len(record(station, "engine")["attempts"]) == 2, 120)
+    until("the run goes on by itself", lambda: len(record(station, "engine")["attempts"]) == 2)
     steps_on(station, "engine")
     restart_engine("KILL")
-    until("the run goes on by itself again", lambda: len(record(station, "engine")["attempts"]) == 3, 120)
+    until("the run goes on by itself again", lambda: len(record(station, "engine")["attempts"]) == 3)
     ends_as_if_nothing_had_happened(station, "engine", undisturbed)
     # asked to go, the engine stops its containers, and the keeper saves; killed, it does so when it is back, if they
     # have outlived it
@@ -108,18 +108,18 @@ def restart_engine(signal: str) -> None:
         subprocess.run(["systemctl", "kill", "--signal", signal, "docker"], check=True)
     else:
         subprocess.run(["kill", f"-{signal}", *old], check=True)
-    until("the engine is gone", lambda: not any(Path("/proc", pid).exists() for pid in old), 200)
+    until("the engine is gone", lambda: not any(Path("/proc", pid).exists() for pid in old))
     subprocess.run([Path(__file__).parents[2] / "scripts" / "engine.sh"], check=True, timeout=120)
 
 
 def test_a_run_that_its_user_stopped_rests(station: Station, endless_run: str) -> None:
     """The endless run is the witness: when the keeper has brought it back, it has seen the other one too."""
     launch(station, "a-rest")
-    station.ssh("train stop a-rest", timeout=120)
+    station.ssh("train stop a-rest")
     before = record(station, "a-rest")
     assert before["state"] == "stopped"
     station.compose("kill", "--signal", "KILL")
     station.make("up")
-    until("the keeper brings the other run back", lambda: len(record(station, endless_run)["attempts"]) == 2, 90)
+    until("the keeper brings the other run back", lambda: len(record(station, endless_run)["attempts"]) == 2)
     steps_on(station, endless_run)
     assert record(station, "a-rest") == before

@@ -80,7 +80,7 @@ print("PATHS " + json.dumps({path: bool(re.fullmatch(pattern, path)) for pattern
 
 @pytest.fixture(scope="module")
 def routes(station: Station) -> list[str]:
-    done = station.dev("python3", "-c", ROUTES, timeout=120)
+    done = station.dev("python3", "-c", ROUTES)
     found = json.loads(re.search(r"PATHS (.*)", done.stdout)[1])
     assert len(found) > 60
     assert sum(found.values()) > 0.9 * len(found)  # the paths do fit their routes

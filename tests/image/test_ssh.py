@@ -119,7 +119,7 @@ def test_tcp_forwarding_works_as_editors_need_it(known: Station) -> None:
             done = run("curl", "-s", "-I", "-X", "GET", f"http://127.0.0.1:{port}/login", check=False)
             return " 200 " in done.stdout
 
-        until("JupyterLab answers through the tunnel", answers, 30)
+        until("JupyterLab answers through the tunnel", answers)
     finally:
         tunnel.terminate()
         tunnel.wait()
@@ -130,18 +130,18 @@ def test_a_run_goes_on_after_the_connection_is_cut_and_attach_finds_it(station: 
     words = station.ssh_words
     command = f"train launch digits --name {name} --nproc 1 --epochs 100000 --log.every_steps 50 --follow"
     with Terminal(words[0], "-tt", *words[1:], command):
-        until("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0, 120)
+        until("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0)
     steps_on(station, name)  # the connection is gone
 
     with Terminal(words[0], "-tt", *words[1:], f"TERM=xterm train attach {name}") as attached:
         attached.wait_for("loss")
     steps_on(station, name)
-    station.dev("train", "stop", name, timeout=120)
+    station.dev("train", "stop", name)
     assert station.show(name)["state"] == "stopped"
 
 
 def test_what_a_run_writes_belongs_to_the_checkouts_owner(station: Station) -> None:
-    station.ssh("train launch digits --name owned --nproc 1 --epochs 1 --follow", timeout=120)
+    station.ssh("train launch digits --name owned --nproc 1 --epochs 1 --follow")
     owner = OWNER if os.getuid() == 0 else os.getuid()
     written = [station.folder / "runs" / "owned", *(station.folder / "runs" / "owned").rglob("*")]
     assert len(written) > 5

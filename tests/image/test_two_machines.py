@@ -69,13 +69,13 @@ class Pair:
 
     def goes_on(self) -> None:
         before = metrics_lines(self.station, "both")
-        until("both take further steps", lambda: metrics_lines(self.station, "both") > before + 20, 240)
+        until("both take further steps", lambda: metrics_lines(self.station, "both") > before + 20)
 
     def waits_for(self, number: int) -> None:
         """The first one says for whom it waits."""
         path = self.station.folder / "runs" / "both" / "run.json"
         text = f"waiting for node {number} of 2"
-        until(text, lambda: text in str(json.loads(path.read_text()).get("reason")), 90)
+        until(text, lambda: text in str(json.loads(path.read_text()).get("reason")))
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def pair(station: Station, make_station: Callable[..., Station]) -> Pair:
     made.make("up")
     for service in ("station", "second"):
         found = made.compose("ps", "--all", "--quiet", service).stdout.strip()
-        until(f"{service} is healthy", lambda found=found: _health(found) == "healthy", 120)
+        until(f"{service} is healthy", lambda found=found: _health(found) == "healthy")
     task = made.folder / "projects" / "paced.py"
     task.write_text(TASK)
     task.chmod(0o644)
@@ -121,9 +121,9 @@ def test_machines_and_the_wire_between_them_may_fail(pair: Pair) -> None:
         run("docker", "start", pair.id(service))  # its keeper brings its part back
         pair.goes_on()
 
-    until("the run is over", lambda: pair.record("station", "both")["state"] not in ("running", "interrupted"), 300)
+    until("the run is over", lambda: pair.record("station", "both")["state"] not in ("running", "interrupted"))
     records = [
-        until(f"{service} knows it", lambda service=service: _finished(pair.record(service, "both")), 90)
+        until(f"{service} knows it", lambda service=service: _finished(pair.record(service, "both")))
         for service in ("station", "second")
     ]
     pair.train("station", "run", "projects/paced.py", "--name", "one", "--spawn", "2", *fields)
