@@ -44,8 +44,8 @@ else
 endif
 
 .PHONY: test-minutes
-test-minutes: setup ## run the tests that take minutes: several machines, a real Slurm; some: IN=tests/train/slurm
-	@$(PY) -m pytest $(or $(IN),tests/train) -m minutes $(ARGS)
+test-minutes: setup ## run what takes longest: several machines, a real Slurm, more cases; some: IN=tests/train/slurm
+	@$(PY) -m pytest $(or $(IN),tests/train) -m minutes -n auto --dist loadfile $(ARGS)
 
 .PHONY: test-bench
 test-bench: setup ## run the tests of what measures, and the proof for GPUs on a CPU
