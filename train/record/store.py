@@ -45,6 +45,8 @@ INTERRUPTED = "interrupted"
 QUEUED = "queued"
 """Effective only: the engine of a cluster that the run was handed to has not started it yet, or will again."""
 
+_NOTING = 5.0
+"""Seconds that a note waits for whoever changes the record just now: far more than any disk that lives takes."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _ESSENTIAL = {"state", "attempts", "step", "epoch", "world_size"}
 """Keys of run.json that are in it from the start."""
@@ -204,29 +206,45 @@ class Run:
             raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}")
         return record | {"name": self.name, "stopped_by": _stopped_by(record)}
 
-    def update(
-        self, change: Callable[[dict[str, Any]], None] | None = None, durable: bool = True, **values: Any
-    ) -> None:
+    def update(self, change: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> None:
         """Change run.json under a lock of the folder, so that agent and rank 0 never undo each other's change."""
-        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            record = self.read()
-            record.update(values)
-            if change:
-                change(record)
-            write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", durable)
-        finally:
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a loader worker forked by another thread holds this file too
-            os.close(folder)
+        with self._changing(math.inf):
+            self._change(change, values, durable=True)
 
     def note(self, change: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> bool:
-        """`update` of what is not worth dying for. Whether the disk took it."""
+        """`update` of what is not worth dying for, nor waiting: a process that stands still may hold the lock for ever,
+        and whoever notes here is to find that out. Whether it was taken."""
         try:
-            self.update(change, durable=False, **values)
+            with self._changing(_NOTING):
+                self._change(change, values, durable=False)
         except (OSError, Refused):
             return False
         return True
+
+    def _change(self, change: Callable[[dict[str, Any]], None] | None, values: dict[str, Any], durable: bool) -> None:
+        record = self.read()
+        record.update(values)
+        if change:
+            change(record)
+        write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", durable)
+
+    @contextlib.contextmanager
+    def _changing(self, patience: float) -> Iterator[None]:
+        """Hold the lock of the folder. Raises BlockingIOError where it is not to be had for `patience` seconds."""
+        folder, deadline = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + patience
+        try:
+            while True:
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB))
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise
+                time.sleep(0.01)
+            yield
+        finally:
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a loader worker forked by another thread holds this file too
+            os.close(folder)
 
     def alive(self) -> bool:
         """Whether any process of the run lives, by the kernel's lock."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import sys
@@ -33,7 +34,7 @@ from train.runs.verdict import Asked, Decision, Facts, Road
 MAX_RESTARTS = 3
 """Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
 _AGAIN = 1.0
-"""Seconds between two requests to stop to the same ranks."""
+"""Seconds between two requests to stop to the same ranks, and between two attempts to note who they are."""
 _TAIL = 1 << 16
 """Bytes at the end of a log that are read: a progress bar fills much of it."""
 
@@ -209,6 +210,7 @@ class Supervisor:
         """From the start of the ranks until none is left."""
         guard = self.processes.start(attempt)
         started: list[int] = []
+        note_at = 0.0
         asked_at: float | None = None
         while not self.processes.wait():
             self._hear()
@@ -220,8 +222,9 @@ class Supervisor:
             pids = self.processes.pids()
             if not started and len(pids) == self.processes.ranks:
                 started = pids
-                self.run.note(pids=self._pids(pids))
                 self._kills.among(pids)
+            if started and time.monotonic() > note_at:  # again where a rank that stands still holds the record just now
+                note_at = math.inf if self.run.note(pids=self._pids(started)) else time.monotonic() + _AGAIN
             if self.stop.asked and pids:
                 asked_at = self._pass_on(asked_at)
             if guard is not None:

@@ -270,6 +270,23 @@ def test_the_record_on_disk_is_plain_json(run: Run) -> None:
     assert run.read()["name"] == "a"
 
 
+def test_a_process_that_stands_still_with_the_record_in_its_hands_keeps_no_note_waiting(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_NOTING", 0.2)
+    code = (
+        "import fcntl, os, signal, sys\n"
+        "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(run.folder)]) as holder:
+        assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
+        assert not run.note(step=3)
+        holder.kill()
+    assert run.note(step=4)
+    assert run.read()["step"] == 4
+
+
 def test_times_that_are_none_are_told_as_unknown(run: Run) -> None:
     damaged = run.read() | {"started": "yesterday"}
     assert " ? " in listing([damaged], run.folder.parent).splitlines()[1]
