@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterable
@@ -111,6 +112,12 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
             raise Refused(
                 f"optimizer in {task.file} must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise Refused(
+                f"optimizer in {task.file} returns a {type(optimizer).__name__}, which computes the loss several times "
+                "in a step, and here a step computes it once; use another optimizer"
+            )
         _check_spread(optimizer, config)
         # a checkpoint names groups by their parameters: one without any could not be read back
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
@@ -139,7 +146,7 @@ def _check_spread(optimizer: torch.optim.Optimizer, config: Config) -> None:
         Refused: one of torch's that would make another step, or none.
     """
     name = config.parallel.strategy
-    if name in SPREAD and type(optimizer).__name__ in ("Adafactor", "Rprop", "LBFGS"):
+    if name in SPREAD and type(optimizer).__name__ in ("Adafactor", "Rprop"):
         raise Refused(
             f"torch.optim.{type(optimizer).__name__} needs whole parameters, and --parallel.strategy {name} spreads "
             "them over ranks; use --parallel.strategy ddp, or another optimizer"

@@ -79,6 +79,28 @@ def check(config: Config, size: int, device: torch.device) -> None:
         raise Refused(f"--parallel.wrap is for fsdp and hsdp, not {name}; leave it out")
 
 
+def check_model(model: torch.nn.Module, size: int, device: torch.device) -> None:
+    """Whether so many ranks on such a device can add a model's gradients.
+
+    Raises:
+        Refused: they cannot; the message names the parameter or module.
+    """
+    if size == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise Refused(
+                f"{size} ranks cannot add the sparse gradients of {name or 'the model'} "
+                f"({type(module).__name__}); leave out sparse=True, or use --nproc 1"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad and device.type == "cpu":
+            raise Refused(
+                f"{size} ranks on a CPU cannot add the complex gradient of {name}, for gloo adds real numbers only; "
+                "keep it as real ones (torch.view_as_real) and use torch.view_as_complex in forward(), or --nproc 1"
+            )
+
+
 def _check_ordered(config: Config) -> None:
     name = config.parallel.strategy
     if name in ("dp", *SPREAD):

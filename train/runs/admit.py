@@ -122,12 +122,13 @@ def _cut_batch(config: Config, ranks: int) -> None:
 
 
 def checked_model(task: Task, config: Config, ranks: int, precision: Precision) -> torch.nn.Module:
-    """The model, which can be spread and computed again as `parallel` says.
+    """The model, which so many ranks can train, spread and compute again as `parallel` says.
 
     Raises:
         Refused: it cannot.
     """
     model = build.make_model(task, config, precision.weights)
+    choose.check_model(model, ranks, precision.device)
     if choose.shards(config, ranks):
         from train.parallel import fsdp
 

@@ -74,7 +74,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
             "was started; put the data back as it was"
         )
     check_sync_batchnorm(config, device, ranks, len(train_set))
-    if choose.shards(config, ranks) or config.parallel.recompute:  # else there is nothing to ask the model
+    is_first_of_several = record["world_size"] == 1 < ranks
+    if is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:  # else nothing to ask it
         checked_model(task, config, ranks, precision)
     plan = build.plan_of(config, len(train_set))
     total = build.total_steps(config, plan)

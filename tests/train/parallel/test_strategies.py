@@ -218,29 +218,53 @@ def test_a_module_with_running_statistics_is_not_computed_twice(engine: Any) -> 
         engine.run("never", 1, task__batchnorm="true", parallel__recompute="BatchNorm1d")
 
 
+def with_model(engine: Any, folder: Path, line: str) -> Path:
+    """The engine's task whose `model` is changed by one line more."""
+    task = folder / "task.py"
+    changed = f"\n\n_plain = model\n\n\ndef model(config):\n    model = _plain(config)\n    {line}\n    return model\n"
+    task.write_text(engine.task.read_text() + changed)
+    return task
+
+
 MODELS = {
-    "a scalar": ("model.scale = nn.Parameter(torch.tensor(1.0))", "cannot spread scale, for it has no dimension"),
-    "two types": ("model.leave.double()", "cannot gather enter.weight and leave.weight together"),
+    "a scalar": ("fsdp", "model.s = nn.Parameter(torch.tensor(1.0))", "cannot spread s, for it has no dimension"),
+    "two types": ("fsdp", "model.leave.double()", "cannot gather enter.weight and leave.weight together"),
+    "complex": ("ddp", "model.s = nn.Parameter(torch.ones(2) * 1j)", "cannot add the complex gradient of s"),
+    "sparse": ("ddp", "model.s = nn.Embedding(2, 2, sparse=True)", r"cannot add the sparse gradients of s \(Embedding"),
 }
 
 
 @pytest.mark.parametrize("what", MODELS)
-def test_a_model_that_cannot_be_spread_is_refused_by_the_parameter(engine: Any, tmp_path: Path, what: str) -> None:
-    line, words = MODELS[what]
-    task = tmp_path / "task.py"
-    changed = f"\n\n_plain = model\n\n\ndef model(config):\n    model = _plain(config)\n    {line}\n    return model\n"
-    task.write_text(engine.task.read_text() + changed)
+def test_a_model_that_ranks_cannot_share_is_refused_by_the_parameter(engine: Any, tmp_path: Path, what: str) -> None:
+    strategy, line, words = MODELS[what]
     with pytest.raises(Refused, match=words):
-        engine.run("never", 2, task=task, parallel__strategy="fsdp")
+        engine.run("never", 2, task=with_model(engine, tmp_path, line), parallel__strategy=strategy)
+
+
+def test_a_resume_on_more_ranks_than_can_add_its_gradients_is_refused_and_on_one_goes_on(
+    engine: Any, tmp_path: Path
+) -> None:
+    task = with_model(engine, tmp_path, "model.s = nn.Parameter(1j * torch.ones(2))")
+    assert engine.run("alone", 1, ["2 0 SIGTERM"], task=task)["state"] == "stopped"
+    with pytest.raises(Refused, match="complex gradient of s"):
+        engine.resume("alone", 2)
+    assert engine.resume("alone", 1)["state"] == "finished"
+
+
+def test_an_optimizer_that_computes_the_loss_by_itself_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizers: Any = SimpleNamespace(
+        optimizer=lambda model, config: torch.optim.LBFGS(model.parameters()), file="task.py"
+    )
+    with pytest.raises(Refused, match="returns a LBFGS, which computes the loss several times"):
+        make_optimizer(optimizers, model, Config())
 
 
 @pytest.fixture(scope="module")
 def stopped(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The engine with `waiting` in it: a run of ddp on two ranks, one of whose weights is of another type."""
-    task = tmp_path_factory.mktemp("task") / "task.py"
     line = "model.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))"
-    changed = f"\n\n_plain = model\n\n\ndef model(config):\n    model = _plain(config)\n    {line}\n    return model\n"
-    task.write_text(engine.task.read_text() + changed)
+    task = with_model(engine, tmp_path_factory.mktemp("task"), line)
     flags = {"task__batchnorm": "true", "parallel__find_unused_parameters": "true"}
     assert engine.run("waiting", 2, ["2 0 SIGTERM"], task=task, **flags)["state"] == "stopped"
     return engine
@@ -319,7 +343,7 @@ def test_what_these_ranks_cannot_do_is_refused_in_a_line(
     assert not (engine.station.runs / "never").exists()
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "LBFGS"])
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
 def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_spread(name: str) -> None:
     model = torch.nn.Linear(2, 2)
     optimizers: Any = SimpleNamespace(
