@@ -52,28 +52,33 @@ class Agreed:
     manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
     slot: int | None = None
     """The buffer of this machine's memory in which the state lies; None: take it from the disk."""
-    warnings: tuple[str, ...] = ()
+    problem: str = ""
+    """Why it is not a newer state in memory."""
     made_here: float = math.inf
     """The last step in which this machine had a part, where others have gone on without it since."""
 
 
-def agree(run: Run, world: World, slots: Slots | None, fingerprint: str, left: Callable[[], int]) -> Agreed:
+def agree(
+    run: Run, world: World, slots: Slots | None, fingerprint: str, left: Callable[[], int],
+    newest: Callable[[], tuple[int, dict[str, Any]]],
+) -> Agreed:  # fmt: skip
     """Choose the newest state, and bring it to every machine. A collective.
 
     Args:
         left: bytes of memory that can still be had here.
+        newest: the step of the newest checkpoint here that is whole, and its manifest; 0 and {} without one.
 
     Raises:
         OSError, Refused: a machine cannot read or take it; on every rank alike.
     """
-    mine, warnings = world.on_leads(lambda: _offer(run, slots, fingerprint))
+    mine = world.on_leads(lambda: _offer(run, slots, fingerprint, newest))
     everybody = world.gather(mine)
     offers = [everybody[lead] for lead in world.leads]
     saved, kept = max(each.saved for each in offers), max(each.kept for each in offers)
 
     def agreed(source: int, step: int, saved: int, **values: Any) -> Agreed:
         made_here = _parted(mine.attempts, offers[source].attempts)
-        return Agreed(step, saved, warnings=warnings, made_here=made_here, **values)
+        return Agreed(step, saved, problem=problem, made_here=made_here, **values)
 
     problem = ""
     if slots is not None and kept and kept >= saved:
@@ -85,9 +90,8 @@ def agree(run: Run, world: World, slots: Slots | None, fingerprint: str, left: C
             assert found is not None
             return agreed(source, kept, min(each.saved for each in offers), slot=found[0])
         problem = f"the state after step {kept} in memory is not used: {problem}"
-    warnings = (*warnings, problem) if problem else warnings
     if not saved:
-        return Agreed(warnings=warnings)
+        return Agreed(problem=problem)
     source = next(place for place, each in enumerate(offers) if each.saved == saved)
     have = [(each.saved, each.save) == (saved, offers[source].save) for each in offers]
     if not all(have):
@@ -110,10 +114,10 @@ def _parted(mine: tuple[tuple[str, int], ...], theirs: tuple[tuple[str, int], ..
     return min((step for _, step in theirs[common + 1 :]), default=math.inf)
 
 
-def _offer(run: Run, slots: Slots | None, fingerprint: str) -> tuple[Offer, tuple[str, ...]]:
+def _offer(run: Run, slots: Slots | None, fingerprint: str, newest: Callable[[], tuple[int, dict[str, Any]]]) -> Offer:
     """On the first rank of a machine: clear away what a kill left, and see what is there."""
     manifests.clean(run)
-    step, manifest, unused = manifests.take_newest(run)
+    step, manifest = newest()
     attempts = tuple(
         (attempt["mark"], int(attempt["from_step"])) for attempt in run.read()["attempts"] if attempt.get("mark")
     )
@@ -124,7 +128,7 @@ def _offer(run: Run, slots: Slots | None, fingerprint: str) -> tuple[Offer, tupl
             offer = dataclasses.replace(offer, kept=content.step, mark=content.mark)
             break
         slots.wipe(found[0])
-    return offer, tuple(unused)
+    return offer
 
 
 def _send_memory(run: Run, world: World, slots: Slots, road: Road, left: Callable[[], int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -49,8 +50,9 @@ def restore(
         left: bytes of memory that can still be had.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
+    newest = functools.cache(lambda: _newest_valid(run))  # reads every byte of it
     while True:
-        start = _begin(run, world, slots, fingerprint, is_spread, left)
+        start = _begin(run, world, slots, fingerprint, is_spread, left, newest)
         if slots is None or start.slot is None:
             break
         content = _read(slots, world, start, fingerprint, is_spread)
@@ -88,29 +90,35 @@ def _read(slots: Slots, world: World, start: Start, fingerprint: str, is_spread:
 
 
 def _begin(
-    run: Run, world: World, slots: Slots | None, fingerprint: str, is_spread: bool, left: Callable[[], int]
-) -> Start:
-    """Choose the state to continue from, on one machine or on several. A collective."""
+    run: Run, world: World, slots: Slots | None, fingerprint: str, is_spread: bool, left: Callable[[], int],
+    newest: Callable[[], tuple[int, dict[str, Any]]],
+) -> Start:  # fmt: skip
+    """Choose the state to continue from, on one machine or on several. A collective.
+
+    Args:
+        newest: `_newest_valid`, on the first rank of a machine.
+    """
     if is_spread and slots is not None:
-        start = _begin_from_parts(run, world, slots)
+        start = _begin_from_parts(run, world, slots, newest)
         if start is not None:
             return start
         slots = None
     if len(world.leads) == 1:
-        return world.on_first(lambda: _begin_here(run, slots))
-    agreed = level.agree(run, world, slots, fingerprint, left)
-    if world.is_lead:
-        for line in agreed.warnings:
-            log.warning("warning: %s", line)
+        return world.on_first(lambda: _begin_here(run, slots, newest))
+    agreed = level.agree(run, world, slots, fingerprint, left, newest)
+    if world.is_lead and agreed.problem:
+        log.warning("warning: %s", agreed.problem)
     world.on_leads(lambda: metrics.cut(run, agreed.step, agreed.made_here))
     return Start(agreed.step, agreed.saved, agreed.manifest, agreed.slot)
 
 
-def _begin_from_parts(run: Run, world: World, slots: Slots) -> Start | None:
+def _begin_from_parts(
+    run: Run, world: World, slots: Slots, newest: Callable[[], tuple[int, dict[str, Any]]]
+) -> Start | None:
     """Where all ranks have their parts of a state that is not older than any checkpoint; None: on the disk."""
     saved = world.gather(next(iter(run.steps_saved()), 0))
     if 0 < min(world.gather(max(slots.steps, default=0))) < max(saved):  # a damaged checkpoint is not newer
-        world.on_leads(lambda: _newest_valid(run))
+        world.on_leads(newest)
         saved = world.gather(next(iter(run.steps_saved()), 0))
     kept = shares.newest(slots, world, max(saved))
     if not kept:
@@ -124,14 +132,14 @@ def _begin_from_parts(run: Run, world: World, slots: Slots) -> Start | None:
     return Start(kept, min(saved), slot=slots.steps[kept])
 
 
-def _begin_here(run: Run, slots: Slots | None) -> Start:
+def _begin_here(run: Run, slots: Slots | None, newest: Callable[[], tuple[int, dict[str, Any]]]) -> Start:
     """On rank 0: clear away what a kill left, choose the state to continue from, cut the records to it."""
     manifests.clean(run)
     kept = slots.newest() if slots is not None else None
     slot, in_memory = (kept[0], kept[1].step) if kept is not None else (None, -1)
     step, manifest = next(iter(run.steps_saved()), 0), dict[str, Any]()
     if in_memory < step or slot is None:
-        step, manifest = _newest_valid(run)
+        step, manifest = newest()
     if in_memory >= step:
         metrics.cut(run, in_memory)
         return Start(in_memory, step, slot=slot)
