@@ -116,6 +116,13 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     for key in sorted(fields.keys() | its_fields.keys()):
         if fields.get(key) != its_fields.get(key):
             return f"{who} has another configuration than {zero}: {key} is {its_fields.get(key)}, not {fields.get(key)}"
+    counts, share = (other["nproc"], first["nproc"]), fields.get("parallel.shard_size")
+    # each has checked that `share` divides what any number of machines like itself have
+    if isinstance(share, int) and counts[0] != counts[1] and any(count % share for count in counts):
+        return (
+            f"{who} has --nproc {counts[0]} and {zero} {counts[1]}: with --parallel.shard_size {share} give all "
+            f"machines the same, or each a multiple of {share}"
+        )
     return ""
 
 

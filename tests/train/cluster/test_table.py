@@ -145,6 +145,16 @@ def test_what_differs_is_refused_with_a_line_for_both(change: dict[str, Any], wo
         assert words in message["line"] and "(host1)" in message["line"]
 
 
+@pytest.mark.parametrize(
+    ("share", "counts", "fits"), [(4, (2, 2), True), (2, (4, 2), True), (2, (2, 1), False), (4, (4, 2), False)]
+)
+def test_copies_of_a_model_are_not_left_without_a_part(share: int, counts: tuple[int, int], fits: bool) -> None:
+    same_hsdp = SAME | {"config": {"parallel.strategy": "hsdp", "parallel.shard_size": share}}
+    nodes = [hello(node, nproc=count, same=same_hsdp) for node, count in enumerate(counts)]
+    found = same.difference(*nodes)
+    assert not found if fits else f"node 1 (host1) has --nproc {counts[1]}" in found and str(share) in found
+
+
 def test_what_is_told_of_a_stranger_is_a_line_that_a_terminal_can_show(room: Room) -> None:
     for change in ({"run": "x" * 100_000}, {"node": 10**400}, {"host": "\x1b[2J", "run": "b"}):
         for _, said in room.table.hello(12, hello(1) | change, room.now):
