@@ -101,6 +101,6 @@ def _micro_batch(
             votes.add(micro.number, loss)
         weight = loss.weight / samples if is_own else 0.0
         job.strategy.backward(loss.value, weight, votes.cast() if is_last else None)
-    with torch.no_grad():
-        for buffer, before in held:
+    for buffer, before in held:
+        with torch.no_grad():
             buffer.copy_(before)

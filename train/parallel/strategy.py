@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from train.config import Config
 from train.errors import TrainingFailed
+from train.parallel import stepping
 from train.parallel.exposed import Exposed
 from train.parallel.precision import Precision
 from train.parallel.world import World
@@ -192,7 +193,7 @@ class Spread:
             scaler.step(optimizer)
             scaler.update()
         else:
-            optimizer.step()
+            stepping.step(optimizer)
         self.clear()
 
     def _clip(self, largest: float) -> None:

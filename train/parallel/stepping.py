@@ -1,0 +1,36 @@
+"""An optimizer's step without what torch puts around it for profilers: of a small model that is most of a step's cost.
+
+torch wraps `step` of each optimizer's class (torch/optim/optimizer.py, `profile_hook_step`): it names a range for
+profilers and calls the hooks that users register. Without a profiler and without hooks that is nothing but time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torchs
+
+_NAMES = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_OWN_NAMES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_UNKNOWN = {"": "a torch that keeps its hooks elsewhere"}
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """What `optimizer.step()` does, hooks and all."""
+    whole: Any = type(optimizer).step
+    bare = getattr(whole, "__wrapped__", None) if getattr(whole, "hooked", False) else None
+    if bare is None or "step" in vars(optimizer) or _is_watched(optimizer):
+        optimizer.step()
+    else:
+        bare(optimizer)
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a profiler or a hook wants to know of the step."""
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+        return True
+    own = vars(optimizer)
+    return any(own.get(name, _UNKNOWN) for name in _OWN_NAMES) or any(
+        getattr(torchs, name, _UNKNOWN) for name in _NAMES
+    )
