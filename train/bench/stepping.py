@@ -44,7 +44,7 @@ def stepping(
             number = world.rank * micros + slot  # neighbours: what ordered sums take; else it is all the same
             with spread.micro_batch(number, is_last):
                 with precision.autocast():
-                    loss = cross_entropy(spread.call(inputs), classes)
+                    loss = spread.compute(lambda model: cross_entropy(model(inputs), classes))
                 spread.backward(loss, 1 / total, votes if is_last else None)
         spread.reduce(votes)
         spread.settle(optimizer, None)

@@ -82,7 +82,7 @@ def _riding(world: World) -> Callable[[], None]:
     def step() -> None:
         votes = torch.zeros(len(VOTES), device=world.device)
         with strategy.micro_batch(0, is_last=True):
-            strategy.backward(cross_entropy(strategy.call(images), classes), 1 / RANKS, votes)
+            strategy.backward(strategy.compute(lambda model: cross_entropy(model(images), classes)), 1 / RANKS, votes)
         sums = strategy.reduce(votes)
         strategy.settle(optimizer, None)
         strategy.update(optimizer)

@@ -142,8 +142,8 @@ class Snapshots:
                 if self._buffers.get(name) not in agreed:
                     return None
                 state[name] = agreed[self._buffers[name]]
-            else:
-                state[name] = value
+            else:  # a forward may update parameters, too
+                state[name] = agreed.get(id(value), value)
         return state
 
     def _write(self, model: dict[str, Tensor] | None, patience: float) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -19,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from train.errors import one_line
+from train.parallel import stepping
 
 # torch warns about its own use of storages, and that one process alone is one process alone
 warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
@@ -30,10 +34,25 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
     state: dict[str, Any] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
         is_fresh = not optimizer.state
-        state["optim"] = get_optimizer_state_dict(module, optimizer)
+        with _unwatched(optimizer) if is_fresh else contextlib.nullcontext():
+            state["optim"] = get_optimizer_state_dict(module, optimizer)
         if is_fresh and _forget_step(optimizer):
             state["optim"] = get_optimizer_state_dict(module, optimizer)
     return state
+
+
+@contextlib.contextmanager
+def _unwatched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While torch makes a step of an optimizer without state, with gradients of 0: no hook of its user sees it."""
+    hooks = [vars(optimizer)[name] for name in stepping.HOOKS if vars(optimizer).get(name)]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, was in zip(hooks, kept, strict=True):
+            each.update(was)
 
 
 def _forget_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -79,7 +98,13 @@ def load(
     state = state_of(module, optimizer)
     try:
         reader = dcp.FileSystemReader(folder)
-        unused = _take_unused(state["optim"], reader) if optimizer is not None else []
+        written = list((reader.read_metadata().planner_data or {}).items())
+        unknown = {path[1] for _, path in written if path[0] == "model"} - state["model"].keys()
+        if unknown:
+            raise ValueError(f"{min(unknown)} is not in the model")
+        unused = _take_unused(state["optim"], written) if optimizer is not None else []
+        if optimizer is not None:
+            _make_later(state["optim"]["state"], dict(module.named_parameters()), written, reader)
         dcp.load(state, storage_reader=reader, no_dist=by_itself)
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
         if isinstance(cause_of(error), OSError):  # of the disk, and may pass
@@ -93,15 +118,35 @@ def load(
             del optimizer.state[without]
 
 
-def _take_unused(state: dict[str, Any], reader: dcp.FileSystemReader) -> list[str]:
+Written = list[tuple[str, Any]]
+"""What a checkpoint holds: the key in its metadata, and the path in the state."""
+
+
+def _take_unused(state: dict[str, Any], written: Written) -> list[str]:
     """Take from a fresh optimizer's state the parameters that had none when the checkpoint was written, for no step had
     used them yet. Returns their names."""
-    paths = (reader.read_metadata().planner_data or {}).values()
-    written = {path[2] for path in paths if path[:2] == ("optim", "state")}
-    unused = [name for name in state["state"] if name not in written] if written else []
+    used = {path[2] for _, path in written if path[:2] == ("optim", "state")}
+    unused = [name for name in state["state"] if name not in used] if used else []
     for name in unused:
         del state["state"][name]
     return unused
+
+
+def _make_later(
+    state: dict[str, Any], parameters: dict[str, nn.Parameter], written: Written, reader: dcp.FileSystemReader
+) -> None:
+    """Make room in a fresh optimizer's state for what it makes in later steps only: DCP reads what is asked for."""
+    described = reader.read_metadata().state_dict_metadata
+    for key, path in written:
+        if path[:2] != ("optim", "state") or len(path) != 4 or path[3] in state.get(path[2], {path[3]: None}):
+            continue
+        of, metadata = parameters[path[2]], described[key]
+        if not isinstance(metadata, TensorStorageMetadata):
+            state[path[2]][path[3]] = None
+        elif metadata.size == of.shape:  # spread as the parameter is
+            state[path[2]][path[3]] = torch.zeros_like(of, dtype=metadata.properties.dtype, requires_grad=False)
+        else:
+            state[path[2]][path[3]] = torch.zeros(metadata.size, dtype=metadata.properties.dtype, device=of.device)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

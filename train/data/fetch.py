@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import errno
+import functools
 import os
 import pickle
 import traceback
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from train.data.generators import owned, seed_owned
 from train.data.seeds import seed_host
 from train.errors import TrainingFailed, one_line
 
@@ -112,9 +114,14 @@ def gatherer(
         return gather_tensors
     join = collate or default_collate
     many = getattr(dataset, "__getitems__", None)
+    find = functools.cache(lambda: owned(dataset, collate))  # in the process that fetches, when the data set is made
+
+    def seed(micro: MicroBatch) -> None:
+        seed_host(micro.seed)
+        seed_owned(find(), micro.seed)
 
     def gather(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
-        seed_host(micro.seed)
+        seed(micro)
         indices = micro.indices.tolist()
         if many is None:
             items, bad = _one_by_one(dataset, micro, skip)
@@ -124,7 +131,7 @@ def gatherer(
             except Exception as error:
                 if passes(error):
                     raise
-                seed_host(micro.seed)
+                seed(micro)
                 items, bad = _one_by_one(dataset, micro, skip)
                 if not bad:  # no sample's own fault
                     raise

@@ -305,8 +305,8 @@ def _paths(values: Sequence[Any]) -> list[str | Path] | None:
         return value[0] if isinstance(value, (list, tuple)) and value else value
 
     for value in (of(values[0]), of(values[-1])):
-        if not isinstance(value, (str, Path)) or not Path(value).is_file():
-            return None
+        if not isinstance(value, (str, Path)) or not os.path.isfile(value):  # noqa: PTH113 - pathlib
+            return None  # raises where a text is too long for a name
     found = [of(value) for value in values]
     return found if all(isinstance(value, (str, Path)) for value in found) else None
 

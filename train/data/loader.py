@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import multiprocessing
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from train.data import handles
@@ -134,9 +136,20 @@ class Loader:
 
     def _fetched(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:
         if not self._loader.num_workers:
-            return map(self._fetching.__getitem__, plan)  # what DataLoader would do, without 20 us of its own a batch
+            return map(self._fetch_here, plan)  # what DataLoader would do, without 20 us of its own a batch
         self._sampler.plan = plan
         return iter(self._loader)
+
+    def _fetch_here(self, micro: MicroBatch) -> Any:
+        """In this process: on one thread, as a worker does, for some sums have other bits on several."""
+        threads = torch.get_num_threads()
+        if threads == 1:
+            return self._fetching[micro]
+        torch.set_num_threads(1)
+        try:
+            return self._fetching[micro]
+        finally:
+            torch.set_num_threads(threads)
 
     def close(self) -> None:
         """End the workers.
@@ -192,7 +205,12 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
             # a copy to the host must be there when it is looked at
             return value.to(device, kind, non_blocking=device.type == "cuda", memory_format=layout)
         if isinstance(value, dict):
-            return type(value)((key, move(inner)) for key, inner in value.items())
+            moved = copy.copy(value)  # of its own kind: a defaultdict cannot be made of items alone
+            moved.update({key: move(inner) for key, inner in value.items()})
+            return moved
+        if isinstance(value, PackedSequence):  # its sizes stay on the host
+            packed = value.to(device, non_blocking=device.type == "cuda")
+            return packed.to(dtype) if dtype is not None and packed.data.is_floating_point() else packed
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(move, value))
         if isinstance(value, (list, tuple)):

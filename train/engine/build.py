@@ -118,6 +118,7 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
                 f"optimizer in {task.file} returns a {type(optimizer).__name__}, which computes the loss several times "
                 "in a step, and here a step computes it once; use another optimizer"
             )
+        _check_groups(optimizer, model, task)
         _check_spread(optimizer, config)
         # a checkpoint names groups by their parameters: one without any could not be read back
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
@@ -137,6 +138,26 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
         return made
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return kind(parameters, betas=(optim.momentum, 0.999), **common)
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task) -> None:
+    """Whether what an optimizer of the task's own updates belongs to the model, at rates that a schedule can follow.
+
+    Raises:
+        Refused: it does not.
+    """
+    own = set(map(id, model.parameters()))
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in own for parameter in group["params"]):
+            raise Refused(
+                f"optimizer in {task.file} updates parameters that are not the model's: no checkpoint would hold them, "
+                "and ranks would not agree on them; make them a part of what model() returns"
+            )
+        if not isinstance(group.get("lr"), (int, float, Tensor)):
+            raise Refused(
+                f"optimizer in {task.file} has a group with lr {group.get('lr')!r}; give it a number, which --schedule "
+                "then changes"
+            )
 
 
 def _check_spread(optimizer: torch.optim.Optimizer, config: Config) -> None:

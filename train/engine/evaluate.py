@@ -23,6 +23,7 @@ from train.tasks import Task
 
 _ASK_EVERY = 16
 """Micro batches between two looks, by all ranks, at whether a stop was asked for."""
+_OTHER_NAMES = "metrics must return the same names for every batch"
 
 
 def evaluate(
@@ -55,6 +56,8 @@ def evaluate(
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
     """
     was_training = module.training
+    # what an evaluation counts or observes is no part of training: a resume does not repeat it
+    before = _buffers_of(module)
     module.eval()
     rows: dict[int, list[Tensor | float]] = {}
     """By micro batch: the number of its samples, then total and count of the loss and of each metric."""
@@ -94,12 +97,30 @@ def evaluate(
                     rows[micro.number] = _row(len(micro.indices), figures, names)
     finally:
         module.train(was_training)
+        _put_back(before)
     return _summed(rows, names, micros, world)
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
+    """Each buffer of a module and of those in it: where it is, and a copy of what is in it."""
+    return [
+        (part, name, buffer, None if buffer is None else buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+    ]
+
+
+@torch.no_grad()
+def _put_back(buffers: list[tuple[nn.Module, str, Tensor | None, Tensor | None]]) -> None:
+    for part, name, buffer, content in buffers:
+        part._buffers[name] = buffer
+        if buffer is not None and content is not None:
+            buffer.copy_(content)
 
 
 def _row(samples: int, figures: dict[str, Figure], names: list[str]) -> list[Tensor | float]:
     if figures.keys() != set(names):
-        raise TrainingFailed("metrics must return the same names for every batch")
+        raise TrainingFailed(_OTHER_NAMES)
     row: list[Tensor | float] = [samples]
     for name in names:
         row += [figures[name].total(torch.float64), figures[name].counted()]
@@ -110,12 +131,15 @@ def _summed(
     rows: dict[int, list[Tensor | float]], names: list[str], micros: int, world: World
 ) -> tuple[dict[str, float], int]:
     """The figures of all ranks' rows, and the number of samples. A collective."""
-    names = max(world.gather(names), key=len)  # rank 0 may have read nothing
+    mine = {name: place for place, name in enumerate(names)}
+    everybodys = [found for found in world.gather(names) if found]  # a rank may have read nothing
+    if any(set(found) != set(everybodys[0]) for found in everybodys):
+        raise TrainingFailed(_OTHER_NAMES)
+    names = everybodys[0] if everybodys else []
     table = torch.zeros(micros, 1 + 2 * len(names), dtype=torch.float64, device=world.device)
     for number, row in rows.items():
-        if len(row) != table.shape[1]:
-            raise TrainingFailed("metrics must return the same names for every batch")
-        values = [torch.as_tensor(value, dtype=torch.float64, device=world.device) for value in row]
+        ordered = [row[0], *(row[1 + 2 * mine[name] + part] for name in names for part in (0, 1))]
+        values = [torch.as_tensor(value, dtype=torch.float64, device=world.device) for value in ordered]
         table[number] = torch.stack(values)
     columns = world.add(table).cpu().T.tolist()  # each row is one rank's alone: adding zeros rounds nothing
     sums = [math.fsum(column) for column in columns]

@@ -115,7 +115,7 @@ class _Loop:
         job.heart.beat(heartbeat.TRAINING, self.done)
         if not job.saver.is_prepared:
             job.saver.prepare(job.strategy.module, job.optimizer)
-        self._readback.put(_Step(self.done, self._rates[0] * factor, job.plan.samples(self.done - 1)), sums)
+        self._readback.put(_Step(self.done, float(self._rates[0] * factor), job.plan.samples(self.done - 1)), sums)
 
     def read_votes(self, everything: bool) -> bool:
         """Look at what the ranks said in the steps that can be read by now. Whether one of them asks for a save.

@@ -6,6 +6,7 @@ Both give the mean over the batch, or a pair (total, count): what they add up to
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from train.errors import TrainingFailed
-from train.parallel.transparent import Transparent
 from train.tasks import Task
 
 _WIDE = (torch.float32, torch.float64)
@@ -81,16 +81,31 @@ def figure(value: Any, samples: int, what: str, file: Path) -> Figure:
     return Figure(value if value.dtype in _WIDE else value.float(), samples, count)
 
 
-def training_loss(task: Task, model: nn.Module, batch: Any, samples: int) -> Figure:
+def training_loss(
+    task: Task, compute: Callable[[Callable[[nn.Module], Tensor]], Tensor], batch: Any, samples: int
+) -> Figure:
     """The loss of a batch, to be differentiated.
+
+    Args:
+        compute: of a strategy: gives the loss the model to compute with.
 
     Raises:
         TrainingFailed: it is none, or does not depend on the model.
     """
-    found = figure(task.loss(model, batch), samples, "loss", task.file)
-    if not found.value.requires_grad:
-        raise TrainingFailed(f"loss in {task.file} does not depend on the model's parameters: call model(...) in it")
-    return found
+    found: list[Figure] = []
+
+    def value_of(model: nn.Module) -> Tensor:
+        one = figure(task.loss(model, batch), samples, "loss", task.file)
+        if not one.value.requires_grad:
+            raise TrainingFailed(
+                f"loss in {task.file} does not depend on the model's parameters: call model(...) in it"
+            )
+        found.append(one)
+        return one.value
+
+    value = compute(value_of)
+    found[0].value = value
+    return found[0]
 
 
 def evaluation_figures(task: Task, model: nn.Module, batch: Any, samples: int) -> dict[str, Figure]:
@@ -110,10 +125,11 @@ def evaluation_figures(task: Task, model: nn.Module, batch: Any, samples: int) -
     return figures
 
 
-class _Once(Transparent):
+class _Once(nn.Module):
     """A model that gives the same answer to the same question: loss and metrics ask for the same outputs.
 
-    Only where the very same objects are passed, and neither they nor the answer have been changed in between.
+    Only where the very same objects are passed, and neither they nor the answer have been changed in between. All else
+    that a task asks it for is the model's: what it lacks itself, and its parameters by the model's names.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -122,10 +138,6 @@ class _Once(Transparent):
         self.training = model.training
         self._asked: Any = None
         self._answer: Any = None
-
-    @property
-    def inner(self) -> nn.Module:
-        return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         asked = tree_flatten((args, kwargs))
@@ -137,6 +149,23 @@ class _Once(Transparent):
         made = self.module(*args, **kwargs)
         self._asked, self._answer = (asked, versions), (made, _versions(tree_leaves(made)))
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):  # torch asks for its own
+                raise
+            return getattr(self.module, name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return self.module.named_modules(*args, **kwargs)
 
 
 def _versions(leaves: list[Any]) -> list[int]:

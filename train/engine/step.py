@@ -39,6 +39,8 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
     faults.here("step")
     strategy.begin(micros)
     strategy.exposed.begin()
+    if is_first:
+        strategy.watch()
     votes.begin(micros, save and job.world.is_first)
     for slot, own in enumerate(slots, 1):
         is_last = slot == len(slots)
@@ -61,6 +63,8 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
             continue
         waits_for = uneven.doubt(job.plan, job.sharing, number, job.total_steps, is_first, is_last)
         _micro_batch(job, micro, batch, votes, samples, is_last, waits_for)
+    if is_first:
+        strategy.follow()
     reduced = votes.read(strategy.reduce(votes.cast()))
     if job.config.data.leaves_out or votes.counts_itself:
         strategy.scale_gradients(_to_true_mean(samples, reduced))
@@ -96,7 +100,7 @@ def _micro_batch(
     seed_compute(micro.seed, job.world.device)
     with job.strategy.micro_batch(micro.number, is_last):
         with job.precision.autocast(), quiet("loss", job.task.file, waits_for):
-            loss = training_loss(job.task, job.strategy.call, batch, len(micro.indices))
+            loss = training_loss(job.task, job.strategy.compute, batch, len(micro.indices))
         if is_own:
             votes.add(micro.number, loss)
         weight = loss.weight / samples if is_own else 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.errors import TrainingFailed
 from train.parallel.strategy import VOTES, Spread
-from train.parallel.transparent import Transparent
 
 
 class _Forward(nn.Module):
-    """What DDP wraps: the model, and one more parameter whose gradient carries the votes through the reduction."""
+    """What DDP wraps: the model, and one more parameter whose gradient carries the votes through the reduction.
+
+    A forward is all of a loss, not of the model alone: DDP reduces what is computed in it, and a loss that asked the
+    model for more than its forward (`model.encode(x)`) would leave each rank its own gradients, without a word.
+    """
 
     def __init__(self, module: nn.Module, tail: nn.Parameter, touches: bool) -> None:
         """
@@ -31,11 +35,11 @@ class _Forward(nn.Module):
         self.module = module
         self.tail = tail
         self.touches = touches
-        self.idle = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.idle:
-            return self.module(*args, **kwargs)
+    def forward(self, loss: Callable[[nn.Module], Tensor] | None) -> Tensor:
+        """The value of a loss; without one, a pass without data."""
+        if loss is not None:
+            return loss(self.module)
         # touches every parameter and no buffer. A chain, so that gradients become ready from the last parameter to
         # the first as in a real backward: DDP lays out its buckets in that order
         chain = self.tail.sum() * 0
@@ -45,13 +49,8 @@ class _Forward(nn.Module):
         return chain
 
 
-class _Parallel(Transparent, DistributedDataParallel):
+class _Parallel(DistributedDataParallel):
     """DDP that names our own remedy."""
-
-    @property
-    def inner(self) -> nn.Module:
-        found: nn.Module = self.module.module
-        return found
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -84,7 +83,7 @@ class Replicated(Spread):
         self._tail = nn.Parameter(zeros)
         # a rank without data must not give gradients of 0 to what nobody used: weight decay would reach it
         self._forward = _Forward(model, self._tail, touches=self._rides)
-        self.call = self._ddp = _Parallel(
+        self._ddp = _Parallel(
             self._forward,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             broadcast_buffers=False,  # agree_on_buffers does it, once a step
@@ -105,6 +104,10 @@ class Replicated(Spread):
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if is_last else self._ddp.no_sync()
 
+    def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:
+        value: Tensor = self._ddp(loss)
+        return value
+
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
         # DDP takes the mean over the ranks; weights are made for a sum
         root, gradient = self._root(value, weight * self.world.size)
@@ -114,11 +117,7 @@ class Replicated(Spread):
             self._reducing(root, gradient, votes)
 
     def idle(self, votes: Tensor) -> None:
-        self._forward.idle = True
-        try:
-            zero = self._ddp(None)  # on a GPU torch moves the first argument, and fails where there is none (2.7)
-        finally:
-            self._forward.idle = False
+        zero = self._ddp(None)
         self._reducing(zero, torch.zeros_like(zero), votes)
 
     def _reducing(self, root: Tensor, gradient: Tensor, votes: Tensor) -> None:

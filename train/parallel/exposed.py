@@ -55,6 +55,7 @@ class Exposed:
         """Count what lies between two marks of this step."""
         if self._is_cuda:
             self._pending.append((self._weight, begun, ended))
+            self._take()  # not all ranks ask how long it took
         else:
             self._seconds += self._weight * (ended - begun)
 
@@ -70,7 +71,11 @@ class Exposed:
 
     def seconds(self) -> float:
         """Up to now; of a GPU as far as it has come, for this waits for nothing."""
+        self._take()
+        return self._seconds * self._steps / max(self._covered, 1)
+
+    def _take(self) -> None:
+        """Count what a GPU has come past."""
         while self._pending and self._pending[0][2].query():
             weight, begun, ended = self._pending.popleft()
             self._seconds += weight * begun.elapsed_time(ended) / 1e3
-        return self._seconds * self._steps / max(self._covered, 1)

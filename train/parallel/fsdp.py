@@ -104,6 +104,12 @@ class Sharded(Spread):
         assert isinstance(unit, FSDPModule)
         unit.set_all_reduce_hook(lambda gradients: dist.all_reduce(gradients, group=group))
 
+    def _follow(self, updated: dict[str, nn.Parameter]) -> None:
+        raise TrainingFailed(
+            f"the model updates {next(iter(updated))} in its forward, which fsdp gathers for that forward alone; "
+            "use --parallel.strategy ddp"
+        )
+
     @property
     def _root_unit(self) -> FSDPModule:
         assert isinstance(self.module, FSDPModule)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.data.sharing import share
+from train.errors import TrainingFailed
 from train.parallel.strategy import Spread
 from train.parallel.stream import Stream, flat_as, levels, lying_as
 
@@ -144,6 +145,12 @@ class Ordered(Spread):
             for place, parameter in enumerate(self.trainable):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_is_there, place))
         self.begin(0)
+
+    def _follow(self, updated: dict[str, nn.Parameter]) -> None:
+        raise TrainingFailed(
+            f"the model updates {next(iter(updated))} in its forward, once a micro batch, which has no order "
+            "over ranks; leave out --parallel.reduce ordered"
+        )
 
     def begin(self, micros: int) -> None:
         """Make ready for a step of so many micro batches."""

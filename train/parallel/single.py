@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from train.data.order import seed_of
 from train.parallel.strategy import Spread
@@ -25,7 +26,10 @@ class DataParallel(Spread):
 
     def _take(self, model: nn.Module) -> None:
         super()._take(model)
-        self.call = _Replicas(model)
+        self._replicas = _Replicas(model)
+
+    def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:
+        return loss(self._replicas)
 
 
 class _Replicas(nn.DataParallel):

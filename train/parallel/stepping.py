@@ -12,14 +12,18 @@ import torch
 from torch.optim import optimizer as torchs
 
 _NAMES = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-_OWN_NAMES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer, dictionaries of the hooks of its step."""
+_WRAP: Any = getattr(torchs.Optimizer, "profile_hook_step", None)
+_CODE = _WRAP(lambda: None).__code__ if _WRAP is not None else object()
 _UNKNOWN = {"": "a torch that keeps its hooks elsewhere"}
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
     """What `optimizer.step()` does, hooks and all."""
     whole: Any = type(optimizer).step
-    bare = getattr(whole, "__wrapped__", None) if getattr(whole, "hooked", False) else None
+    # a class's step may be wrapped again by its user, who copies the marks of torch's wrapper
+    bare = whole.__wrapped__ if getattr(whole, "__code__", None) is _CODE else None
     if bare is None or "step" in vars(optimizer) or _is_watched(optimizer):
         optimizer.step()
     else:
@@ -31,6 +35,4 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
     if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
         return True
     own = vars(optimizer)
-    return any(own.get(name, _UNKNOWN) for name in _OWN_NAMES) or any(
-        getattr(torchs, name, _UNKNOWN) for name in _NAMES
-    )
+    return any(own.get(name, _UNKNOWN) for name in HOOKS) or any(getattr(torchs, name, _UNKNOWN) for name in _NAMES)

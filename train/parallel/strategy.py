@@ -5,7 +5,7 @@ The loop knows no strategy by name. A step is, on every rank, the same number of
     strategy.begin(micro batches of the step)
     for each slot:
         with strategy.micro_batch(number, is_last):
-            value = loss(strategy.call, batch)
+            value = strategy.compute(lambda model: loss(model, batch))
             strategy.backward(value, weight, votes if is_last else None)
         or, where this rank has no data in the last slot: strategy.idle(votes)
     sums = strategy.reduce(votes)
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -46,8 +46,6 @@ class Strategy(Protocol):
 
     module: nn.Module
     """The model itself, under its own names: what is evaluated and saved."""
-    call: nn.Module
-    """What a training loss calls."""
     lends_data: bool
     """Whether a forward is a collective, so that a rank without data computes on another's, with weight 0."""
     is_ordered: bool
@@ -76,8 +74,21 @@ class Strategy(Protocol):
     def skip(self, number: int) -> None:
         """Of a micro batch of this rank not one sample could be read."""
 
+    def watch(self) -> None:
+        """Before the first step of an attempt: remember the parameters that no optimizer updates."""
+
+    def follow(self) -> None:
+        """After its micro batches: have the ranks agree, from now on, on those that the model updates by itself.
+
+        Raises:
+            TrainingFailed: this strategy cannot; or the model's state has grown.
+        """
+
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """To be entered around the forward and backward of a micro batch; is it the last of this rank's step?"""
+
+    def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:
+        """The value of a training loss, which may use the model as it likes: call it, or any of its methods."""
 
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
         """Add the gradient of the scalar `value` times `weight`; with votes, of shape (n,), it is the last."""
@@ -115,7 +126,6 @@ class Spread:
     tells_exposed = True
     votes_type: torch.dtype
     module: nn.Module
-    call: nn.Module
     agreed: Mapping[int, Tensor] = MappingProxyType({})
 
     def __init__(self, world: World, config: Config, precision: Precision) -> None:
@@ -128,7 +138,7 @@ class Spread:
         return model
 
     def _take(self, model: nn.Module) -> None:
-        self.module = self.call = model
+        self.module = model
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self.trainable:
             raise TrainingFailed("the model has no parameter to train; check model() of the task")
@@ -147,8 +157,40 @@ class Spread:
     def skip(self, number: int) -> None:
         pass
 
+    def watch(self) -> None:
+        self._names = self.module.state_dict(keep_vars=True).keys()
+        if self.world.size > 1:
+            self._frozen = [
+                (name, parameter)
+                for name, parameter in self.module.named_parameters()
+                if not parameter.requires_grad and parameter.numel()
+            ]
+            self._frozen_was = _fingerprints(self._frozen)
+
+    def follow(self) -> None:
+        new = sorted(self.module.state_dict(keep_vars=True).keys() - self._names)
+        if new:
+            raise TrainingFailed(
+                f"the model has got {new[0]} in its first step, and a checkpoint could not be read back into a model "
+                "without it; make it in model(), of its final shape, or register it with persistent=False"
+            )
+        if self.world.size == 1 or not self._frozen:
+            return
+        changed = (_fingerprints(self._frozen) != self._frozen_was).any(1)
+        anywhere = self.world.add(changed.to(torch.float32)).tolist()
+        found = {name: parameter for (name, parameter), ranks in zip(self._frozen, anywhere, strict=True) if ranks}
+        if found:
+            self._follow(found)
+
+    def _follow(self, updated: dict[str, nn.Parameter]) -> None:
+        """Treat parameters that a forward updates (a teacher's, averages of the student's) as it treats buffers."""
+        self._buffers += updated.values()
+
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         return _NOTHING
+
+    def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:
+        return loss(self.module)
 
     def _root(self, value: Tensor, weight: float) -> tuple[Tensor, Tensor]:
         """The scalar to differentiate, scaled where the precision needs it, and the gradient to begin with."""
@@ -176,7 +218,9 @@ class Spread:
             return self.world.add(votes.clone())
 
     def scale_gradients(self, by: Tensor) -> None:
-        torch._foreach_mul_([local(p.grad) for p in self.trainable if p.grad is not None], by)
+        gradients = [local(p.grad) for p in self.trainable if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, by)
 
     def settle(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         if self.precision.scaler is not None:
@@ -276,6 +320,12 @@ def _held(model: nn.Module) -> list[_Held]:
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.numel()
     ]
+
+
+def _fingerprints(parameters: list[tuple[str, nn.Parameter]]) -> Tensor:
+    """Numbers that tell whether a parameter has been changed: (n, 2), a not-a-number equal to itself."""
+    rows = [torch.stack([local(p.detach()).double().sum(), local(p.detach()).double().norm()]) for _, p in parameters]
+    return torch.stack(rows).view(torch.int64) if rows else torch.zeros(0, 2)
 
 
 def _kind(buffer: Tensor | None) -> str:

@@ -279,7 +279,7 @@ def _steps(order: _Order, size: int, rank: int, device: Any, init: str) -> None:
             is_last = slot == slots - 1
             with strategy.micro_batch(rank * slots + slot, is_last):
                 with precision.autocast():
-                    loss = training_loss(task, strategy.call, batch, size)
+                    loss = training_loss(task, strategy.compute, batch, size)
                 strategy.backward(loss.value, 1.0, votes if is_last else None)
         strategy.reduce(votes)
         strategy.settle(optimizer, config.clip_grad_norm)

@@ -96,3 +96,53 @@ def test_a_model_that_does_not_fit_is_told_so(tmp_path: Path) -> None:
         load(tmp_path / "step", nn.Linear(5, 2))
     with pytest.raises(ValueError, match="does not fit the checkpoint step"):
         load(tmp_path / "step", nn.Sequential(nn.Linear(4, 2)))
+
+
+class _Late(torch.optim.SGD):
+    """SGD that keeps an average of what it made, from its second step on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            values = self.state[parameter]
+            if "count" in values:
+                values.setdefault("slow", torch.zeros_like(parameter)).add_(parameter.detach())
+                values.setdefault("row", torch.ones(3))
+            values["count"] = torch.ones(())
+
+
+def test_what_an_optimizer_makes_in_later_steps_is_read_back(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = _Late(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "step", no_dist=True)
+    again = nn.Linear(4, 2)
+    fresh = _Late(again.parameters(), lr=0.1, momentum=0.9)
+    load(tmp_path / "step", again, fresh)
+    for parameter, same in zip(model.parameters(), again.parameters(), strict=True):
+        assert fresh.state[same].keys() == optimizer.state[parameter].keys()
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(fresh.state[same][key], value), key
+
+
+def test_a_buffer_that_a_model_lacks_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(2)
+    dcp.save(state_of(model, None), checkpoint_id=tmp_path / "step", no_dist=True)
+    model.register_buffer("running_mean", None)
+    with pytest.raises(ValueError, match="running_mean is not in the model"):
+        load(tmp_path / "step", model)
+
+
+def test_looking_at_a_state_calls_no_hook_of_a_step() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # which never has a state
+    called: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    state_of(model, optimizer)
+    assert called == []
+    optimizer.step()
+    assert called == ["pre", "post"]

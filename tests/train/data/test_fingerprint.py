@@ -199,3 +199,20 @@ def test_files_that_a_task_names_itself_are_compared_as_files(tmp_path: Path) ->
     then = Files(root, sorted(root.glob("*/*")))
     now = Files(root, sorted(root.glob("*/*"))[1:])
     assert compared(tmp_path / "run", range(3), range(3), own=(then, now)) == ["cats/cats0.png is gone"]
+
+
+class Texts(Dataset[str]):
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> str:
+        return self.texts[index]
+
+
+def test_long_texts_are_no_names_of_files(tmp_path: Path) -> None:
+    texts = [word * 100 for word in ("good ", "bad ")]
+    assert compared(tmp_path, Texts(texts), Texts(list(texts))) == []
+    assert compared(tmp_path, Texts(texts), Texts([*texts[:1], "ugly"])) != []

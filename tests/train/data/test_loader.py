@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from train.data.fetch import fetcher
@@ -36,13 +37,19 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 class Noisy(Dataset[Any]):
-    """Items with a draw from each generator of the host."""
+    """Items with a draw from each generator of the host, and from some of its own."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.own = [rng.random, random.Random(0).random, np.random.RandomState(0).rand]
+        self.parts = {"generator": torch.Generator()}
 
     def __len__(self) -> int:
         return 55
 
     def __getitem__(self, index: int) -> Any:
-        return index, random.random(), np.random.rand(), torch.rand(2)
+        own = [draw() for draw in self.own] + torch.rand(1, generator=self.parts["generator"]).tolist()
+        return index, random.random(), np.random.rand(), torch.rand(2), torch.tensor(own)
 
 
 @settings(max_examples=100, deadline=None)
@@ -147,6 +154,8 @@ def test_augmentation_differs_between_items_micro_batches_and_epochs() -> None:
     assert len(set(draws)) == len(draws)
     numpy_draws = [draw for batch in fetched(0, 1, 0).values() for draw in batch[2]]
     assert len(set(numpy_draws)) == len(numpy_draws)
+    for draws in zip(*(own for batch in fetched(0, 1, 0).values() for own in batch[4]), strict=True):
+        assert len(set(draws)) == len(draws)
 
 
 def test_what_else_draws_random_numbers_does_not_change_a_batch() -> None:
@@ -226,6 +235,40 @@ def test_conversion_reaches_floating_point_tensors_in_any_nesting_and_nothing_el
     assert moved["x"][1][0].dtype == torch.int32
     assert moved["x"][1][1] == "text"
     assert isinstance(moved["y"], pair) and moved["y"].b == 3
+
+
+def test_what_a_collation_of_ones_own_may_return_keeps_its_kind() -> None:
+    lists = collections.defaultdict(list, {"x": [torch.ones(2)]})
+    moved = to_device(lists, CPU, torch.float64)
+    assert type(moved) is collections.defaultdict and moved["other"] == [] and moved["x"][0].dtype == torch.float64
+    assert lists["x"][0].dtype == torch.float32
+    packed = pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    there = to_device(packed, torch.device("meta"), torch.float64)
+    assert there.data.device.type == "meta" and there.data.dtype == torch.float64
+    assert torch.equal(there.batch_sizes, packed.batch_sizes)
+
+
+class Threads(Dataset[int]):
+    """Items that tell on how many threads they are made: on several, some sums have other bits."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return torch.get_num_threads()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_are_made_on_one_thread_whoever_makes_them(workers: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Loader(Threads(), None, None, workers, CPU, None) as loader:
+            for _, batch in loader.batches(micro_batches_of(Plan(8, 4, 4), Sharing(), 0, 2)):
+                assert batch.tolist() == [1] * 4
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

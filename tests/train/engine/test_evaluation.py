@@ -149,3 +149,33 @@ def _write_down(training: bool) -> None:
         assert {line[0] for line in lines} == {"True", "False"}
         (pids,) = {line[1:] for line in lines}
         assert len(pids) == 2
+
+
+def test_an_evaluation_leaves_what_it_counts_as_it_was(engine: Any, tmp_path: Path) -> None:
+    """Else the last weights would not be those of the last checkpoint, and a resume would train on with others."""
+    task = tmp_path / "task.py"
+    text = engine.task.read_text()
+    counting = (
+        "\n\n_plain = model\n\n\ndef _count(module, arguments):\n    module.seen += 1\n"
+        "    module.last = torch.full((2,), float(module.seen))\n\n\n"
+        "def model(config):\n    made = _plain(config)\n    made.register_buffer('seen', torch.zeros(()))\n"
+        "    made.register_buffer('last', torch.zeros(2))\n    made.register_forward_pre_hook(_count)\n"
+        "    return made\n"
+    )
+    task.write_text(text + counting)
+    engine.run("counting", 1, task=task, steps=8)
+    engine.run("counting-stopped", 1, ["3 0 SIGTERM"], task=task, steps=8)
+    engine.resume("counting-stopped", 1)
+    assert engine.weights("counting")["seen"].item() == 2 * (4 + 4 + 4 + 2)  # micro batches of two epochs
+    assert engine.outcome("counting-stopped") == engine.outcome("counting")
+
+
+def test_metrics_of_other_names_on_another_rank_are_an_error(engine: Any, tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    text = engine.task.read_text()
+    task.write_text(
+        text + "\n\ndef metrics(model, batch):\n"
+        "    import torch.distributed as dist\n    return {f'rank{dist.get_rank()}': torch.zeros(())}\n"
+    )
+    record = engine.run("names", 2, task=task, steps=1)
+    assert record["state"] == "failed" and "the same names for every batch" in record["reason"]

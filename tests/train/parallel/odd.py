@@ -17,7 +17,9 @@ class Settings:
     kind: str = "plain"
     """`optional`: most steps do not use its last layer; `assigned`: its buffers are other tensors after each forward;
     `growing`: one has another shape after each; `complex`: it has a weight of complex numbers;
-    `penalised`: its loss asks it for what only it knows, and for parameters by name."""
+    `penalised`: its loss asks it for what only it knows, and for parameters by name; `methods`: its loss never calls
+    it, only methods of its own, and assigns one of its buffers; `teacher`: it follows its own weights with parameters
+    that no optimizer updates; `late`: one of its buffers is made in its first forward."""
 
 
 class Net(nn.Module):
@@ -27,13 +29,27 @@ class Net(nn.Module):
         self.enter, self.leave = nn.Linear(3, 8), nn.Linear(8, 1)
         self.extra = nn.Linear(8, 1) if kind == "optional" else nn.Identity()
         self.turn = nn.Parameter(torch.tensor([0.6 + 0.8j])) if kind == "complex" else None
+        if kind == "teacher":
+            self.teacher = nn.Linear(3, 8).requires_grad_(False)
+        if kind == "late":
+            self.register_buffer("center", None)
+        if kind == "methods":
+            self.register_buffer("is_used", torch.zeros(1))
         if kind in ("assigned", "growing"):
             self.register_buffer("mean", torch.zeros(8))
             self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
             self.register_buffer("cache", torch.zeros(1), persistent=False)
 
+    def encode(self, points: Tensor) -> Tensor:
+        return torch.tanh(self.enter(points))
+
     def forward(self, ids: Tensor, points: Tensor) -> Tensor:
-        hidden = torch.tanh(self.enter(points))
+        hidden = self.encode(points)
+        if self.kind == "teacher" and self.training:
+            self.teacher.weight.lerp_(self.enter.weight.detach(), 0.5)
+            hidden = hidden + torch.tanh(self.teacher(points))
+        if self.kind == "late" and self.center is None:
+            self.center = hidden.detach().mean(0)
         if self.kind in ("assigned", "growing"):
             if self.training:
                 self.mean = 0.9 * self.mean[:8] + 0.1 * hidden.detach().mean(0)
@@ -66,6 +82,9 @@ def optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
     ids, points, wanted = batch
+    if model.kind == "methods":
+        model.is_used = torch.ones_like(model.is_used)
+        return (model.leave(model.encode(points)) - wanted).square().mean()
     found = (model(ids, points) - wanted).square().mean()
     if model.kind == "penalised":
         found = found + 0.1 * sum(p.square().sum() for name, p in model.named_parameters() if name.startswith("leave"))

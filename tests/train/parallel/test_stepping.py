@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as torchs
 from torch.optim.lr_scheduler import ConstantLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import profile
@@ -25,18 +27,13 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 @pytest.fixture
-def ways(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """By which way each step was made."""
+def ways(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with each step that is made with all that torch puts around it: this is called in there, for profilers."""
     seen: list[str] = []
-    whole: Any = type(optimizer).step
-
-    def watched(self: torch.optim.Optimizer) -> Any:
-        seen.append("whole")
-        return whole(self)
-
-    watched.__dict__.update(whole.__dict__)  # torch's marks
-    monkeypatch.setattr(type(optimizer), "step", watched)
-    yield seen
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):  # other tests may have left some
+        monkeypatch.setattr(torchs, name, collections.OrderedDict())
+    monkeypatch.setattr(optimizer, "_optimizer_step_code", lambda: seen.append("whole"))
+    return seen
 
 
 def moved(optimizer: torch.optim.Optimizer) -> bool:
@@ -80,6 +77,22 @@ def test_a_step_that_an_object_has_for_itself_is_called(optimizer: torch.optim.O
     assert moved(optimizer)
     assert schedule.optimizer.__dict__["step"] is optimizer.step
     assert getattr(optimizer, "_opt_called", False)
+
+
+def test_a_step_that_its_user_has_wrapped_is_called(
+    optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    whole: Any = type(optimizer).step
+
+    @functools.wraps(whole)
+    def watched(self: torch.optim.Optimizer) -> Any:
+        seen.append("mine")
+        return whole(self)
+
+    monkeypatch.setattr(type(optimizer), "step", watched)
+    assert moved(optimizer)
+    assert seen == ["mine"]
 
 
 class _Own(torch.optim.Optimizer):

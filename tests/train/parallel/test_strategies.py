@@ -127,10 +127,28 @@ def test_weight_decay_leaves_alone_what_no_rank_used_in_a_step(engine: Any, rank
     assert_same_training(engine, name, alone)
 
 
-def test_a_loss_finds_in_the_model_of_several_ranks_what_it_finds_on_one(engine: Any) -> None:
-    for ranks in (1, 2):
-        engine.run(f"penalised-{ranks}", ranks, **ODD, task__kind="penalised")
-    assert_same_training(engine, "penalised-2", "penalised-1")
+def test_ranks_agree_on_a_parameter_that_a_forward_updates(engine: Any) -> None:
+    flags = ODD | {"task__kind": "teacher"}
+    engine.run("teacher", 3, **flags)  # the third rank has nothing in short steps, and misses an update
+    engine.run("teacher-stopped", 3, ["5 0 SIGTERM"], **flags)
+    engine.resume("teacher-stopped", 3)
+    assert engine.outcome("teacher-stopped") == engine.outcome("teacher")
+    for more, words in (({"parallel__reduce": "ordered"}, "reduce ordered"), (FSDP, "parallel.strategy ddp")):
+        record = engine.run(f"teacher-{words.split()[-1]}", 3, **flags | more)
+        assert record["state"] == "failed" and "updates teacher.weight in its forward" in record["reason"], record
+        assert words in record["reason"]
+
+
+def test_a_model_whose_state_grows_in_its_first_step_fails_with_a_line(engine: Any) -> None:
+    record = engine.run("late", 1, **ODD, task__kind="late")
+    assert record["state"] == "failed" and "the model has got center in its first step" in record["reason"]
+
+
+@pytest.mark.parametrize("kind", ["penalised", "methods"])
+def test_a_loss_may_do_with_the_model_of_several_ranks_what_it_does_with_it_on_one(engine: Any, kind: str) -> None:
+    for ranks in (1, 2, 3):  # of three, one has no data in the last step
+        engine.run(f"{kind}-{ranks}", ranks, **ODD, task__kind=kind)
+        assert_same_training(engine, f"{kind}-{ranks}", f"{kind}-1")
 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(1, {}), (2, FSDP)], ids=["single", "fsdp2"])
@@ -251,13 +269,25 @@ def test_a_resume_on_more_ranks_than_can_add_its_gradients_is_refused_and_on_one
     assert engine.resume("alone", 1)["state"] == "finished"
 
 
+def _optimizer(make: Any) -> Any:
+    return SimpleNamespace(optimizer=lambda model, config: make(model), file="task.py")
+
+
+def test_an_optimizer_of_more_than_the_model_or_without_a_rate_is_refused() -> None:
+    centers = torch.nn.Parameter(torch.zeros(2))
+    model = torch.nn.Linear(2, 2)
+    for make, words in (
+        (lambda model: torch.optim.SGD([*model.parameters(), centers]), "parameters that are not the model's"),
+        (lambda model: torch.optim.Optimizer(model.parameters(), {"lr": None}), "has a group with lr None"),
+    ):
+        with pytest.raises(Refused, match=words):
+            make_optimizer(_optimizer(make), model, Config())
+
+
 def test_an_optimizer_that_computes_the_loss_by_itself_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
-    optimizers: Any = SimpleNamespace(
-        optimizer=lambda model, config: torch.optim.LBFGS(model.parameters()), file="task.py"
-    )
     with pytest.raises(Refused, match="returns a LBFGS, which computes the loss several times"):
-        make_optimizer(optimizers, model, Config())
+        make_optimizer(_optimizer(lambda model: torch.optim.LBFGS(model.parameters())), model, Config())
 
 
 @pytest.fixture(scope="module")

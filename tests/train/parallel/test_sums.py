@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,7 +74,8 @@ def test_a_sum_is_that_of_the_tree_to_the_last_bit(micros: int, unused: tuple[in
         for number in range(micros):
             is_last = number == micros - 1
             with spread.micro_batch(number, is_last):
-                spread.backward(loss(spread.call, number, unused), 1.0, votes if is_last else None)
+                value = spread.compute(functools.partial(loss, number=number, unused=unused))
+                spread.backward(value, 1.0, votes if is_last else None)
         spread.reduce(votes)
         *expected, mean, variance = tree((0, micros))
         assert bits([p.grad for p in model.parameters() if p.grad is not None]) == bits(expected)
