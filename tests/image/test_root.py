@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import OWNER, Station, run, until
+from conftest import OWNER, ROOT, Station, run, until
 from traced import Opened, opened_by_root, strace_folder
 
 # Run by root it leaves a mark and a shell that makes anybody root; run by dev it does nothing.
@@ -262,6 +262,18 @@ def test_what_is_mounted_does_not_lie_where_dev_could_replace_it(mine: Station, 
     finally:
         (mine.folder / "notebooks" / "data").rmdir()
         (mine.folder / "notebooks" / "ca.pem").unlink()
+
+
+def test_what_is_mounted_does_not_lie_in_a_runs_folder_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "sets").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    scripts = [str(ROOT / "scripts" / f"station-{part}.sh") for part in ("settings", "checks")]
+    check = 'die() { echo "$1"; exit 1; }; for file in "${@:2}"; do . "$file"; done; check_place DATASETS_DIR "$1"'
+    for runs in ("mine", "link"):
+        env = {**os.environ, "RUNS_DIR": f"{tmp_path}/{runs}"}
+        done = run("bash", "-c", check, "-", f"{tmp_path}/link/sets", *scripts, cwd=tmp_path, env=env, check=False)
+        assert f"DATASETS_DIR={tmp_path}/link/sets lies in mine/, where user dev" in done.stdout
+        run("bash", "-c", check, "-", f"{tmp_path}/{runs}", *scripts, cwd=tmp_path, env=env)
 
 
 def test_make_makes_its_own_files_from_nothing(mine: Station) -> None:
