@@ -303,6 +303,26 @@ def test_one_setting_lifts_the_protection_and_is_warned_of(mine: Station) -> Non
         mine.make("up")
 
 
+def test_what_is_handed_over_is_not_what_a_link_leads_to_by_then(tmp_path: Path) -> None:
+    """The first chown finds the folder that it was called for replaced."""
+    for folder in ("bin", "runs/one", "host"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "shadow").touch()
+    (tmp_path / "host" / "shadow").touch()
+    chown = tmp_path / "bin" / "chown"
+    swap = f"cd {tmp_path}/runs && mv one two && ln -s ../host one"
+    chown.write_text(
+        f'#!/bin/bash\n({swap}) 2>/dev/null\nexec /bin/chown --no-dereference {OWNER}:{OWNER} "${{@:3}}"\n'
+    )
+    chown.chmod(0o755)
+    step = ROOT / "docker/rootfs/usr/local/lib/trainstation/steps/20-user"
+    line = next(line for line in step.read_text().splitlines() if line.startswith("hand_over()"))
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    run("bash", "-c", f"{line}\nhand_over runs/one", cwd=tmp_path, env=env, check=False)
+    assert (tmp_path / "runs" / "two" / "shadow").exists()
+    assert (tmp_path / "host" / "shadow").stat().st_uid == 0
+
+
 # --- the folder with token and keys
 
 SECRETS = "/etc/trainstation/private/secrets"
