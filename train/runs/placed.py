@@ -47,6 +47,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
         return call(check, fail, meanwhile)
 
     try:
+        other = of_another(Run(runs / content["name"]), content)
+        if other:  # whose run that is, its record is not for this one to write in
+            print(f"train: node {given.node}: {other}", file=sys.stderr, flush=True)
+            sys.exit(EXIT_REFUSED)
         left = succeed(Run(runs / content["name"]), content["wait_minutes"], stop, given.node)
         if left:
             sys.exit(left)
@@ -74,6 +78,16 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--node", type=int, default=0, metavar="R", help="which node this is, from 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several nodes meet: an address of node 0")
     return parser.parse_args(argv)
+
+
+def of_another(run: Run, content: dict[str, Any]) -> str:
+    """Why this submission must not go on with the run that lies under its name; '' if it may.
+
+    Where folders outlive what was known of them elsewhere, a name can come again, for another run.
+    """
+    if not (run.folder / "run.json").exists() or run.read().get("submission") == content.get("id"):
+        return ""
+    return f"{run.folder} has a run of an earlier submission; submit under another --name, or remove that folder first"
 
 
 def succeed(run: Run, minutes: float, stop: StopRequest, node: int) -> int:
@@ -130,6 +144,7 @@ def order_of(content: dict[str, Any], beside: Path, runs: Path, node: int, rende
     order = Order(
         kind="new", runs=str(runs), name=name, nproc=str(content["nproc"]), cluster=cluster,
         max_restarts=content["max_restarts"], visible=os.environ.get(gpus.VISIBLE), queued=record is not None,
+        submission=content.get("id"),
     )  # fmt: skip
     if record is None or record["total_steps"] is None:  # nobody has come so far as to check it
         order.request = {key: content[key] for key in ("task", "flags", "init")}
