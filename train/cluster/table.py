@@ -215,15 +215,18 @@ class Table:
     def _conclude(self) -> Out:
         if any(self._reports[node] is None and node not in self._lost for node in self._reports):
             return
+        self.untold = set(self._reports) - self._lost
+        waiting = [one for one in self._guests.values() if one.place == "waiting"]
         self._last = {
             "is": "reports", "round": self._number, "lost": [self._names[node] for node in sorted(self._lost)],
-            "came": [same.name_of(one.hello) for one in self._guests.values() if one.place == "waiting"],
+            "came": [same.name_of(one.hello) for one in waiting if one.node not in self.untold],
             "reports": {str(node): report for node, report in self._reports.items() if report is not None},
         }  # fmt: skip
-        self.untold = set(self._reports) - self._lost
         for guest in self._guests.values():
             if guest.place == "over":
                 guest.place = "told"
+                yield guest.key, self._last
+            elif guest in waiting and guest.node in self.untold:  # its ranks had ended, it was cut off, and is back
                 yield guest.key, self._last
 
     def _tell_waiting(self, waiting: list[_Guest]) -> Out:

@@ -136,7 +136,8 @@ class Supervisor:
             elif nodes.refused:
                 decision = Decision("failed", store.FAILED, nodes.refused, nodes.refused)
             elif nodes.told is not None:  # this node was gone when its run ended
-                decision = verdict.decide(nodes.facts_of_others(Facts(self.run.name, self.road)))
+                restarts = int(self.run.read().get("max_restarts", MAX_RESTARTS))  # by which the others decide, too
+                decision = verdict.decide(nodes.facts_of_others(Facts(self.run.name, self.road, max_restarts=restarts)))
             elif nodes.closed:
                 decision = Decision("died", None, nodes.closed, nodes.closed)
             elif time.monotonic() > until:

@@ -109,6 +109,15 @@ def test_a_node_that_was_gone_when_the_run_ended_hears_how(room: Room) -> None:
     assert not room.table.untold
 
 
+def test_a_node_that_is_back_before_the_others_have_ended_hears_how_and_did_not_come_anew(room: Room) -> None:
+    room.over(11)
+    room.gone(11)
+    room.come(13, 1)
+    said = room.over(10)
+    assert kinds(said)[:2] == [(10, "reports"), (13, "reports")] and said[0][1]["came"] == []
+    assert room.table.untold == {0, 1}
+
+
 def test_the_same_rank_twice_is_refused_with_a_line_for_both(room: Room) -> None:
     room.tick(1.0)
     assert kinds(room.come(12, 1, host="other", home="/elsewhere/a")) == []  # until the first one shows that it lives
