@@ -150,6 +150,13 @@ def test_what_is_applied_by_hand_and_what_is_submitted_are_the_same(station: Sta
     assert rendered[1:] == read((DEPLOY / "example" / "digits.yaml").read_text())
 
 
+def test_nodes_that_wait_together_for_one_do_not_use_up_what_the_job_may_fail() -> None:
+    """Seven of eight that give up waiting at once would be more than six for the whole job."""
+    job = manifests.runtime()["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert "backoffLimit" not in job and (job["backoffLimitPerIndex"], job["maxFailedIndexes"]) == (6, 0)
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # which Kubernetes asks for with these
+
+
 def test_a_pod_is_never_root_and_can_do_nothing_that_it_need_not() -> None:
     """By the restricted pod security standard, which the namespace enforces."""
     pod = _pod_of(manifests.runtime())
