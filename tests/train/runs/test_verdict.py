@@ -15,7 +15,7 @@ from train import signals
 from train.record import store
 from train.record.outcome import Kind, Outcome
 from train.runs import memory
-from train.runs.nodes import _report, merged
+from train.runs.nodes import Nodes, Settings, _report, merged
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Asked, Decision, Facts, Road, decide, who_died
 
@@ -264,3 +264,16 @@ def test_a_node_that_is_told_late_waits_for_the_start_that_the_others_make(tmp_p
     nodes.tick = lambda: next(looks, None) is None and setattr(nodes, "begun", {})
     assert Supervisor(run, MagicMock(), LAUNCHED, signals.StopRequest(()), nodes=nodes)._gather() is None
     assert run.read()["state"] == store.RUNNING
+
+
+def test_a_stop_now_does_not_wait_for_a_node_whose_ranks_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.runs.nodes.LOST", 0.1)
+    nodes = Nodes.__new__(Nodes)
+    nodes._member, nodes.told, nodes.regroup = MagicMock(), None, ""
+    nodes.settings = Settings(2, 2, 0, "127.0.0.1:29400")
+    nodes.begun = {"round": 1, "nodes": [{"node": node, "host": f"host{node}"} for node in range(2)]}
+    asked = iter([None, None])
+    for mine in (facts(LAUNCHED, exits={0: KILL}), facts(LAUNCHED, (finished,))):
+        nodes.told = None
+        decision = decide(nodes.exchange(mine, lambda: next(asked, USER_NOW)))
+        assert (decision.state, decision.stopped_by) == ("stopped", signals.USER)
