@@ -17,9 +17,10 @@ MADE = {
     **dict.fromkeys(("--output", "--error", "--open-mode", "--requeue", "--no-requeue", "--wrap"), "leave it out"),
     "--signal": "see --warn", "--array": "submit several runs", "--wait": "see --follow",
     "--test-only": "see --dry-run",
+    "--clusters": "submit from a machine whose default that cluster is",
     **dict.fromkeys(("--parsable", "--help", "--usage", "--version", "--quiet"), "leave it out"),
 }  # fmt: skip
-"""Options of sbatch that stand in the script already, and what to do instead."""
+"""Options of sbatch that stand in the script already, or cannot stand there, and what to do instead."""
 
 _BODY = r"""
 runs={runs}

@@ -53,6 +53,8 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["digits", *SHAPE, "--sbatch", "qos='a"], ["--sbatch"]),
         (["digits", *SHAPE, "--sbatch", "wait"], ["--wait", "see --follow"]),
         (["digits", *SHAPE, "--sbatch", "test-only"], ["--test-only", "see --dry-run"]),
+        (["digits", *SHAPE, "--sbatch", "clusters=b"], ["--clusters", "whose default that cluster is"]),
+        (["digits", *SHAPE, "--sbatch", "-M b"], ["is no option"]),
         (["digits", *SHAPE, "--sbatch", "tim=3"], ["--time", "flag of train submit"]),
         (["digits", *SHAPE, "--time", "99999999999999999"], ["--time 99999999999999999"]),
         (["digits", *SHAPE, "--time", "٣"], ["--time ٣"]),
