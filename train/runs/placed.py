@@ -36,6 +36,16 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Carry out what was submitted, on this node, and exit as it ends."""
     stop = StopRequest()
     given = _arguments(argv)
+    try:
+        _carry_out(given, stop)
+    except SystemExit as end:
+        if given.tell is not None and end.code in (EXIT_REFUSED, EXIT_FAILED):
+            with contextlib.suppress(OSError):
+                store.write_atomically(Path(given.tell), f"{end.code}\n")
+        raise
+
+
+def _carry_out(given: argparse.Namespace, stop: StopRequest) -> NoReturn:
     beside = Path(given.submission).absolute().parent
     content = json.loads((beside / Path(given.submission).name).read_text(encoding="utf-8"))
     if Path(content["cwd"]).is_dir():
@@ -77,6 +87,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", required=True, metavar="DIR", help="where this node alone keeps its run folder")
     parser.add_argument("--node", type=int, default=0, metavar="R", help="which node this is, from 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several nodes meet: an address of node 0")
+    parser.add_argument("--tell", metavar="FILE", help="where to write the exit code if no new start can change it")
     return parser.parse_args(argv)
 
 
