@@ -176,13 +176,17 @@ class Nodes:
 
     def environment(self) -> dict[str, str]:
         """What the ranks of this node get besides."""
-        _, wanted = address.interfaces(self.settings.place, os.environ)
+        _, wanted = self._interfaces(os.environ)
         return wanted | {"GROUP_RANK": str(self.settings.node)}
 
     @property
     def interface(self) -> str:
         """The one that leads to the others."""
-        return address.interfaces(self.settings.place, {})[0]
+        return self._interfaces({})[0]
+
+    def _interfaces(self, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+        host = self._member.host
+        return address.interfaces(self.settings.place, environ, host.reached if host is not None else "")
 
     def names(self) -> list[str]:
         """The nodes of the round, in words."""
