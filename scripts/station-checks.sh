@@ -60,11 +60,12 @@ check_compose_files() {
 # check_place NAME PATH: what lies in a folder that is writable inside is dev's to replace, by a link to anywhere; the
 # engine follows it at each start, also where nobody asks make. docker-compose.yml lists those folders.
 check_place() {
-    local folder here place
+    local folder here place runs
     here=$(cd -P . && printf '%s' "$PWD")
     place=$(cd -P -- "$(dirname -- "$2")" 2>/dev/null && printf '%s/%s' "$PWD" "$(basename -- "$2")") || return 0
-    for folder in train tests notebooks projects docs runs datasets; do
-        [[ $place != "$here/$folder"/* ]] || die "$1=$2 lies in $folder/, where user dev inside can put anything else in its place: move it out of there"
+    runs=$(cd -P -- "$(expand "$(setting RUNS_DIR ./runs)")" 2>/dev/null && printf '%s' "$PWD") || runs=$here/runs
+    for folder in "$here"/{train,tests,notebooks,projects,docs,runs,datasets} "$runs"; do # runs may be kept elsewhere
+        [[ $place != "$folder"/* ]] || die "$1=$2 lies in ${folder#"$here"/}/, where user dev inside can put anything else in its place: move it out of there"
     done
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import OWNER, Station, run, until
+from conftest import OWNER, ROOT, Station, run, until
 from traced import Opened, opened_by_root, strace_folder
 
 # Run by root it leaves a mark and a shell that makes anybody root; run by dev it does nothing.
@@ -264,6 +264,18 @@ def test_what_is_mounted_does_not_lie_where_dev_could_replace_it(mine: Station, 
         (mine.folder / "notebooks" / "ca.pem").unlink()
 
 
+def test_what_is_mounted_does_not_lie_in_a_runs_folder_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "sets").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    scripts = [str(ROOT / "scripts" / f"station-{part}.sh") for part in ("settings", "checks")]
+    check = 'die() { echo "$1"; exit 1; }; for file in "${@:2}"; do . "$file"; done; check_place DATASETS_DIR "$1"'
+    for runs in ("mine", "link"):
+        env = {**os.environ, "RUNS_DIR": f"{tmp_path}/{runs}"}
+        done = run("bash", "-c", check, "-", f"{tmp_path}/link/sets", *scripts, cwd=tmp_path, env=env, check=False)
+        assert f"DATASETS_DIR={tmp_path}/link/sets lies in mine/, where user dev" in done.stdout
+        run("bash", "-c", check, "-", f"{tmp_path}/{runs}", *scripts, cwd=tmp_path, env=env)
+
+
 def test_make_makes_its_own_files_from_nothing(mine: Station) -> None:
     """A Makefile.sh, a Makefile,v or an s.Makefile beside it would be built into a Makefile, and run."""
     names = ("Makefile.sh", "GNUmakefile.sh", "Makefile,v", "s.Makefile", "Makefile.c", "help.sh", "url.sh")
@@ -289,6 +301,26 @@ def test_one_setting_lifts_the_protection_and_is_warned_of(mine: Station) -> Non
         mine.wait_healthy()
     finally:
         mine.make("up")
+
+
+def test_what_is_handed_over_is_not_what_a_link_leads_to_by_then(tmp_path: Path) -> None:
+    """The first chown finds the folder that it was called for replaced."""
+    for folder in ("bin", "runs/one", "host"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "shadow").touch()
+    (tmp_path / "host" / "shadow").touch()
+    chown = tmp_path / "bin" / "chown"
+    swap = f"cd {tmp_path}/runs && mv one two && ln -s ../host one"
+    chown.write_text(
+        f'#!/bin/bash\n({swap}) 2>/dev/null\nexec /bin/chown --no-dereference {OWNER}:{OWNER} "${{@:3}}"\n'
+    )
+    chown.chmod(0o755)
+    step = ROOT / "docker/rootfs/usr/local/lib/trainstation/steps/20-user"
+    line = next(line for line in step.read_text().splitlines() if line.startswith("hand_over()"))
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    run("bash", "-c", f"{line}\nhand_over runs/one", cwd=tmp_path, env=env, check=False)
+    assert (tmp_path / "runs" / "two" / "shadow").exists()
+    assert (tmp_path / "host" / "shadow").stat().st_uid == 0
 
 
 # --- the folder with token and keys

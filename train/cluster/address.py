@@ -67,6 +67,11 @@ def is_mine(address: str) -> bool:
     return False
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an address leads a machine to itself alone."""
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace")
@@ -112,7 +117,7 @@ def listen(place: Place) -> socket.socket:
         Refused: the port is taken.
     """
     address = resolve(place)
-    is_loop = ipaddress.ip_address(address.split("%")[0]).is_loopback
+    is_loop = is_loopback(address)
     is_meant = is_loop and place.host in ("localhost", "127.0.0.1", "::1")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
@@ -132,12 +137,17 @@ def listen(place: Place) -> socket.socket:
     return one
 
 
-def interfaces(place: Place, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+def interfaces(place: Place, environ: Mapping[str, str], reached: str = "") -> tuple[str, dict[str, str]]:
     """The interface that leads to the others, and what is to be set for it unless the user has set it.
 
     On node 0, whose way to itself is the loopback, it is the one that has the address others come to.
+
+    Args:
+        reached: on node 0, by which address another machine has come; its own name may stand for 127.0.1.1 there.
     """
     address = resolve(place)
+    if reached and is_loopback(address):
+        address = reached
     source = source_towards(address, place.port)
     name = interface_of(source) if source else ""
     if not name:

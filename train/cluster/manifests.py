@@ -45,7 +45,8 @@ def claim(name: str, mode: str, size: str) -> Manifest:
 def runtime(name: str = RUNTIME, namespace: str = NAMESPACE) -> Manifest:
     """The pod that a node of a run is, and what becomes of it when it ends."""
     job = {
-        "backoffLimit": 6,
+        "backoffLimitPerIndex": 6,
+        "maxFailedIndexes": 0,
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [2, 3]}},

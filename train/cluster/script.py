@@ -17,9 +17,10 @@ MADE = {
     **dict.fromkeys(("--output", "--error", "--open-mode", "--requeue", "--no-requeue", "--wrap"), "leave it out"),
     "--signal": "see --warn", "--array": "submit several runs", "--wait": "see --follow",
     "--test-only": "see --dry-run",
+    "--clusters": "submit from a machine whose default that cluster is",
     **dict.fromkeys(("--parsable", "--help", "--usage", "--version", "--quiet"), "leave it out"),
 }  # fmt: skip
-"""Options of sbatch that stand in the script already, and what to do instead."""
+"""Options of sbatch that stand in the script already, or cannot stand there, and what to do instead."""
 
 _BODY = r"""
 runs={runs}
@@ -33,7 +34,9 @@ meet=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLU
 agent='
     runs=$2
     if [ "$SLURM_NODEID" != 0 ]; then runs=$2/{nodes}/$SLURM_NODEID; fi
-    exec "$0" -m train.runs.placed "$1/{file}" --runs "$runs" --node "$SLURM_NODEID" --rendezvous "$3"'
+    exec "$0" -m train.runs.placed "$1/{file}" --runs "$runs" --node "$SLURM_NODEID" --rendezvous "$3" \
+        --tell "$1/.told-$SLURM_JOB_ID"'
+told=$run/.told-$SLURM_JOB_ID
 
 # Slurm warns this script (USR1) before the time limit, and where it is set up so, before it takes the nodes away (else
 # TERM comes to the agents). The agents are told (USR2), all ranks save, and the agents exit with 75.
@@ -59,9 +62,11 @@ is_this_start() {{
 }}
 
 # Agents say how it ended by 0 finished, 1 interrupted, 2 refused, 3 failed, 75 stopped. Anything else: one was killed,
-# and all begin again where the last checkpoint is. When one has ended, the others have a minute to end, too.
+# and all begin again where the last checkpoint is. When one has ended, the others have a minute to end, too. Where they
+# wait for it, srun then kills them and tells of that alone; what is refused or has failed is told by a file besides.
 for ((deaths = 0; ; deaths++)); do
     again=''
+    rm -f "$told"
     srun --label --ntasks-per-node=1 --cpus-per-task={cpus} --wait=60 --kill-on-bad-exit=0{container} &
     step=$!
     wait "$step"
@@ -71,6 +76,7 @@ for ((deaths = 0; ; deaths++)); do
         wait "$step"
         code=$?
     done
+    if [ -s "$told" ]; then code=$(<"$told"); fi
     case $code in 0 | 1 | 2 | 3 | 75) break ;; esac
     if [ -n "$asked" ] || ((deaths == {deaths})) || ! is_this_start; then break; fi
     echo "train: an agent was killed (exit code $code); starting them again"

@@ -85,7 +85,7 @@ def _check_more(text: str | None) -> None:
             raise Refused(f"--sbatch: {word!r} is no option; give them as NAME=VALUE, with blanks between them")
         made = next((one for one in MADE if one.startswith(name)), None)  # sbatch takes abbreviations
         if made is not None:
-            raise Refused(f"--sbatch: {made} is set by train submit; {MADE[made]}")
+            raise Refused(f"--sbatch: {made} cannot be given there; {MADE[made]}")
 
 
 def submit(submission: Submission) -> str:

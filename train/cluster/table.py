@@ -20,6 +20,9 @@ LOST = 10.0
 """Seconds without a word after which a node is gone. Of one whose processes end, the connection says so at once."""
 LAST_CALL = 8.0
 """Seconds that a round which could begin with fewer nodes waits for others, since one came or went."""
+UNENDING = 600.0
+"""Seconds after which a node whose ranks have not ended with the round is as good as gone: not even SIGKILL ends who
+waits for a disk or driver that hangs. Survivors that leave a state of 100 GB behind take 400."""
 _PROOF = 3.0
 """Seconds in which a node whose place another one wants shows that it lives."""
 
@@ -64,6 +67,7 @@ class Table:
         """The round's nodes in words."""
         self._lost: set[int] = set()
         self._is_ending = self._is_regrouping = False
+        self._ending_since = now
         self._said: dict[int, Any] = {}
         self._last: Message | None = None
         """How the last round ended, for a node that was gone before it could be told."""
@@ -124,10 +128,10 @@ class Table:
         if said == "over" and message.get("round") == self._number and guest.place == "running":
             guest.place, self._reports[guest.node] = "over", message["report"]
             if message["report"]["bad"]:
-                yield from self._end(f"{self._names[guest.node]} has ended")
+                yield from self._end(f"{self._names[guest.node]} has ended", now)
             yield from self._conclude()
         elif said == "trouble" and guest.place == "running":
-            yield from self._end(f"{self._names[guest.node]} has lost a rank")
+            yield from self._end(f"{self._names[guest.node]} has lost a rank", now)
         elif said == "ready":
             self.untold.discard(guest.node)
             guest.place, self._changed = "waiting", now
@@ -156,7 +160,7 @@ class Table:
         self._changed = now
         if guest.place == "running":
             self._lost.add(guest.node)
-            yield from self._end(f"{self._names[guest.node]} is gone")
+            yield from self._end(f"{self._names[guest.node]} is gone", now)
             yield from self._conclude()
 
     def dismiss(self, line: str) -> Out:
@@ -168,7 +172,11 @@ class Table:
     def tick(self, now: float) -> Out:
         """Called a few times a second."""
         for guest in list(self._guests.values()):
-            if now - guest.seen > LOST:
+            is_stuck = guest.place == "running" and self._is_ending and now - self._ending_since > UNENDING
+            if is_stuck:
+                line = f"the ranks of {self._names[guest.node]} cannot be ended; what do they wait for there?"
+                yield from self._tell_all({"is": "remark", "line": line})
+            if is_stuck or now - guest.seen > LOST:
                 yield guest.key, {"is": "bye"}
                 yield from self.gone(guest.key, now)
             elif guest.place == "pending":
@@ -207,23 +215,26 @@ class Table:
             self._said.pop(one.key, None)
             yield one.key, message
 
-    def _end(self, why: str) -> Out:
+    def _end(self, why: str, now: float) -> Out:
         if not self._is_ending:
-            self._is_ending = True
+            self._is_ending, self._ending_since = True, now
             yield from self._tell_all({"is": "end", "why": why}, places=("running",))
 
     def _conclude(self) -> Out:
         if any(self._reports[node] is None and node not in self._lost for node in self._reports):
             return
+        self.untold = set(self._reports) - self._lost
+        waiting = [one for one in self._guests.values() if one.place == "waiting"]
         self._last = {
             "is": "reports", "round": self._number, "lost": [self._names[node] for node in sorted(self._lost)],
-            "came": [same.name_of(one.hello) for one in self._guests.values() if one.place == "waiting"],
+            "came": [same.name_of(one.hello) for one in waiting if one.node not in self.untold],
             "reports": {str(node): report for node, report in self._reports.items() if report is not None},
         }  # fmt: skip
-        self.untold = set(self._reports) - self._lost
         for guest in self._guests.values():
             if guest.place == "over":
                 guest.place = "told"
+                yield guest.key, self._last
+            elif guest in waiting and guest.node in self.untold:  # its ranks had ended, it was cut off, and is back
                 yield guest.key, self._last
 
     def _tell_waiting(self, waiting: list[_Guest]) -> Out:

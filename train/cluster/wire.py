@@ -32,6 +32,13 @@ class Wire:
         self._socket, self._in, self._out = one, bytearray(), bytearray()
         self.longest, self.is_open = longest, True
 
+    @property
+    def here(self) -> str:
+        """The address of this side; '' where it is closed."""
+        with contextlib.suppress(OSError):
+            return str(self._socket.getsockname()[0]).removeprefix("::ffff:")  # of IPv4, taken in by a socket of IPv6
+        return ""
+
     def send(self, message: Message) -> None:
         """Send it, as soon as it can be."""
         self._out += json.dumps(message).encode() + b"\n"

@@ -58,11 +58,11 @@ class OfTask:
             if self._kept is not None:
                 self._kept.ring()
         self.hang = self.hang or self._watch.hangs() or ""
-        if self.hang and self._dead_since is None:
-            self._watch.dump()
+        is_written = not self.hang or self._watch.dump()
+        if self.hang and self._dead_since is None and is_written:
             self._dead_since = 0.0
         # torchrun alone would give peers that wait for the dead 30 seconds
-        if self._dead_since is not None and time.monotonic() - self._dead_since > self._grace():
+        if self._dead_since is not None and is_written and time.monotonic() - self._dead_since > self._grace():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

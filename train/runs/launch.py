@@ -56,6 +56,8 @@ class Order:
     """On several machines: nodes.Settings. With resume: None leaves them as they are, {} goes on on this one alone."""
     queued: bool = False
     """With new: the folder is there already, for an engine of a cluster was to start the run; see runs/placed.py."""
+    submission: str | None = None
+    """With new: which submission the run is of."""
     by_keeper: bool = False
     """With resume: nobody asked for it, so it must still be wanted when the run's lock is held."""
 

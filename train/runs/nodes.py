@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import re
 import socket
@@ -17,6 +18,7 @@ from train.cluster import WAIT_MINUTES, address, same
 from train.cluster.address import Place
 from train.cluster.host import Host
 from train.cluster.member import Member
+from train.cluster.table import LOST
 from train.cluster.wire import Message
 from train.parallel.seat import Seat
 from train.record.outcome import Kind, Outcome
@@ -174,13 +176,17 @@ class Nodes:
 
     def environment(self) -> dict[str, str]:
         """What the ranks of this node get besides."""
-        _, wanted = address.interfaces(self.settings.place, os.environ)
+        _, wanted = self._interfaces(os.environ)
         return wanted | {"GROUP_RANK": str(self.settings.node)}
 
     @property
     def interface(self) -> str:
         """The one that leads to the others."""
-        return address.interfaces(self.settings.place, {})[0]
+        return self._interfaces({})[0]
+
+    def _interfaces(self, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+        host = self._member.host
+        return address.interfaces(self.settings.place, environ, host.reached if host is not None else "")
 
     def names(self) -> list[str]:
         """The nodes of the round, in words."""
@@ -208,14 +214,24 @@ class Nodes:
             self._is_stopping = True
             self._member.say({"is": "stop", "stop": {"by": asked.by, "words": asked.words, "now": asked.now}})
 
-    def exchange(self, facts: Facts, look: Callable[[], None]) -> Facts:
-        """Tell how the ranks of this node ended, wait for what the others say, and put it together."""
+    def exchange(self, facts: Facts, look: Callable[[], Asked | None]) -> Facts:
+        """Tell how the ranks of this node ended, wait for what the others say, and put it together.
+
+        Args:
+            look: called meanwhile. Returns a stop that is wanted now, whoever cannot end.
+        """
         assert self.begun is not None
         report = _report(facts, self.regroup)
         self._member.say({"is": "over", "round": self.begun["round"], "report": report})
-        while self.told is None:
-            look()
+        at_once, until = None, math.inf
+        while self.told is None and time.monotonic() < until:
+            at_once = look()
+            until = min(until, time.monotonic() + LOST) if at_once is not None else until
             time.sleep(0.02)
+        if self.told is None:
+            others = [same.name_of(node) for node in self.begun["nodes"] if node["node"] != self.settings.node]
+            self.told = {"reports": {}, "lost": others, "came": []}
+            facts = dataclasses.replace(facts, asked=at_once)
         reports = self.told["reports"] | {str(self.settings.node): report}
         return merged(facts, reports, self.told["lost"], self.told["came"])
 

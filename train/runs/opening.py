@@ -63,6 +63,7 @@ def open_run(order: Order, kept: environment.Kept, apart: Apart) -> Opened:
     listening = _listen(order.cluster)
     record |= {
         "cluster": order.cluster or None,
+        "submission": order.submission,
         "nproc": ranks,
         "tmux_session": session_of(order.name),
         "world_size": record.get("world_size") or ranks,

@@ -36,6 +36,16 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Carry out what was submitted, on this node, and exit as it ends."""
     stop = StopRequest()
     given = _arguments(argv)
+    try:
+        _carry_out(given, stop)
+    except SystemExit as end:
+        if given.tell is not None and end.code in (EXIT_REFUSED, EXIT_FAILED):
+            with contextlib.suppress(OSError):
+                store.write_atomically(Path(given.tell), f"{end.code}\n")
+        raise
+
+
+def _carry_out(given: argparse.Namespace, stop: StopRequest) -> NoReturn:
     beside = Path(given.submission).absolute().parent
     content = json.loads((beside / Path(given.submission).name).read_text(encoding="utf-8"))
     if Path(content["cwd"]).is_dir():
@@ -47,6 +57,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
         return call(check, fail, meanwhile)
 
     try:
+        other = of_another(Run(runs / content["name"]), content)
+        if other:  # whose run that is, its record is not for this one to write in
+            print(f"train: node {given.node}: {other}", file=sys.stderr, flush=True)
+            sys.exit(EXIT_REFUSED)
         left = succeed(Run(runs / content["name"]), content["wait_minutes"], stop, given.node)
         if left:
             sys.exit(left)
@@ -73,7 +87,18 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", required=True, metavar="DIR", help="where this node alone keeps its run folder")
     parser.add_argument("--node", type=int, default=0, metavar="R", help="which node this is, from 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several nodes meet: an address of node 0")
+    parser.add_argument("--tell", metavar="FILE", help="where to write the exit code if no new start can change it")
     return parser.parse_args(argv)
+
+
+def of_another(run: Run, content: dict[str, Any]) -> str:
+    """Why this submission must not go on with the run that lies under its name; '' if it may.
+
+    Where folders outlive what was known of them elsewhere, a name can come again, for another run.
+    """
+    if not (run.folder / "run.json").exists() or run.read().get("submission") == content.get("id"):
+        return ""
+    return f"{run.folder} has a run of an earlier submission; submit under another --name, or remove that folder first"
 
 
 def succeed(run: Run, minutes: float, stop: StopRequest, node: int) -> int:
@@ -130,6 +155,7 @@ def order_of(content: dict[str, Any], beside: Path, runs: Path, node: int, rende
     order = Order(
         kind="new", runs=str(runs), name=name, nproc=str(content["nproc"]), cluster=cluster,
         max_restarts=content["max_restarts"], visible=os.environ.get(gpus.VISIBLE), queued=record is not None,
+        submission=content.get("id"),
     )  # fmt: skip
     if record is None or record["total_steps"] is None:  # nobody has come so far as to check it
         order.request = {key: content[key] for key in ("task", "flags", "init")}

@@ -7,6 +7,7 @@ the machine (device, threads, data) is found where it trains.
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ def prepare(submission: Submission) -> None:
     if asked.config_file is not None:
         files[CONFIG] = Path(asked.config_file).read_bytes()
     content = {
+        "id": secrets.token_hex(8),
         "name": asked.name,
         "task": asked.task if task.is_built_in else str(task.file),
         "task_copy": None if task.is_built_in else TASK,
@@ -53,3 +55,4 @@ def prepare(submission: Submission) -> None:
     files[FILE] = to_json(content)
     asked.files = files
     asked.record = {"task": task.name if task.is_built_in else TASK, "world_size": ranks, "nproc": asked.nproc}
+    asked.record["submission"] = content["id"]

@@ -136,7 +136,8 @@ class Supervisor:
             elif nodes.refused:
                 decision = Decision("failed", store.FAILED, nodes.refused, nodes.refused)
             elif nodes.told is not None:  # this node was gone when its run ended
-                decision = verdict.decide(nodes.facts_of_others(Facts(self.run.name, self.road)))
+                restarts = int(self.run.read().get("max_restarts", MAX_RESTARTS))  # by which the others decide, too
+                decision = verdict.decide(nodes.facts_of_others(Facts(self.run.name, self.road, max_restarts=restarts)))
             elif nodes.closed:
                 decision = Decision("died", None, nodes.closed, nodes.closed)
             elif time.monotonic() > until:
@@ -304,14 +305,16 @@ class Supervisor:
                 write(self.run, self._attempt, self._decision)
             return self._decision
 
-    def _wait_for_others(self) -> None:
-        """While the ranks of other nodes end."""
+    def _wait_for_others(self) -> Asked | None:
+        """While the ranks of other nodes end. Returns a stop that is wanted now."""
         assert self.nodes is not None
         self._hear()
         self._listen_to_others()
         asked = self._asked()
-        if asked is not None:
-            self.nodes.ask_stop(asked)
+        if asked is None:
+            return None
+        self.nodes.ask_stop(asked)
+        return asked if asked.now else None
 
     def end_at_once(self) -> NoReturn:
         """End this process and all below it now, from any thread: after a second Ctrl-C, whatever hangs."""

@@ -19,6 +19,8 @@ LEAST_MINUTES = 5.0
 """A step may always take so long. Beyond it, a run's own experience decides."""
 TIMES_SLOWEST = 20
 """A step that takes so many times the slowest one before it is a hang."""
+_PATIENCE = 20.0
+"""Seconds that py-spy has for a process."""
 
 
 class Watch:
@@ -44,6 +46,9 @@ class Watch:
         self._seen: tuple[Beat | None, ...] = ()
         self._at = time.monotonic()
         self._slowest = 0.0
+        self._stacks: dict[int, Stack] | None = None
+        """Of the ranks, those that are not written yet; None: nobody has asked for them."""
+        self._asked_until = 0.0
 
     def beats(self) -> tuple[Beat | None, ...]:
         """The last sign of life of every rank."""
@@ -97,37 +102,72 @@ class Watch:
         mortal = silent | {beat.pid for beat in beats if beat.phase != heartbeat.ENDING}
         return not all(map(_lives, mortal))
 
-    def dump(self) -> None:
-        """Write down what every rank is doing: py-spy where it is there and allowed, faulthandler otherwise."""
-        for rank, beat in zip(self._ranks, self.beats(), strict=True):
-            if not beat or not _lives(beat.pid):
+    def dump(self) -> bool:
+        """Write down what every rank is doing: py-spy where it is there and allowed, faulthandler otherwise.
+
+        It takes a while, and an agent that says nothing meanwhile is taken for gone. Returns whether it is done; to be
+        called until then.
+        """
+        if self._stacks is None:
+            beats = zip(self._ranks, self.beats(), strict=True)
+            lives = {rank: beat.pid for rank, beat in beats if beat and _lives(beat.pid)}
+            self._stacks = {rank: Stack(pid, self._logs / f"rank{rank}.stack.txt") for rank, pid in lives.items()}
+        for rank, stack in list(self._stacks.items()):
+            is_there = stack.is_there()
+            if is_there is None:
                 continue
-            target = self._logs / f"rank{rank}.stack.txt"
-            if stack_of(beat.pid, target):
-                continue
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(beat.pid, signal.SIGQUIT)  # its handler appends to the same file: see runs/worker.py
-            # NCCL's flight recorder writes its trace when something is written into this pipe
-            pipe = self._logs / f"nccl-rank{rank}.pipe"
+            del self._stacks[rank]
+            if not is_there:
+                self._ask(rank, stack.pid)
+        return not self._stacks and time.monotonic() > self._asked_until
+
+    def _ask(self, rank: int, pid: int) -> None:
+        """Let a rank write down itself what it is doing."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGQUIT)  # its handler appends to the same file: see runs/worker.py
+        # NCCL's flight recorder writes its trace when something is written into this pipe
+        pipe = self._logs / f"nccl-rank{rank}.pipe"
+        with contextlib.suppress(OSError):
+            fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            os.write(fd, b"1\n")
+            os.close(fd)
+        self._asked_until = time.monotonic() + 1.0  # handlers write while they still can
+
+
+class Stack:
+    """What a process is doing, on its way into a file: py-spy writes it."""
+
+    def __init__(self, pid: int, target: Path) -> None:
+        self.pid, self._target, self._until = pid, target, time.monotonic() + _PATIENCE
+        self._said = os.fdopen(os.memfd_create("stack"), "w+b")
+        self._spy: subprocess.Popen[bytes] | None = None
+        spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+        if spy is not None:
+            command, null = [spy, "dump", "--pid", str(pid)], subprocess.DEVNULL
             with contextlib.suppress(OSError):
-                fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-                os.write(fd, b"1\n")
-                os.close(fd)
-        time.sleep(1.0)  # handlers write while they still can
+                self._spy = subprocess.Popen(command, stdin=null, stdout=self._said, stderr=null)
+
+    def is_there(self) -> bool | None:
+        """Whether it is written. False: py-spy is not there, not allowed, or too slow. None: not yet."""
+        if self._spy is not None and self._spy.poll() is None:
+            if time.monotonic() < self._until:
+                return None
+            self._spy.kill()
+            self._spy.wait()
+        with self._said, contextlib.suppress(OSError):
+            self._said.seek(0)
+            if self._spy is not None and self._spy.returncode == 0:
+                self._target.write_bytes(self._said.read())
+                return True
+        return False
 
 
 def stack_of(pid: int, target: Path) -> bool:
     """Write what a process is doing into a file, by py-spy. False where that is not there or not allowed."""
-    spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-    if spy is None:
-        return False
-    command = [spy, "dump", "--pid", str(pid)]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        if done.returncode == 0:
-            target.write_text(done.stdout)
-            return True
-    return False
+    stack = Stack(pid, target)
+    while (is_there := stack.is_there()) is None:
+        time.sleep(0.05)
+    return is_there
 
 
 def _lives(pid: int) -> bool:

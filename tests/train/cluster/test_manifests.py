@@ -17,6 +17,7 @@ import yaml
 from tests.train.cluster.published import faults
 from tests.train.conftest import Station
 from train.cluster import manifests
+from train.cluster.submission import to_json
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "kubernetes"
@@ -143,7 +144,17 @@ def test_what_is_applied_by_hand_and_what_is_submitted_are_the_same(station: Sta
     assert {(one["kind"], one["metadata"]["name"]): one for one in mine} == base
     rendered = read(station.ok(*EXAMPLE).stdout)
     assert rendered[0] == manifests.runtime()
+    submission = json.loads(rendered[1]["data"]["submission.json"])
+    assert len(submission.pop("id")) == 16  # of each submission its own
+    rendered[1]["data"]["submission.json"] = to_json(submission)
     assert rendered[1:] == read((DEPLOY / "example" / "digits.yaml").read_text())
+
+
+def test_nodes_that_wait_together_for_one_do_not_use_up_what_the_job_may_fail() -> None:
+    """Seven of eight that give up waiting at once would be more than six for the whole job."""
+    job = manifests.runtime()["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert "backoffLimit" not in job and (job["backoffLimitPerIndex"], job["maxFailedIndexes"]) == (6, 0)
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # which Kubernetes asks for with these
 
 
 def test_a_pod_is_never_root_and_can_do_nothing_that_it_need_not() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.train.cluster.conftest import Machines, free_port
 from tests.train.conftest import PATIENCE, Station
+from train.cluster import address
 
 NAME = f"train{os.getpid() % 10000}"
 HERE, THERE = f"{NAME}a", f"{NAME}b"
@@ -99,6 +100,17 @@ def test_a_wire_is_found_cut_and_mended(far: Machines, like_alone: Any) -> None:
     far.wait_for_reason("a", 1, "waiting for node 0 of 2")
     ip("link", "set", HERE, "up")
     like_alone(far, "a", 2, 900)
+
+
+@pytest.mark.minutes
+def test_a_name_that_node_0_has_for_itself_alone_is_not_its_way_to_the_others(far: Machines, like_alone: Any) -> None:
+    """As Debian has it: in /etc/hosts a machine's own name is 127.0.1.1."""
+    port = address.parse(far.rendezvous).port
+    for node, host in enumerate(("127.0.1.1", "198.51.100.1")):
+        far.rendezvous = f"{host}:{port}"
+        assert far.launch("a", node, "--steps", 40).returncode == 0
+    like_alone(far, "a", 2, 40)
+    assert [station.record("a")["interface"] for station in far.stations] == [HERE, THERE]
 
 
 @pytest.mark.minutes

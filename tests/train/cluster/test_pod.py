@@ -95,13 +95,20 @@ def test_a_killed_pod_comes_back_and_all_go_on(two: Pods, alone: Any) -> None:
     finished_like(two, alone(2, 500), "2-500")
 
 
-def test_one_node_needs_no_rendezvous_and_a_task_of_ones_own_goes_along(station: Station) -> None:
+def test_one_node_needs_no_rendezvous_a_task_goes_along_and_another_run_of_that_name_is_refused(
+    station: Station,
+) -> None:
     (station.folder / "task.py").write_bytes((Path(__file__).parent / "task.py").read_bytes())
     pods = Pods.of(station, "task.py", "--steps", 5, "--batch_size", 8, "--cpu_threads", 1)
     (station.folder / "task.py").unlink()
     try:
         assert pods.end(0, pods.start(0)) == 0, pods.log(0)
-        assert pods.stations[0].record("a")["state"] == "finished"
+        before = pods.stations[0].record("a")
+        assert before["state"] == "finished"
+        Pods.of(station, "digits", "--steps", 6).close()  # another run under that name, in the same volume
+        assert pods.end(0, pods.start(0)) == 2
+        assert "has a run of an earlier submission; submit under another --name" in pods.log(0)
+        assert pods.stations[0].record("a") == before
     finally:
         pods.close()
 

@@ -134,6 +134,15 @@ def test_a_crowd_that_says_nothing_keeps_no_node_out(door: Door) -> None:
     assert len(door.host._wires) <= 300
 
 
+def test_by_which_address_another_machine_has_come(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = door.say(b'{"is": "')
+    one = door.say(line())
+    wait_until(lambda: not door.is_shut(one) and door.host.table.about()["nodes"], "its seat")
+    assert door.host.reached == "" and not door.is_shut(stranger)  # it is on this machine
+    monkeypatch.setattr(Wire, "here", "10.0.0.5")
+    assert door.host.reached == "10.0.0.5"
+
+
 def test_one_that_does_not_read_is_given_up() -> None:
     ours, theirs = socket.socketpair()
     wire = Wire(ours)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from train.cluster import same
-from train.cluster.table import LAST_CALL, LOST, Table
+from train.cluster.table import LAST_CALL, LOST, UNENDING, Table
 
 SAME = {"torch": "2.7.1", "python": "3.11", "code": "abc", "task": "t", "data": "d", "init": "", "config": {"seed": 0}}
 
@@ -99,6 +99,15 @@ def test_silence_is_the_same_after_a_while(room: Room) -> None:
     assert kinds(room.tick(2.0, alive=(10,))) == [(11, "bye"), (10, "end")]
 
 
+def test_a_node_whose_ranks_cannot_be_ended_is_gone_after_a_while(room: Room) -> None:
+    room.over(10, bad=True)
+    said = [one for _ in range(int(UNENDING / 5)) for one in room.tick(5.0, alive=(10, 11))]
+    assert said == []
+    said = room.tick(5.0, alive=(10, 11))
+    assert kinds(said) == [(10, "remark"), (11, "remark"), (11, "bye"), (10, "reports")]
+    assert "node 1 (host1) cannot be ended" in said[0][1]["line"] and said[3][1]["lost"] == ["node 1 (host1)"]
+
+
 def test_a_node_that_was_gone_when_the_run_ended_hears_how(room: Room) -> None:
     room.over(10), room.over(11)
     room.say(10, "leave")
@@ -107,6 +116,15 @@ def test_a_node_that_was_gone_when_the_run_ended_hears_how(room: Room) -> None:
     assert (13, "reports") in kinds(room.come(13, 1))
     room.say(13, "leave")
     assert not room.table.untold
+
+
+def test_a_node_that_is_back_before_the_others_have_ended_hears_how_and_did_not_come_anew(room: Room) -> None:
+    room.over(11)
+    room.gone(11)
+    room.come(13, 1)
+    said = room.over(10)
+    assert kinds(said)[:2] == [(10, "reports"), (13, "reports")] and said[0][1]["came"] == []
+    assert room.table.untold == {0, 1}
 
 
 def test_the_same_rank_twice_is_refused_with_a_line_for_both(room: Room) -> None:

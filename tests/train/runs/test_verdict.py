@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from train import signals
+from train.record import store
 from train.record.outcome import Kind, Outcome
 from train.runs import memory
-from train.runs.nodes import _report, merged
+from train.runs.nodes import Nodes, Settings, _report, merged
+from train.runs.supervise import Supervisor
 from train.runs.verdict import Asked, Decision, Facts, Road, decide, who_died
 
 KILL, TERM, ABRT, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, -signal.SIGSEGV
@@ -248,3 +252,28 @@ def test_all_nodes_come_to_the_same_verdict_from_what_all_have_seen() -> None:
     assert [(one.saved, one.progress, one.deaths) for one in seen] == [(6, True, 2)] * 2
     asked = merged(killed, {"1": _report(killed, "")} | {"0": _report(facts(LAUNCHED, asked=USER), "")}, [], [])
     assert decide(asked).stopped_by == signals.USER
+
+
+def test_a_node_that_is_told_late_waits_for_the_start_that_the_others_make(tmp_path: Path) -> None:
+    run = store.create(tmp_path, "a", {}, {"max_restarts": 2})
+    reports = {"0": _report(facts(LAUNCHED, exits={0: KILL}, deaths=1), "")}
+    nodes = MagicMock(begun=None, told={"reports": reports}, refused="", closed="", stop=None, remarks=[])
+    nodes.settings.wait_minutes, nodes.waiting_for.return_value, nodes.names.return_value = 30.0, "waiting", []
+    nodes.facts_of_others = lambda mine: merged(mine, reports, [], [])
+    looks = iter(range(2))
+    nodes.tick = lambda: next(looks, None) is None and setattr(nodes, "begun", {})
+    assert Supervisor(run, MagicMock(), LAUNCHED, signals.StopRequest(()), nodes=nodes)._gather() is None
+    assert run.read()["state"] == store.RUNNING
+
+
+def test_a_stop_now_does_not_wait_for_a_node_whose_ranks_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.runs.nodes.LOST", 0.1)
+    nodes = Nodes.__new__(Nodes)
+    nodes._member, nodes.told, nodes.regroup = MagicMock(), None, ""
+    nodes.settings = Settings(2, 2, 0, "127.0.0.1:29400")
+    nodes.begun = {"round": 1, "nodes": [{"node": node, "host": f"host{node}"} for node in range(2)]}
+    asked = iter([None, None])
+    for mine in (facts(LAUNCHED, exits={0: KILL}), facts(LAUNCHED, (finished,))):
+        nodes.told = None
+        decision = decide(nodes.exchange(mine, lambda: next(asked, USER_NOW)))
+        assert (decision.state, decision.stopped_by) == ("stopped", signals.USER)

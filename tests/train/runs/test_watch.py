@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
-from tests.train.conftest import Station
+from tests.train.conftest import PATIENCE, Station
+from train.record import heartbeat
+from train.runs.watch import Watch
 
 FIELDS = (
     "--steps", 40, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
@@ -42,3 +48,22 @@ def test_hang_minutes_0_never_ends_a_run(station: Station) -> None:
     station.wait("a", stands_still, "a rank that stands still")
     station.ok("stop", "a", "--now")
     assert [attempt["end"] for attempt in station.record("a")["attempts"]] == ["stopped"]
+
+
+def test_who_looks_after_ranks_is_kept_by_no_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that says nothing for 10 s is taken for gone by those of other machines."""
+    spy = tmp_path / "py-spy"
+    spy.write_text("#!/bin/sh\nwhile [ ! -e go ]; do sleep 0.01; done\necho here\n")
+    spy.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("py-spy was not waited for"))
+    for rank in range(2):
+        heartbeat.Heart(tmp_path / f"rank{rank}.beat").beat(heartbeat.TRAINING, 1)
+    watch, begun = Watch(tmp_path, range(2), None, 1.0), time.monotonic()
+    assert not watch.dump() and not watch.dump() and time.monotonic() - begun < 5
+    (tmp_path / "go").touch()
+    while not watch.dump():
+        assert time.monotonic() - begun < PATIENCE
+        time.sleep(0.01)
+    assert [(tmp_path / f"rank{rank}.stack.txt").read_text() for rank in range(2)] == ["here\n"] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -53,6 +54,8 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["digits", *SHAPE, "--sbatch", "qos='a"], ["--sbatch"]),
         (["digits", *SHAPE, "--sbatch", "wait"], ["--wait", "see --follow"]),
         (["digits", *SHAPE, "--sbatch", "test-only"], ["--test-only", "see --dry-run"]),
+        (["digits", *SHAPE, "--sbatch", "clusters=b"], ["--clusters", "whose default that cluster is"]),
+        (["digits", *SHAPE, "--sbatch", "-M b"], ["is no option"]),
         (["digits", *SHAPE, "--sbatch", "tim=3"], ["--time", "flag of train submit"]),
         (["digits", *SHAPE, "--time", "99999999999999999"], ["--time 99999999999999999"]),
         (["digits", *SHAPE, "--time", "٣"], ["--time ٣"]),
@@ -153,3 +156,23 @@ def test_what_every_node_reads_is_whole() -> None:
     assert asked.files[content["task_copy"]] == TASK.read_bytes()
     assert asked.files[content["config_file"]] == b"steps = 7\n"
     assert (content["task"], content["flags"], content["nodes"], content["nproc"]) == (str(TASK), {"seed": "3"}, 2, 2)
+
+
+def test_a_node_that_is_refused_ends_the_job_though_srun_tells_of_who_waited_for_it(nowhere: Path) -> None:
+    """An srun that has one of its two agents run, and kills the other one, which waits."""
+    shown, run = nowhere / "job.sbatch", nowhere / "runs" / "big"
+    shown.write_text(script("--nproc", 1))
+    run.mkdir(parents=True)
+    content = {"name": "big", "task": "none", "cwd": ".", "nodes": 2, "nproc": 1, "wait_minutes": 1, "max_restarts": 3}
+    more = dict.fromkeys(("flags", "init", "config_file", "task_copy"))
+    (run / "submission.json").write_text(json.dumps(content | more | {"flags": {}}))
+    agent = 'echo x >>starts\nwhile [ "$1" != bash ]; do shift; done\nSLURM_NODEID=1 "$@" 2>>said\nexit 137'
+    for name, text in (("srun", agent), ("squeue", ""), ("scontrol", "echo localhost")):
+        tool = nowhere / "bin" / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(f"#!/bin/bash\n{text}\n")
+        tool.chmod(0o755)
+    given = os.environ | {"PATH": f"{nowhere}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"}
+    done = subprocess.run(["/bin/bash", shown], env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "no task none" in Path("said").read_text() and Path("starts").read_text() == "x\n"
