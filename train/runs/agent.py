@@ -1,6 +1,6 @@
 """The process inside tmux: reads the order, opens the run, tells who waits for it, and keeps its ranks alive.
 
-    python -m train.runs.agent FOLDER_OF_THE_ORDER
+    python -P …/train/own.py train.runs.agent FOLDER_OF_THE_ORDER
 
 Started by runs/pane.py, with the environment of who gave the order.
 """

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from train import own
 from train.errors import Refused, one_line
 from train.runs.memory import Use
 
@@ -63,13 +62,11 @@ def find(task: str, flat: dict[str, Any], ranks: int, sizes: Sequence[int]) -> t
         Refused: none fits, or a step cannot be tried.
     """
     order = {"task": task, "config": flat, "ranks": ranks, "sizes": list(sizes), "parent": os.getpid()}
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(root)]))
     done = subprocess.run(
-        [sys.executable, "-m", "train.runs.trial"],
+        own.command("train.runs.trial"),
         input=json.dumps(order),
         # asked otherwise, CUDA could not be used in a fork of the process that asked
-        env=os.environ | {"PYTHONPATH": paths, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         capture_output=True,
         text=True,
         errors="replace",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from train import own
 from train.errors import Refused
 from train.record import environment
 from train.record.store import NOW, Run, remove
@@ -139,7 +140,7 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
         began = not _has_session(runs, session)  # from here on: Ctrl-C may come while tmux starts it
-        said = new_session(runs, session, [sys.executable, "-m", "train.runs.pane", str(desk)])
+        said = new_session(runs, session, own.command("train.runs.pane", str(desk)))
         if said:
             began = False
             if "duplicate session" in said:

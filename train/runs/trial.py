@@ -1,6 +1,6 @@
 """Tries steps with micro batches of several sizes, for `micro_batch_size auto`. A process of its own:
 
-    python -m train.runs.trial < ORDER
+    python -P …/train/own.py train.runs.trial < ORDER
 
 The order and the answer are JSON (see runs/fit.py). For each size the ranks of the run are forked: they meet, spread
 the model as the run will, and make two steps, the second of which has the optimizer's state beside the gradients. A

@@ -15,7 +15,7 @@ import pytest
 
 from tests.train.conftest import PATIENCE
 from train.record import store
-from train.runs import launch
+from train.runs import launch, warm
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -281,3 +281,26 @@ def test_a_session_starts_while_the_server_of_the_last_one_is_leaving(tmp_path: 
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert sorted(map(int, (tmp_path / "begun").read_text().split())) == list(range(60))  # none twice
+
+
+def test_a_train_py_of_the_users_is_not_taken_for_this_package(station: Station) -> None:
+    (station.folder / "train.py").write_text("open('executed', 'w').close()\nprint('mine', __name__)\n")
+    (station.folder / "beside.py").write_text("HERE = 'beside'\n")
+    (station.folder / "slow.py").write_text(f"from beside import HERE\n{TASK}")
+    few = [*QUICK, "--steps", 3, "--task.pause", 0]
+    station.ok("launch", "slow.py", "--name", "cold", *few, env={warm.OFF: "off"})
+    station.wait_for_end("cold")
+    station.ok("resume", "cold", "--steps", 4, env={warm.OFF: "off"})
+    assert station.wait_for_end("cold")["state"] == store.FINISHED
+    station.ok("run", "slow.py", "--name", "spawned", "--spawn", 2, "--batch_size", 8, *few)
+    station.ok("run", "slow.py", "--name", "tried", "--micro_batch_size", "auto", "--batch_size", 8, *few)
+    assert not (station.folder / "executed").exists()
+    (station.folder / "train.py").write_text("import beside\nprint('mine', beside.HERE)\nraise SystemExit(1)\n")
+    script = ["--script", "train.py", "--name", "script", "--max-restarts", 0]
+    station.ok("launch", *script, env={warm.OFF: "off"})
+    assert station.wait_for_end("script")["state"] == store.FAILED
+    (station.folder / "train.py").write_text("print('edited')\n")
+    station.ok("resume", "script", env={warm.OFF: "off"})
+    assert station.wait_for_end("script")["state"] == store.FAILED
+    for attempt in (1, 2):
+        assert "mine beside\n" in (station.run("script").logs(attempt) / "rank0.log").read_text()
