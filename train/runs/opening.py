@@ -214,6 +214,8 @@ def _script_again(order: Order, run: Run, record: dict[str, Any], here: Path) ->
 
 def _check_still_wanted(run: Run, record: dict[str, Any]) -> None:
     """What the keeper saw may have changed until the lock was held: stopped by its user, resumed and finished."""
+    if record.get("submitted"):
+        raise Refused(f"{run.name} was handed to an engine, which starts it; its user goes on with: train resume")
     if record["state"] in (store.FINISHED, store.FAILED):
         raise Refused(f"{run.name} is {record['state']}")
     if record["state"] == store.STOPPED and not control.rests_by_itself(record):

@@ -145,6 +145,16 @@ def test_a_run_that_is_interrupted_again_and_again_without_progress_is_failed(
         keeper.wait()
 
 
+def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station: Station) -> None:
+    record = {"submitted": {"engine": "slurm", "job": "7"}, "created": "2026-01-01T00:00:00+00:00"}
+    run = store.create(station.runs, "queued", {}, record)
+    before = run.read()
+    assert station.ok("keeper", "--once").stderr == ""
+    with pytest.raises(Refused, match="handed to an engine"):
+        launch.start(launch.Order(kind="resume", runs=str(station.runs), name="queued", by_keeper=True))
+    assert run.read() == before and not run.alive()
+
+
 @pytest.mark.parametrize("damaged", ["yesterday", "2026-01-01T00:00:00", 7, {}, "", None])
 def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path, damaged: Any) -> None:
     run = store.create(tmp_path, "a", {}, {"world_size": 1})
