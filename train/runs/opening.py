@@ -173,9 +173,8 @@ def _ranks_again(order: Order, run: Run, record: dict[str, Any]) -> tuple[int, s
     """How many ranks go on, and the GPUs that they see, which this process then sees too: `gpus.again` chooses them."""
     before = environment.read(run.folder)
     kept = before.values.get(gpus.VISIBLE) if before is not None else None
-    recorded = record.get("gpus") if order.nproc is None else None
     current = os.environ.get(gpus.VISIBLE)
-    gpus.see(gpus.again(order.gpus is not None, order.visible, kept, recorded, current))
+    gpus.see(gpus.again(order.gpus is not None, order.visible, kept, record.get("gpus"), current))
     nproc = order.nproc or (str(record.get("nproc") or record["world_size"]) if order.gpus is None else None)
     ranks, visible = gpus.count_ranks(nproc, order.gpus)
     if visible is not None:
