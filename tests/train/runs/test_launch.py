@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -304,3 +305,30 @@ def test_a_train_py_of_the_users_is_not_taken_for_this_package(station: Station)
     assert station.wait_for_end("script")["state"] == store.FAILED
     for attempt in (1, 2):
         assert "mine beside\n" in (station.run("script").logs(attempt) / "rank0.log").read_text()
+
+
+def test_a_resume_that_is_refused_has_changed_nothing(station: Station) -> None:
+    (station.folder / "slow.py").write_text(TASK)
+    station.ok("run", "slow.py", "--name", "task", *QUICK, "--steps", 3, "--task.pause", 0)
+    (station.folder / "fails.py").write_text("raise SystemExit(1)\n")
+    (station.folder / "other.py").write_text("print('other')\n")
+    station.ok("launch", "--script", "fails.py", "--name", "script", "--max-restarts", 0)
+    station.wait_for_end("script")
+    changed = {"task": ["--steps", 9], "script": ["--script", "other.py"]}
+
+    def files(name: str) -> dict[str, bytes]:
+        folder = station.runs / name
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "lock"}
+
+    before = {name: files(name) for name in changed}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nodes = ["--nnodes", "1:2", "--node-rank", 0, "--rendezvous", f"127.0.0.1:{taken.getsockname()[1]}"]
+        done = station("resume", "task", *changed["task"], *nodes)
+    assert done.returncode == 2 and "cannot listen there" in done.stderr
+    assert files("task") == before["task"]
+    for name, flags in changed.items():
+        (station.runs / name / "environment.json").unlink()
+        (station.runs / name / "environment.json").mkdir()  # what no file can take the place of
+        done = station("resume", name, *flags)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+        assert files(name).items() <= before[name].items() | {("script.until-attempt-1.py", b"raise SystemExit(1)\n")}
