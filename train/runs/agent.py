@@ -31,7 +31,7 @@ from train.runs.processes.children import Children
 from train.runs.processes.elastic import Elastic
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Road
-from train.signals import KEEPER, SIGNAL, StopRequest
+from train.signals import KEEPER, USER, StopRequest
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def _answer(desk: Path, answer: dict[str, Any]) -> bool:
 def _undo(order: Order, run: Run, lock: Lock) -> None:
     """Clear away a run whose launch was withdrawn; rest one whose resume was."""
     if order.kind == "resume":
-        by = KEEPER if order.by_keeper else SIGNAL
+        by = KEEPER if order.by_keeper else USER
         supervise.rest(run, store.STOPPED, "stopped (its resume was interrupted)", by)
     lock.release()
     if order.kind != "resume":

@@ -26,7 +26,7 @@ from typing import Any
 from train import own
 from train.errors import Refused
 from train.record import environment
-from train.record.store import NOW, Run, remove
+from train.record.store import KEEPER, NOW, Run, remove
 
 _TRIES = 50
 """How often a session is asked for, ten times a second."""
@@ -175,7 +175,7 @@ def _withdraw(desk: Path, order: Order) -> Path:
     answer = desk / "answer.json"
     if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
         run = Run(Path(order.runs) / order.name)
-        run.stop(NOW)
+        run.stop(KEEPER if order.by_keeper else NOW)  # the keeper's own end is no wish that the run may rest
         if order.kind != "resume":
             remove(run)
     return desk
