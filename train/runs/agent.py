@@ -12,6 +12,7 @@ import functools
 import json
 import signal
 import sys
+import termios
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ def main() -> None:
     desk = Path(sys.argv[1])
     title.show(sys.executable, "-m", "train.runs.agent", str(desk))  # a fork has the name of what forked it
     content = json.loads((desk / "request.json").read_text(encoding="utf-8"))
+    _never_wait_for_terminal()
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run is there, when opening.py lets the terminal go
     order = Order(**content["order"])
@@ -57,6 +59,14 @@ def main() -> None:
         _undo(order, opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
     sys.exit(keep(opened, stop))
+
+
+def _never_wait_for_terminal() -> None:
+    """Ctrl-S, typed by who is attached, would stop what is written there, and this process with it, for ever."""
+    with contextlib.suppress(termios.error):
+        modes = termios.tcgetattr(2)
+        modes[0] &= ~termios.IXON
+        termios.tcsetattr(2, termios.TCSANOW, modes)
 
 
 def _leave(number: int, frame: object) -> None:

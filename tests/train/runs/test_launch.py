@@ -212,6 +212,22 @@ def test_a_killed_agent_leaves_no_rank_and_a_killed_rank_is_started_again(shared
     assert "died: rank" in story and "steps redone" in story
 
 
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(start: str, shared_station: Station) -> None:
+    station, name = shared_station, f"ctrl-s-{start}"
+    env = {warm.OFF: "off"} if start == "cold" else {}
+    station.ok("launch", "slow.py", "--name", name, *LONG, "--checkpoint.every_steps", 5, env=env)
+    station.wait(name, lambda record: record["step"] >= 2 and bool(record["pids"].get("ranks")), "step 2 and its rank")
+    keys = launch.tmux(station.runs, "send-keys", "-t", f"=train-{name}:", "C-s")
+    subprocess.run(keys, check=True)
+    station.wait_for_step(name, station.record(name)["step"] + 100)  # some looks of the agent, each with its bar
+    os.kill(station.record(name)["pids"]["ranks"][0], signal.SIGKILL)
+    station.wait(
+        name, lambda record: len(record["attempts"]) == 2 and record["pids"].get("ranks"), "its second attempt"
+    )
+    station.ok("stop", name, "--now")
+
+
 def test_stop_now_does_not_save(shared_station: Station) -> None:
     shared_station.ok("launch", "slow.py", "--name", "now", *LONG)
     shared_station.wait_for_step("now", 3)
