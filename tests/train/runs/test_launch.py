@@ -228,6 +228,28 @@ def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(start: str, shared_station
     station.ok("stop", name, "--now")
 
 
+@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize("road", ["launched", "spawned"])
+def test_a_run_whose_folder_takes_no_request_is_stopped_all_the_same(
+    now: bool, road: str, shared_station: Station
+) -> None:
+    station, name = shared_station, f"full-{road}-{now}"
+    if road == "launched":
+        station.ok("launch", "slow.py", "--name", name, *LONG)
+    else:
+        process = station.start("run", "slow.py", "--name", name, "--spawn", 2, *LONG)
+    station.wait(name, lambda record: record["step"] >= 3 and bool(record["pids"].get("ranks")), "its ranks")
+    (station.runs / name / "stop").mkdir()  # what no file can take the place of
+    done = station("stop", name, *["--now"] * now)
+    assert done.returncode == 0, done
+    record = station.run(name).shown()
+    assert not station.run(name).alive()
+    assert (record["state"], record["stopped_by"]) == (store.STOPPED, "user")
+    assert station.run(name).steps_saved()[:1] == ([] if now else [record["step"]])
+    if road == "spawned":
+        process.wait(PATIENCE)
+
+
 def test_stop_now_does_not_save(shared_station: Station) -> None:
     shared_station.ok("launch", "slow.py", "--name", "now", *LONG)
     shared_station.wait_for_step("now", 3)
