@@ -50,18 +50,19 @@ def expected(size: int, known: Mapping[int, Use]) -> Use | None:
     )
 
 
-def find(task: str, flat: dict[str, Any], ranks: int, sizes: Sequence[int]) -> tuple[int, str]:
+def find(task: str, copy: str | None, flat: dict[str, Any], ranks: int, sizes: Sequence[int]) -> tuple[int, str]:
     """The largest of these micro batches that fits, and a word on how that was found.
 
     Args:
         task: as the user named it.
+        copy: the file that it is to be read from, if another.
         flat: the configuration, by dotted names.
         ranks: how many there will be on this machine; each is tried, and all have to fit.
 
     Raises:
         Refused: none fits, or a step cannot be tried.
     """
-    order = {"task": task, "config": flat, "ranks": ranks, "sizes": list(sizes), "parent": os.getpid()}
+    order = {"task": task, "copy": copy, "config": flat, "ranks": ranks, "sizes": list(sizes), "parent": os.getpid()}
     done = subprocess.run(
         own.command("train.runs.trial"),
         input=json.dumps(order),

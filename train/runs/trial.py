@@ -28,8 +28,9 @@ from train import config as configuration
 from train.config import Config
 from train.errors import Refused, one_line
 from train.runs import fit, memory
+from train.runs.request import task_of
 from train.signals import die_with_parent
-from train.tasks import Task, load, where
+from train.tasks import Task, where
 
 _LIMIT = 900.0
 """Seconds that the two steps of one size may take."""
@@ -93,7 +94,7 @@ def _search(asked: dict[str, Any]) -> tuple[int, str]:
     from train.parallel.world import pick_device
 
     torch.set_num_threads(1)  # a fork takes no threads along
-    task = load(asked["task"])
+    task = task_of(asked["task"], asked["copy"])
     config = configuration.build(asked["config"], task.Settings)
     ranks, sizes = asked["ranks"], asked["sizes"]
     room = memory.Room() if pick_device(config, ranks, 0).type == "cuda" else memory.room(ranks)

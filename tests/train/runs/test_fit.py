@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import subprocess
@@ -188,3 +189,24 @@ def test_where_none_fits_or_none_can_be_tried_it_is_refused_in_a_line(
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words), done.stderr
     assert not station.runs.exists()
+
+
+def test_what_was_handed_over_is_what_is_tried(station: Station) -> None:
+    (station.folder / "project").mkdir()
+    (station.folder / "project" / "beside.py").write_text("MEBIBYTES = 1\n")
+    original = station.folder / "project" / "own.py"
+    original.write_text("raise SystemExit('edited since')\n")
+    handed = station.folder / "handed"
+    handed.mkdir()
+    (handed / "task.py").write_text("from beside import MEBIBYTES\n" + TASK.replace("= 64", "= MEBIBYTES", 1))
+    flags = {"micro_batch_size": "auto", "batch_size": "8", "steps": "1", "cpu_threads": "1", "device": "cpu"}
+    (handed / "submission.json").write_text(json.dumps({
+        "name": "a", "task": str(original), "task_copy": "task.py", "flags": flags, "config_file": None, "init": None,
+        "cwd": str(station.folder), "nodes": 1, "nproc": 1, "wait_minutes": 1, "max_restarts": 0,
+    }))  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "train.runs.placed", handed / "submission.json", "--runs", station.runs],
+        cwd=station.folder, env=station.environment(), capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert tomllib.loads((station.runs / "a" / "config.toml").read_text())["micro_batch_size"] == 8
