@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,19 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)  # what a task prints is no answer
     die_with_parent(asked["parent"])
+    os.setsid()
     memory.lower_than_agent()
     try:
-        size, reason = _search(asked)
-        said: dict[str, Any] = {"size": size, "reason": reason}
-    except Refused as error:
-        said = {"refused": str(error)}
-    os.write(answer, json.dumps(said).encode())
+        try:
+            size, reason = _search(asked)
+            said: dict[str, Any] = {"size": size, "reason": reason}
+        except Refused as error:
+            said = {"refused": str(error)}
+        os.write(answer, json.dumps(said).encode())
+    except BaseException:
+        traceback.print_exc()
     sys.stderr.flush()
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)  # with all that the task has started here
 
 
 def _search(asked: dict[str, Any]) -> tuple[int, str]:

@@ -7,9 +7,11 @@ import re
 import resource
 import subprocess
 import sys
+import time
 import tomllib
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE, Station
@@ -210,3 +212,21 @@ def test_what_was_handed_over_is_what_is_tried(station: Station) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert tomllib.loads((station.runs / "a" / "config.toml").read_text())["micro_batch_size"] == 8
+
+
+def test_a_server_that_a_task_starts_keeps_no_try_waiting_and_is_ended(station: Station) -> None:
+    server = "import multiprocessing, os\nserver = multiprocessing.get_context('fork').Manager()\n"
+    told = "if 'RANK' not in os.environ: open('servers', 'a').write(f'{server._process.pid}\\n')\n"
+    (station.folder / "own.py").write_text(server + told + TASK)
+    few = ["--steps", 1, "--batch_size", 4, "--cpu_threads", 1, "--device", "cpu", "--task.mebibytes", 1]
+    process = station.start("launch", "own.py", "--name", "a", "--micro_batch_size", "auto", *few, "--follow")
+    try:
+        assert process.wait(90) == 0, process.stdout.read()
+    finally:
+        process.kill()
+    servers = list(map(int, (station.folder / "servers").read_text().split()))
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in servers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(servers) >= 2  # of the check, and of the tries
