@@ -1,6 +1,7 @@
 """A module of this package as a program of its own, whatever lies in the current folder.
 
     python -P …/train/own.py MODULE [ARGS…]
+    python -P -m train.own MODULE [ARGS…]           where another machine's Python knows where the package is
 
 `python -m` looks in the current folder first, where a train.py of the user's would be executed in place of this
 package. Here the package is the one that this file belongs to, and only then comes what users' own files import.

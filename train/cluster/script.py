@@ -33,7 +33,7 @@ meet=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLU
 agent='
     runs=$2
     if [ "$SLURM_NODEID" != 0 ]; then runs=$2/{nodes}/$SLURM_NODEID; fi
-    exec "$0" -m train.runs.placed "$1/{file}" --runs "$runs" --node "$SLURM_NODEID" --rendezvous "$3"'
+    exec "$0" -P -m train.own train.runs.placed "$1/{file}" --runs "$runs" --node "$SLURM_NODEID" --rendezvous "$3"'
 
 # Slurm warns this script (USR1) before the time limit, and where it is set up so, before it takes the nodes away (else
 # TERM comes to the agents). The agents are told (USR2), all ranks save, and the agents exit with 75.

@@ -206,8 +206,10 @@ def test_what_was_handed_over_is_what_is_tried(station: Station) -> None:
         "name": "a", "task": str(original), "task_copy": "task.py", "flags": flags, "config_file": None, "init": None,
         "cwd": str(station.folder), "nodes": 1, "nproc": 1, "wait_minutes": 1, "max_restarts": 0,
     }))  # fmt: skip
+    (station.folder / "train.py").write_text("raise SystemExit('taken for the package')\n")
+    placed = [sys.executable, "-P", "-m", "train.own", "train.runs.placed"]  # as on a node
     done = subprocess.run(
-        [sys.executable, "-m", "train.runs.placed", handed / "submission.json", "--runs", station.runs],
+        [*placed, handed / "submission.json", "--runs", station.runs],
         cwd=station.folder, env=station.environment(), capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
