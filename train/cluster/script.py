@@ -34,7 +34,7 @@ meet=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLU
 agent='
     runs=$2
     if [ "$SLURM_NODEID" != 0 ]; then runs=$2/{nodes}/$SLURM_NODEID; fi
-    exec "$0" -m train.runs.placed "$1/{file}" --runs "$runs" --node "$SLURM_NODEID" --rendezvous "$3" \
+    exec "$0" -P -m train.own train.runs.placed "$1/{file}" --runs "$runs" --node "$SLURM_NODEID" --rendezvous "$3" \
         --tell "$1/.told-$SLURM_JOB_ID"'
 told=$run/.told-$SLURM_JOB_ID
 

@@ -18,6 +18,7 @@ from train.config.schema import (
     Watch,
 )
 from train.config.text import (
+    NONE,
     FieldInfo,
     fields,
     flatten,
@@ -33,7 +34,7 @@ LOCAL = ("data.root", "data.workers")
 """Fields that may differ from machine to machine of a run: no result depends on them."""
 
 __all__ = [
-    "LOCAL", "SPREAD",
+    "LOCAL", "NONE", "SPREAD",
     "Checkpoint", "Config", "Count", "Data", "Eval", "FieldInfo", "Log", "NotNegative", "Optim", "Parallel",
     "Positive", "Schedule", "Share", "Watch", "build", "changeable", "check_flags", "fields", "flatten",
     "forbidden_changes", "from_toml", "is_optional", "layer", "parse_value", "read_toml", "to_flat", "to_toml",

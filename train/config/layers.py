@@ -131,7 +131,8 @@ def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "", pa
 
 
 def from_toml(path: Path, settings: type | None) -> Config:
-    """The resolved configuration of a run folder. What is left out there was None.
+    """The resolved configuration of a run folder. What is left out there was None, but for settings of the task that
+    have another default.
 
     Raises:
         Refused: somebody edited it into something invalid.

@@ -19,6 +19,9 @@ from pydantic import ConfigDict, TypeAdapter
 from train.config.schema import ON_RESUME, Config
 from train.errors import Refused, nearest, one_line
 
+NONE = "none"
+"""What lists the fields of a TOML file that are none."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
@@ -150,7 +153,11 @@ def flatten(tree: dict[str, Any], source: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     groups = {name.split(".")[0] for name in fields() if "." in name} | {"task"}
     for key, value in tree.items():
-        if key not in groups:
+        if key == NONE:
+            if not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+                raise Refused(f'{source}{NONE} lists the fields that are none, by their names: ["task.size"]')
+            flat.update(dict.fromkeys(value))
+        elif key not in groups:
             flat[key] = value
         elif isinstance(value, dict):
             flat.update({f"{key}.{inner}": leaf for inner, leaf in value.items()})
@@ -167,11 +174,18 @@ def to_flat(config: Config) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML. TOML knows no null: fields that are None are left out."""
+    """The configuration as TOML. TOML knows no null: fields that are None are left out.
+
+    Of a task's settings those are listed by name whose default is another: else it would be taken for their value.
+    """
     import tomli_w
 
     tree = copy.deepcopy(dataclasses.asdict(config))
     tree["task"] = tree["task"] or {}
+    own = dataclasses.fields(config.task) if config.task is not None else ()
+    none = [f"task.{one.name}" for one in own if tree["task"][one.name] is None and one.default is not None]
+    if none:
+        tree = {NONE: none} | tree
 
     def without_none(value: Any) -> Any:
         return {k: without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value

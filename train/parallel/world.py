@@ -160,7 +160,11 @@ def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.devic
     if gpus == 0:
         return torch.device("cpu")
     if ranks_here > gpus:
-        raise Refused(f"{ranks_here} ranks need {ranks_here} GPUs, but {gpus} are usable here; use --nproc {gpus}")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        chosen = f", or others than {visible}: --gpus" if visible else ""
+        raise Refused(
+            f"{ranks_here} ranks need {ranks_here} GPUs, but {gpus} are usable here; use --nproc {gpus}{chosen}"
+        )
     return torch.device("cuda", local_rank)
 
 

@@ -1,6 +1,6 @@
 """Curves of a run for Weights & Biases, sent by a process of its own: it reads what the run writes, and nothing more.
 
-`python -m train.record.feed RUN_FOLDER PROJECT` lives as long as the process whose pipe is its standard input, and a
+`train/own.py train.record.feed RUN_FOLDER PROJECT` lives as long as the process whose pipe is its standard input, and a
 little longer to send the rest. Training does not import wandb, waits for nothing of it, and does not notice its end: a
 network that is slow or gone costs curves there, never a step here. Imports no torch.
 """
@@ -20,7 +20,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import train
+from train import own
 from train.errors import Refused, one_line
 from train.record import metrics, settings, store
 from train.record.store import Run
@@ -53,13 +53,10 @@ class Feed:
 
     def __init__(self, run: Run, project: str, log: Path) -> None:
         """`log` takes what wandb says. Raises OSError where no process can be started."""
-        root = str(Path(train.__file__).parents[1])
-        path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), root])
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "train.record.feed", str(run.folder), project],
+                own.command("train.record.feed", str(run.folder), project),
                 stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
 
     def close(self) -> None:

@@ -38,7 +38,12 @@ def flat(run: Run) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= {f"{key}.{inner}": leaf for inner, leaf in value.items()} if isinstance(value, dict) else {key: value}
+        if isinstance(value, dict):
+            found |= {f"{key}.{inner}": leaf for inner, leaf in value.items()}
+        elif key == configuration.NONE and isinstance(value, list):
+            found |= dict.fromkeys(map(str, value))
+        else:
+            found[key] = value
     return found
 
 

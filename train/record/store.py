@@ -153,6 +153,24 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
         sync_folder(path.parent)
 
 
+def _flock(fd: int, how: int, path: Path) -> None:
+    """flock(2).
+
+    Raises:
+        BlockingIOError: another holds it.
+        Refused: there are no locks on that file system.
+    """
+    try:
+        fcntl.flock(fd, how)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise Refused(
+            f"{path} cannot be locked ({error.strerror}), so its file system takes no runs; choose another place with "
+            "--runs, and see: train doctor --only 'file locks' --runs DIR"
+        ) from None
+
+
 class Lock:
     """The held lock of a run: one open file; processes that inherit `fd` hold it with us."""
 
@@ -235,7 +253,7 @@ class Run:
         try:
             while True:
                 try:
-                    fcntl.flock(folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB))
+                    _flock(folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB), self.folder)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
@@ -243,37 +261,49 @@ class Run:
                 time.sleep(0.01)
             yield
         finally:
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a loader worker forked by another thread holds this file too
+            with contextlib.suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_UN)  # a loader worker forked by another thread holds this file too
             os.close(folder)
 
     def alive(self) -> bool:
-        """Whether any process of the run lives, by the kernel's lock."""
+        """Whether any process of the run lives, by the kernel's lock.
+
+        Raises:
+            Refused: there are no locks on that file system.
+        """
         try:
             fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place keeps nobody waiting
         except OSError:
             return False
         try:
             # shared: two observers do not see each other
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, self.folder)
             return False
-        except OSError:
+        except BlockingIOError:
             return True
         finally:
             os.close(fd)
 
     def acquire(self, patience: float = 1.0) -> Lock | None:
-        """Take the lock, or None if the run is alive. Observers hold it for microseconds: hence a little patience."""
+        """Take the lock, or None if the run is alive. Observers hold it for microseconds: hence a little patience.
+
+        Raises:
+            Refused: there are no locks on that file system.
+        """
         fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + patience
         while True:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder)
                 return Lock(fd)
-            except OSError:
+            except BlockingIOError:
                 if time.monotonic() > deadline:
                     os.close(fd)
                     return None
                 time.sleep(0.01)
+            except Refused:
+                os.close(fd)
+                raise
 
     def shown(self) -> dict[str, Any]:
         """run.json with the effective state."""
@@ -450,7 +480,8 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
             fd = os.open(staging / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if file in _PRIVATE else 0o666)
             with os.fdopen(fd, "wb") as opened:
                 opened.write(content.encode() if isinstance(content, str) else content)
-        (staging / "lock").touch()
+        with (staging / "lock").open("w") as lock:  # while nothing is there yet
+            _flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, runs)
         base: dict[str, Any] = {
             "name": name, "state": CREATED, "reason": "", "world_size": None, "attempts": [], "step": 0, "epoch": 0,
             "total_steps": None, "tmux_session": None, "pids": {}, "host": socket.gethostname(), "versions": {},

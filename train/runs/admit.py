@@ -75,7 +75,7 @@ def prepare(request: Request) -> Prepared:
         flat = configuration.to_flat(config)
         if config.parallel.shard_size is not None:  # a try has the ranks of this machine alone
             flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, ranks)
-        config.micro_batch_size, micro_reason = fit.find(request.task, flat, ranks, sizes)
+        config.micro_batch_size, micro_reason = fit.find(request.task, request.copy, flat, ranks, sizes)
     if config.cpu_threads is None:
         rehearse = functools.partial(_rehearsal, task, config, precision, train_set, model)
         config.cpu_threads, reason = threads.choose(ranks, device, rehearse)

@@ -1,6 +1,6 @@
 """The process inside tmux: reads the order, opens the run, tells who waits for it, and keeps its ranks alive.
 
-    python -m train.runs.agent FOLDER_OF_THE_ORDER
+    python -P …/train/own.py train.runs.agent FOLDER_OF_THE_ORDER
 
 Started by runs/pane.py, with the environment of who gave the order.
 """
@@ -12,6 +12,7 @@ import functools
 import json
 import signal
 import sys
+import termios
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ from train.runs.processes.children import Children
 from train.runs.processes.elastic import Elastic
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Road
-from train.signals import KEEPER, SIGNAL, StopRequest
+from train.signals import KEEPER, USER, StopRequest
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
     desk = Path(sys.argv[1])
     title.show(sys.executable, "-m", "train.runs.agent", str(desk))  # a fork has the name of what forked it
     content = json.loads((desk / "request.json").read_text(encoding="utf-8"))
+    _never_wait_for_terminal()
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run is there, when opening.py lets the terminal go
     order = Order(**content["order"])
@@ -57,6 +59,14 @@ def main() -> None:
         _undo(order, opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
     sys.exit(keep(opened, stop))
+
+
+def _never_wait_for_terminal() -> None:
+    """Ctrl-S, typed by who is attached, would stop what is written there, and this process with it, for ever."""
+    with contextlib.suppress(termios.error):
+        modes = termios.tcgetattr(2)
+        modes[0] &= ~termios.IXON
+        termios.tcsetattr(2, termios.TCSANOW, modes)
 
 
 def _leave(number: int, frame: object) -> None:
@@ -90,7 +100,7 @@ def _answer(desk: Path, answer: dict[str, Any]) -> bool:
 def _undo(order: Order, run: Run, lock: Lock) -> None:
     """Clear away a run whose launch was withdrawn; rest one whose resume was."""
     if order.kind == "resume":
-        by = KEEPER if order.by_keeper else SIGNAL
+        by = KEEPER if order.by_keeper else USER
         supervise.rest(run, store.STOPPED, "stopped (its resume was interrupted)", by)
     lock.release()
     if order.kind != "resume":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -13,6 +15,8 @@ from train.errors import Refused
 from train.signals import end_with_parent
 
 T = TypeVar("T")
+_LOOK_EVERY = 0.02
+"""Seconds between two looks whether the fork has ended."""
 
 
 class Told(SystemExit):
@@ -40,13 +44,10 @@ def call(function: Callable[[], T], fail: Callable[[BaseException], int], meanwh
     os.close(writer)
     try:
         meanwhile()
-        with os.fdopen(reader, "rb") as stream:
-            answer = stream.read()
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        answer = _heard(reader, child)
+    finally:
+        os.close(reader)
+        code = _end(child)
     if code > 0:
         raise Told(code)
     if code < 0:
@@ -56,11 +57,35 @@ def call(function: Callable[[], T], fail: Callable[[BaseException], int], meanwh
     return result
 
 
+def _heard(reader: int, child: int) -> bytes:
+    """What the fork writes until it has ended. A process that its code leaves behind has the pipe open for longer."""
+    parts = []
+    while True:
+        has_ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        if select.select([reader], [], [], 0 if has_ended else _LOOK_EVERY)[0]:
+            parts.append(os.read(reader, 1 << 20))
+            if parts[-1]:
+                continue
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+            has_ended = True
+        if has_ended:
+            return b"".join(parts)
+
+
+def _end(child: int) -> int:
+    """Let nothing be left of the fork, nor of what its code has started. Returns its exit code."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):  # no session of its own yet
+            kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # not reaped before, so that the ids are its own
+
+
 def _answer(writer: int, function: Callable[[], Any], fail: Callable[[BaseException], int], parent: int) -> None:
     """In the fork: never returns."""
     code = 1
     try:
         end_with_parent(parent)
+        os.setsid()
         try:
             answer = pickle.dumps(function())
         except BaseException as error:

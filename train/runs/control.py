@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 from train import signals
@@ -74,7 +79,10 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     while True:
         if run.alive():
             with _Reminder(run, is_script and not now):
-                run.stop(store.NOW if now else store.POLITE)
+                try:
+                    run.stop(store.NOW if now else store.POLITE)
+                except OSError as error:
+                    _stop_by_signal(run, now, error)
         record = run.shown()
         state = record["state"]
         if not (state == store.INTERRUPTED or rests_by_itself(record)):
@@ -86,8 +94,13 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         reason = "stopped (train stop)"
         if not is_script:
             reason += f"; the last checkpoint is of step {next(iter(run.steps_saved()), 0)}"
-        supervise.rest(run, store.STOPPED, reason, signals.USER)
-        lock.release()
+        try:
+            supervise.rest(run, store.STOPPED, reason, signals.USER)
+        except OSError as error:
+            problem = f"{run.name} has ended, but its folder takes no record of it ({error.strerror}); when it does"
+            raise Refused(f"{problem}: train stop {run.name}, or a keeper brings it back") from None
+        finally:
+            lock.release()
         record = run.shown()
         state = record["state"]
         break
@@ -96,6 +109,38 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     elif state == store.FINISHED:
         return EXIT_FINISHED, f"{run.name} has finished"
     return EXIT_FINISHED, f"{run.name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
+
+
+def _stop_by_signal(run: Run, now: bool, error: OSError) -> None:
+    """Stop a run whose folder takes no request, on a disk that is full for example, and wait until it has.
+
+    By the ids that it has written down, of processes that hold its lock: of others, and beyond the wall of a container,
+    ids mean nothing.
+
+    Raises:
+        OSError: `error`; none of its processes can be reached.
+    """
+    pids = run.read().get("pids") or {}
+    asked = [pids["agent"]] if "agent" in pids else pids.get("ranks", [])
+    reached = [pid for pid in asked if _holds(pid, run)]
+    if not reached:
+        raise error
+    for pid in reached:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if now else signal.SIGTERM)
+    while run.alive():
+        time.sleep(0.05)
+
+
+def _holds(pid: int, run: Run) -> bool:
+    """Whether this process has the lock of the run open."""
+    with contextlib.suppress(OSError):
+        lock = (run.folder / "lock").stat()
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.path.samestat(file.stat(), lock):
+                    return True
+    return False
 
 
 def how_to_go_on(record: dict[str, Any]) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from train import own
 from train.errors import Refused, one_line
 from train.runs.memory import Use
 
@@ -51,35 +51,41 @@ def expected(size: int, known: Mapping[int, Use]) -> Use | None:
     )
 
 
-def find(task: str, flat: dict[str, Any], ranks: int, sizes: Sequence[int]) -> tuple[int, str]:
+def find(task: str, copy: str | None, flat: dict[str, Any], ranks: int, sizes: Sequence[int]) -> tuple[int, str]:
     """The largest of these micro batches that fits, and a word on how that was found.
 
     Args:
         task: as the user named it.
+        copy: the file that it is to be read from, if another.
         flat: the configuration, by dotted names.
         ranks: how many there will be on this machine; each is tried, and all have to fit.
 
     Raises:
         Refused: none fits, or a step cannot be tried.
     """
-    order = {"task": task, "config": flat, "ranks": ranks, "sizes": list(sizes), "parent": os.getpid()}
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(root)]))
-    done = subprocess.run(
-        [sys.executable, "-m", "train.runs.trial"],
-        input=json.dumps(order),
-        # asked otherwise, CUDA could not be used in a fork of the process that asked
-        env=os.environ | {"PYTHONPATH": paths, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    order = {"task": task, "copy": copy, "config": flat, "ranks": ranks, "sizes": list(sizes), "parent": os.getpid()}
+    # into files, not pipes: what a task has forked there would hold those open
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        done = subprocess.run(
+            own.command("train.runs.trial"),
+            input=json.dumps(order).encode(),
+            # asked otherwise, CUDA could not be used in a fork of the process that asked
+            env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            stdout=out,
+            stderr=err,
+            check=False,
+        )
+        answered, complained = _text(out), _text(err)
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(answered)
     except ValueError:
-        said = one_line((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        said = one_line((complained.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
         raise Refused(f"--micro_batch_size auto: trying steps failed: {said[:300]}; give a number") from None
     if "refused" in answer:
         raise Refused(answer["refused"])
     return int(answer["size"]), str(answer["reason"])
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

@@ -124,13 +124,20 @@ def _rank_of_torchrun(made: Run, attempt: int, seat: Seat, stop: StopRequest) ->
     return end, exit_code(logs, seat, end)
 
 
+def _job_of(run: Run) -> str | None:
+    """The torchrun that a run belongs to; None: to none, or its record is damaged, which concerns no other run."""
+    with contextlib.suppress(Refused):
+        return run.read().get("torchelastic")
+    return None
+
+
 def _open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
     """Create the run, or find it again when torchrun has restarted us."""
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.getppid()}"
     made: Run | None = None
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         candidates = [Run(runs / name)] if name and (runs / name / "run.json").exists() else list(store.every(runs))
-        made = next((old for old in candidates if old.read().get("torchelastic") == job), None)
+        made = next((old for old in candidates if _job_of(old) == job), None)
     if made is None:
         prepared = prepare(request)
         record = prepared.record | {"torchelastic": job}

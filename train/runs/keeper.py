@@ -138,6 +138,7 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
     record = run.read()
     # between its creation and its first attempt a run is nobody's for a moment
     is_stillborn = record["state"] == store.CREATED and not run.alive() and _age(run, record) > 30
+    is_stillborn &= not record.get("submitted")  # that one waits for the engine that it was handed to
     if ended.is_set() or not (control.resumable(run) or is_stillborn):
         return
     count = control.count_of(run, run.read())

@@ -1,6 +1,8 @@
 """Execute the copy of a script as if it lay where the original lies.
 
-    python -m train.runs.kept COPY ORIGINAL [ARGS…]
+    python -P …/train/runs/kept.py COPY ORIGINAL [ARGS…]
+
+Nothing of this package is imported here: a script may have modules of its own by such names.
 
 `__file__`, the folder for imports, tracebacks and sys.argv[0] are the original's, so that it finds what lies beside it;
 the code is the copy's, also in processes that it starts by multiprocessing.
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import linecache
+import os
 import sys
 import types
 from multiprocessing import spawn
@@ -24,8 +27,8 @@ def main() -> None:
     module.__dict__.update(__file__=original, __builtins__=builtins)
     sys.modules["__main__"] = module
     sys.argv = [original, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(original).resolve().parent)
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, str(Path(original).resolve().parent))
     _show_source(original, source)
     _start_others_alike(copy)
     exec(compile(source, original, "exec", dont_inherit=True), module.__dict__)

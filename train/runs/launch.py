@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from train import own
 from train.errors import Refused
 from train.record import environment
-from train.record.store import NOW, Run, remove
+from train.record.store import KEEPER, NOW, Run, remove
 
 _TRIES = 50
 """How often a session is asked for, ten times a second."""
@@ -141,7 +142,7 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
         began = not _has_session(runs, session)  # from here on: Ctrl-C may come while tmux starts it
-        said = new_session(runs, session, [sys.executable, "-m", "train.runs.pane", str(desk)])
+        said = new_session(runs, session, own.command("train.runs.pane", str(desk)))
         if said:
             began = False
             if "duplicate session" in said:
@@ -176,7 +177,7 @@ def _withdraw(desk: Path, order: Order) -> Path:
     answer = desk / "answer.json"
     if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
         run = Run(Path(order.runs) / order.name)
-        run.stop(NOW)
+        run.stop(KEEPER if order.by_keeper else NOW)  # the keeper's own end is no wish that the run may rest
         if order.kind != "resume":
             remove(run)
     return desk

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
+import shutil
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,39 +146,61 @@ def _reopen(order: Order, run: Run, kept: environment.Kept, apart: Apart) -> Ope
         changes: dict[str, Any] = {"tmux_session": session_of(run.name)}
         if record.get("script"):
             ranks, visible = _ranks_again(order, run, record)
-            more, warnings = _script_again(order, run, record, here)
-            changes |= more
+            changes["watch"] = (record.get("watch") or {}) | _watch_flags(order.flags)
+            warnings = [] if order.script else scripts.warnings(run, record)
         else:
             check = functools.partial(_check_again, order, run, record, lock)
             ranks, visible, content, warnings = _apart(apart, check)
-            _outlive_terminal()
-            if order.flags:
-                store.write_atomically(run.folder / "config.toml", content)
+        _outlive_terminal()
         gpus.see(visible)
         cluster = record.get("cluster") if order.cluster is None else order.cluster or None
         listening = _listen(cluster)
         changes |= {"world_size": ranks * _nodes(cluster)[-1], "nproc": ranks, "gpus": visible, "cluster": cluster}
-        if not order.by_keeper:  # what holds from now on, for the keeper too
-            kept = environment.after(environment.read(run.folder), kept)
-            store.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
         changes["kept"] = control.count_of(run, record) if order.by_keeper else None
         if order.max_restarts is not None:
             changes["max_restarts"] = order.max_restarts
-        # nobody is to take the process ids of the attempt before for those of the next
-        run.update(**changes, reason="", stopped_by=None, ended=None, pids={}, state=store.CREATED)
+        with _together(run, "config.toml", scripts.COPY, environment.FILE):
+            if record.get("script") and order.script:
+                changes |= scripts.replace(run, here / order.script[0])
+            elif order.flags and not record.get("script"):
+                store.write_atomically(run.folder / "config.toml", content)
+            if not order.by_keeper:  # what holds from now on, for the keeper too
+                kept = environment.after(environment.read(run.folder), kept)
+                store.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
+            # nobody is to take the process ids of the attempt before for those of the next
+            run.update(**changes, reason="", stopped_by=None, ended=None, pids={}, state=store.CREATED)
         return Opened(run, lock, ranks, warnings, listening)
     except BaseException:
         lock.release()
         raise
 
 
+@contextlib.contextmanager
+def _together(run: Run, *names: str) -> Iterator[None]:
+    """These files of a run change with its record, or not at all: copies of them are put back where something fails."""
+    copies = {run.folder / name: run.folder / f".{name}.before" for name in names if (run.folder / name).is_file()}
+    try:
+        for file, copy in copies.items():
+            shutil.copy2(file, copy)
+        try:
+            yield
+        except BaseException:
+            for file, copy in copies.items():
+                with contextlib.suppress(OSError):
+                    copy.replace(file)
+            raise
+    finally:
+        for copy in copies.values():
+            with contextlib.suppress(OSError):
+                copy.unlink(missing_ok=True)
+
+
 def _ranks_again(order: Order, run: Run, record: dict[str, Any]) -> tuple[int, str | None]:
     """How many ranks go on, and the GPUs that they see, which this process then sees too: `gpus.again` chooses them."""
     before = environment.read(run.folder)
     kept = before.values.get(gpus.VISIBLE) if before is not None else None
-    recorded = record.get("gpus") if order.nproc is None else None
     current = os.environ.get(gpus.VISIBLE)
-    gpus.see(gpus.again(order.gpus is not None, order.visible, kept, recorded, current))
+    gpus.see(gpus.again(order.gpus is not None, order.visible, kept, record.get("gpus"), current))
     nproc = order.nproc or (str(record.get("nproc") or record["world_size"]) if order.gpus is None else None)
     ranks, visible = gpus.count_ranks(nproc, order.gpus)
     if visible is not None:
@@ -204,17 +228,10 @@ def _check_again(order: Order, run: Run, record: dict[str, Any], lock: Lock) -> 
         raise
 
 
-def _script_again(order: Order, run: Run, record: dict[str, Any], here: Path) -> tuple[dict[str, Any], list[str]]:
-    """What changes of a script's run that goes on, and warnings."""
-    changes = {"watch": (record.get("watch") or {}) | _watch_flags(order.flags)}
-    _outlive_terminal()
-    if order.script:
-        return changes | scripts.replace(run, here / order.script[0]), []
-    return changes, scripts.warnings(run, record)
-
-
 def _check_still_wanted(run: Run, record: dict[str, Any]) -> None:
     """What the keeper saw may have changed until the lock was held: stopped by its user, resumed and finished."""
+    if record.get("submitted"):
+        raise Refused(f"{run.name} was handed to an engine, which starts it; its user goes on with: train resume")
     if record["state"] in (store.FINISHED, store.FAILED):
         raise Refused(f"{run.name} is {record['state']}")
     if record["state"] == store.STOPPED and not control.rests_by_itself(record):

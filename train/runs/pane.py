@@ -1,6 +1,6 @@
 """The first process inside tmux: becomes the agent, with the environment of who gave the order.
 
-    python -m train.runs.pane FOLDER_OF_THE_ORDER
+    python -P …/train/own.py train.runs.pane FOLDER_OF_THE_ORDER
 
 A tmux server keeps the environment of its first client. What is read at a process's start (LD_LIBRARY_PATH, PYTHON…)
 must be the caller's too, so the agent is a program of its own; this one imports next to nothing. Where a keeper holds a
@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 
+from train import own
 from train.runs import warm
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     environ = content["env"] | {k: os.environ[k] for k in ("TMUX", "TMUX_PANE", "TERM") if k in os.environ}
     warm.enter(desk, environ, content["cwd"])
     os.chdir(content["cwd"])
-    os.execve(sys.executable, [sys.executable, "-m", "train.runs.agent", desk], environ)
+    os.execve(sys.executable, own.command("train.runs.agent", desk), environ)
 
 
 if __name__ == "__main__":

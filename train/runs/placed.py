@@ -1,6 +1,6 @@
 """The agent of one node where an engine of a cluster has placed it: in the foreground, for there is no tmux.
 
-    python -m train.runs.placed FOLDER/submission.json --runs DIR --node R --rendezvous HOST:PORT
+    python -P -m train.own train.runs.placed FOLDER/submission.json --runs DIR --node R --rendezvous HOST:PORT
 
 It creates the run in DIR, or goes on with it, for the engine starts the same command again after whatever happened.
 SIGTERM, SIGUSR1 and SIGUSR2 let all nodes save and stop. It exits with 0 finished, 2 refused, 3 failed, 75 stopped with

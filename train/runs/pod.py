@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from train import own
 from train.cluster import address
 from train.cluster.address import Place
 from train.cluster.submission import runs_of
@@ -35,7 +36,7 @@ def main() -> None:
     except TimeoutError as error:
         print(f"train: {error}", file=sys.stderr, flush=True)
         sys.exit(1)  # which Kubernetes starts again, some times
-    os.execv(sys.executable, [sys.executable, "-m", "train.runs.placed", *command])
+    os.execv(sys.executable, own.command("train.runs.placed", *command))
 
 
 def _leave(number: int, frame: object) -> None:

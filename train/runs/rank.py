@@ -1,6 +1,6 @@
 """Stands between torchrun's agent and one rank: lock, log file, parent's death, then the rank itself.
 
-    python -m train.runs.rank RUN_FOLDER ATTEMPT [-- SCRIPT ARGS…]
+    python -P …/train/own.py train.runs.rank RUN_FOLDER ATTEMPT [-- SCRIPT ARGS…]
 
 The agent hands over the run's lock as standard input (Python closes every other file of a child).
 """

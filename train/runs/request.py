@@ -37,8 +37,7 @@ def resolve(request: Request) -> tuple[Task, Config]:
     Raises:
         Refused: something in them is unknown or wrong.
     """
-    copy = Path(request.copy) if request.copy is not None else None
-    task = load(request.task, copy, Path(request.task).absolute().parent if copy is not None else None)
+    task = task_of(request.task, request.copy)
     fields = configuration.fields()
     own = {f"task.{name}": hint for name, hint in settings_types(task).items()}
     flat: dict[str, Any] = {"epochs": fields["epochs"].default}
@@ -56,6 +55,15 @@ def resolve(request: Request) -> tuple[Task, Config]:
     if config.data.root:
         config.data.root = str(Path(config.data.root).absolute())
     return task, config
+
+
+def task_of(name: str, copy: str | None) -> Task:
+    """The task that a request names; of a copy, with the modules beside the original.
+
+    Raises:
+        Refused: as `load`.
+    """
+    return load(name) if copy is None else load(name, Path(copy), Path(name).absolute().parent)
 
 
 def settings_types(task: Task) -> dict[str, Any]:

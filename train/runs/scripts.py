@@ -95,7 +95,7 @@ def command(run: Run, record: dict[str, Any]) -> list[str]:
     """What follows `python -u`: the script where it lies, or its copy in its place."""
     script, arguments = record["script"], record["script_arguments"]
     if differs(run, record):
-        return ["-m", "train.runs.kept", str(run.folder / COPY), script, *arguments]
+        return ["-P", str(Path(__file__).with_name("kept.py")), str(run.folder / COPY), script, *arguments]
     return [script, *arguments]
 
 

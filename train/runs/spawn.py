@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 from train.record.store import Lock, Run
 from train.runs import interrupt
 from train.runs.processes.forked import Forked
@@ -23,7 +26,8 @@ def warm_up() -> None:
     set_forkserver_preload(
         ["train.runs.unmoved", "train.runs.processes.forked", "train.engine.loop", "train.runs.admit"]
     )
-    forkserver.ensure_running()
+    with contextlib.chdir(Path(__file__).parents[2]):  # where it looks first: a train.py beside the user is not ours
+        forkserver.ensure_running()
 
 
 def spawn(run: Run, lock: Lock, ranks: int, stop: StopRequest, is_attended: bool = False) -> int:

@@ -1,6 +1,6 @@
 """Tries steps with micro batches of several sizes, for `micro_batch_size auto`. A process of its own:
 
-    python -m train.runs.trial < ORDER
+    python -P …/train/own.py train.runs.trial < ORDER
 
 The order and the answer are JSON (see runs/fit.py). For each size the ranks of the run are forked: they meet, spread
 the model as the run will, and make two steps, the second of which has the optimizer's state beside the gradients. A
@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from train import config as configuration
 from train.config import Config
 from train.errors import Refused, one_line
 from train.runs import fit, memory
+from train.runs.request import task_of
 from train.signals import die_with_parent
-from train.tasks import Task, load, where
+from train.tasks import Task, where
 
 _LIMIT = 900.0
 """Seconds that the two steps of one size may take."""
@@ -69,15 +71,19 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)  # what a task prints is no answer
     die_with_parent(asked["parent"])
+    os.setsid()
     memory.lower_than_agent()
     try:
-        size, reason = _search(asked)
-        said: dict[str, Any] = {"size": size, "reason": reason}
-    except Refused as error:
-        said = {"refused": str(error)}
-    os.write(answer, json.dumps(said).encode())
+        try:
+            size, reason = _search(asked)
+            said: dict[str, Any] = {"size": size, "reason": reason}
+        except Refused as error:
+            said = {"refused": str(error)}
+        os.write(answer, json.dumps(said).encode())
+    except BaseException:
+        traceback.print_exc()
     sys.stderr.flush()
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)  # with all that the task has started here
 
 
 def _search(asked: dict[str, Any]) -> tuple[int, str]:
@@ -93,7 +99,7 @@ def _search(asked: dict[str, Any]) -> tuple[int, str]:
     from train.parallel.world import pick_device
 
     torch.set_num_threads(1)  # a fork takes no threads along
-    task = load(asked["task"])
+    task = task_of(asked["task"], asked["copy"])
     config = configuration.build(asked["config"], task.Settings)
     ranks, sizes = asked["ranks"], asked["sizes"]
     room = memory.Room() if pick_device(config, ranks, 0).type == "cuda" else memory.room(ranks)

@@ -103,7 +103,9 @@ def enter(desk: str, environ: dict[str, str], cwd: str) -> None:
         return
     umask = os.umask(0)
     os.umask(umask)
-    order = json.dumps({"desk": desk, "environ": environ, "cwd": cwd, "umask": umask}).encode()
+    own = str(Path(__file__).parents[1] / "own.py")  # the package is the caller's, not the keeper's
+    content = {"own": own, "desk": desk, "environ": environ, "cwd": cwd, "umask": umask}
+    order = json.dumps(content).encode()
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(_PATIENCE)
         try:
@@ -224,7 +226,7 @@ def _serve(line: socket.socket, door: socket.socket) -> None:
 
 
 def _be_agent(order: dict[str, object], line: socket.socket, door: socket.socket, files: list[int]) -> NoReturn:
-    """In the fork: what `python -m train.runs.agent` is, with its libraries imported already."""
+    """In the fork: what `train/own.py train.runs.agent` is, with its libraries imported already."""
     code = 1
     try:
         door.close()
@@ -249,13 +251,11 @@ def _be_agent(order: dict[str, object], line: socket.socket, door: socket.socket
         os.chdir(cwd)
         time.tzset()
         tempfile.tempdir = None
-        if not os.environ.get("PYTHONSAFEPATH"):
-            sys.path.insert(0, cwd)
-        sys.argv = ["train.runs.agent", str(order["desk"])]
+        sys.argv = [str(order["own"]), "train.runs.agent", str(order["desk"])]
         line.sendall(struct.pack("<q", os.getpid()))
         if line.recv(1) != b"!":
             os._exit(1)
-        runpy.run_module("train.runs.agent", run_name="__main__", alter_sys=True)
+        runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

@@ -128,6 +128,30 @@ def test_a_none_that_replaced_a_default_is_still_none_when_read_back(tmp_path: P
     assert config.from_toml(tmp_path / "config.toml", None).clip_grad_norm is None
 
 
+@pytest.mark.parametrize("default", [{"default": 1.0}, {"default_factory": float}, {}])
+def test_a_none_of_a_task_is_still_none_when_read_back_whatever_its_default(
+    default: dict[str, Any], tmp_path: Path
+) -> None:
+    own = dataclasses.make_dataclass("Settings", [("clip", float | None, dataclasses.field(**default))])
+    file = tmp_path / "config.toml"
+    file.write_text(config.to_toml(config.build({"steps": 5, "task.clip": None}, own)))
+    assert config.from_toml(file, own).task.clip is None
+    assert config.flatten(config.read_toml(file))["task.clip"] is None  # as --config takes it
+    file.write_text(config.to_toml(config.build({"steps": 5, "task.clip": 2.0}, own)))
+    assert "none =" not in file.read_text() and config.from_toml(file, own).task.clip == 2.0
+
+
+def test_a_file_of_before_keeps_its_meaning_and_a_list_that_is_none_is_refused(tmp_path: Path) -> None:
+    own = dataclasses.make_dataclass("Settings", [("clip", float | None, 1.0), ("size", int | None, None)])
+    file = tmp_path / "config.toml"
+    file.write_text("steps = 5\n[task]\n")
+    assert config.from_toml(file, own).task == own(clip=1.0, size=None)
+    for text, words in (("none = 3", "lists the fields"), ('none = ["task.clib"]', "task.clip")):
+        file.write_text(f"{text}\nsteps = 5\n")
+        with pytest.raises(Refused, match=words):
+            config.from_toml(file, own)
+
+
 class Colour(Enum):
     RED = "red"
 

@@ -37,6 +37,45 @@ def test_a_run_appears_with_all_its_files(run: Run) -> None:
     assert record["metrics"] == {} and record["weights_sha256"] is None
 
 
+WITHOUT_LOCKS = """
+import ctypes, struct, sys
+from pathlib import Path
+
+def program(*lines):
+    return ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+
+# a filter of system calls: flock(2) answers EOPNOTSUPP, as on a file system that has none
+number, libc = int(sys.argv[2]), ctypes.CDLL(None)
+rules = program((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | 95), (0x06, 0, 0, 0x7FFF0000))
+whole = struct.pack("HxxxxxxP", 4, ctypes.addressof(rules))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, whole, 0, 0) == 0
+
+from train.errors import Refused
+from train.record import store
+
+runs = Path(sys.argv[1])
+run = store.Run(runs / "a")
+for ask in (run.alive, run.acquire, run.update, lambda: store.create(runs, "b", {}, {})):
+    try:
+        print("answered", ask())
+    except Refused as error:
+        print(error)
+print("noted", run.note(step=1))
+"""
+
+
+@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="system calls have other numbers")
+def test_where_there_are_no_locks_a_run_is_refused_and_none_is_made(run: Run) -> None:
+    number = {"x86_64": "73", "aarch64": "32"}[os.uname().machine]
+    command = [sys.executable, "-c", WITHOUT_LOCKS, str(run.folder.parent), number]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    *refused, noted = done.stdout.splitlines()
+    assert len(refused) == 4 and noted == "noted False"
+    for line in refused:
+        assert "cannot be locked (Operation not supported)" in line and "train doctor --only 'file locks'" in line
+    assert [path.name for path in run.folder.parent.iterdir()] == ["a"]
+
+
 def test_a_run_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         store.create(tmp_path, "a", {}, {"oops": object()})

@@ -189,6 +189,48 @@ def test_a_check_that_is_killed_is_refused_in_a_line() -> None:
         call(lambda: os.kill(os.getpid(), signal.SIGKILL), lambda error: 1, lambda: None)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_call_leaves_behind_keeps_nobody_waiting_and_is_ended(fails: bool, tmp_path: Path) -> None:
+    def leave() -> int:
+        left = os.fork()  # with all open files, as multiprocessing.Manager's server is
+        if left == 0:
+            signal.pause()
+        (tmp_path / "left").write_text(str(left))
+        if fails:
+            raise Refused("no")
+        return left
+
+    begun = time.monotonic()
+    if fails:
+        with pytest.raises(Told):
+            call(leave, lambda error: 2, lambda: None)
+    else:
+        assert call(leave, lambda error: 2, lambda: None) == int((tmp_path / "left").read_text())
+    is_ended(int((tmp_path / "left").read_text()))
+    assert time.monotonic() - begun < 30
+
+
+def is_ended(pid: int) -> None:
+    """Wait until this process is dead: what is orphaned is reaped by another."""
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_task_with_a_server_of_its_own_is_launched_and_lets_go_of_its_run(station: Station) -> None:
+    server = (
+        "import multiprocessing\n    globals()['kept'] = multiprocessing.get_context('fork').Manager().dict()\n    "
+    )
+    (station.folder / "serves.py").write_text(TASK.replace('    if "RANK" not in', f'    {server}if "RANK" not in'))
+    process = station.start("launch", "serves.py", "--name", "s", "--nproc", 2, "--steps", 2, *QUICK, "--follow")
+    try:
+        assert process.wait(90) == 0, process.stdout.read()
+    finally:
+        process.kill()
+    assert station.wait_for_end("s")["state"] == store.FINISHED
+
+
 def test_a_title_is_cut_to_the_room_that_there_is(tmp_path: Path) -> None:
     script = (
         "import os\n"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import subprocess
 import sys
+import time
 import tomllib
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE, Station
@@ -188,3 +191,44 @@ def test_where_none_fits_or_none_can_be_tried_it_is_refused_in_a_line(
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words), done.stderr
     assert not station.runs.exists()
+
+
+def test_what_was_handed_over_is_what_is_tried(station: Station) -> None:
+    (station.folder / "project").mkdir()
+    (station.folder / "project" / "beside.py").write_text("MEBIBYTES = 1\n")
+    original = station.folder / "project" / "own.py"
+    original.write_text("raise SystemExit('edited since')\n")
+    handed = station.folder / "handed"
+    handed.mkdir()
+    (handed / "task.py").write_text("from beside import MEBIBYTES\n" + TASK.replace("= 64", "= MEBIBYTES", 1))
+    flags = {"micro_batch_size": "auto", "batch_size": "8", "steps": "1", "cpu_threads": "1", "device": "cpu"}
+    (handed / "submission.json").write_text(json.dumps({
+        "name": "a", "task": str(original), "task_copy": "task.py", "flags": flags, "config_file": None, "init": None,
+        "cwd": str(station.folder), "nodes": 1, "nproc": 1, "wait_minutes": 1, "max_restarts": 0,
+    }))  # fmt: skip
+    (station.folder / "train.py").write_text("raise SystemExit('taken for the package')\n")
+    placed = [sys.executable, "-P", "-m", "train.own", "train.runs.placed"]  # as on a node
+    done = subprocess.run(
+        [*placed, handed / "submission.json", "--runs", station.runs],
+        cwd=station.folder, env=station.environment(), capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert tomllib.loads((station.runs / "a" / "config.toml").read_text())["micro_batch_size"] == 8
+
+
+def test_a_server_that_a_task_starts_keeps_no_try_waiting_and_is_ended(station: Station) -> None:
+    server = "import multiprocessing, os\nserver = multiprocessing.get_context('fork').Manager()\n"
+    told = "if 'RANK' not in os.environ: open('servers', 'a').write(f'{server._process.pid}\\n')\n"
+    (station.folder / "own.py").write_text(server + told + TASK)
+    few = ["--steps", 1, "--batch_size", 4, "--cpu_threads", 1, "--device", "cpu", "--task.mebibytes", 1]
+    process = station.start("launch", "own.py", "--name", "a", "--micro_batch_size", "auto", *few, "--follow")
+    try:
+        assert process.wait(90) == 0, process.stdout.read()
+    finally:
+        process.kill()
+    servers = list(map(int, (station.folder / "servers").read_text().split()))
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in servers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(servers) >= 2  # of the check, and of the tries

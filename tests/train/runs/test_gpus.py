@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from train import config
 from train.errors import Refused
+from train.parallel.world import pick_device
 from train.record import environment, store
 from train.runs import opening
 from train.runs.gpus import again, count_ranks
@@ -99,3 +101,18 @@ def test_a_resume_sees_what_its_run_folder_and_its_caller_say(
     order = Order("resume", str(tmp_path), "a", visible=typed_with, by_keeper=by_keeper)
     assert opening._ranks_again(order, run, run.read()) == (1, seen)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_other_ranks_go_on_with_the_gpus_that_the_run_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"world_size": 2, "nproc": 2, "gpus": "1,2"}
+    run = store.create(tmp_path, "a", {environment.FILE: environment.to_json(environment.keep({}))}, record)
+    for nproc, ranks in (("1", 1), ("auto", 2), ("3", 3)):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert opening._ranks_again(Order("resume", str(tmp_path), "a", nproc=nproc), run, run.read()) == (ranks, "1,2")
+    with pytest.raises(Refused, match=r"2 are usable here; use --nproc 2, or others than 1,2: --gpus"):
+        pick_device(config.Config(), 3, 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    more = Order("resume", str(tmp_path), "a", nproc="3", gpus="3")
+    assert opening._ranks_again(more, run, run.read()) == (3, "0,1,2")

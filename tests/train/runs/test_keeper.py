@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import train
 from tests.train.conftest import PATIENCE, Station
 from train.errors import Refused
 from train.record import store
-from train.runs import control, launch
+from train.runs import agent, control, launch, warm
 from train.runs.keeper import _age
 
 FIELDS = (
@@ -143,6 +145,51 @@ def test_a_run_that_is_interrupted_again_and_again_without_progress_is_failed(
     finally:
         keeper.kill()
         keeper.wait()
+
+
+def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station: Station) -> None:
+    record = {"submitted": {"engine": "slurm", "job": "7"}, "created": "2026-01-01T00:00:00+00:00"}
+    run = store.create(station.runs, "queued", {}, record)
+    before = run.read()
+    assert station.ok("keeper", "--once").stderr == ""
+    with pytest.raises(Refused, match="handed to an engine"):
+        launch.start(launch.Order(kind="resume", runs=str(station.runs), name="queued", by_keeper=True))
+    assert run.read() == before and not run.alive()
+
+
+def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    station.ok("launch", "digits", "--name", "a", *FIELDS, "--epochs", 1000)
+    station.wait_for_step("a", 6)
+    kill_agent(station, "a")
+    station.wait("a", lambda record: record["state"] == "interrupted", "its death")
+    (station.folder / "desks").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(station.folder / "desks"))
+    monkeypatch.setenv(warm.OFF, "off")
+
+    def is_answered() -> bool:
+        deadline = time.monotonic() + PATIENCE
+        while not list(station.folder.glob("desks/*/answer.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return True
+
+    with pytest.raises(Refused, match="given up"):
+        launch.start(launch.Order(kind="resume", runs=str(station.runs), name="a", by_keeper=True), is_answered)
+    record = station.run("a").shown()
+    assert (record["state"], record["stopped_by"]) == ("stopped", "keeper") and control.resumable(station.run("a"))
+
+
+@pytest.mark.parametrize(("by_keeper", "is_taken_up"), [(True, True), (False, False)])
+def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
+    by_keeper: bool, is_taken_up: bool, tmp_path: Path
+) -> None:
+    run = store.create(tmp_path, "a", {}, {"world_size": 1, "state": store.STOPPED, "stopped_by": "user"})
+    lock = run.acquire()
+    assert lock is not None
+    agent._undo(launch.Order(kind="resume", runs=str(tmp_path), name="a", by_keeper=by_keeper), run, lock)
+    assert control.resumable(run) is is_taken_up and not run.alive()
 
 
 @pytest.mark.parametrize("damaged", ["yesterday", "2026-01-01T00:00:00", 7, {}, "", None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from tests.train.conftest import PATIENCE
 from train.record import store
-from train.runs import launch
+from train.runs import launch, warm
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -211,6 +212,44 @@ def test_a_killed_agent_leaves_no_rank_and_a_killed_rank_is_started_again(shared
     assert "died: rank" in story and "steps redone" in story
 
 
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(start: str, shared_station: Station) -> None:
+    station, name = shared_station, f"ctrl-s-{start}"
+    env = {warm.OFF: "off"} if start == "cold" else {}
+    station.ok("launch", "slow.py", "--name", name, *LONG, "--checkpoint.every_steps", 5, env=env)
+    station.wait(name, lambda record: record["step"] >= 2 and bool(record["pids"].get("ranks")), "step 2 and its rank")
+    keys = launch.tmux(station.runs, "send-keys", "-t", f"=train-{name}:", "C-s")
+    subprocess.run(keys, check=True)
+    station.wait_for_step(name, station.record(name)["step"] + 100)  # some looks of the agent, each with its bar
+    os.kill(station.record(name)["pids"]["ranks"][0], signal.SIGKILL)
+    station.wait(
+        name, lambda record: len(record["attempts"]) == 2 and record["pids"].get("ranks"), "its second attempt"
+    )
+    station.ok("stop", name, "--now")
+
+
+@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize("road", ["launched", "spawned"])
+def test_a_run_whose_folder_takes_no_request_is_stopped_all_the_same(
+    now: bool, road: str, shared_station: Station
+) -> None:
+    station, name = shared_station, f"full-{road}-{now}"
+    if road == "launched":
+        station.ok("launch", "slow.py", "--name", name, *LONG)
+    else:
+        process = station.start("run", "slow.py", "--name", name, "--spawn", 2, *LONG)
+    station.wait(name, lambda record: record["step"] >= 3 and bool(record["pids"].get("ranks")), "its ranks")
+    (station.runs / name / "stop").mkdir()  # what no file can take the place of
+    done = station("stop", name, *["--now"] * now)
+    assert done.returncode == 0, done
+    record = station.run(name).shown()
+    assert not station.run(name).alive()
+    assert (record["state"], record["stopped_by"]) == (store.STOPPED, "user")
+    assert station.run(name).steps_saved()[:1] == ([] if now else [record["step"]])
+    if road == "spawned":
+        process.wait(PATIENCE)
+
+
 def test_stop_now_does_not_save(shared_station: Station) -> None:
     shared_station.ok("launch", "slow.py", "--name", "now", *LONG)
     shared_station.wait_for_step("now", 3)
@@ -281,3 +320,53 @@ def test_a_session_starts_while_the_server_of_the_last_one_is_leaving(tmp_path: 
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert sorted(map(int, (tmp_path / "begun").read_text().split())) == list(range(60))  # none twice
+
+
+def test_a_train_py_of_the_users_is_not_taken_for_this_package(station: Station) -> None:
+    (station.folder / "train.py").write_text("open('executed', 'w').close()\nprint('mine', __name__)\n")
+    (station.folder / "beside.py").write_text("HERE = 'beside'\n")
+    (station.folder / "slow.py").write_text(f"from beside import HERE\n{TASK}")
+    few = [*QUICK, "--steps", 3, "--task.pause", 0]
+    station.ok("launch", "slow.py", "--name", "cold", *few, env={warm.OFF: "off"})
+    station.wait_for_end("cold")
+    station.ok("resume", "cold", "--steps", 4, env={warm.OFF: "off"})
+    assert station.wait_for_end("cold")["state"] == store.FINISHED
+    station.ok("run", "slow.py", "--name", "spawned", "--spawn", 2, "--batch_size", 8, *few)
+    station.ok("run", "slow.py", "--name", "tried", "--micro_batch_size", "auto", "--batch_size", 8, *few)
+    assert not (station.folder / "executed").exists()
+    (station.folder / "train.py").write_text("import beside\nprint('mine', beside.HERE)\nraise SystemExit(1)\n")
+    script = ["--script", "train.py", "--name", "script", "--max-restarts", 0]
+    station.ok("launch", *script, env={warm.OFF: "off"})
+    assert station.wait_for_end("script")["state"] == store.FAILED
+    (station.folder / "train.py").write_text("print('edited')\n")
+    station.ok("resume", "script", env={warm.OFF: "off"})
+    assert station.wait_for_end("script")["state"] == store.FAILED
+    for attempt in (1, 2):
+        assert "mine beside\n" in (station.run("script").logs(attempt) / "rank0.log").read_text()
+
+
+def test_a_resume_that_is_refused_has_changed_nothing(station: Station) -> None:
+    (station.folder / "slow.py").write_text(TASK)
+    station.ok("run", "slow.py", "--name", "task", *QUICK, "--steps", 3, "--task.pause", 0)
+    (station.folder / "fails.py").write_text("raise SystemExit(1)\n")
+    (station.folder / "other.py").write_text("print('other')\n")
+    station.ok("launch", "--script", "fails.py", "--name", "script", "--max-restarts", 0)
+    station.wait_for_end("script")
+    changed = {"task": ["--steps", 9], "script": ["--script", "other.py"]}
+
+    def files(name: str) -> dict[str, bytes]:
+        folder = station.runs / name
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "lock"}
+
+    before = {name: files(name) for name in changed}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nodes = ["--nnodes", "1:2", "--node-rank", 0, "--rendezvous", f"127.0.0.1:{taken.getsockname()[1]}"]
+        done = station("resume", "task", *changed["task"], *nodes)
+    assert done.returncode == 2 and "cannot listen there" in done.stderr
+    assert files("task") == before["task"]
+    for name, flags in changed.items():
+        (station.runs / name / "environment.json").unlink()
+        (station.runs / name / "environment.json").mkdir()  # what no file can take the place of
+        done = station("resume", name, *flags)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+        assert files(name).items() <= before[name].items() | {("script.until-attempt-1.py", b"raise SystemExit(1)\n")}

@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from train.record import store
+from train.runs import foreground
+from train.runs.request import Request
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -119,6 +122,19 @@ def test_a_script_is_stopped_and_continued(shared_station: Station) -> None:
     )
     station.ok("stop", "rests", "--now")
     assert len(station.record("rests")["attempts"]) == 2
+
+
+def test_a_restart_of_torchrun_finds_its_run_beside_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "job"), ("TORCHELASTIC_RESTART_COUNT", "1")):
+        monkeypatch.setenv(name, value)
+    damaged = store.create(tmp_path, "a", {}, {})
+    (damaged.folder / "run.json").write_text("{")
+    ours = store.create(tmp_path, "b", {}, {"torchelastic": f"job/{os.getppid()}"})
+    found, lock = foreground._open_under_torchrun(tmp_path, None, Request("digits", {}))
+    lock.release()
+    assert found.folder == ours.folder
 
 
 @pytest.mark.minutes

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -68,8 +69,6 @@ def agent_of(warmth: Warmth, name: str) -> psutil.Process:
 
 
 def launch_command() -> list[str]:
-    import sys
-
     return [sys.executable, "-m", "train"]
 
 
@@ -165,6 +164,17 @@ def test_an_interrupted_warm_launch_leaves_nothing(warmth: Warmth) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not (warmth.station.runs / "i").exists()
+
+
+def test_a_train_py_of_the_users_is_not_taken_for_this_package(warmth: Warmth) -> None:
+    theirs = warmth.station.folder / "train.py"
+    theirs.write_text("open('executed', 'w').close()\n")
+    command = [sys.executable, "-P", "-m", "train", "launch", "digits", "--name", "beside", *map(str, QUICK)]
+    subprocess.run(command, cwd=warmth.station.folder, env=warmth.station.environment() | warmth.extra, check=True)
+    theirs.unlink()  # other tests start commands here
+    assert agent_of(warmth, "beside").ppid() == warmth.process.pid
+    assert warmth.station.wait_for_end("beside")["state"] == store.FINISHED
+    assert not (warmth.station.folder / "executed").exists()
 
 
 def test_nonsense_through_the_socket_does_not_end_it(warmth: Warmth) -> None:

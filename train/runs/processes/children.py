@@ -94,11 +94,11 @@ class Children:
         """Take in who has ended. Whether any has."""
         ended = False
         for rank, pid in self._by_rank():
-            if rank not in self._codes:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    self._codes[rank] = os.waitstatus_to_exitcode(status)
-                    ended = True
+            if rank not in self._codes and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                with contextlib.suppress(OSError):  # what its task leaves behind would hold the run's lock
+                    os.killpg(pid, signal.SIGKILL)
+                self._codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                ended = True
         # what fell first: its peers meet their ends because of it, or by our hand
         self._first = self._first or {rank: code for rank, code in sorted(self._codes.items()) if code}
         return ended or len(self._codes) == len(self._pids)

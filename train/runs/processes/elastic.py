@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import tempfile
 import threading
 import tomllib
@@ -20,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import Mapping
 
+from train import own
 from train.errors import one_line
 from train.record.outcome import Outcome
 from train.record.store import Lock, Run
@@ -107,7 +107,7 @@ class Elastic:
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
         self._prepare_environment(attempt)
         rest = ["--", *scripts.command(self.run, self.run.read())] if self.is_script else []
-        arguments = ["-m", "train.runs.rank", str(self.run.folder), str(attempt), *rest]
+        program, *arguments = own.command("train.runs.rank", str(self.run.folder), str(attempt), *rest)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -121,7 +121,7 @@ class Elastic:
         )
         with tempfile.TemporaryDirectory(prefix="train-torchrun-") as desk:  # torchrun would leave one behind
             config.logs_specs = DefaultLogsSpecs(log_dir=desk)
-            elastic_launch(config, sys.executable)(*arguments)
+            elastic_launch(config, program)(*arguments)
 
     def _prepare_environment(self, attempt: int) -> None:
         """What the ranks inherit from this process."""

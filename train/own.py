@@ -1,0 +1,37 @@
+"""A module of this package as a program of its own, whatever lies in the current folder.
+
+    python -P …/train/own.py MODULE [ARGS…]
+    python -P -m train.own MODULE [ARGS…]           where another machine's Python knows where the package is
+
+`python -m` looks in the current folder first, where a train.py of the user's would be executed in place of this
+package. Here the package is the one that this file belongs to, and only then comes what users' own files import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from pathlib import Path
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command line that executes a module of this package."""
+    return [sys.executable, "-P", __file__, module, *arguments]
+
+
+def main() -> None:
+    """Execute the module that the first argument names, with the others as its own."""
+    root = str(Path(__file__).parents[1])
+    sys.path.insert(0, root)
+    importlib.import_module("train")  # from here on its modules are found through itself
+    sys.path.remove(root)
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, os.getcwd())
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
