@@ -158,7 +158,7 @@ class Spread:
         pass
 
     def watch(self) -> None:
-        self._names = self.module.state_dict(keep_vars=True).keys()
+        self._names = set(self.module.state_dict(keep_vars=True))
         if self.world.size > 1:
             self._frozen = [
                 (name, parameter)

@@ -593,6 +593,8 @@ def bury(run: Run) -> None:
     try:
         grave = run.folder.with_name(f".removing-{run.name}-{os.getpid()}")
         run.folder.rename(grave)
-        shutil.rmtree(grave)
+        shutil.rmtree(grave.resolve())  # the run may have been moved to another disk, and a link have its name
+        if grave.is_symlink():
+            grave.unlink()
     except OSError as error:
         raise Refused(f"cannot remove {run.folder}: {error.strerror}") from None

@@ -19,6 +19,9 @@ LEAST_MINUTES = 5.0
 """A step may always take so long. Beyond it, a run's own experience decides."""
 TIMES_SLOWEST = 20
 """A step that takes so many times the slowest one before it is a hang."""
+_STOOD_STILL = 10.0
+"""Seconds without a look after which this process stood still, and the ranks with it: a container that is paused,
+a machine that sleeps. They have no silence to explain."""
 _PATIENCE = 20.0
 """Seconds that py-spy has for a process."""
 
@@ -44,7 +47,7 @@ class Watch:
         self._logs, self._ranks = logs, tuple(ranks)
         self._hang, self._start = hang_minutes, start_minutes
         self._seen: tuple[Beat | None, ...] = ()
-        self._at = time.monotonic()
+        self._at = self._looked = time.monotonic()
         self._slowest = 0.0
         self._stacks: dict[int, Stack] | None = None
         """Of the ranks, those that are not written yet; None: nobody has asked for them."""
@@ -57,6 +60,9 @@ class Watch:
     def hangs(self) -> str | None:
         """What hangs, as a reason, or None."""
         beats, now = self.beats(), time.monotonic()
+        if now - self._looked > _STOOD_STILL:
+            self._at = now
+        self._looked = now
         silent = now - self._at
         if beats != self._seen:
             if self._is_routine(self._seen) and self._is_routine(beats):

@@ -372,3 +372,12 @@ def test_what_others_wrote_steers_no_terminal(run: Run) -> None:
     for text in (story(run, run.shown()), page):
         assert "boom" in text and "\x1b" not in text and "\x07" not in text
         assert not any(line.startswith("state: ") for line in text.splitlines())
+
+
+def test_a_run_that_lies_elsewhere_behind_a_link_is_removed_with_it(run: Run, tmp_path: Path) -> None:
+    moved = tmp_path / "disk" / "a"
+    moved.parent.mkdir()
+    run.folder.rename(moved)
+    run.folder.symlink_to(moved)
+    store.remove(run)
+    assert not moved.exists() and not os.listdir(run.folder.parent)

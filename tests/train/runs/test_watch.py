@@ -42,6 +42,26 @@ def test_a_rank_that_stands_still_is_noticed_its_stacks_are_kept_and_the_run_goe
     assert "loop.py" in stack or "_step" in stack, stack
 
 
+def test_a_run_that_is_frozen_with_its_agent_hangs_no_more_when_it_is_let_go(station: Station) -> None:
+    """As `docker pause` does, for longer than a hang takes."""
+    long = [*FIELDS, "--steps", 10**6, "--watch.hang_minutes", 0.2]
+    station.ok("launch", "digits", "--name", "a", *long)
+    station.wait_for_step("a", 5)
+    agent = psutil.Process(station.record("a")["pids"]["agent"])
+    frozen = [agent, *agent.children(recursive=True)]
+    for process in frozen:
+        process.suspend()
+    time.sleep(15)
+    at = station.record("a")["step"]
+    agent.resume()
+    time.sleep(1)  # in which it looks at ranks that have not moved
+    for process in frozen:
+        process.resume()
+    station.wait_for_step("a", at + 100)
+    station.ok("stop", "a")
+    assert [attempt["end"] for attempt in station.record("a")["attempts"]] == ["stopped"]
+
+
 def test_hang_minutes_0_never_ends_a_run(station: Station) -> None:
     env = {"TRAIN_FAULT": "step@0:10:stop"}
     station.ok("launch", "digits", "--name", "a", *FIELDS, "--watch.hang_minutes", 0, env=env)
