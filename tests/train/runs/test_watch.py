@@ -48,14 +48,16 @@ def test_a_run_that_is_frozen_with_its_agent_hangs_no_more_when_it_is_let_go(sta
     station.ok("launch", "digits", "--name", "a", *long)
     station.wait_for_step("a", 5)
     agent = psutil.Process(station.record("a")["pids"]["agent"])
-    frozen = [agent, *agent.children(recursive=True)]
-    for process in frozen:
+    ranks = agent.children(recursive=True)
+    for process in ranks:
         process.suspend()
+    time.sleep(1)  # the agent has seen their last sign of life
+    agent.suspend()
     time.sleep(15)
     at = station.record("a")["step"]
     agent.resume()
     time.sleep(1)  # in which it looks at ranks that have not moved
-    for process in frozen:
+    for process in ranks:
         process.resume()
     station.wait_for_step("a", at + 100)
     station.ok("stop", "a")
