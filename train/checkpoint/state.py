@@ -138,7 +138,7 @@ def _make_later(
     """Make room in a fresh optimizer's state for what it makes in later steps only: DCP reads what is asked for."""
     described = reader.read_metadata().state_dict_metadata
     for key, path in written:
-        if path[:2] != ("optim", "state") or len(path) != 4 or path[3] in state.get(path[2], {path[3]: None}):
+        if path[:2] != ("optim", "state") or len(path) != 4 or path[3] in state.setdefault(path[2], {}):
             continue
         of, metadata = parameters[path[2]], described[key]
         if not isinstance(metadata, TensorStorageMetadata):

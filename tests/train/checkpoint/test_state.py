@@ -111,19 +111,32 @@ class _Late(torch.optim.SGD):
             values["count"] = torch.ones(())
 
 
-def test_what_an_optimizer_makes_in_later_steps_is_read_back(tmp_path: Path) -> None:
+class _Later(torch.optim.SGD):
+    """SGD without a state before its third step."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.calls += 1
+        for parameter in self.param_groups[0]["params"] if self.calls > 2 else ():
+            self.state[parameter]["slow"] = parameter.detach().clone()
+
+
+@pytest.mark.parametrize(("kind", "momentum"), [(_Late, 0.9), (_Later, 0.0)])
+def test_what_an_optimizer_makes_in_later_steps_is_read_back(kind: Any, momentum: float, tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
-    optimizer = _Late(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = kind(model.parameters(), lr=0.1, momentum=momentum)
     for _ in range(3):
         model(torch.ones(3, 4)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "step", no_dist=True)
     again = nn.Linear(4, 2)
-    fresh = _Late(again.parameters(), lr=0.1, momentum=0.9)
+    fresh = kind(again.parameters(), lr=0.1, momentum=momentum)
     load(tmp_path / "step", again, fresh)
     for parameter, same in zip(model.parameters(), again.parameters(), strict=True):
-        assert fresh.state[same].keys() == optimizer.state[parameter].keys()
+        assert fresh.state[same].keys() == optimizer.state[parameter].keys() >= {"slow"}
         for key, value in optimizer.state[parameter].items():
             assert torch.equal(fresh.state[same][key], value), key
 
