@@ -166,7 +166,9 @@ def test_a_full_disk_leaves_nothing_half_made(small: Path, left: int, tmp_path: 
                 written += os.write(file.fileno(), b"0" * 4096)
         except OSError:
             file.truncate(written - left)
-    said = refused(full, "up", RUNS_DIR=str(tmp_path))
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    said = refused(full, "up", RUNS_DIR=str(runs))
     assert "cannot be written: No space left on device" in said or "is full" in said
     assert sorted(path.name for path in full.folder.iterdir()) == before
 

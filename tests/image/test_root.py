@@ -274,6 +274,10 @@ def test_what_is_mounted_does_not_lie_in_a_runs_folder_elsewhere(tmp_path: Path)
         done = run("bash", "-c", check, "-", f"{tmp_path}/link/sets", *scripts, cwd=tmp_path, env=env, check=False)
         assert f"DATASETS_DIR={tmp_path}/link/sets lies in mine/, where user dev" in done.stdout
         run("bash", "-c", check, "-", f"{tmp_path}/{runs}", *scripts, cwd=tmp_path, env=env)
+    for runs in (".", "..", str(tmp_path.parent), "/"):
+        env = {**os.environ, "RUNS_DIR": runs}
+        done = run("bash", "-c", check, "-", "./datasets", *scripts, cwd=tmp_path, env=env, check=False)
+        assert f"RUNS_DIR={runs} holds this checkout" in done.stdout
 
 
 def test_make_makes_its_own_files_from_nothing(mine: Station) -> None:
