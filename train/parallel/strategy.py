@@ -323,9 +323,17 @@ def _held(model: nn.Module) -> list[_Held]:
 
 
 def _fingerprints(parameters: list[tuple[str, nn.Parameter]]) -> Tensor:
-    """Numbers that tell whether a parameter has been changed: (n, 2), a not-a-number equal to itself."""
-    rows = [torch.stack([local(p.detach()).double().sum(), local(p.detach()).double().norm()]) for _, p in parameters]
+    """Numbers that tell whether a parameter has been changed: (n, 2), as bits, for a not-a-number equals nothing."""
+    rows = [_fingerprint(local(parameter.detach())) for _, parameter in parameters]
     return torch.stack(rows).view(torch.int64) if rows else torch.zeros(0, 2)
+
+
+def _fingerprint(values: Tensor) -> Tensor:
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if not values.is_floating_point():
+        values = values.double()
+    # summed in float64, not copied into it: a frozen model may fill the device
+    return torch.stack([values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64)])
 
 
 def _kind(buffer: Tensor | None) -> str:
