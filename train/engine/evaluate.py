@@ -23,6 +23,8 @@ from train.tasks import Task
 
 _ASK_EVERY = 16
 """Micro batches between two looks, by all ranks, at whether a stop was asked for."""
+_LARGE = 64 << 20
+"""Bytes of a buffer that holds weights (of fewer bits, say) rather than what an evaluation counts."""
 _OTHER_NAMES = "metrics must return the same names for every batch"
 
 
@@ -102,9 +104,9 @@ def evaluate(
 
 
 def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
-    """Each buffer of a module and of those in it: where it is, and a copy of what is in it."""
+    """Each buffer of a module and of those in it: where it is, and a copy of what is in it, unless it is large."""
     return [
-        (part, name, buffer, None if buffer is None else buffer.detach().clone())
+        (part, name, buffer, None if buffer is None or buffer.nbytes > _LARGE else buffer.detach().clone())
         for part in module.modules()
         for name, buffer in part._buffers.items()
     ]
