@@ -263,10 +263,10 @@ def test_a_resume_on_more_ranks_than_can_add_its_gradients_is_refused_and_on_one
     engine: Any, tmp_path: Path
 ) -> None:
     task = with_model(engine, tmp_path, "model.s = nn.Parameter(1j * torch.ones(2))")
-    assert engine.run("alone", 1, ["2 0 SIGTERM"], task=task)["state"] == "stopped"
+    assert engine.run("complex-alone", 1, ["2 0 SIGTERM"], task=task)["state"] == "stopped"
     with pytest.raises(Refused, match="complex gradient of s"):
-        engine.resume("alone", 2)
-    assert engine.resume("alone", 1)["state"] == "finished"
+        engine.resume("complex-alone", 2)
+    assert engine.resume("complex-alone", 1)["state"] == "finished"
 
 
 def _optimizer(make: Any) -> Any:
