@@ -64,7 +64,7 @@ check_place() {
     here=$(cd -P . && printf '%s' "$PWD")
     place=$(cd -P -- "$(dirname -- "$2")" 2>/dev/null && printf '%s/%s' "$PWD" "$(basename -- "$2")") || return 0
     runs=$(cd -P -- "$(expand "$(setting RUNS_DIR ./runs)")" 2>/dev/null && printf '%s' "$PWD") || runs=$here/runs
-    [[ $here/ != "${runs%/}"/* ]] || die "RUNS_DIR=$(setting RUNS_DIR) holds this checkout, all of which user dev inside could then change: name another folder"
+    [ -z "$(setting RUNS_DIR)" ] || [[ $here/ != "${runs%/}"/* ]] || die "RUNS_DIR=$(setting RUNS_DIR) holds this checkout, all of which user dev inside could then change: name another folder"
     for folder in "$here"/{train,tests,notebooks,projects,docs,runs,datasets} "$runs"; do # runs may be kept elsewhere
         [[ $place != "$folder"/* ]] || die "$1=$2 lies in ${folder#"$here"/}/, where user dev inside can put anything else in its place: move it out of there"
     done
