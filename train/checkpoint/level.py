@@ -22,6 +22,8 @@ from train.parallel.world import World
 from train.record import manifest as manifests
 from train.record.store import Run, sync_folder
 
+Newest = Callable[[], tuple[int, dict[str, Any]]]
+"""Gives the step of the newest checkpoint here that is whole, and its manifest; 0 and {} without one."""
 _LINES = ("metrics.jsonl", "skipped.jsonl")
 """What a machine that was away lacks besides."""
 
@@ -60,13 +62,13 @@ class Agreed:
 
 def agree(
     run: Run, world: World, slots: Slots | None, fingerprint: str, left: Callable[[], int],
-    newest: Callable[[], tuple[int, dict[str, Any]]],
+    newest: Newest,
 ) -> Agreed:  # fmt: skip
     """Choose the newest state, and bring it to every machine. A collective.
 
     Args:
         left: bytes of memory that can still be had here.
-        newest: the step of the newest checkpoint here that is whole, and its manifest; 0 and {} without one.
+        newest: on the first rank of a machine.
 
     Raises:
         OSError, Refused: a machine cannot read or take it; on every rank alike.
@@ -114,7 +116,7 @@ def _parted(mine: tuple[tuple[str, int], ...], theirs: tuple[tuple[str, int], ..
     return min((step for _, step in theirs[common + 1 :]), default=math.inf)
 
 
-def _offer(run: Run, slots: Slots | None, fingerprint: str, newest: Callable[[], tuple[int, dict[str, Any]]]) -> Offer:
+def _offer(run: Run, slots: Slots | None, fingerprint: str, newest: Newest) -> Offer:
     """On the first rank of a machine: clear away what a kill left, and see what is there."""
     manifests.clean(run)
     step, manifest = newest()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -98,13 +98,14 @@ def load(
     state = state_of(module, optimizer)
     try:
         reader = dcp.FileSystemReader(folder)
-        written = list((reader.read_metadata().planner_data or {}).items())
+        metadata = reader.read_metadata()
+        written = list((metadata.planner_data or {}).items())
         unknown = {path[1] for _, path in written if path[0] == "model"} - state["model"].keys()
         if unknown:
             raise ValueError(f"{min(unknown)} is not in the model")
         unused = _take_unused(state["optim"], written) if optimizer is not None else []
         if optimizer is not None:
-            _make_later(state["optim"]["state"], dict(module.named_parameters()), written, reader)
+            _make_later(state["optim"]["state"], dict(module.named_parameters()), written, metadata)
         dcp.load(state, storage_reader=reader, no_dist=by_itself)
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
         if isinstance(cause_of(error), OSError):  # of the disk, and may pass
@@ -133,20 +134,19 @@ def _take_unused(state: dict[str, Any], written: Written) -> list[str]:
 
 
 def _make_later(
-    state: dict[str, Any], parameters: dict[str, nn.Parameter], written: Written, reader: dcp.FileSystemReader
+    state: dict[str, Any], parameters: dict[str, nn.Parameter], written: Written, metadata: Metadata
 ) -> None:
     """Make room in a fresh optimizer's state for what it makes in later steps only: DCP reads what is asked for."""
-    described = reader.read_metadata().state_dict_metadata
     for key, path in written:
         if path[:2] != ("optim", "state") or len(path) != 4 or path[3] in state.setdefault(path[2], {}):
             continue
-        of, metadata = parameters[path[2]], described[key]
-        if not isinstance(metadata, TensorStorageMetadata):
+        of, stored = parameters[path[2]], metadata.state_dict_metadata[key]
+        if not isinstance(stored, TensorStorageMetadata):
             state[path[2]][path[3]] = None
-        elif metadata.size == of.shape:  # spread as the parameter is
-            state[path[2]][path[3]] = torch.zeros_like(of, dtype=metadata.properties.dtype, requires_grad=False)
+        elif stored.size == of.shape:  # spread as the parameter is
+            state[path[2]][path[3]] = torch.zeros_like(of, dtype=stored.properties.dtype, requires_grad=False)
         else:
-            state[path[2]][path[3]] = torch.zeros(metadata.size, dtype=metadata.properties.dtype, device=of.device)
+            state[path[2]][path[3]] = torch.zeros(stored.size, dtype=stored.properties.dtype, device=of.device)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

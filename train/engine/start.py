@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from train.checkpoint import level, packed, shares
+from train.checkpoint.level import Newest
 from train.checkpoint.packed import Content
 from train.checkpoint.shared import Slots
 from train.checkpoint.state import load
@@ -91,7 +92,7 @@ def _read(slots: Slots, world: World, start: Start, fingerprint: str, is_spread:
 
 def _begin(
     run: Run, world: World, slots: Slots | None, fingerprint: str, is_spread: bool, left: Callable[[], int],
-    newest: Callable[[], tuple[int, dict[str, Any]]],
+    newest: Newest,
 ) -> Start:  # fmt: skip
     """Choose the state to continue from, on one machine or on several. A collective.
 
@@ -112,9 +113,7 @@ def _begin(
     return Start(agreed.step, agreed.saved, agreed.manifest, agreed.slot)
 
 
-def _begin_from_parts(
-    run: Run, world: World, slots: Slots, newest: Callable[[], tuple[int, dict[str, Any]]]
-) -> Start | None:
+def _begin_from_parts(run: Run, world: World, slots: Slots, newest: Newest) -> Start | None:
     """Where all ranks have their parts of a state that is not older than any checkpoint; None: on the disk."""
     saved = world.gather(next(iter(run.steps_saved()), 0))
     if 0 < min(world.gather(max(slots.steps, default=0))) < max(saved):  # a damaged checkpoint is not newer
@@ -132,7 +131,7 @@ def _begin_from_parts(
     return Start(kept, min(saved), slot=slots.steps[kept])
 
 
-def _begin_here(run: Run, slots: Slots | None, newest: Callable[[], tuple[int, dict[str, Any]]]) -> Start:
+def _begin_here(run: Run, slots: Slots | None, newest: Newest) -> Start:
     """On rank 0: clear away what a kill left, choose the state to continue from, cut the records to it."""
     manifests.clean(run)
     kept = slots.newest() if slots is not None else None
