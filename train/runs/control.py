@@ -82,7 +82,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
                 try:
                     run.stop(store.NOW if now else store.POLITE)
                 except OSError as error:
-                    _stop_by_signal(run, now, error)
+                    stop_by_signal(run, now, error)
         record = run.shown()
         state = record["state"]
         if not (state == store.INTERRUPTED or rests_by_itself(record)):
@@ -111,7 +111,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     return EXIT_FINISHED, f"{run.name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
 
 
-def _stop_by_signal(run: Run, now: bool, error: OSError) -> None:
+def stop_by_signal(run: Run, now: bool, error: OSError) -> None:
     """Stop a run whose folder takes no request, on a disk that is full for example, and wait until it has.
 
     By the ids that it has written down, of processes that hold its lock: of others, and beyond the wall of a container,

@@ -181,10 +181,8 @@ def _stop_all(runs: Path, tell: _Told) -> int:
                 return
             try:
                 run.stop(store.KEEPER)
-            except OSError:  # the disk takes no request: by signal then
-                os.kill(run.read()["pids"]["agent"], signal.SIGTERM)
-                while run.alive():
-                    time.sleep(0.1)
+            except OSError as error:  # the disk takes no request
+                control.stop_by_signal(run, False, error)
             record = run.shown()
             tell(run, f"{record['state']}: {record['reason']}" if record["reason"] else record["state"])
         except Exception as error:
