@@ -16,6 +16,7 @@ from train.engine import uneven
 from train.engine.loss import Figure, evaluation_figures
 from train.engine.quiet import quiet
 from train.engine.spare import Spare
+from train.engine.untouched import untouched
 from train.errors import TrainingFailed
 from train.parallel.precision import Precision
 from train.parallel.world import World
@@ -24,7 +25,7 @@ from train.tasks import Task
 _ASK_EVERY = 16
 """Micro batches between two looks, by all ranks, at whether a stop was asked for."""
 _LARGE = 64 << 20
-"""Bytes of a buffer that holds weights (of fewer bits, say) rather than what an evaluation counts."""
+"""Bytes of a buffer that holds weights rather than what an evaluation counts."""
 _OTHER_NAMES = "metrics must return the same names for every batch"
 
 
@@ -58,8 +59,6 @@ def evaluate(
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
     """
     was_training = module.training
-    # what an evaluation counts or observes is no part of training: a resume does not repeat it
-    before = _buffers_of(module)
     module.eval()
     rows: dict[int, list[Tensor | float]] = {}
     """By micro batch: the number of its samples, then total and count of the loss and of each metric."""
@@ -71,7 +70,8 @@ def evaluate(
     without = [] if lends else uneven.idle(micros, world.size, sharing.is_ordered)
     spare = Spare(world, leaves_out) if lends else None
     try:
-        with torch.no_grad():
+        # what an evaluation counts or observes is no part of training: a resume does not repeat it
+        with torch.no_grad(), untouched(module, _LARGE):
             for slot, number in enumerate(slots):
                 if slot % _ASK_EVERY == 0 and world.any(stop()):
                     return None
@@ -99,25 +99,7 @@ def evaluate(
                     rows[micro.number] = _row(len(micro.indices), figures, names)
     finally:
         module.train(was_training)
-        _put_back(before)
     return _summed(rows, names, micros, world)
-
-
-def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
-    """Each buffer of a module and of those in it: where it is, and a copy of what is in it, unless it is large."""
-    return [
-        (part, name, buffer, None if buffer is None or buffer.nbytes > _LARGE else buffer.detach().clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-    ]
-
-
-@torch.no_grad()
-def _put_back(buffers: list[tuple[nn.Module, str, Tensor | None, Tensor | None]]) -> None:
-    for part, name, buffer, content in buffers:
-        part._buffers[name] = buffer
-        if buffer is not None and content is not None:
-            buffer.copy_(content)
 
 
 def _row(samples: int, figures: dict[str, Figure], names: list[str]) -> list[Tensor | float]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from train import faults
@@ -19,8 +19,10 @@ from train.engine.loss import training_loss
 from train.engine.meter import Meter
 from train.engine.quiet import quiet
 from train.engine.setup import Job
+from train.engine.untouched import untouched
 from train.engine.votes import COUNT, COUNTED, Votes
 
+_NOTHING = contextlib.nullcontext()
 Stream = Iterator[tuple[MicroBatch, Any]]
 """The micro batches of a rank with their data, on the device."""
 
@@ -96,15 +98,12 @@ def _micro_batch(
             return
         micro, batch = found
     # statistics are of what ranks have themselves; a resume would lend other data
-    held = [] if is_own else [(buffer, buffer.clone()) for buffer in job.strategy.module.buffers()]
+    leaving = _NOTHING if is_own else untouched(job.strategy.module)
     seed_compute(micro.seed, job.world.device)
-    with job.strategy.micro_batch(micro.number, is_last):
+    with leaving, job.strategy.micro_batch(micro.number, is_last):
         with job.precision.autocast(), quiet("loss", job.task.file, waits_for):
             loss = training_loss(job.task, job.strategy.compute, batch, len(micro.indices))
         if is_own:
             votes.add(micro.number, loss)
         weight = loss.weight / samples if is_own else 0.0
         job.strategy.backward(loss.value, weight, votes.cast() if is_last else None)
-    for buffer, before in held:
-        with torch.no_grad():
-            buffer.copy_(before)
