@@ -9,13 +9,16 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
 CHECKS = ("train.runs.readmit",)
 """What a request is checked with: torch, and none of its compiler."""
+_LITTER = "torch.distributed.nn.jit.instantiator"
+"""Of torch; makes a temporary folder as it is imported, and takes it away at exit."""
 RANKS = (
-    "torch.distributed.checkpoint", "torch.utils.tensorboard", "train.engine.finish", "train.engine.setup",
+    _LITTER, "torch.distributed.checkpoint", "torch.utils.tensorboard", "train.engine.finish", "train.engine.setup",
     "train.parallel.ddp", "train.runs.worker", "threadpoolctl",
 )  # fmt: skip
 """What a rank needs besides, which takes longer: torch's optimizers load the compiler."""
@@ -25,7 +28,21 @@ def load(modules: tuple[str, ...]) -> None:
     """Import these. What they leave in memory is kept out of collections, here and in forked processes."""
     with _uncollected():
         for name in modules:
+            if name == _LITTER:
+                _load_whole(name)
+            else:
+                importlib.import_module(name)
+
+
+def _load_whole(name: str) -> None:
+    """Import this, where torch has it. The end of a session waits for that: a process that left between the making of
+    a folder and the note that it is to be removed would leave it behind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -300,6 +301,39 @@ def test_an_interrupted_launch_leaves_nothing(station: Station) -> None:
     assert process.returncode == 130 and "Traceback" not in output
     assert gone(ours)
     assert sessions(station) == [] and not station.runs.exists()
+
+
+ENDED_AS_IT_MAKES = """
+import os, signal, sys
+
+from train.runs import agent, preload
+
+make = {name: getattr(os, name) for name in ("open", "mkdir")}
+
+
+def ended(name):
+    def call(path, *rest, **more):
+        made = make[name](path, *rest, **more)
+        if str(path).startswith(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGHUP)
+        return made
+    return call
+
+
+for name in make:
+    setattr(os, name, ended(name))
+signal.signal(signal.SIGHUP, agent._leave)
+preload.load(preload.CHECKS)
+preload.load(preload.RANKS)
+sys.exit("nothing was made")
+"""
+
+
+def test_a_session_that_ends_as_a_library_makes_its_folder_leaves_nothing(tmp_path: Path) -> None:
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", ENDED_AS_IT_MAKES, str(tmp_path)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, list(tmp_path.iterdir())) == (128 + signal.SIGHUP, []), done.stderr
 
 
 def test_of_two_launches_of_one_name_one_succeeds_and_its_run_is_whole(station: Station) -> None:
