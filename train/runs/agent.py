@@ -70,7 +70,9 @@ def _never_wait_for_terminal() -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    """The session was ended before there was a run. By an exit, for imported libraries have temporary folders."""
+    """The session was ended before there was a run. By an exit, for imported libraries have temporary folders, which
+    another signal is not to keep them from taking away."""
+    signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
