@@ -37,12 +37,16 @@ def load(modules: tuple[str, ...]) -> None:
 def _load_whole(name: str) -> None:
     """Import this, where torch has it. The end of a session waits for that: a process that left between the making of
     a folder and the note that it is to be removed would leave it behind."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    ended = []
+    # not masked: libraries have threads, and one of those would take it
+    before = signal.signal(signal.SIGHUP, lambda *_: ended.append(True))
     try:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGHUP, before)
+    if ended:
+        os.kill(os.getpid(), signal.SIGHUP)
 
 
 @contextlib.contextmanager
