@@ -57,19 +57,13 @@ class Plan:
         """The epoch, counted from 1, in which step `done`, counted from 1, lies; 0 before the first step."""
         return self.epoch(done - 1) + 1 if done else 0
 
-    def span(self, step: int) -> tuple[int, int]:
-        """First position and the one after the last of the step's global batch within its epoch."""
-        start = step % self.steps_per_epoch * self.batch_size
-        return start, min(start + self.batch_size, self.length)
-
     def samples(self, step: int) -> int:
         """True number of samples in the step's global batch."""
-        start, stop = self.span(step)
-        return stop - start
+        return min(self.batch_size, self.length - step % self.steps_per_epoch * self.batch_size)
 
     def micro_batches(self, step: int) -> int:
         """Number of micro batches in the step's global batch."""
-        return math.ceil(self.samples(step) / self.micro_batch_size)
+        return -(-self.samples(step) // self.micro_batch_size)
 
 
 class MicroBatch(NamedTuple):
@@ -91,7 +85,7 @@ def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Ite
     """What a rank fetches in steps first <= step < last, in order."""
     chunk_key, chunk = (-1, -1), np.empty(0, dtype=np.int64)
     size = max(_CHUNK // plan.batch_size, 1) * plan.batch_size
-    fetched = functools.cache(lambda micros: list(sharing.fetched(micros)))  # a few numbers, the same every step
+    fetched = functools.cache(lambda micros: list(sharing.fetched(micros)))  # the same, nearly every step
     for step in range(first, last):
         epoch, place = divmod(step, plan.steps_per_epoch)
         start = place * plan.batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,12 @@ def share(rank: int, micros: int, world: int, is_ordered: bool = False) -> range
     return range(rank, micros, world)
 
 
+@functools.lru_cache  # nearly every step has as many
+def _slots(rank: int, micros: int, world: int, is_ordered: bool) -> tuple[int | None, ...]:
+    own = tuple(share(rank, micros, world, is_ordered))
+    return own + (None,) * (math.ceil(micros / world) - len(own))
+
+
 @dataclass(frozen=True)
 class Sharing:
     """How the micro batches of a step are shared among ranks."""
@@ -28,10 +35,9 @@ class Sharing:
     lends: bool = False
     """Every rank gets as many: where it has none left, the last one of the step, marked as lent."""
 
-    def slots(self, micros: int) -> list[int | None]:
+    def slots(self, micros: int) -> tuple[int | None, ...]:
         """A rank's micro batches of a step with so many, as many as any rank has: None where it has none left."""
-        own: list[int | None] = list(share(self.rank, micros, self.world, self.is_ordered))
-        return own + [None] * (math.ceil(micros / self.world) - len(own))
+        return _slots(self.rank, micros, self.world, self.is_ordered)
 
     def fetched(self, micros: int) -> Iterator[tuple[int, bool]]:
         """The numbers of those that a rank fetches, and whether each is lent to it."""

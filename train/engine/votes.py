@@ -38,6 +38,7 @@ class Votes:
             save: whether this rank wants a checkpoint after it.
         """
         self._save = save
+        self._cast: Tensor | None = None
         self.counts_itself = False
         self.fed = False
         """Whether this rank has computed on data."""
@@ -49,6 +50,7 @@ class Votes:
 
     def add(self, number: int, found: Figure) -> None:
         """Take in the loss of a micro batch."""
+        self._cast = None
         self.counts_itself |= found.counts_itself
         count = found.counted()
         total = self._product(found) if self._is_host else found.total(self._dtype)
@@ -71,14 +73,17 @@ class Votes:
         return math.copysign(math.inf, total) if abs(total) > self._largest else total  # torch refuses to fill it in
 
     def cast(self) -> Tensor:
-        """VOTES of this rank, on the device; of the step's micro batches all have been added."""
+        """VOTES of this rank, on the device; of the step's micro batches all have been added. In one step the same."""
+        if self._cast is not None:
+            return self._cast
         if not self.fed or self._parts is not None:
             self._set(0, 0.0)
         self._set(COUNT, self._count)
         self._set(2, float(self._stop.asked))
         self._set(3, float(self._save))
         self._set(COUNTED, float(self.counts_itself))
-        return self._tensor if self._parts is None else torch.cat([self._parts.reshape(-1), self._tensor])
+        self._cast = self._tensor if self._parts is None else torch.cat([self._parts.reshape(-1), self._tensor])
+        return self._cast
 
     def _set(self, place: int, value: Tensor | float) -> None:
         if isinstance(value, Tensor):

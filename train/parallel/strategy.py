@@ -203,7 +203,7 @@ class Spread:
         return (value if scaler is None else scaler.scale(value)), gradient
 
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
-        torch.autograd.backward(*self._root(value, weight))
+        stepping.backward(*self._root(value, weight))
 
     def idle(self, votes: Tensor) -> None:
         """As several ranks would have them, gradients exist after a step without any data."""
