@@ -137,6 +137,8 @@ class Snapshots:
     def _left(self) -> dict[str, Tensor] | None:
         """The model's state with the buffers that the ranks agreed on; None where that is not known."""
         agreed, state = self._agreed, {}
+        if self._strategy.has_moved():
+            return None
         for name, value in self._strategy.module.state_dict(keep_vars=True).items():
             if _is_buffer(value):
                 if self._buffers.get(name) not in agreed:

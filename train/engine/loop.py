@@ -109,8 +109,8 @@ class _Loop:
         factor = schedule.factor(job.config, self.done, job.plan.steps_per_epoch, job.total_steps)
         for group, rate in zip(job.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        is_due, is_first = self._clock.is_due(), self.done == self._begun
-        sums = step(job, self._votes, self.done, self._stream, self._meter, save=is_due, is_first=is_first)
+        is_due, made = self._clock.is_due(), self.done - self._begun
+        sums = step(job, self._votes, self.done, self._stream, self._meter, save=is_due, made=made)
         self.done += 1
         job.heart.beat(heartbeat.TRAINING, self.done)
         if not job.saver.is_prepared:
@@ -236,6 +236,7 @@ class _Loop:
     def _commit(self, is_last: bool) -> bool:
         """Whether the checkpoint is there now, or on its way."""
         job, done = self.job, self.done
+        job.strategy.follow()
         name = job.strategy.not_finite()
         if name:
             raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")

@@ -23,25 +23,29 @@ from train.engine.untouched import untouched
 from train.engine.votes import COUNT, COUNTED, Votes
 
 _NOTHING = contextlib.nullcontext()
+_WATCHED = 2
+"""Steps of an attempt in which it is looked whether forwards change parameters. In the first one a teacher that begins
+as its student does not move by a bit."""
 Stream = Iterator[tuple[MicroBatch, Any]]
 """The micro batches of a rank with their data, on the device."""
 
 
-def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save: bool, is_first: bool) -> Tensor:
+def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save: bool, made: int) -> Tensor:
     """Make the update of a step, counted from 0. Returns VOTES summed over the ranks, still on the device.
 
     Args:
         votes: this rank's, of any step before.
         save: whether the clock says so; rank 0's counts.
-        is_first: of this attempt.
+        made: steps of this attempt before it.
     """
+    is_first = made == 0
     strategy, samples, micros = job.strategy, job.plan.samples(number), job.plan.micro_batches(number)
     slots = job.sharing.slots(micros)
     seen: list[npt.NDArray[np.int64]] = []
     faults.here("step")
     strategy.begin(micros)
     strategy.exposed.begin()
-    if is_first:
+    if made < _WATCHED:
         strategy.watch()
     votes.begin(micros, save and job.world.is_first)
     for slot, own in enumerate(slots, 1):
@@ -65,8 +69,10 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
             continue
         waits_for = uneven.doubt(job.plan, job.sharing, number, job.total_steps, is_first, is_last)
         _micro_batch(job, micro, batch, votes, samples, is_last, waits_for)
-    if is_first:
+    if made < _WATCHED:
         strategy.follow()
+    if is_first:
+        strategy.check_state()
     reduced = votes.read(strategy.reduce(votes.cast()))
     if job.config.data.leaves_out or votes.counts_itself:
         strategy.scale_gradients(_to_true_mean(samples, reduced))

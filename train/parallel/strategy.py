@@ -33,6 +33,7 @@ from train.config import Config
 from train.errors import TrainingFailed
 from train.parallel import stepping
 from train.parallel.exposed import Exposed
+from train.parallel.moved import Marks, local
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
@@ -75,14 +76,25 @@ class Strategy(Protocol):
         """Of a micro batch of this rank not one sample could be read."""
 
     def watch(self) -> None:
-        """Before the first step of an attempt: remember the parameters that no optimizer updates."""
+        """Before the first steps of an attempt: remember what the parameters are."""
 
     def follow(self) -> None:
-        """After its micro batches: have the ranks agree, from now on, on those that the model updates by itself.
+        """After their micro batches, and before each save: have the ranks agree, from now on, on the parameters that
+        the model updates by itself.
 
         Raises:
-            TrainingFailed: this strategy cannot; or the model's state has grown.
+            TrainingFailed: this strategy cannot.
         """
+
+    def check_state(self) -> None:
+        """After the first step of an attempt.
+
+        Raises:
+            TrainingFailed: the model's state has grown.
+        """
+
+    def has_moved(self) -> bool:
+        """Whether this rank's model has updated a parameter by itself on which the ranks do not agree. No collective."""
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """To be entered around the forward and backward of a micro batch; is it the last of this rank's step?"""
@@ -143,7 +155,11 @@ class Spread:
         if not self.trainable:
             raise TrainingFailed("the model has no parameter to train; check model() of the task")
         self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+        self._updated_twice: list[nn.Parameter] = []
+        """Those of the followed ones that the optimizer updates besides."""
         self._held = _held(model)
+        self._marks = Marks([])
+        self._names = set(model.state_dict(keep_vars=True))
         # sums in less than fp32 would be wrong (a third is 0.334 in bf16); a model of float64 loses nothing
         doubles = any(parameter.dtype == torch.float64 for parameter in self.trainable)
         self.votes_type = torch.float64 if doubles else torch.float32
@@ -158,33 +174,38 @@ class Spread:
         pass
 
     def watch(self) -> None:
-        self._names = set(self.module.state_dict(keep_vars=True))
+        if self.precision.scaler is not None:  # of a rank that has no data in its first step, nothing else scales
+            self.precision.scaler.scale(torch.zeros((), device=self.world.device))
         if self.world.size > 1:
-            self._frozen = [
-                (name, parameter)
-                for name, parameter in self.module.named_parameters()
-                if not parameter.requires_grad and parameter.numel()
-            ]
-            self._frozen_was = _fingerprints(self._frozen)
+            followed = {id(tensor) for tensor in self._buffers}
+            parameters = self.module.named_parameters()
+            self._marks = Marks([(name, p) for name, p in parameters if p.numel() and id(p) not in followed])
 
     def follow(self) -> None:
+        if self.world.size == 1 or not self._marks.parameters:
+            return
+        anywhere = self.world.add(self._marks.changed().to(torch.float32)).tolist()
+        found = {name: p for (name, p), ranks in zip(self._marks.parameters, anywhere, strict=True) if ranks}
+        self._marks = self._marks.without(set(found))
+        if found:
+            self._follow(found)
+            self.agree_on_buffers()
+
+    def _follow(self, updated: dict[str, nn.Parameter]) -> None:
+        """Treat parameters that a forward updates as it treats buffers."""
+        self._buffers += updated.values()
+        self._updated_twice += [parameter for parameter in updated.values() if parameter.requires_grad]
+
+    def has_moved(self) -> bool:
+        return self.world.size > 1 and bool(self._marks.without(set()).changed().any())
+
+    def check_state(self) -> None:
         new = sorted(self.module.state_dict(keep_vars=True).keys() - self._names)
         if new:
             raise TrainingFailed(
                 f"the model has got {new[0]} in its first step, and a checkpoint could not be read back into a model "
                 "without it; make it in model(), of its final shape, or register it with persistent=False"
             )
-        if self.world.size == 1 or not self._frozen:
-            return
-        changed = (_fingerprints(self._frozen) != self._frozen_was).any(1)
-        anywhere = self.world.add(changed.to(torch.float32)).tolist()
-        found = {name: parameter for (name, parameter), ranks in zip(self._frozen, anywhere, strict=True) if ranks}
-        if found:
-            self._follow(found)
-
-    def _follow(self, updated: dict[str, nn.Parameter]) -> None:
-        """Treat parameters that a forward updates (a teacher's, averages of the student's) as it treats buffers."""
-        self._buffers += updated.values()
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         return _NOTHING
@@ -238,6 +259,8 @@ class Spread:
             scaler.update()
         else:
             stepping.step(optimizer)
+        if self._updated_twice:
+            self.agreed = {**self.agreed, **{id(p): p.detach().clone() for p in self._updated_twice}}
         self.clear()
 
     def _clip(self, largest: float) -> None:
@@ -322,24 +345,5 @@ def _held(model: nn.Module) -> list[_Held]:
     ]
 
 
-def _fingerprints(parameters: list[tuple[str, nn.Parameter]]) -> Tensor:
-    """Numbers that tell whether a parameter has been changed: (n, 2), as bits, for a not-a-number equals nothing."""
-    rows = [_fingerprint(local(parameter.detach())) for _, parameter in parameters]
-    return torch.stack(rows).view(torch.int64) if rows else torch.zeros(0, 2)
-
-
-def _fingerprint(values: Tensor) -> Tensor:
-    values = torch.view_as_real(values) if values.is_complex() else values
-    if not values.is_floating_point():
-        values = values.double()
-    # summed in float64, not copied into it: a frozen model may fill the device
-    return torch.stack([values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64)])
-
-
 def _kind(buffer: Tensor | None) -> str:
     return "None" if buffer is None else f"{str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)}"
-
-
-def local(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor that may be spread over ranks."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

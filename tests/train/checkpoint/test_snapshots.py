@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.train.parallel.test_strategies import ODD
 from tests.train.tiers import later
 from train.checkpoint.shared import ENVIRONMENT, Owned
 from train.record import store
@@ -96,10 +97,11 @@ class Kept:
             begun: when the run says that it first started.
             between: is called before each attempt but the first.
         """
+        task = flags.pop("task", self.engine.task)
         merged = self.engine.flags | {key.replace("__", "."): value for key, value in flags.items()}
-        prepared = admit.prepare(
-            Request(str(self.engine.task), {key: str(value) for key, value in merged.items()}, ranks=ranks)
-        )
+        if "steps" in flags:
+            del merged["epochs"]
+        prepared = admit.prepare(Request(str(task), {key: str(value) for key, value in merged.items()}, ranks=ranks))
         record = prepared.record | {"max_restarts": restarts, "started": begun}
         run = store.create(self.engine.station.runs, name, prepared.files, record)
         (run.folder / "script").write_text("\n".join(script))
@@ -141,6 +143,18 @@ def test_a_rank_killed_in_every_attempt_costs_no_step(kept: Kept, kind: str, ran
     # in the eleventh step of each attempt, of forty: more deaths than restarts without progress are allowed
     assert [attempt["from_step"] for attempt in attempts] == [0, 10, 20, 30]
     assert "continuing after step 20 as it was in memory" in kept.engine.said(name)
+
+
+@pytest.mark.parametrize("kind", ["copied", "moved", "rarely", "normed"])
+def test_what_a_forward_has_changed_in_the_step_of_a_death_is_not_taken_for_the_state(kept: Kept, kind: str) -> None:
+    """The survivor has made its forward, and moved the teacher, when it finds that the other is gone: `rarely` in its
+    14th forward, which is of step 8."""
+    flags = ODD | {"task__kind": kind, "steps": 40, "checkpoint__every_steps": 15}
+    kept.engine.run(f"{kind}-whole", 2, **flags)
+    record = kept.run(f"{kind}-kept", 2, ["8 1 SIGKILL"], restarts=5, **flags)
+    assert kept.engine.outcome(f"{kind}-kept") == kept.engine.outcome(f"{kind}-whole")
+    lost = [one["to_step"] - other["from_step"] for one, other in itertools.pairwise(record["attempts"])]
+    assert lost and (kind == "rarely" or not any(lost)), record["attempts"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

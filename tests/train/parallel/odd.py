@@ -1,12 +1,21 @@
-"""A task for tests: models that people write, and that a way to spread a model could get wrong."""
+"""A task for tests: models that people write, and that a way to spread a model could get wrong.
+
+Beside the copy in a run folder a file `script` may say which signal comes to a rank in a step (counted from 1 in each
+attempt), before it computes: lines `STEP RANK SIGNAL`.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
 
@@ -19,7 +28,12 @@ class Settings:
     `growing`: one has another shape after each; `complex`: it has a weight of complex numbers;
     `penalised`: its loss asks it for what only it knows, and for parameters by name; `methods`: its loss never calls
     it, only methods of its own, and assigns one of its buffers; `teacher`: it follows its own weights with parameters
-    that no optimizer updates; `late`: one of its buffers is made in its first forward."""
+    that no optimizer updates, `copied` too, which begin as its own, `moved` past torch's count of changes, and `rarely`
+    in every seventh forward alone; `normed`: its forward shortens long rows of its weights, of those it looks up;
+    `late`: one of its buffers is made in its first forward."""
+
+
+TEACHERS = ("teacher", "copied", "moved", "rarely")
 
 
 class Net(nn.Module):
@@ -29,8 +43,13 @@ class Net(nn.Module):
         self.enter, self.leave = nn.Linear(3, 8), nn.Linear(8, 1)
         self.extra = nn.Linear(8, 1) if kind == "optional" else nn.Identity()
         self.turn = nn.Parameter(torch.tensor([0.6 + 0.8j])) if kind == "complex" else None
-        if kind == "teacher":
+        if kind in TEACHERS:
             self.teacher = nn.Linear(3, 8).requires_grad_(False)
+            self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+            if kind != "teacher":
+                self.teacher.load_state_dict(self.enter.state_dict())
+        if kind == "normed":
+            self.table = nn.Embedding(22, 8, max_norm=1.0)
         if kind == "late":
             self.register_buffer("center", None)
         if kind == "methods":
@@ -43,11 +62,22 @@ class Net(nn.Module):
     def encode(self, points: Tensor) -> Tensor:
         return torch.tanh(self.enter(points))
 
+    def follow(self) -> None:
+        teacher, own = self.teacher.weight, self.enter.weight.detach()
+        self.forwards += 1
+        if self.kind == "moved":
+            teacher.data = 0.5 * teacher.data + 0.5 * own
+        elif self.kind != "rarely" or self.forwards % 7 == 0:
+            teacher.lerp_(own, 0.5)
+
     def forward(self, ids: Tensor, points: Tensor) -> Tensor:
         hidden = self.encode(points)
-        if self.kind == "teacher" and self.training:
-            self.teacher.weight.lerp_(self.enter.weight.detach(), 0.5)
+        if self.kind in TEACHERS:
+            if self.training:
+                self.follow()
             hidden = hidden + torch.tanh(self.teacher(points))
+        if self.kind == "normed":
+            hidden = hidden + self.table(ids)
         if self.kind == "late" and self.center is None:
             self.center = hidden.detach().mean(0)
         if self.kind in ("assigned", "growing"):
@@ -80,7 +110,29 @@ def optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return kind([{"params": [], "weight_decay": 0.1}, {"params": model.parameters()}], lr=0.01)
 
 
+_script = Path(__file__).with_name("script")
+_plan = [line.split() for line in _script.read_text().splitlines()] if _script.exists() else []
+_made = {"steps": 0}
+
+
+def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if optimizer.param_groups[0]["lr"] > 0:  # torch makes a fresh optimizer's state by a step with rate 0
+        _made["steps"] += 1
+
+
+if _plan:
+    register_optimizer_step_post_hook(_count)
+
+
+def _act() -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for line in [line for line in _plan if line[:2] == [str(_made["steps"] + 1), str(rank)]]:
+        _plan.remove(line)
+        os.kill(os.getpid(), signal.Signals[line[2]])
+
+
 def loss(model: nn.Module, batch: Any) -> Tensor:
+    _act()
     ids, points, wanted = batch
     if model.kind == "methods":
         model.is_used = torch.ones_like(model.is_used)
