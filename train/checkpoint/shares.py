@@ -42,6 +42,8 @@ class _Told:
     """Seconds that the last copy took, 0 before there was one."""
     pace: float
     """Seconds of a step since then."""
+    has_grown: bool
+    """Whether its part did not fit into the memory taken for it."""
 
 
 class Shares:
@@ -54,7 +56,7 @@ class Shares:
         """The arguments are those of `Snapshots`."""
         self._slots, self._fingerprint, self._world, self._say, self._left_over = slots, fingerprint, world, say, left
         self._mark, self._due, self._problem, self._cost = mark, 0, "", 0.0
-        self._since, self._from = time.monotonic(), 0
+        self._since, self._from, self._has_grown = time.monotonic(), 0, False
         self.lines: Callable[[], list[Training] | None] = list
 
     @property
@@ -79,13 +81,18 @@ class Shares:
         begun = time.monotonic()
         size = self._look_for_room() if self._due == 0 else 0
         pace = (begun - self._since) / max(step - self._from, 1)
-        told = self._world.gather(_Told(self._problem, self._slots.holds(self._size), self._cost, pace))
+        told = self._world.gather(
+            _Told(self._problem, self._slots.holds(self._size), self._cost, pace, self._has_grown)
+        )
         self._since, self._from = begun, step
         problem = next((each.problem for each in told if each.problem), "")
         if problem:
             self._slots = None
             if self._world.is_lead:
                 self._say(problem)
+            return
+        if any(each.has_grown for each in told):  # of layers that no step before has used, say
+            self._due, self._has_grown = 0, False
             return
         is_ready = all(each.is_ready for each in told)
         if self._due == 0 and not is_ready:  # there is enough everywhere
@@ -136,7 +143,7 @@ class Shares:
         try:
             plain, found = self._pack(step, lines)
             if not self._slots.holds(begin_of_tensors(len(plain)) + found.end):
-                self._problem = "no more snapshots in memory: the state has grown"
+                self._has_grown = True
             else:
                 self._slots.write(step, plain, found.pieces())
         except Exception as error:

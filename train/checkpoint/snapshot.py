@@ -69,6 +69,8 @@ class Snapshots:
         """The step whose state this rank holds; 0: none that is worth keeping."""
         self._agreed: Mapping[int, Tensor] = {}
         self._due = 0.0
+        self._needed = self._room = 0
+        """Bytes of the state when it was last looked at, and for which memory was asked."""
         self.lines: Callable[[], list[Training] | None] = list
         """Gives the lines of the last steps; None where their losses are not finite."""
 
@@ -113,6 +115,8 @@ class Snapshots:
             self._reserve()
         elif time.monotonic() >= self._due:
             self._take()
+            if self._needed > self._room:
+                self._reserve()
 
     def leave_behind(self) -> bool:
         """Before this rank ends because another has died: leave its state to those who come after. Whether it has."""
@@ -154,7 +158,8 @@ class Snapshots:
             return False
         plain, packed = self._pack(model, lines)
         assert self._slots is not None
-        if not self._slots.holds(begin_of_tensors(len(plain)) + packed.end):
+        self._needed = begin_of_tensors(len(plain)) + packed.end
+        if not self._slots.holds(self._needed):
             return False
         return self._slots.write(self._at, plain, packed.pieces(), patience)
 
@@ -176,13 +181,14 @@ class Snapshots:
         self._due = now + (now - began) * (1 / SHARE - 1)
 
     def _reserve(self) -> None:
-        """On the first rank of a machine, when the optimizer has its state: take the memory, if it is there."""
+        """On the first rank of a machine, when the optimizer has its state: take the memory, if it is there. And again
+        where there is more of it later: of layers that no step before has used, say."""
         assert self._slots is not None
         try:
             plain, packed = self._pack(self._strategy.module.state_dict(keep_vars=True), [])
         except Exception as error:
             return self._give_up(f"no snapshots in memory: {error}")
-        size = begin_of_tensors(len(plain) + room.SLACK) + packed.end
+        size = self._room = begin_of_tensors(len(plain) + room.SLACK) + packed.end
         if self._slots.holds(size):  # since an attempt before
             return None
         problem = room.problem(self._slots, size, self._left_over())

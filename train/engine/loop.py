@@ -236,10 +236,10 @@ class _Loop:
     def _commit(self, is_last: bool) -> bool:
         """Whether the checkpoint is there now, or on its way."""
         job, done = self.job, self.done
-        job.strategy.follow()
         name = job.strategy.not_finite()
         if name:
             raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
+        job.strategy.follow()
         scaler = job.precision.scaler
         facts = {
             "epoch": job.plan.epoch_of(done),

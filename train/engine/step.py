@@ -69,11 +69,11 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
             continue
         waits_for = uneven.doubt(job.plan, job.sharing, number, job.total_steps, is_first, is_last)
         _micro_batch(job, micro, batch, votes, samples, is_last, waits_for)
+    reduced = votes.read(strategy.reduce(votes.cast()))
     if made < _WATCHED:
         strategy.follow()
     if is_first:
         strategy.check_state()
-    reduced = votes.read(strategy.reduce(votes.cast()))
     if job.config.data.leaves_out or votes.counts_itself:
         strategy.scale_gradients(_to_true_mean(samples, reduced))
     elif not votes.fed:  # this rank had no data, and the others know whether the task counts by itself

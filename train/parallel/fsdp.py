@@ -104,6 +104,12 @@ class Sharded(Spread):
         assert isinstance(unit, FSDPModule)
         unit.set_all_reduce_hook(lambda gradients: dist.all_reduce(gradients, group=group))
 
+    def watch(self) -> None:
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):  # an evaluation leaves the root's parameters gathered
+                unit.reshard()
+        super().watch()
+
     def _follow(self, updated: dict[str, nn.Parameter]) -> None:
         raise TrainingFailed(
             f"the model updates {next(iter(updated))} in its forward, which fsdp gathers for that forward alone; "

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,8 +79,8 @@ class Strategy(Protocol):
         """Before the first steps of an attempt: remember what the parameters are."""
 
     def follow(self) -> None:
-        """After their micro batches, and before each save: have the ranks agree, from now on, on the parameters that
-        the model updates by itself.
+        """After their gradients are reduced, and before each save: have the ranks agree, from now on, on the parameters
+        that the model updates by itself.
 
         Raises:
             TrainingFailed: this strategy cannot.
@@ -94,7 +94,7 @@ class Strategy(Protocol):
         """
 
     def has_moved(self) -> bool:
-        """Whether this rank's model has updated a parameter by itself on which the ranks do not agree. No collective."""
+        """Whether the model has updated a parameter by itself on which the ranks do not agree. No collective."""
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """To be entered around the forward and backward of a micro batch; is it the last of this rank's step?"""

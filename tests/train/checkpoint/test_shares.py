@@ -135,6 +135,17 @@ def test_a_damaged_part_is_not_taken_up_nor_what_it_belongs_to(owned: Owned) -> 
     assert content is not None and content.step == 9
 
 
+def test_more_memory_is_taken_for_a_part_that_grows(owned: Owned) -> None:
+    one = Alone(owned.address)
+    one.step(1)
+    one.optimizer.state[one.model.weight]["late"] = torch.ones(250_000)
+    for number in range(2, 12):
+        one.shares._due = min(one.shares._due, number)
+        one.step(number)
+    assert one.said[0].startswith("snapshots in memory") and "2 x 1.1 MB" in one.said[1] and len(one.said) == 2
+    assert owned.step == 11
+
+
 def test_what_is_older_than_a_checkpoint_is_forgotten_and_does_not_hold_up_copies(owned: Owned) -> None:
     one = Alone(owned.address)
     for number in range(1, 6):

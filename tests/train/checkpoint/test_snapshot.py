@@ -169,6 +169,19 @@ def test_what_it_takes_is_said_and_taken_once(owned: Owned) -> None:
     assert owned.step >= 2
 
 
+def test_more_memory_is_taken_for_a_state_that_grows(owned: Owned) -> None:
+    one = Seat(owned.address)
+    one.step(3)
+    one.optimizer.state[one.model.one.bias]["late"] = torch.ones(250_000)
+    for _ in range(2):
+        one.snapshots._due = 0.0
+        one.step()
+    assert one.said == ["snapshots in memory: 2 x 78 kB", "snapshots in memory: 2 x 1.1 MB"]
+    assert owned.step == 5
+    again = Seat(owned.address)
+    assert again.take_up() and again.bits() == one.bits()
+
+
 def test_snapshots_take_a_hundredth_of_the_time(owned: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Seat(owned.address, _plain)
     one.step()

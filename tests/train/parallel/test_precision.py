@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from train.config import Config
 from train.errors import Refused
 from train.parallel.precision import Precision
+from train.parallel.strategy import Spread
+from train.parallel.world import World
 from train.runs.admit import prepare
 from train.runs.request import Request
 
@@ -46,6 +49,20 @@ def test_fp16_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
 def test_tf32_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
     with pytest.raises(Refused, match="tf32 needs a GPU; on a CPU use --precision fp32"):
         prepare(Request(str(engine.task), {"precision": "tf32", "device": "cpu"}))
+
+
+def test_a_rank_that_has_scaled_no_loss_yet_takes_part_in_a_step_that_scales() -> None:
+    """Of fp16: a rank without data in its first step."""
+    made = Precision("fp32", torch.device("cpu"))
+    made.scaler = torch.amp.GradScaler("cpu")
+    strategy, model = Spread(World(0, 1, 0, torch.device("cpu")), Config(), made), torch.nn.Linear(2, 2)
+    strategy.place(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy.watch()
+    strategy.idle(torch.zeros(5))
+    strategy.settle(optimizer, None)
+    strategy.update(optimizer)
+    assert made.scaler.get_scale() == 65536
 
 
 @pytest.mark.parametrize(("name", "inside"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
