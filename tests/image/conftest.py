@@ -12,7 +12,6 @@ import os
 import pty
 import shlex
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -21,16 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "image-tests"  # what a person may want to look at afterwards: screenshots
 OWNER = 4321
 HANG = 300  # seconds after which nobody waits any longer; that much, because other tests load the machine meanwhile
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def run(

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import requests
-from conftest import Station, free_port, run, until
+from conftest import Station, run, until
+
+from tests.ports import free_port
 
 DOCKERFILE = """
 ARG BASE

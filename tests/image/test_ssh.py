@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 import requests
 from conftest import OWNER, Station, Terminal, run, steps_on, until
+
+from tests.ports import free_port
 
 BATCH = ["-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-o", "ConnectTimeout=20"]
 
@@ -108,9 +109,7 @@ def test_sftp_puts_and_gets_files(known: Station, tmp_path: Path) -> None:
 
 
 def test_tcp_forwarding_works_as_editors_need_it(known: Station) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     words = known.ssh_words
     tunnel = subprocess.Popen([words[0], "-N", "-L", f"{port}:127.0.0.1:8888", *words[1:]], stderr=subprocess.DEVNULL)
     try:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import OWNER, ROOT, Station, copy_checkout, free_port, run, until
+from conftest import OWNER, ROOT, Station, copy_checkout, run, until
+
+from tests.ports import free_port
 
 ODD = 'it\'s a "path" with $HOME, 50% ünd so'
 

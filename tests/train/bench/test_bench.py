@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.cluster.conftest import free_port
+from tests.ports import free_port
 from tests.train.conftest import PATIENCE, Station
 from train.bench.collective import KILOBYTES, bus_rate
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.train.conftest import PATIENCE, Station
 
 FIELDS = (
@@ -22,12 +22,6 @@ FIELDS = (
     "--optim.name", "adamw",
 )  # fmt: skip
 """Of all runs here: digests of the same steps are comparable."""
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class Machines:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.train.cluster.conftest import free_port
+from tests.ports import free_port
 from train.cluster import address, same
 from train.cluster.address import Place
 from train.cluster.host import Host

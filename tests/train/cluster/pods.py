@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.train.cluster.conftest import free_port
+from tests.ports import free_port
 from tests.train.conftest import PATIENCE, Station
 from train.cluster import manifests
 

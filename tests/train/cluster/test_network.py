@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.train.cluster.conftest import Machines, free_port
+from tests.ports import free_port
+from tests.train.cluster.conftest import Machines
 from tests.train.conftest import PATIENCE, Station
 from train.cluster import address
 

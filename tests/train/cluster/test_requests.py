@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.cluster.conftest import Machines, free_port
+from tests.ports import free_port
+from tests.train.cluster.conftest import Machines
 from tests.train.conftest import Station
 from train.cluster import address
 from train.errors import Refused

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.train.cluster.conftest import free_port, wait_until
+from tests.ports import free_port
+from tests.train.cluster.conftest import wait_until
 from tests.train.cluster.test_table import SAME, hello
 from train.cluster import address
 from train.cluster.address import Place

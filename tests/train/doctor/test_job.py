@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from machines import by_name
 
+from tests.ports import free_port
 from train.doctor.finding import OK, PROBLEM, Finding, exit_code
 
 ROOT = Path(__file__).parents[3]
@@ -27,12 +27,6 @@ def rank(number: int, size: int, port: int, package: Path = ROOT, seconds: int =
         [sys.executable, "-m", "train", "doctor", "--job", "--json", "--timeout", str(seconds)],
         cwd=package, env=outer | place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def told(process: subprocess.Popen[str]) -> dict[str, Finding]:

@@ -20,15 +20,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "monitoring"
 PATIENCE = 120.0
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def until(what: str, is_true: Callable[[], Any]) -> Any:

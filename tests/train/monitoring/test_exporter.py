@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from monitored import DEPLOY, Exporter, Gpus, free_port, until
+from monitored import DEPLOY, Exporter, Gpus, until
 
+from tests.ports import free_port
 from train.record import store
 from train.runs.monitor.collect import Collector
 from train.runs.monitor.figures import FIGURES
