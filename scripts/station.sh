@@ -248,7 +248,7 @@ inside=(--user dev --workdir /workspace --env HOME=/home/dev --env USER=dev)
 shell() {
     local tried
     [ $# -eq 0 ] || exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --login "$@"
-    tried=$(docker exec -i "${inside[@]}" --env TMUX=tried,0,0 "$id" timeout -s KILL 5 bash -li <<<'echo "a shell: $((40 + 2))"' 2>/dev/null) || :
+    tried=$(docker exec -i "${inside[@]}" --env TMUX=tried,0,0 "$id" timeout -s KILL 15 bash -li <<<'echo "a shell: $((40 + 2))"' 2>/dev/null) || :
     case $tried in
         *'a shell: 42'*) exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --login ;;
     esac

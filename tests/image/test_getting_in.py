@@ -59,17 +59,17 @@ def test_make_shell_gets_in_whatever_bashrc_does(station: Station, line: str) ->
     station.dev("sh", "-c", write)
     try:
         with Terminal("make", "-s", "shell", cwd=station.folder, env=station.env) as terminal:
-            terminal.wait_for("this one has not read them", 30)
-            terminal.wait_for("$ ", 30)
+            terminal.wait_for("this one has not read them")
+            terminal.wait_for("$ ")
             terminal.type("echo I am $(id -un), $((40 + 2))")
-            terminal.wait_for("I am dev, 42", 30)
+            terminal.wait_for("I am dev, 42")
     finally:
         station.dev("sh", "-c", "mv -f ~/.kept ~/.bashrc; rm -f ~/.ssh/rc")
 
 
 def test_make_shell_is_a_login_shell_where_nothing_is_wrong(station: Station) -> None:
     with Terminal("make", "-s", "shell", cwd=station.folder, env=station.env) as terminal:
-        terminal.wait_for("$ ", 30)
+        terminal.wait_for("$ ")
         terminal.type("shopt -q login_shell && echo log''in in $PWD")
-        terminal.wait_for("login in /workspace", 30)
+        terminal.wait_for("login in /workspace")
         assert "not read" not in terminal.read()

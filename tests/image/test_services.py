@@ -47,7 +47,7 @@ def _answers(station: Station, service: str) -> bool:
         return station.ssh("true", check=False).returncode == 0
     try:
         return requests.get(f"{station.url}/login", timeout=5).ok
-    except requests.ConnectionError:
+    except requests.RequestException:
         return False
 
 

@@ -99,7 +99,7 @@ def test_machines_and_the_wire_between_them_may_fail(pair: Pair) -> None:
     fields = ("--steps", str(STEPS), "--batch_size", "32", "--schedule.decay", "constant", "--log.every_steps", "1")
     nodes = ("--name", "both", "--nproc", "1", "--nnodes", "2", "--rendezvous", "station:29400")
     for number, service in enumerate(("station", "second")):
-        launch = ("launch", "projects/paced.py", *nodes, "--node-rank", str(number), *fields, "--task.pause", "0.05")
+        launch = ("launch", "projects/paced.py", *nodes, "--node-rank", str(number), *fields, "--task.pause", "0.1")
         pair.train(service, *launch)
     pair.goes_on()
     second, network = pair.id("second"), f"{pair.station.project}_default"

@@ -58,6 +58,14 @@ def held_warm(environment: dict[str, str]) -> dict[str, str]:
     return _held
 
 
+def lives(pid: int) -> bool:
+    """Whether this process has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:  # it may go between two questions
+        return False
+
+
 class Station:
     """A folder to work in, with its runs, and the command `train` in it."""
 

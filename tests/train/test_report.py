@@ -167,7 +167,7 @@ def loss(model, batch):
 
 
 def test_a_real_run_tells_data_computing_and_waiting_for_a_slower_rank_apart(station: Any) -> None:
-    (station.folder / "slow.py").write_text(STRAGGLER)
+    (station.folder / "slow.py").write_text(STRAGGLER.replace("0.05 if", "0.3 if"))
     station.ok(
         "launch", "slow.py", "--name", "one", "--nproc", 2, "--batch_size", 16, "--steps", 16, "--follow",
         "--cpu_threads", 1,
@@ -178,10 +178,10 @@ def test_a_real_run_tells_data_computing_and_waiting_for_a_slower_rank_apart(sta
     record = station.record("one")
     ends = [datetime.datetime.fromisoformat(record[key]).timestamp() for key in ("created", "ended")]
     assert found["seconds"] == pytest.approx(ends[1] - ends[0], abs=0.01)
-    # each: 8 samples of 2 ms, 10 ms of computing, 40 ms more on the other rank; a busy machine only adds, for waiting
+    # each: 8 samples of 2 ms, 10 ms of computing, 290 ms more on the other rank; a busy machine only adds, for waiting
     # is measured in all of the first 16 steps, while later ones stand for others
     assert parts["data"] > 16 * 0.016 and parts["compute"] > 16 * 0.01
-    assert parts["communication"] > 16 * 0.03
+    assert parts["communication"] > 16 * 0.25
     assert parts["communication"] > parts["compute"] and parts["lost"] == parts["idle"] == parts["unknown"] == 0
     text = station.ok("report", "one").stdout
     assert text.startswith("one: finished") and re.search(r"communication +\S+ m?s +\d+\.\d %", text)

@@ -238,11 +238,15 @@ def _where(facts: dict[int, Any], ranks: list[int]) -> str:
 
 
 def _clocks(place: Place, board: dist.Store, facts: dict[int, Any]) -> Finding:
-    """Every rank reads its clock when it sees `go`: what lies between is a message's way."""
+    """Every rank reads its clock when it sees `go`, so before its answer is here: no clock is off that lies between."""
     board.set("go", "1")
     mine = time.time()
-    told, missing = _collect(place, lambda rank: mine if rank == 0 else float(board.get(f"clock/{rank}")))
-    skews = {rank: clock - mine for rank, clock in told.items()}
+
+    def skew(rank: int) -> float:
+        clock = mine if rank == 0 else float(board.get(f"clock/{rank}"))
+        return clock - min(max(clock, mine), time.time())
+
+    skews, missing = _collect(place, skew)
     worst = max(skews, key=lambda rank: abs(skews[rank]))
     if missing:
         return problem(

@@ -24,8 +24,9 @@ from train.signals import StopRequest
 if TYPE_CHECKING:
     import psutil
 
-_SAME = 0.1
-"""Seconds within which two SIGINT are one Ctrl-C: timeout(1) sends it to a process and then to its whole group."""
+_SAME = 0.25
+"""Seconds within which two SIGINT are one Ctrl-C: timeout(1) sends it to a process and then to its whole group,
+and on a busy machine they are seen later than they were sent. Nobody types so fast."""
 RECORDING = 3.0
 """Seconds that writing down the end may take: a disk that hangs keeps nobody waiting."""
 

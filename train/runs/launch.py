@@ -30,8 +30,8 @@ from train.record.store import KEEPER, NOW, Run, remove
 
 _TRIES = 50
 """How often a session is asked for, ten times a second."""
-_PATIENCE = 3.0
-"""Seconds for a process to leave a session that is ended."""
+_PATIENCE = 20.0
+"""Seconds for a process to leave a session that is ended: it may be in the middle of its imports."""
 
 
 @dataclasses.dataclass
@@ -81,8 +81,12 @@ def _has_session(runs: Path, session: str) -> bool:
     return done.returncode == 0
 
 
-def new_session(runs: Path, session: str, command: list[str]) -> str:
-    """Start a command in a session of its own. Returns what tmux says when it cannot, or ''."""
+def new_session(runs: Path, session: str, command: list[str], is_leaving: Callable[[], bool] = lambda: False) -> str:
+    """Start a command in a session of its own. Returns what tmux says when it cannot, or ''.
+
+    Args:
+        is_leaving: whether a session of this name, if there is one, has nothing left to do: it is waited for.
+    """
     for _ in range(_TRIES):
         done = subprocess.run(
             tmux(runs, "new-session", "-d", "-s", session, "-x", "160", "-y", "48", "--", *command),
@@ -94,7 +98,8 @@ def new_session(runs: Path, session: str, command: list[str]) -> str:
             return ""
         said = " ".join(done.stderr.split())
         # a server whose last session has just ended still takes calls, and then goes
-        if not any(word in said for word in ("server exited", "lost server", "no server running")):
+        is_over = any(word in said for word in ("server exited", "lost server", "no server running"))
+        if not (is_over or ("duplicate session" in said and is_leaving())):
             break
         time.sleep(0.1)
     return said
@@ -142,9 +147,11 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
         began = not _has_session(runs, session)  # from here on: Ctrl-C may come while tmux starts it
-        said = new_session(runs, session, own.command("train.runs.pane", str(desk)))
+        # a run that has ended lets its lock go, and its session a moment later
+        is_leaving = (lambda: not Run(runs / order.name).alive()) if order.kind == "resume" else (lambda: False)
+        said = new_session(runs, session, own.command("train.runs.pane", str(desk)), is_leaving)
+        began = not said
         if said:
-            began = False
             if "duplicate session" in said:
                 raise Refused(f"a tmux session {session} exists; is {order.name} running? train ls shows it")
             raise Refused(f"tmux cannot start a session: {said}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from tests.train.conftest import lives
 from train.errors import Refused
 from train.record import store
 from train.runs.apart import Told, call
@@ -213,7 +214,7 @@ def test_what_a_call_leaves_behind_keeps_nobody_waiting_and_is_ended(fails: bool
 def is_ended(pid: int) -> None:
     """Wait until this process is dead: what is orphaned is reaped by another."""
     deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while lives(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -11,10 +11,9 @@ import time
 import tomllib
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.train.conftest import PATIENCE, Station
+from tests.train.conftest import PATIENCE, Station, lives
 from train.runs import fit
 from train.runs.memory import MARGIN, Room, Use
 
@@ -228,7 +227,7 @@ def test_a_server_that_a_task_starts_keeps_no_try_waiting_and_is_ended(station: 
         process.kill()
     servers = list(map(int, (station.folder / "servers").read_text().split()))
     deadline = time.monotonic() + 20
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in servers):
+    while any(map(lives, servers)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert len(servers) >= 2  # of the check, and of the tries

@@ -39,6 +39,10 @@ def datasets(config):
 
 calls = []
 
+def hang():
+    open("hangs", "w").close()
+    time.sleep(10000)
+
 def loss(model, batch):
     calls.append(1)
     {loss}
@@ -77,23 +81,27 @@ def test_a_second_ctrl_c_ends_a_hanging_run_at_once_with_all_its_ranks(station: 
     if case == "collective":  # ranks 1 and 2 have no data in step 2
         write(station, loss=FUNCTIONAL)
     elif case == "loader worker":
-        write(station, item="index == 3 and time.sleep(10000)")
+        write(station, item="index == 3 and hang()")
         ranks = ["--data.workers", "1"]
     elif case == "one rank":
-        write(station, loss="dist.get_rank() == 1 and len(calls) > 1 and time.sleep(10000)")
+        write(station, loss="dist.get_rank() == 1 and len(calls) > 1 and hang()")
     elif case == "evaluation":
-        write(station, evaluation="Data()", loss="torch.is_grad_enabled() or time.sleep(10000)")
+        write(station, evaluation="Data()", loss="torch.is_grad_enabled() or hang()")
         ranks = []
     else:
-        write(station, loss="time.sleep(10000) if len(calls) > 1 else None")
+        write(station, loss="hang() if len(calls) > 1 else None")
         ranks = []
     terminal = Terminal(station, "run", "task.py", "--name", "h", *ranks, *QUICK)
     terminal.wait_for("samples, ")
-    time.sleep(3)  # into what hangs
+    if case == "collective":
+        station.wait_for_step("h", 1)
+        time.sleep(3)  # into what hangs
+    else:
+        station.wait("h", lambda _: (station.folder / "hangs").exists(), "what hangs")
     terminal.ctrl_c()
     terminal.wait_for("h: stopping after this step; again: at once")
     assert terminal.process.poll() is None
-    time.sleep(0.3)
+    time.sleep(1)  # no less than interrupt._SAME apart on a busy machine
     terminal.ctrl_c()
     assert terminal.end() == 130, terminal.output
     assert "without saving; train resume h starts at step 1" in terminal.output
@@ -113,7 +121,7 @@ def test_a_run_ended_at_once_goes_on_from_its_last_checkpoint_when_its_user_says
     time.sleep(1)
     terminal.ctrl_c()
     terminal.wait_for("again: at once")
-    time.sleep(0.3)
+    time.sleep(1)  # no less than interrupt._SAME apart on a busy machine
     terminal.ctrl_c()
     assert terminal.end() == 130, terminal.output
     step = station.run("c").steps_saved()[0]

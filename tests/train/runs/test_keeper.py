@@ -21,10 +21,10 @@ from train.runs import agent, control, launch, warm
 from train.runs.keeper import _age
 
 FIELDS = (
-    "--epochs", 4, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
+    "--epochs", 12, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
     "--log.samples", "true", "--log.tensorboard", "false", "--task.width", 8, "--cpu_threads", 1,
 )  # fmt: skip
-STEPS = 96
+STEPS = 288
 
 
 @pytest.fixture(scope="module")

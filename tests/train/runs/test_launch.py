@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.train.conftest import PATIENCE
+from tests.train.conftest import PATIENCE, lives
 from train.record import store
 from train.runs import launch, warm
 
@@ -72,7 +72,7 @@ def sessions(station: Station) -> list[str]:
 def gone(pids: list[int]) -> bool:
     """Wait until none of these processes lives."""
     deadline = time.monotonic() + 60
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(map(lives, pids)):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
@@ -185,7 +185,11 @@ def test_a_killed_agent_leaves_no_rank_and_a_killed_rank_is_started_again(shared
     station = shared_station
     every = ["--checkpoint.every_steps", 5, "--task.pause", 0.05]
     station.ok("launch", "slow.py", "--name", "k", "--nproc", 2, *LONG, *every)
-    station.wait("k", lambda record: record["step"] >= 8 and bool(record["pids"].get("ranks")), "step 8 and its ranks")
+    station.wait(
+        "k",
+        lambda record: record["step"] >= 8 and bool(record["pids"].get("ranks")) and station.run("k").steps_saved(),
+        "step 8, its ranks and a checkpoint",
+    )
     pids = station.record("k")["pids"]
     os.kill(pids["agent"], signal.SIGKILL)
     assert gone(pids["ranks"]), "orphans go on training"
@@ -193,7 +197,11 @@ def test_a_killed_agent_leaves_no_rank_and_a_killed_rank_is_started_again(shared
 
     saved = station.run("k").steps_saved()[0]
     station.ok("resume", "k", "--steps", saved + 40)
-    station.wait_for_step("k", saved + 8)
+    station.wait(
+        "k",
+        lambda record: record["step"] >= saved + 8 and len(record["pids"].get("ranks", [])) == 2,
+        "its ranks and steps",
+    )
     record = station.record("k")
     ranks = record["pids"]["ranks"]
     assert set(ranks).isdisjoint(pids["ranks"])
@@ -258,6 +266,9 @@ def test_stop_now_does_not_save(shared_station: Station) -> None:
     record = shared_station.wait_for_end("now")
     assert record["state"] == store.STOPPED and "--now" in record["reason"]
     assert shared_station.run("now").steps_saved() == []
+    deadline = time.monotonic() + PATIENCE  # its terminal goes after it
+    while "train-now" in sessions(shared_station) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert "train-now" not in sessions(shared_station)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -271,7 +272,8 @@ def control_group() -> Iterator[Path]:
     deadline = time.monotonic() + PATIENCE
     while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
         for pid in (folder / "cgroup.procs").read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.1)
     folder.rmdir()
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import train
-from tests.train.conftest import PATIENCE
+from tests.train.conftest import PATIENCE, lives
 from train.record import store
 from train.runs import launch, warm
 
@@ -193,7 +193,7 @@ def test_a_warm_run_outlives_its_keeper(warmth: Warmth) -> None:
     warmth.keeper.kill()
     warmth.keeper.wait()
     gone = time.monotonic() + 60
-    while warmth.process.is_running() and warmth.process.status() != psutil.STATUS_ZOMBIE:
+    while lives(warmth.process.pid):
         assert time.monotonic() < gone, "torch is held for nobody"
         time.sleep(0.05)
     step = warmth.station.record("outlives")["step"]
