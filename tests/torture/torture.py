@@ -171,7 +171,7 @@ class Torture:
         """A kill at each named point, of rank 0 and of another; then other world sizes, twice in one epoch."""
         for point, victim, asynchronous in itertools.product(faults.POINTS, (0, 1), (False, True)):
             # the supervisor's, which is this process; between machines; of memory that an agent owns: see `remembered`
-            if point in ("decided", "sent") or point.startswith("snapshot"):
+            if point in ("decided", "sent", "taken") or point.startswith("snapshot"):
                 continue
             if (victim and point not in EVERY_RANK) or (point == "save.staged" and not asynchronous):
                 continue

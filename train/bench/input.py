@@ -8,7 +8,6 @@ Both in this process on one thread, in turn, by the CPU time that they take. Bot
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from train.bench.turns import quartiles
 from train.data.loader import Loader
 from train.data.plan import Plan, micro_batches_of
 from train.data.sharing import Sharing
@@ -71,8 +71,7 @@ def _table(seconds: dict[str, list[float]], size: float) -> str:
         "|---|---|---|---|---|",
     ]
     for name, taken in seconds.items():
-        ratios = [other / own for other, own in zip(plain, taken, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4) if turns > 1 else 3 * ratios
+        low, middle, high = quartiles(plain, taken)
         least = min(taken)
         lines.append(f"| {name} | {1000 * least:.3f} | {1 / least:.0f} | {middle:.2f} | {low:.2f} to {high:.2f} |")
     return "\n".join(lines)

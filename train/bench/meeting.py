@@ -61,13 +61,12 @@ class Meeting:
 
     def __init__(self, node: int, nodes: int, rendezvous: str, wait_minutes: float) -> None:
         self.node, self.nodes, self._number = node, nodes, 0
-        place = address.parse(rendezvous)
-        _, self._environment = address.interfaces(place, os.environ)
+        self._place = place = address.parse(rendezvous)
         self.host, self.port = address.resolve(place), place.port
         self._wait = wait = datetime.timedelta(minutes=wait_minutes)
         if node == 0:
             listening = address.listen(place)
-            self.host = listening.getsockname()[0]
+            self.host = address.own_side(listening)
             listening.setblocking(True)
             self._store = dist.TCPStore(
                 self.host, self.port, is_master=True, timeout=wait, wait_for_workers=False, use_libuv=False,
@@ -76,6 +75,7 @@ class Meeting:
         else:
             _wait_for_node_0(place, nodes, wait.total_seconds())
             self._store = _store(self.host, self.port, wait)
+            self._store.set(f"reached{node}", self.host)
 
     def everybody(self, own: Any) -> list[Any]:
         """What every machine says of itself, on all of them; plain values. The first thing that they do.
@@ -88,10 +88,15 @@ class Meeting:
         while missing := [str(node) for node, key in enumerate(keys) if not self._is_there(key)]:
             if time.monotonic() > until:
                 which = f"node{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {self.nodes}"
-                raise Refused(f"{which} never came to {self.host}:{self.port}; start the same command there")
+                raise Refused(f"{which} never came to {self._place}; start the same command there")
             time.sleep(0.2)
         self._store.set_timeout(_LONGEST)
         return [json.loads(self._store.get(key)) for key in keys]
+
+    def _reached(self) -> str:
+        """On node 0, by which address another machine has come; '' on the others."""
+        others = range(1, self.nodes) if self.node == 0 else ()
+        return address.reached_by(self._store.get(f"reached{node}").decode() for node in others)
 
     def _is_there(self, key: str) -> bool:
         with self._told():
@@ -122,7 +127,8 @@ class Meeting:
         with self._told():
             self._store.set(f"ready{self._number}.{self.node}", "")
             self._store.wait([f"ready{self._number}.{node}" for node in range(self.nodes)])
-        return Round(self.node, self.nodes, self.host, self.port, self._number, self._environment)
+        _, environment = address.interfaces(self._place, os.environ, self._reached())
+        return Round(self.node, self.nodes, self.host, self.port, self._number, environment)
 
     def close(self) -> None:
         """Leave; node 0 serves until all others have left."""

@@ -61,9 +61,15 @@ def silently(start: Callable[[], None]) -> None:
         os.close(nothing)
 
 
+def quartiles(seconds: list[float], plain: list[float]) -> list[float]:
+    """The three of the ratios of blocks to those of the same turn."""
+    ratios = [one / other for one, other in zip(seconds, plain, strict=True)]
+    return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios  # Python 3.11 wants two
+
+
 def ratio(seconds: list[float], plain: list[float]) -> tuple[float, str]:
     """The median of the ratios of blocks to those of the same turn, and their quartiles in words."""
-    low, middle, high = statistics.quantiles([one / other for one, other in zip(seconds, plain, strict=True)], n=4)
+    low, middle, high = quartiles(seconds, plain)
     return middle, f"{low:.3f} to {high:.3f}"
 
 

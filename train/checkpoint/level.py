@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from train import faults
 from train.checkpoint import packed, room
 from train.checkpoint.road import Road
 from train.checkpoint.shared import Slots, begin_of_tensors
@@ -154,19 +155,21 @@ def _send_memory(run: Run, world: World, slots: Slots, road: Road, left: Callabl
     problem = next(filter(None, world.gather(problem)), "")
     if problem:
         return problem
+    _send_lines(run, world, road)
     if world.is_lead:
         if road.takes:  # what others have made anew, perhaps of the same number
             slots.wipe_from(head.step)
         pieces = road.pass_on(head.tensors, _Memory(content[1], head.start) if content is not None else None)
         if road.takes:
             try:
-                if not slots.write(head.step, plain, pieces, 1.0):
+                if slots.write(head.step, plain, pieces, 1.0):
+                    faults.here("taken")
+                else:
                     problem = "another one is written"
             except OSError as error:
                 problem = f"a machine cannot take it: {error.strerror}"
         for _ in pieces:  # what nobody here has taken
             pass
-    _send_lines(run, world, road)
     return next(filter(None, world.gather(problem)), "")
 
 
@@ -184,6 +187,7 @@ class _Memory:
 
 def _send_checkpoint(run: Run, world: World, step: int, road: Road) -> None:
     """Bring a checkpoint to those that lack it, and verify it there."""
+    _send_lines(run, world, road)
     folder = run.checkpoint(step)
     partial = run.checkpoints / f"{manifests.PARTIAL}{folder.name}-sent"
     if road.takes:
@@ -203,17 +207,20 @@ def _send_checkpoint(run: Run, world: World, step: int, road: Road) -> None:
                 manifests.set_aside(run, step)
             partial.rename(folder)
             sync_folder(run.checkpoints)
+            faults.here("taken")
         except (OSError, ValueError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             how = "taken from" if road.takes else "sent to"
             raise OSError(f"{folder.name} cannot be {how} another machine: {error}") from error
 
     world.on_leads(publish)
-    _send_lines(run, world, road)
 
 
 def _send_lines(run: Run, world: World, road: Road) -> None:
-    """Bring the lines of the run to those that were away."""
+    """Bring the lines of the run to those that were away.
+
+    Before the state: who has that is sent nothing more, so a death in between would lose the lines for good.
+    """
     there = [name for name in _LINES if (run.folder / name).exists()] if road.sends else []
     files = [(run.folder / name, run.folder / f".sent-{name}") for name in there]
     problem = _send_files(world, road, files, run.folder)
@@ -224,6 +231,8 @@ def _send_lines(run: Run, world: World, road: Road) -> None:
         for name in _LINES:
             if road.takes and (run.folder / f".sent-{name}").exists():
                 (run.folder / f".sent-{name}").replace(run.folder / name)
+        if road.takes:
+            sync_folder(run.folder)
 
     world.on_leads(publish)
 

@@ -9,7 +9,7 @@ import ipaddress
 import re
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from train.errors import Refused
@@ -135,6 +135,17 @@ def listen(place: Place) -> socket.socket:
         ) from None
     one.setblocking(False)
     return one
+
+
+def own_side(listening: socket.socket) -> str:
+    """Where this machine itself reaches who listens."""
+    address = str(listening.getsockname()[0])
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+
+
+def reached_by(addresses: Iterable[str]) -> str:
+    """Of addresses by which others have come to this machine, one that does not lead them to themselves; '': none."""
+    return next((one for one in addresses if one and not is_loopback(one)), "")
 
 
 def interfaces(place: Place, environ: Mapping[str, str], reached: str = "") -> tuple[str, dict[str, str]]:

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 
-from train.cluster.address import is_loopback
+from train.cluster.address import own_side, reached_by
 from train.cluster.table import Out, Table
 from train.cluster.wire import LONGEST, Message, Wire
 
@@ -42,14 +42,12 @@ class Host:
     @property
     def address(self) -> str:
         """Where this machine itself reaches it."""
-        address = str(self._listening.getsockname()[0])
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+        return own_side(self._listening)
 
     @property
     def reached(self) -> str:
         """The address by which another machine has come to this one; '' where none has."""
-        found = (wire.here for key, wire in self._wires.items() if self.table.knows(key))
-        return next((one for one in found if one and not is_loopback(one)), "")
+        return reached_by(wire.here for key, wire in self._wires.items() if self.table.knows(key))
 
     def tick(self) -> None:
         """Take in what has come. To be called several times a second."""

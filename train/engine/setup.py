@@ -142,8 +142,8 @@ def set_up(
     step = start.step
     faults.here("loaded")
     arithmetic.compile_as_asked(model, config)
-    evaluation = world.on_first(lambda: metrics.last_evaluation(run))
-    told = Report(run, world, config, total, step, bar and world.is_first, is_evaluated=evaluation is not None)
+    evaluations = world.on_first(lambda: metrics.evaluations(run))
+    told = Report(run, world, config, total, step, bar and world.is_first, len(evaluations))
     held.callback(told.close)
     if world.is_lead:
         _mend(run, told, start)
@@ -162,7 +162,7 @@ def set_up(
         agenda_of(config, plan, total, eval_set is not None),
         saver,
         told, stop, heart,
-        evaluation["step"] if evaluation else -1,
+        evaluations[-1]["step"] if evaluations else -1,
         start.saved,
         (Shares if is_spread else Snapshots)(
             slots, fingerprint, world, told.say, left, mark

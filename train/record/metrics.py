@@ -55,6 +55,8 @@ class Evaluation(TypedDict):
 
 
 Line = Training | Evaluation
+Place = tuple[int, bool]
+"""Of a line among the others: its step, and whether it is of an evaluation, which comes after the step's own line."""
 
 _JSON = json.JSONEncoder(allow_nan=False)
 
@@ -217,6 +219,16 @@ def last_training(run: Run) -> Training | None:
         return None
     lines = _parsed(reversed(text[: text.rfind(b"\n") + 1].splitlines()))  # one or two are read, not all
     return next((line for line in lines if not is_evaluation(line)), None)
+
+
+def after(run: Run, place: Place) -> list[Line]:
+    """The lines behind a place: quick where they are few."""
+    found: list[Line] = []
+    for line in _parsed(reversed(_texts(run))):
+        if (line["step"], is_evaluation(line)) <= place:
+            break
+        found.append(line)
+    return found[::-1]
 
 
 class Tail:

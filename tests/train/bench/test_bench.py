@@ -13,6 +13,7 @@ import torch
 from tests.ports import free_port
 from tests.train.conftest import PATIENCE, Station
 from train.bench.collective import KILOBYTES, bus_rate
+from train.bench.turns import ratio
 
 
 def table(text: str) -> list[list[str]]:
@@ -91,6 +92,11 @@ def test_collective_compares_all_reduce_by_size_with_a_copy_and_says_what_it_can
 
 def test_the_rate_of_a_reduction_is_that_of_one_link() -> None:
     assert bus_rate(1000, 2, 1.0) == 1000 and bus_rate(1000, 4, 0.5) == 3000
+
+
+def test_a_single_block_is_its_own_quartiles() -> None:
+    assert ratio([1.0], [1.0]) == (1.0, "1.000 to 1.000")
+    assert ratio([1.0, 4.0, 2.0], [1.0, 2.0, 2.0]) == (1.0, "1.000 to 2.000")
 
 
 @pytest.mark.bench

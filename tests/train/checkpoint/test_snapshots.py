@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.train.parallel.test_strategies import ODD
 from tests.train.tiers import later
@@ -172,6 +173,22 @@ def test_lines_of_a_step_that_rank_0_did_not_live_to_write_are_there(kept: Kept)
     attempts = kept.check("mended", "mended-not")
     assert [attempt["from_step"] for attempt in attempts] == [0, 20, 40]
     assert 20 in [line["step"] for line in kept.engine.lines("mended") if "loss" in line]
+
+
+def test_curves_have_the_steps_that_rank_0_took_along(kept: Kept) -> None:
+    kept.run("curves", 2, ["11 0 SIGKILL"], log__tensorboard="true", **LONGER)
+    kept.check("curves", "kept-long2")
+    shown = EventAccumulator(str(kept.engine.station.runs / "curves" / "tensorboard")).Reload()
+    lines = kept.engine.lines("curves")
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert sorted((event.step, event.value) for event in shown.Scalars("train/loss")) == [
+        (step, pytest.approx(loss)) for step, loss in losses
+    ]
+    evaluations = [(line["step"], line["eval"]["loss"]) for line in lines if "eval" in line]
+    assert len(evaluations) > 5
+    assert sorted((event.step, event.value) for event in shown.Scalars("eval/loss")) == [
+        (step, pytest.approx(loss)) for step, loss in evaluations
+    ]
 
 
 @pytest.mark.parametrize("point", ["written", *later("begin", "sealed")])

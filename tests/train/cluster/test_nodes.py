@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from typing import Any
 
@@ -65,6 +66,25 @@ def test_a_node_that_stands_still_is_given_up_and_comes_back(machines: Machines,
     for pid in reversed(stopped):
         os.kill(pid, signal.SIGCONT)
     like_alone(machines, "a", 2, 900)
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("snapshots", ["true", "false"], ids=["memory", "disk"])
+def test_a_node_with_a_new_disk_dies_when_it_has_the_state_of_the_other_and_has_its_lines_too(
+    machines: Machines, like_alone: Any, snapshots: str
+) -> None:
+    machines.launch_all("a", "--steps", 500, "--checkpoint.snapshots", snapshots)
+    machines.wait("a", 0, lambda record: record.get("saved_step", 0) >= 50, "step 50 saved")
+    machines.kill("a", 1)
+    machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
+    run = machines.stations[1].run("a")
+    shutil.rmtree(run.checkpoints)
+    run.metrics.unlink()
+    machines.stations[1].ok("resume", "a", env={"TRAIN_FAULT": "taken@1"})
+    like_alone(machines, "a", 2, 500)
+    attempts = run.read()["attempts"]
+    assert [one["reason"] for one in attempts[1:]] == ["rank 1 died of SIGKILL", ""], attempts
+    assert attempts[-1]["from_step"] >= 50
 
 
 @pytest.mark.minutes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from train.engine.report.board import Board
 from train.engine.report.pictures import pictures
-from train.record.metrics import Training
+from train.record.metrics import Line, Place, Training, is_evaluation
 
 
 def line(step: int) -> Training:
@@ -38,6 +40,43 @@ def test_every_line_is_shown_once_and_an_attempt_hides_what_the_one_before_wrote
     assert [event.step for event in shown.Scalars("train/loss")] == [*range(1, 11)]
     assert [event.value for event in shown.Scalars("train/step_time")] == [0.25] * 10
     assert [(event.step, event.value) for event in shown.Scalars("eval/accuracy")] == [(10, 0.625)]
+
+
+def place_of(line: Line) -> Place:
+    return line["step"], is_evaluation(line)
+
+
+@pytest.mark.parametrize("beyond", [0, 3], ids=["all steps stay", "some are made again"])
+def test_the_next_attempt_shows_what_a_kill_took_along_and_nothing_twice(tmp_path: Path, beyond: int) -> None:
+    evaluations: list[Line] = [
+        {"step": step, "epoch": 1, "samples": 9, "eval": {"loss": 1 / step, "gap": None}} for step in (4, 8)
+    ]
+    lines: list[Line] = sorted([*map(line, range(1, 9)), *evaluations], key=place_of)
+    missing: list[int] = []
+    for percent in range(0, 101, 4):
+        folder = tmp_path / str(percent)
+        board = Board(folder, 0, print)
+        for step in range(1, 9 + beyond):
+            board.training(line(step))
+            if step in (4, 8):
+                board.evaluation(step, {"loss": 1 / step, "gap": math.nan})
+        board.close()
+        (file,) = folder.iterdir()
+        os.truncate(file, file.stat().st_size * percent // 100)
+        file.rename(folder / "events.out.tfevents.1000000000.a.1.1")  # two files of one second have no order
+
+        def after(place: Place) -> list[Line]:
+            found = [line for line in lines if place_of(line) > place]
+            missing.append(len(found))
+            return found
+
+        Board(folder, 8, print, {"lr": 0.5}, after, evaluations=2).close()
+        shown = EventAccumulator(str(folder)).Reload()
+        losses = [(event.step, event.value) for event in shown.Scalars("train/loss")]
+        assert losses == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
+        assert [(event.step, event.value) for event in shown.Scalars("eval/loss")] == [(4, 0.25), (8, 0.125)]
+        assert [event.step for event in shown.Scalars("eval/gap")] == [4, 8]
+    assert missing == sorted(missing, reverse=True) and missing[0] == len(lines) and missing[-1] == 0
 
 
 @pytest.mark.minutes

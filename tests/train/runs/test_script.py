@@ -103,6 +103,22 @@ def test_a_failing_script_fails_the_run_with_its_exit_code_in_the_reason(shared_
     assert record["state"] == store.FAILED and "exited with code 7" in record["reason"]
 
 
+def test_an_agent_leaves_nothing_of_torchrun_among_temporary_files_killed_or_not(shared_station: Station) -> None:
+    station = shared_station
+    snapshot, temporary = station.folder / "tidy.pt", station.folder / "temporary"
+    temporary.mkdir()
+    env = {"TMPDIR": str(temporary)}
+    station.ok("launch", "--script", "ddp.py", "--name", "tidy", "--", snapshot, 10**6, "0.02", env=env)
+    station.wait("tidy", lambda record: snapshot.exists(), "a snapshot")
+    os.kill(station.record("tidy")["pids"]["agent"], signal.SIGKILL)
+    assert station.wait_for_end("tidy")["state"] == "interrupted"
+    assert not [path.name for path in temporary.iterdir() if "torch" in path.name]
+    station.ok("resume", "tidy", env=env)
+    station.wait("tidy", lambda record: "resuming from step" in station.logs("tidy"), "its resume")
+    station.ok("stop", "tidy")
+    assert not [path.name for path in temporary.iterdir() if "torch" in path.name]
+
+
 @pytest.mark.minutes
 def test_a_script_is_stopped_and_continued(shared_station: Station) -> None:
     station = shared_station

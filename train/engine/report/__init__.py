@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from train.config import Config
 from train.engine.report.board import Board
 from train.engine.report.progress import Progress
 from train.parallel.world import World
+from train.record import metrics
 from train.record.feed import Feed
 from train.record.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
 from train.record.store import Run
@@ -28,12 +30,12 @@ class Report:
     """One rank's reporting. The first of a machine writes metrics and progress; each its own sample log, if wanted."""
 
     def __init__(
-        self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool, is_evaluated: bool = False
+        self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool, evaluations: int = 0
     ) -> None:
         """
         Args:
             done: the step that this attempt continues after.
-            is_evaluated: whether an evaluation is on record.
+            evaluations: how many are on record.
         """
         self.run = run
         self._next_note = 0.0
@@ -42,8 +44,10 @@ class Report:
         tensorboard = world.is_lead and config.log.tensorboard
         self._progress = Progress(run.name, total_steps, done, bar) if world.is_lead else None
         self._feed = self._feeding(config.log.wandb) if world.is_first and config.log.wandb else None
-        settings = None if is_evaluated else _hyper_parameters(config, world.size)
-        self._board = Board(run.folder / "tensorboard", done, self.say, settings) if tensorboard else None
+        self._board: Board | None = None
+        if tensorboard:
+            settings, after = _hyper_parameters(config, world.size), functools.partial(metrics.after, run)
+            self._board = Board(run.folder / "tensorboard", done, self.say, settings, after, evaluations)
 
     def _feeding(self, project: str) -> Feed | None:
         """What sends curves away; training goes on without it."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from train.engine.report.pictures import pictures
-from train.record.metrics import Training
+from train.engine.report.shown import EVALUATION, last_shown
+from train.record.metrics import Line, Place, Training, is_evaluation
 
 _EVERY = 2.0
 """Seconds between two times that lines are handed over: each time wakes a thread, which costs more than a step."""
@@ -24,14 +26,18 @@ class Board:
     """Curves for TensorBoard. It must not end a run: where it cannot write, it is given up, in a line."""
 
     def __init__(
-        self, folder: Path, done: int, say: Callable[[str], None], settings: Mapping[str, Any] | None = None
-    ) -> None:
+        self, folder: Path, done: int, say: Callable[[str], None], settings: Mapping[str, Any] | None = None,
+        lines_after: Callable[[Place], Sequence[Line]] = lambda place: (), evaluations: int = 0,
+    ) -> None:  # fmt: skip
         """Events of steps after `done`, which an attempt before this one may have written, are hidden.
 
         Args:
-            settings: hyper-parameters to be shown beside the results; None: an attempt before this one has shown them.
+            settings: hyper-parameters to be shown beside the results.
+            lines_after: gives the lines on record behind a place: a kill has taken their events along.
+            evaluations: how many are on record.
         """
         self._say, self._settings = say, settings
+        self._is_pictured = False
         self._step_times: list[float] = []
         self._at = done
         self._writer: Any = None
@@ -45,7 +51,23 @@ class Board:
             return
         _hush_tensorboard()
         self._summary = Summary
-        self._writer = SummaryWriter(str(folder), purge_step=done + 1, max_queue=1000)
+        try:
+            place = min(last_shown(folder), (done, True))
+        except (OSError, ValueError):  # curves with a gap are better than none
+            place = (done, True)
+        self._writer = SummaryWriter(str(folder), purge_step=place[0] + 1, max_queue=1000)
+        self._make_up_for(lines_after(place), evaluations)
+
+    def _make_up_for(self, lines: Sequence[Line], evaluations: int) -> None:
+        """Show what an attempt before this one had no time to."""
+        if evaluations > sum(map(is_evaluation, lines)):  # shown with the first of them
+            self._settings, self._is_pictured = None, True
+        for line in lines:
+            if is_evaluation(line):
+                figures = {name: math.nan if value is None else value for name, value in line["eval"].items()}
+                self.evaluation(line["step"], figures)
+            elif all(isinstance(line.get(key), (int, float)) for key in _TAGS):  # a file that somebody edited
+                self.training(line)
 
     def training(self, line: Training) -> None:
         """The figures of a training line."""
@@ -56,6 +78,7 @@ class Board:
         self._step_times.append(1000 * line["step_time"])
         self._at = line["step"]
         if len(self._step_times) >= _STEP_TIMES:
+            self._hand_over()
             self._histogram()
         if now >= self._next:
             self._next = now + _EVERY
@@ -70,16 +93,19 @@ class Board:
                 self._try(self._writer.file_writer.add_summary, self._summary(value=values), line["step"], when)
 
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
-        """The figures of an evaluation after this step."""
-        self._hyper_parameters({f"eval/{name}": value for name, value in figures.items()})
-        for name, value in figures.items():
-            if self._writer is not None:
-                self._try(self._writer.add_scalar, f"eval/{name}", value, step)
+        """The figures of an evaluation after this step: one event, behind those of all lines before it (shown.py)."""
+        self._hand_over()
+        results = {f"{EVALUATION}{name}": value for name, value in figures.items()}
+        self._hyper_parameters(results)
+        if self._writer is not None:
+            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in results.items()]
+            self._try(self._writer.file_writer.add_summary, self._summary(value=values), step)
 
     def samples(self, batch: Any) -> None:
         """Samples of an evaluation, once in a run, where they are images."""
-        if self._writer is None or self._settings is None:  # they were shown with the first evaluation
+        if self._writer is None or self._is_pictured:
             return
+        self._is_pictured = True
         try:
             found = pictures(batch)
         except Exception as error:  # what a task calls a batch can be anything

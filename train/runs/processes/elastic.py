@@ -108,19 +108,21 @@ class Elastic:
         self._prepare_environment(attempt)
         rest = ["--", *scripts.command(self.run, self.run.read())] if self.is_script else []
         program, *arguments = own.command("train.runs.rank", str(self.run.folder), str(attempt), *rest)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=self.ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            local_addr="127.0.0.1",
-        )
-        with tempfile.TemporaryDirectory(prefix="train-torchrun-") as desk:  # torchrun would leave one behind
-            config.logs_specs = DefaultLogsSpecs(log_dir=desk)
+        # torchrun never takes its folder away; what a kill leaves of this one goes with the run
+        logs = self.run.logs(attempt).absolute()
+        with tempfile.TemporaryDirectory(prefix=".torchrun-", dir=logs, ignore_cleanup_errors=True) as desk:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=self.ranks,
+                logs_specs=DefaultLogsSpecs(log_dir=desk),  # without it, it makes one among temporary files, too
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                max_restarts=0,
+                monitor_interval=0.1,
+                local_addr="127.0.0.1",
+            )
             elastic_launch(config, program)(*arguments)
 
     def _prepare_environment(self, attempt: int) -> None:
