@@ -50,20 +50,20 @@ class OfTask:
         self._watch = Watch(logs, ranks, limits.get("hang_minutes"), start, self._remark)
         self._dead_since: float | None = None
 
-    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
-        if not pids:
+    def look(self, living: list[int], started: list[int], is_stopping: bool) -> None:
+        if not living:
             return
         if self._dead_since is None and self._watch.dead(started):
             self._dead_since = time.monotonic()
             if self._kept is not None:
                 self._kept.ring()
         self.hang = self.hang or self._watch.hangs() or ""
-        is_written = not self.hang or self._watch.dump()
+        is_written = not self.hang or self._watch.dump(living)
         if self.hang and self._dead_since is None and is_written:
             self._dead_since = 0.0
         # torchrun alone would give peers that wait for the dead 30 seconds
         if self._dead_since is not None and is_written and time.monotonic() - self._dead_since > self._grace():
-            for pid in pids:
+            for pid in living:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -108,15 +108,15 @@ class OfScript:
         self.hang = ""
         self._logs, self._idle = logs, Idle(logs, minutes)
 
-    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
+    def look(self, living: list[int], started: list[int], is_stopping: bool) -> None:
         heartbeat.sign(self._logs)
-        if self.hang or is_stopping or not pids:  # one that was asked to stop may take its time
+        if self.hang or is_stopping or not living:  # one that was asked to stop may take its time
             return
-        self.hang = self._idle.hangs(pids) or ""
+        self.hang = self._idle.hangs(living) or ""
         if self.hang:
-            for rank, pid in seats(pids).items():
+            for rank, pid in seats(living).items():
                 stack_of(pid, self._logs / f"rank{rank}.stack.txt")
-            end(pids)
+            end(living)
 
     is_ending = False
 

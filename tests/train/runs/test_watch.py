@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -83,9 +86,28 @@ def test_who_looks_after_ranks_is_kept_by_no_stack(tmp_path: Path, monkeypatch: 
     for rank in range(2):
         heartbeat.Heart(tmp_path / f"rank{rank}.beat").beat(heartbeat.TRAINING, 1)
     watch, begun = Watch(tmp_path, range(2), None, 1.0), time.monotonic()
-    assert not watch.dump() and not watch.dump() and time.monotonic() - begun < 5
+    alive = [os.getpid()]
+    assert not watch.dump(alive) and not watch.dump(alive) and time.monotonic() - begun < 5
     (tmp_path / "go").touch()
-    while not watch.dump():
+    while not watch.dump(alive):
         assert time.monotonic() - begun < PATIENCE
         time.sleep(0.01)
     assert [(tmp_path / f"rank{rank}.stack.txt").read_text() for rank in range(2)] == ["here\n"] * 2
+
+
+def test_who_has_got_the_id_of_a_rank_that_has_ended_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGQUIT, which asks a rank for its stack, ends who does not expect it."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    other = subprocess.Popen(["/bin/sleep", "1000"])
+    (tmp_path / "rank1.beat").write_bytes(struct.pack("<qqqq", other.pid, heartbeat.ENDING, 1, 1))
+    watch = Watch(tmp_path, [1], None, 1.0)
+    while not watch.dump(living=[]):
+        time.sleep(0.01)
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(1)
+    assert not list(tmp_path.glob("*.stack.txt"))
+    other.kill()
+    other.wait()

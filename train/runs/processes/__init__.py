@@ -20,11 +20,11 @@ class Guard(Protocol):
     hang: str
     """That they hang, and how; '' while they do not."""
 
-    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
+    def look(self, living: list[int], started: list[int], is_stopping: bool) -> None:
         """Called a few times a second.
 
         Args:
-            pids: the ranks that are known to have been started.
+            living: the ranks that live. Of those that have ended the ids may be others' by now.
             started: all ranks, once all have been started; before, [].
             is_stopping: whether they were asked to stop.
         """
@@ -56,7 +56,11 @@ class Processes(Protocol):
         """Wait a moment. Whether all have ended."""
 
     def pids(self) -> list[int]:
-        """Process ids of those that are known to have been started, by rank once that is all of them."""
+        """Process ids of those that are known to have been started, by rank once that is all of them. Not to be
+        signalled: one that has ended leaves its id to others."""
+
+    def living(self) -> list[int]:
+        """Process ids of those that live, which are nobody else's."""
 
     def signal(self, number: int) -> None:
         """Send a signal to those that live."""

@@ -109,10 +109,12 @@ class Children:
     def pids(self) -> list[int]:
         return list(self._pids)
 
+    def living(self) -> list[int]:
+        return [pid for rank, pid in self._by_rank() if rank not in self._codes]  # not reaped: the id is still its own
+
     def signal(self, number: int) -> None:
-        for rank, pid in self._by_rank():
-            if rank not in self._codes:
-                os.kill(pid, number)  # not reaped: the id is still its own
+        for pid in self.living():
+            os.kill(pid, number)
 
     def exits(self) -> Mapping[int, int]:
         return self._first
