@@ -224,6 +224,8 @@ class Supervisor:
             if not started and len(pids) == self.processes.ranks:
                 started = pids
                 self._kills.among(pids)
+            if self._kills.is_due and self._all_live():
+                self._kills.look()
             if started and time.monotonic() > note_at:  # again where a rank that stands still holds the record just now
                 note_at = math.inf if self.run.note(pids=self._pids(started)) else time.monotonic() + _AGAIN
             if self.stop.asked and pids:
@@ -234,6 +236,9 @@ class Supervisor:
         if guard is not None:
             self._hang = guard.hang
             guard.close()
+
+    def _all_live(self) -> bool:
+        return len(self.processes.living()) == self.processes.ranks and not self.processes.exits()
 
     def _hear(self) -> None:
         """Take in a request that came by file: process ids mean nothing beyond the wall of a container."""
