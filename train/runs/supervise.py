@@ -231,7 +231,7 @@ class Supervisor:
             if self.stop.asked and pids:
                 asked_at = self._pass_on(asked_at)
             if guard is not None:
-                guard.look(self.processes.living(), started, self.stop.asked)
+                guard.look(self.processes.living(), started, self.processes.exits(), self.stop.asked)
             self.show()
         if guard is not None:
             self._hang = guard.hang

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -64,7 +64,7 @@ class Patient(forked._Peers):
         super().__init__(processes)
         self._since = 0.0
 
-    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         if self._forked.exits():
             assert isinstance(self._forked, Keeping)
             self._forked.memory.ring()

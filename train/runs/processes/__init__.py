@@ -20,12 +20,13 @@ class Guard(Protocol):
     hang: str
     """That they hang, and how; '' while they do not."""
 
-    def look(self, living: list[int], started: list[int], is_stopping: bool) -> None:
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         """Called a few times a second.
 
         Args:
             living: the ranks that live. Of those that have ended the ids may be others' by now.
             started: all ranks, once all have been started; before, [].
+            exits: codes of those that were seen to fail.
             is_stopping: whether they were asked to stop.
         """
 

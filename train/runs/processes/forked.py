@@ -107,7 +107,7 @@ class _Peers:
     def __init__(self, forked: Forked) -> None:
         self._forked = forked
 
-    def look(self, living: list[int], started: list[int], is_stopping: bool) -> None:
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         if self._forked.exits():
             time.sleep(_GRACE)
             self._forked.signal(signal.SIGKILL)
