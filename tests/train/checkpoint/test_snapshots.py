@@ -18,7 +18,7 @@ from train.record import store
 from train.runs import admit
 from train.runs.processes import Guard, forked
 from train.runs.processes.forked import Forked
-from train.runs.processes.kept import memory_of
+from train.runs.processes.kept import memory_of, write_lines
 from train.runs.request import Request
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Road
@@ -56,6 +56,9 @@ class Keeping(Forked):
     def kept(self) -> int:
         return self.memory.step
 
+    def write_lines(self) -> None:
+        write_lines(self.run, self.memory)
+
 
 class Patient(forked._Peers):
     """Gives survivors time, on however slow a machine."""
@@ -89,12 +92,16 @@ class Kept:
         restarts: int = 1,
         begun: str | None = None,
         between: Callable[[store.Run], None] = lambda run: None,
+        say: Callable[[str], None] = lambda text: None,
+        stop: StopRequest | None = None,
         **flags: Any,
     ) -> dict[str, Any]:
         """
         Args:
             begun: when the run says that it first started.
             between: is called before each attempt but the first.
+            say: is called with each line for the terminal.
+            stop: asks for one.
         """
         merged = self.engine.flags | {key.replace("__", "."): value for key, value in flags.items()}
         prepared = admit.prepare(
@@ -107,7 +114,7 @@ class Kept:
         assert lock is not None
         try:
             processes = Keeping(run, lock, ranks, fault, memory, times, between)
-            self.code = Supervisor(run, processes, Road.LAUNCHED, StopRequest(()), say=lambda _: None).keep()
+            self.code = Supervisor(run, processes, Road.LAUNCHED, stop or StopRequest(()), say=say).keep()
         finally:
             lock.release()
             memory.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,17 +29,19 @@ class Report:
     """One rank's reporting. The first of a machine writes metrics and progress; each its own sample log, if wanted."""
 
     def __init__(
-        self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool, is_evaluated: bool = False
-    ) -> None:
+        self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool,
+        is_evaluated: bool = False, beside: Path | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             done: the step that this attempt continues after.
             is_evaluated: whether an evaluation is on record.
+            beside: where lines are kept that the disk refuses; see record/metrics.py.
         """
         self.run = run
         self._next_note = 0.0
-        self._samples = Lines(samples_file(run, world.rank)) if config.log.samples else None
-        self._metrics = Lines(run.metrics) if world.is_lead else None
+        self._samples = Lines(samples_file(run, world.rank), beside) if config.log.samples else None
+        self._metrics = Lines(run.metrics, beside) if world.is_lead else None
         tensorboard = world.is_lead and config.log.tensorboard
         self._progress = Progress(run.name, total_steps, done, bar) if world.is_lead else None
         self._feed = self._feeding(config.log.wandb) if world.is_first and config.log.wandb else None

@@ -72,6 +72,9 @@ class Processes(Protocol):
     def kept(self) -> int:
         """The newest step whose state has outlived the ranks in memory; 0: none."""
 
+    def write_lines(self) -> None:
+        """Write down what the disk has refused to ranks that are gone. Raises OSError where it still does."""
+
     def told(self) -> Mapping[int, Outcome]:
         """What is known of their ends without reading files."""
 

@@ -25,7 +25,7 @@ from train.record.store import Lock, Run
 from train.runs import guard, memory, title
 from train.runs.nodes import Nodes
 from train.runs.processes import Guard, flight_recorder
-from train.runs.processes.kept import lend, memory_of
+from train.runs.processes.kept import lend, memory_of, write_lines
 from train.signals import POLITE, StopRequest, die_with_parent
 
 _LOOK_EVERY = 0.02
@@ -124,6 +124,9 @@ class Children:
 
     def kept(self) -> int:
         return self._memory.step if self._memory is not None else 0
+
+    def write_lines(self) -> None:
+        write_lines(self.run, self._memory)
 
 
 def _be(

@@ -26,7 +26,7 @@ from train.record.outcome import Outcome
 from train.record.store import Lock, Run
 from train.runs import guard, scripts
 from train.runs.processes import Guard, flight_recorder
-from train.runs.processes.kept import lend, memory_of
+from train.runs.processes.kept import lend, memory_of, write_lines
 
 if TYPE_CHECKING:
     import psutil
@@ -107,6 +107,9 @@ class Elastic:
 
     def kept(self) -> int:
         return self._memory.step if self._memory is not None else 0
+
+    def write_lines(self) -> None:
+        write_lines(self.run, self._memory)
 
     def _launch(self, attempt: int) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
