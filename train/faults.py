@@ -17,11 +17,12 @@ POINTS = (
     "start", "sent", "taken", "loaded", "step", "update", "evaluate",
     "save.staged", "save.begin", "save.written", "save.shards", "save.manifest", "save.synced", "save.renamed",
     "save.published", "prune.renamed", "prune.removed", "snapshot.begin", "snapshot.written", "snapshot.sealed",
-    "finish", "finished", "decided",
+    "digest", "finish", "finished", "decided",
 )  # fmt: skip
 """Every point, in the order of a run. At `sent` a piece of a state has gone from one machine to the others: at the
 start of an attempt, and with fsdp in every save. At `taken` a machine has all of the state that another one has sent.
-At the last one, the supervisor's, how the run ended is decided and not yet written down."""
+At `digest` weights are about to be hashed, by all ranks where each has a part. At the last one, the supervisor's, how
+the run ended is decided and not yet written down."""
 
 _armed: dict[str, tuple[int, str]] | None = None
 

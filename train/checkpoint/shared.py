@@ -9,6 +9,8 @@ A buffer holds a header and a content. It is written like this: the header is wi
 comes last, with the step and the checksum of all. So a buffer that a death left half-written has no valid header, and
 the other one still has the state before. Writers take turns by a file lock, which the death of one of them releases.
 
+Lines that a full disk refuses lie in a file of their own here, until there are ranks again (record/metrics.py).
+
 The bell is a file lock that the supervisor holds: who waits for it is woken when a rank has died. Imports no torch.
 """
 
@@ -24,6 +26,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from train import faults
 
@@ -72,6 +75,7 @@ class Owned:
         """
         self._buffers = [os.memfd_create(f"train-snapshot-{n}", os.MFD_CLOEXEC) for n in range(2 * parts)]
         self._bell = os.memfd_create("train-bell", os.MFD_CLOEXEC)
+        self._lines = os.memfd_create("train-lines", os.MFD_CLOEXEC)
         self.hush()
 
     @property
@@ -82,7 +86,7 @@ class Owned:
     @property
     def address(self) -> str:
         """For `Slots`."""
-        return ":".join(f"/proc/{os.getpid()}/fd/{fd}" for fd in (*self._buffers, self._bell))
+        return ":".join(f"/proc/{os.getpid()}/fd/{fd}" for fd in (*self._buffers, self._bell, self._lines))
 
     @property
     def step(self) -> int:
@@ -105,8 +109,21 @@ class Owned:
         fcntl.flock(self._bell, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        for fd in (*self._buffers, self._bell):
+        for fd in (*self._buffers, self._bell, self._lines):
             os.close(fd)
+
+    @property
+    def lines(self) -> bytes:
+        """What a full disk has refused of what ranks had to write in lines."""
+        return os.pread(self._lines, os.fstat(self._lines).st_size, 0)
+
+    def forget_lines(self) -> None:
+        os.ftruncate(self._lines, 0)
+
+
+def lines_of(address: str) -> Path:
+    """The file in memory for lines that the disk refuses, of what an `Owned` has told."""
+    return Path(address.rpartition(":")[2])
 
 
 class Slots:
@@ -121,7 +138,7 @@ class Slots:
         Raises:
             OSError: its owner is gone, or is another user's, or there is no such part.
         """
-        *buffers, bell = address.split(":")
+        *buffers, bell, _ = address.split(":")
         mine = buffers[2 * part : 2 * part + 2]
         if not mine:
             raise FileNotFoundError(errno.ENOENT, "nothing is kept for this rank")

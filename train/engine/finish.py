@@ -20,9 +20,11 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     """
     job.report.sync()
     job.report.times(done.times)
-    job.heart.beat(heartbeat.ENDING, done.step)
+    job.heart.beat(heartbeat.SAVING, done.step)  # until it has no part in anything any more, others may wait for it
+    faults.here("digest")
     # a collective where the weights are spread, so before the first rank is alone
     digest = "" if done.stopped else weights_sha256(weights_of(job.strategy.module), job.world.is_lead)
+    job.heart.beat(heartbeat.ENDING, done.step)
     reason = (job.stop.reason or "another rank was asked to") if done.stopped else ""
     end = Outcome(job.world.rank, Kind.STOPPED if done.stopped else Kind.FINISHED, done.step, reason)
     if not job.world.is_lead:

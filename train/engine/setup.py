@@ -15,7 +15,7 @@ import torch
 from train import config as configuration
 from train import faults
 from train.checkpoint.saver import Saver
-from train.checkpoint.shared import Slots
+from train.checkpoint.shared import Slots, lines_of
 from train.checkpoint.shares import Shares
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
@@ -142,8 +142,14 @@ def set_up(
     step = start.step
     faults.here("loaded")
     arithmetic.compile_as_asked(model, config)
+<<<<<<< HEAD
     evaluations = world.on_first(lambda: metrics.evaluations(run))
     told = Report(run, world, config, total, step, bar and world.is_first, len(evaluations))
+=======
+    evaluation = world.on_first(lambda: metrics.last_evaluation(run))
+    beside = lines_of(memory.address) if memory is not None else None
+    told = Report(run, world, config, total, step, bar and world.is_first, evaluation is not None, beside)
+>>>>>>> mend-runs
     held.callback(told.close)
     if world.is_lead:
         _mend(run, told, start)

@@ -353,7 +353,8 @@ class Run:
         number = 0
         at = next(iter(self.steps_saved()), 0) if from_step is None else from_step
         # a living run writes down its progress twice a second
-        last_sign = heartbeat.last_sign(self.logs(len(self.read()["attempts"])))  # of a script; a task has none
+        before = len(self.read()["attempts"])
+        last_sign = heartbeat.last_sign(self.logs(before))  # of a script; a task has none
         last_written = _stamp(max((self.folder / "run.json").stat().st_mtime, last_sign))
 
         def change(record: dict[str, Any]) -> None:
@@ -377,9 +378,9 @@ class Run:
             record.update(world_size=world_size, host=socket.gethostname())
             record.update(values)
 
+        self.logs(before + 1).mkdir(parents=True, exist_ok=True)  # first: what fails and is tried again is one attempt
         self.update(change)
         self._forget_beats(number - 1)
-        self.logs(number).mkdir(parents=True, exist_ok=True)
         return number
 
     def note_ready(self, step: int, mark: str = "", **values: Any) -> bool:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from train.checkpoint.shared import Owned
@@ -22,8 +22,9 @@ from train.runs.watch import Watch, stack_of
 
 _GRACE = 3.0
 """Seconds that ranks have to notice by themselves that one of them is dead."""
-
-
+_TOLD = 10.0
+"""The same where it has said itself why it ends, and to nobody who waits for it: on a rank alone, before it had met the
+others, for example. They may be about to say so, too."""
 _SPEED = 250e6
 """Bytes in a second, at least, at which survivors leave the state behind."""
 
@@ -49,28 +50,32 @@ class OfTask:
         start = float(limits.get("start_minutes", 30.0))
         self._watch = Watch(logs, ranks, limits.get("hang_minutes"), start, self._remark)
         self._dead_since: float | None = None
+        self._patience = _GRACE
 
-    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
-        if not pids:
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
+        if not living:
             return
         if self._dead_since is None and self._watch.dead(started):
-            self._dead_since = time.monotonic()
-            if self._kept is not None:
-                self._kept.ring()
+            self._note_death(_GRACE)
+        elif exits:
+            self._note_death(_TOLD)
         self.hang = self.hang or self._watch.hangs() or ""
-        is_written = not self.hang or self._watch.dump()
+        is_written = not self.hang or self._watch.dump(living)
         if self.hang and self._dead_since is None and is_written:
             self._dead_since = 0.0
         # torchrun alone would give peers that wait for the dead 30 seconds
         if self._dead_since is not None and is_written and time.monotonic() - self._dead_since > self._grace():
-            for pid in pids:
+            for pid in living:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
         """The ranks of another machine are dead: end these, as if it were one of theirs."""
+        self._note_death(_GRACE)
+
+    def _note_death(self, patience: float) -> None:
         if self._dead_since is None:
-            self._dead_since = time.monotonic()
+            self._dead_since, self._patience = time.monotonic(), patience
             if self._kept is not None:
                 self._kept.ring()
 
@@ -81,8 +86,8 @@ class OfTask:
     def _grace(self) -> float:
         # those that compute on GPUs, or have a part of the state only, leave nothing behind
         if self._kept is None or self._kept.parts > 1 or self._on_gpus():
-            return _GRACE
-        return _GRACE + self._kept.size / _SPEED
+            return self._patience
+        return self._patience + self._kept.size / _SPEED
 
     def _on_gpus(self) -> bool:
         with contextlib.suppress(OSError, Refused):
@@ -108,15 +113,15 @@ class OfScript:
         self.hang = ""
         self._logs, self._idle = logs, Idle(logs, minutes)
 
-    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         heartbeat.sign(self._logs)
-        if self.hang or is_stopping or not pids:  # one that was asked to stop may take its time
+        if self.hang or is_stopping or not living:  # one that was asked to stop may take its time
             return
-        self.hang = self._idle.hangs(pids) or ""
+        self.hang = self._idle.hangs(living) or ""
         if self.hang:
-            for rank, pid in seats(pids).items():
+            for rank, pid in seats(living).items():
                 stack_of(pid, self._logs / f"rank{rank}.stack.txt")
-            end(pids)
+            end(living)
 
     is_ending = False
 

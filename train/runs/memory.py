@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import resource
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ _UNLIMITED = 2**60
 """Version 1 has no word for it, but the largest number of pages."""
 MARGIN = 0.1
 """Of what there is, the share that a try must leave free on a CPU: loader workers, checkpoints and evaluations come."""
+_LOOK_EVERY = 30.0
+"""Seconds between two looks at the counters: in so long who was killed has given its memory back and is gone, or a rank
+has come back from a long backward and noticed that its loader was."""
 
 
 @dataclass(frozen=True)
@@ -148,34 +152,70 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None  # `max` is no limit
 
 
-class Kills:
-    """Counts the kernel's kills for lack of memory among processes, from its making on.
+@dataclass(frozen=True)
+class _Counts:
+    """What the kernel has counted at one moment."""
 
-    `among(pids)` adds the groups of processes that may live in others than this one.
+    groups: dict[Path, list[Group]]
+    """By the innermost: it and those around it."""
+    everywhere: int
+    """Kills on the whole machine."""
+
+
+class Kills:
+    """Counts the kernel's kills for lack of memory among processes: those of the last seconds before `limit`.
+
+    A control group may have many others in it, as that of a container has, and a run may take days: what was killed on
+    another day says nothing of who dies now. So its beginning moves on while all is well.
+
+    Args:
+        process: whose groups are counted in from the start, as its folder in /proc.
     """
 
-    def __init__(self) -> None:
-        self._before = {_key(groups): groups for groups in [chain()] if groups}
-        self._everywhere = _counters(Path("/proc/vmstat")).get("oom_kill", 0)
+    def __init__(self, process: Path = Path("/proc/self")) -> None:
+        groups = chain(process)
+        self._looks = [_Counts({_key(groups): groups} if groups else {}, _everywhere())]
+        self._looked = time.monotonic()
 
     def among(self, pids: Iterable[int]) -> None:
+        """Count in the groups of processes that may live in others than this one."""
         for pid in pids:
             groups = chain(Path("/proc") / str(pid))
-            if groups:
-                self._before.setdefault(_key(groups), groups)
+            for look in self._looks:
+                if groups:
+                    look.groups.setdefault(_key(groups), groups)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look again."""
+        return time.monotonic() - self._looked >= _LOOK_EVERY
+
+    def look(self) -> None:
+        """To be called while nobody has died: what was there before the last look is no cause of what comes.
+
+        Before the last one: a kill that this look finds may be the one that nobody has noticed yet.
+        """
+        groups = {key: [_look(group.folder) for group in groups] for key, groups in self._looks[-1].groups.items()}
+        self._looks = [self._looks[-1], _Counts(groups, _everywhere())]
+        self._looked = time.monotonic()
 
     def limit(self) -> str | None:
         """The limit at which there was a kill, in words, or None if there was none."""
-        counted = [groups for groups in self._before.values() if groups[0].kills is not None]
+        before = self._looks[0]
+        counted = [groups for groups in before.groups.values() if groups[0].kills is not None]
         for groups in counted:
             after = [_look(group.folder) for group in groups]
             if (after[0].kills or 0) > (groups[0].kills or 0):
                 met = [new for old, new in zip(groups, after, strict=True) if new.hits > old.hits and new.limit]
                 full = [group for group in after if group.limit and group.peak > 0.99 * group.limit]
                 return _words((met or full)[0]) if met or full else machine()
-        if not counted and _counters(Path("/proc/vmstat")).get("oom_kill", 0) > self._everywhere:
+        if not counted and _everywhere() > before.everywhere:
             return machine()
         return None
+
+
+def _everywhere() -> int:
+    return _counters(Path("/proc/vmstat")).get("oom_kill", 0)
 
 
 def _key(groups: list[Group]) -> Path:

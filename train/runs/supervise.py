@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import signal
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from train import faults, signals
 from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Refused, one_line
@@ -31,10 +32,16 @@ from train.runs.processes import Guard, Processes
 from train.runs.scripts import healthy_minutes
 from train.runs.verdict import Asked, Decision, Facts, Road
 
+T = TypeVar("T")
+
 MAX_RESTARTS = 3
 """Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
 _AGAIN = 1.0
 """Seconds between two requests to stop to the same ranks, and between two attempts to note who they are."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""What a disk says that may take the same later: it is full, or a network is away."""
+_UNTIL_ROOM = 2.0
+"""Seconds between two tries to write on it."""
 _TAIL = 1 << 16
 """Bytes at the end of a log that are read: a progress bar fills much of it."""
 
@@ -88,6 +95,7 @@ class Supervisor:
         self._is_regrouping = False
         self._kills = memory.Kills()
         self._decision: Decision | None = None
+        self._is_written = False
         self._deciding = threading.Lock()
 
     def keep(self) -> int:
@@ -199,9 +207,11 @@ class Supervisor:
         ranks, more = self.processes.ranks, {}
         if self.nodes is not None:
             ranks, more = self.nodes.seats()[0].size, {"nodes": self.nodes.names(), "interface": self.nodes.interface}
-        number = self.run.begin_attempt(ranks, self._kept, pids=self._pids(mine), **more)
+        pids = self._pids(mine)
+        self._as_soon_as_possible(self.processes.write_lines)
+        number = self._as_soon_as_possible(lambda: self.run.begin_attempt(ranks, self._kept, pids=pids, **more))
         with self._deciding:
-            self._attempt, self._decision = number, None
+            self._attempt, self._decision, self._is_written = number, None, False
         return number
 
     def _pids(self, ranks: list[int]) -> dict[str, Any]:
@@ -224,16 +234,21 @@ class Supervisor:
             if not started and len(pids) == self.processes.ranks:
                 started = pids
                 self._kills.among(pids)
+            if self._kills.is_due and self._all_live():
+                self._kills.look()
             if started and time.monotonic() > note_at:  # again where a rank that stands still holds the record just now
                 note_at = math.inf if self.run.note(pids=self._pids(started)) else time.monotonic() + _AGAIN
             if self.stop.asked and pids:
                 asked_at = self._pass_on(asked_at)
             if guard is not None:
-                guard.look(pids, started, self.stop.asked)
+                guard.look(self.processes.living(), started, self.processes.exits(), self.stop.asked)
             self.show()
         if guard is not None:
             self._hang = guard.hang
             guard.close()
+
+    def _all_live(self) -> bool:
+        return len(self.processes.living()) == self.processes.ranks and not self.processes.exits()
 
     def _hear(self) -> None:
         """Take in a request that came by file: process ids mean nothing beyond the wall of a container."""
@@ -278,7 +293,7 @@ class Supervisor:
             return self._decision or Decision("died", None, code=EXIT_INTERRUPTED)
         told = outcome.read(self.run.logs(self._attempt), 0)
         try:
-            decision = self._decide_and_write(deaths)
+            decision = self._as_soon_as_possible(lambda: self._decide_and_write(deaths))
         except (OSError, Refused) as error:
             if self.road is Road.LAUNCHED:
                 raise
@@ -302,8 +317,35 @@ class Supervisor:
                     facts = self.nodes.exchange(facts, self._wait_for_others)
                 self._decision = verdict.decide(facts)
                 faults.here("decided")
+            if not self._is_written:
                 write(self.run, self._attempt, self._decision)
+                self._is_written = True
             return self._decision
+
+    def _as_soon_as_possible(self, write: Callable[[], T]) -> T:
+        """Write on the disk; where that is full, and the run is to go on after a step that memory alone has, when it is
+        full no more: the step would be lost with this process.
+
+        Raises:
+            OSError: there is nothing to wait for, or a stop is asked, which waits for nobody to make room.
+        """
+        said = False
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                self._hear()
+                saved, kept = self._newest(), self.processes.kept()
+                is_wanted = self._decision is not None and self._decision.again and kept > saved
+                if error.errno not in _FULL or not is_wanted or self.stop.asked:
+                    raise
+                if not said:
+                    said = True
+                    self.say(
+                        f"{self.run.folder} takes nothing ({error.strerror}): waiting until it does; the state after "
+                        f"step {kept} is in memory alone, and lost if this ends; the last checkpoint is of step {saved}"
+                    )
+            self._wait(_UNTIL_ROOM)
 
     def _wait_for_others(self) -> Asked | None:
         """While the ranks of other nodes end. Returns a stop that is wanted now."""

@@ -108,22 +108,25 @@ class Watch:
         mortal = silent | {beat.pid for beat in beats if beat.phase != heartbeat.ENDING}
         return not all(map(_lives, mortal))
 
-    def dump(self) -> bool:
+    def dump(self, living: Iterable[int]) -> bool:
         """Write down what every rank is doing: py-spy where it is there and allowed, faulthandler otherwise.
 
         It takes a while, and an agent that says nothing meanwhile is taken for gone. Returns whether it is done; to be
         called until then.
+
+        Args:
+            living: ids of the ranks that live. Another's process is not looked into, nor ended by SIGQUIT.
         """
         if self._stacks is None:
             beats = zip(self._ranks, self.beats(), strict=True)
-            lives = {rank: beat.pid for rank, beat in beats if beat and _lives(beat.pid)}
+            lives = {rank: beat.pid for rank, beat in beats if beat and beat.pid in living}
             self._stacks = {rank: Stack(pid, self._logs / f"rank{rank}.stack.txt") for rank, pid in lives.items()}
         for rank, stack in list(self._stacks.items()):
             is_there = stack.is_there()
             if is_there is None:
                 continue
             del self._stacks[rank]
-            if not is_there:
+            if not is_there and stack.pid in living:
                 self._ask(rank, stack.pid)
         return not self._stacks and time.monotonic() > self._asked_until
 

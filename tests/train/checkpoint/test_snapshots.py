@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from train.record import store
 from train.runs import admit
 from train.runs.processes import Guard, forked
 from train.runs.processes.forked import Forked
-from train.runs.processes.kept import memory_of
+from train.runs.processes.kept import memory_of, write_lines
 from train.runs.request import Request
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Road
@@ -58,6 +58,9 @@ class Keeping(Forked):
     def kept(self) -> int:
         return self.memory.step
 
+    def write_lines(self) -> None:
+        write_lines(self.run, self.memory)
+
 
 class Patient(forked._Peers):
     """Gives survivors time, on however slow a machine."""
@@ -66,7 +69,7 @@ class Patient(forked._Peers):
         super().__init__(processes)
         self._since = 0.0
 
-    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         if self._forked.exits():
             assert isinstance(self._forked, Keeping)
             self._forked.memory.ring()
@@ -91,12 +94,16 @@ class Kept:
         restarts: int = 1,
         begun: str | None = None,
         between: Callable[[store.Run], None] = lambda run: None,
+        say: Callable[[str], None] = lambda text: None,
+        stop: StopRequest | None = None,
         **flags: Any,
     ) -> dict[str, Any]:
         """
         Args:
             begun: when the run says that it first started.
             between: is called before each attempt but the first.
+            say: is called with each line for the terminal.
+            stop: asks for one.
         """
         task = flags.pop("task", self.engine.task)
         merged = self.engine.flags | {key.replace("__", "."): value for key, value in flags.items()}
@@ -110,7 +117,7 @@ class Kept:
         assert lock is not None
         try:
             processes = Keeping(run, lock, ranks, fault, memory, times, between)
-            self.code = Supervisor(run, processes, Road.LAUNCHED, StopRequest(()), say=lambda _: None).keep()
+            self.code = Supervisor(run, processes, Road.LAUNCHED, stop or StopRequest(()), say=say).keep()
         finally:
             lock.release()
             memory.close()

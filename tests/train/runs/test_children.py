@@ -19,6 +19,10 @@ from tests.train.conftest import lives
 from train.errors import Refused
 from train.record import store
 from train.runs.apart import Told, call
+from train.runs.processes.children import Children
+from train.runs.supervise import Supervisor
+from train.runs.verdict import Road
+from train.signals import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -255,7 +259,6 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
     station: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from train.runs import cause
-    from train.runs.processes.children import Children
 
     station.runs.mkdir()
     run = store.create(station.runs, "f", {"config.toml": "cpu_threads = 1\n"}, {"world_size": 2})
@@ -281,3 +284,33 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
     lock.release()
     assert cause.is_busy(children.problem) and children.exits() == {0: 1}
     assert not psutil.pid_exists(children.pids()[0])
+
+
+def test_the_id_of_a_rank_that_is_gone_is_not_signalled(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another's: the peers are ended seconds after the death."""
+    station.runs.mkdir()
+    run = store.create(station.runs, "g", {"config.toml": "cpu_threads = 1\n"}, {"world_size": 2, "max_restarts": 0})
+    lock = run.acquire()
+    assert lock is not None
+    pids, signalled = list[int](), list[int]()
+
+    def fork() -> int:  # the second one ends at once, the first one waits for it for ever
+        pid = real_fork()
+        if pid == 0 and not pids:
+            threading.Event().wait()
+        if pid == 0:
+            os._exit(1)
+        pids.append(pid)
+        return pid
+
+    def kill(pid: int, number: int) -> None:
+        signalled.append(pid)
+        real_kill(pid, number)
+
+    real_fork, real_kill = os.fork, os.kill
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(os, "kill", kill)
+    stop = StopRequest(())
+    Supervisor(run, Children(run, lock, 2), Road.LAUNCHED, stop, say=lambda _: None).keep()
+    lock.release()
+    assert set(signalled) == {pids[0]}

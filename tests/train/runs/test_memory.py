@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from train.runs import memory
+from tests.train.checkpoint.test_snapshots import Kept
+from tests.train.conftest import PATIENCE
+from train.runs import memory, verdict
+from train.runs.verdict import Facts, Road
 
 
 def process(tmp_path: Path, cgroup: str, mount: str) -> Path:
@@ -118,3 +123,64 @@ def test_a_process_weighs_itself() -> None:
         kept[place] = 1
     assert memory.taken().resident > 64 << 20 and memory.peaks().address_space >= memory.taken().address_space
     assert memory.peaks().resident >= max(before.resident, memory.taken().resident - (1 << 20))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Path:
+    """A control group with a limit, in which `killed` counts a kill, and below which `proc` is a process."""
+    folder = tmp_path / "cgroup"
+    folder.mkdir()
+    (folder / "memory.max").write_text(str(100 << 20))
+    process(tmp_path, "0::/\n", f"31 30 0:27 / {folder} rw - cgroup2 cgroup2 rw")
+    killed(folder, 0)
+    return folder
+
+
+def killed(group: Path, times: int) -> None:
+    (group / "memory.events").write_text(f"low 0\nhigh 0\nmax {times}\noom {times}\noom_kill {times}\n")
+
+
+def died_of_memory(kills: memory.Kills) -> bool:
+    """Whether a rank that was killed now is said to have been too large."""
+    return verdict.who_died(Facts("a", Road.LAUNCHED, exits={0: -9}, killed_at=kills.limit())).recurs
+
+
+def test_a_kill_of_long_ago_is_not_why_a_rank_dies_now(group: Path) -> None:
+    """A notebook's kernel, say, in the same container, days before."""
+    kills = memory.Kills(group.parent / "proc")
+    killed(group, 1)
+    kills.look()
+    assert died_of_memory(kills)  # found just now: it may be the rank itself, which nobody has seen die yet
+    kills.look()
+    assert not died_of_memory(kills)
+    killed(group, 2)
+    assert died_of_memory(kills)
+
+
+def test_while_all_ranks_live_kills_are_looked_for_again_and_again(
+    steady: Any, group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counted(memory.Kills):
+        after = 0
+        """Looks since there was a kill."""
+
+        def __init__(self) -> None:
+            super().__init__(group.parent / "proc")
+
+        def among(self, pids: Iterable[int]) -> None:
+            """The group of these tests is none of it."""
+
+        def look(self) -> None:
+            super().look()
+            Counted.after += "oom_kill 1" in (group / "memory.events").read_text()
+            if Counted.after == 2:
+                (group / "looked").touch()
+
+    monkeypatch.setattr(memory, "Kills", Counted)
+    monkeypatch.setattr(memory, "_LOOK_EVERY", 0.1)
+    looked = f"for i in $(seq {PATIENCE}); do [ -e {group}/looked ] || sleep 1; done"
+    kill = f"cp {group}/killed {group}/memory.events; {looked}"
+    events = (group / "memory.events").read_text()
+    (group / "killed").write_text(events.replace("oom_kill 0", "oom_kill 1"))
+    record = Kept(steady).run("another-was-too-large", 2, [f"3 0 sh {kill}", "4 1 SIGKILL"])
+    assert record["attempts"][0]["reason"] == "rank 1 died of SIGKILL" and record["state"] == "finished"

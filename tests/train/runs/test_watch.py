@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -83,9 +86,104 @@ def test_who_looks_after_ranks_is_kept_by_no_stack(tmp_path: Path, monkeypatch: 
     for rank in range(2):
         heartbeat.Heart(tmp_path / f"rank{rank}.beat").beat(heartbeat.TRAINING, 1)
     watch, begun = Watch(tmp_path, range(2), None, 1.0), time.monotonic()
-    assert not watch.dump() and not watch.dump() and time.monotonic() - begun < 5
+    alive = [os.getpid()]
+    assert not watch.dump(alive) and not watch.dump(alive) and time.monotonic() - begun < 5
     (tmp_path / "go").touch()
-    while not watch.dump():
+    while not watch.dump(alive):
         assert time.monotonic() - begun < PATIENCE
         time.sleep(0.01)
     assert [(tmp_path / f"rank{rank}.stack.txt").read_text() for rank in range(2)] == ["here\n"] * 2
+
+
+def test_who_has_got_the_id_of_a_rank_that_has_ended_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGQUIT, which asks a rank for its stack, ends who does not expect it."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    other = subprocess.Popen(["/bin/sleep", "1000"])
+    (tmp_path / "rank1.beat").write_bytes(struct.pack("<qqqq", other.pid, heartbeat.ENDING, 1, 1))
+    watch = Watch(tmp_path, [1], None, 1.0)
+    while not watch.dump(living=[]):
+        time.sleep(0.01)
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(1)
+    assert not list(tmp_path.glob("*.stack.txt"))
+    other.kill()
+    other.wait()
+
+
+ALONE = """
+import os
+from torch import nn, ones
+from torch.utils.data import TensorDataset
+
+
+def model(config):
+    return nn.Linear(4, 1)
+
+
+def datasets(config):
+    if os.environ.get("RANK") == "1":
+        raise ValueError("no disk here")
+    return TensorDataset(ones(64, 4)), None
+
+
+def loss(model, batch):
+    return model(batch[0]).square().mean()
+"""
+
+
+def test_a_rank_that_is_refused_alone_before_it_meets_the_others_keeps_nobody_waiting(station: Station) -> None:
+    (station.folder / "alone.py").write_text(ALONE)
+    flags = ["--steps", 4, "--log.tensorboard", "false", "--cpu_threads", 1, "--parallel.timeout_minutes", 1000]
+    done = station("launch", "alone.py", "--name", "a", "--nproc", 2, *flags, "--follow")
+    record = station.record("a")
+    assert done.returncode == 3 and record["state"] == "failed", done.stderr
+    assert record["reason"].startswith("rank 1: datasets() failed: ") and "no disk here" in record["reason"]
+    assert len(record["attempts"]) == 1
+
+
+HOLDS = """
+import os, time
+from pathlib import Path
+from torch import nn, ones
+from torch.utils.data import TensorDataset
+
+HERE = Path(__file__).parent
+
+
+def model(config):
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def datasets(config):
+    return TensorDataset(ones(64, 4)), None
+
+
+def loss(model, batch):
+    # of rank 1 a process holds the connections that its death would close: as with NCCL, nobody notices it
+    (HERE / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+    if os.environ["TRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1" and not (HERE / "held").exists():
+        while not (HERE / "pid0").exists():
+            time.sleep(0.01)
+        (HERE / "held").touch()
+        peer = (HERE / "pid0").read_text()
+        if os.fork() == 0:
+            os.setsid()
+            while Path(f"/proc/{peer}").exists():
+                time.sleep(0.05)
+            os._exit(0)
+    return model(batch[0]).square().mean()
+"""
+
+
+def test_a_rank_that_dies_while_all_hash_their_weights_is_noticed_by_its_agent(station: Station) -> None:
+    (station.folder / "holds.py").write_text(HOLDS)
+    flags = ["--steps", 4, "--log.tensorboard", "false", "--cpu_threads", 1, "--parallel.timeout_minutes", 1000,
+             "--parallel.strategy", "fsdp", "--parallel.wrap", "Linear"]  # fmt: skip
+    env = {"TRAIN_FAULT": "digest@1"}
+    station.ok("launch", "holds.py", "--name", "a", "--nproc", 2, *flags, env=env)
+    station.wait("a", lambda record: len(record["attempts"]) > 1, "its second attempt")
+    assert station.record("a")["attempts"][0]["reason"] == "rank 1 died of SIGKILL"
+    station.ok("stop", "a", "--now")

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,17 +31,28 @@ class Report:
     """One rank's reporting. The first of a machine writes metrics and progress; each its own sample log, if wanted."""
 
     def __init__(
+<<<<<<< HEAD
         self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool, evaluations: int = 0
     ) -> None:
         """
         Args:
             done: the step that this attempt continues after.
             evaluations: how many are on record.
+=======
+        self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool,
+        is_evaluated: bool = False, beside: Path | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            done: the step that this attempt continues after.
+            is_evaluated: whether an evaluation is on record.
+            beside: where lines are kept that the disk refuses; see record/metrics.py.
+>>>>>>> mend-runs
         """
         self.run = run
         self._next_note = 0.0
-        self._samples = Lines(samples_file(run, world.rank)) if config.log.samples else None
-        self._metrics = Lines(run.metrics) if world.is_lead else None
+        self._samples = Lines(samples_file(run, world.rank), beside) if config.log.samples else None
+        self._metrics = Lines(run.metrics, beside) if world.is_lead else None
         tensorboard = world.is_lead and config.log.tensorboard
         self._progress = Progress(run.name, total_steps, done, bar) if world.is_lead else None
         self._feed = self._feeding(config.log.wandb) if world.is_first and config.log.wandb else None

@@ -20,12 +20,13 @@ class Guard(Protocol):
     hang: str
     """That they hang, and how; '' while they do not."""
 
-    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         """Called a few times a second.
 
         Args:
-            pids: the ranks that are known to have been started.
+            living: the ranks that live. Of those that have ended the ids may be others' by now.
             started: all ranks, once all have been started; before, [].
+            exits: codes of those that were seen to fail.
             is_stopping: whether they were asked to stop.
         """
 
@@ -56,7 +57,11 @@ class Processes(Protocol):
         """Wait a moment. Whether all have ended."""
 
     def pids(self) -> list[int]:
-        """Process ids of those that are known to have been started, by rank once that is all of them."""
+        """Process ids of those that are known to have been started, by rank once that is all of them. Not to be
+        signalled: one that has ended leaves its id to others."""
+
+    def living(self) -> list[int]:
+        """Process ids of those that live, which are nobody else's."""
 
     def signal(self, number: int) -> None:
         """Send a signal to those that live."""
@@ -66,6 +71,9 @@ class Processes(Protocol):
 
     def kept(self) -> int:
         """The newest step whose state has outlived the ranks in memory; 0: none."""
+
+    def write_lines(self) -> None:
+        """Write down what the disk has refused to ranks that are gone. Raises OSError where it still does."""
 
     def told(self) -> Mapping[int, Outcome]:
         """What is known of their ends without reading files."""

@@ -25,7 +25,7 @@ from train.record.store import Lock, Run
 from train.runs import guard, memory, title
 from train.runs.nodes import Nodes
 from train.runs.processes import Guard, flight_recorder
-from train.runs.processes.kept import lend, memory_of
+from train.runs.processes.kept import lend, memory_of, write_lines
 from train.signals import POLITE, StopRequest, die_with_parent
 
 _LOOK_EVERY = 0.02
@@ -109,10 +109,12 @@ class Children:
     def pids(self) -> list[int]:
         return list(self._pids)
 
+    def living(self) -> list[int]:
+        return [pid for rank, pid in self._by_rank() if rank not in self._codes]  # not reaped: the id is still its own
+
     def signal(self, number: int) -> None:
-        for rank, pid in self._by_rank():
-            if rank not in self._codes:
-                os.kill(pid, number)  # not reaped: the id is still its own
+        for pid in self.living():
+            os.kill(pid, number)
 
     def exits(self) -> Mapping[int, int]:
         return self._first
@@ -122,6 +124,9 @@ class Children:
 
     def kept(self) -> int:
         return self._memory.step if self._memory is not None else 0
+
+    def write_lines(self) -> None:
+        write_lines(self.run, self._memory)
 
 
 def _be(

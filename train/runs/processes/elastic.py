@@ -18,6 +18,7 @@ import tomllib
 import traceback
 import uuid
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from train import own
 from train.errors import one_line
@@ -25,7 +26,10 @@ from train.record.outcome import Outcome
 from train.record.store import Lock, Run
 from train.runs import guard, scripts
 from train.runs.processes import Guard, flight_recorder
-from train.runs.processes.kept import lend, memory_of
+from train.runs.processes.kept import lend, memory_of, write_lines
+
+if TYPE_CHECKING:
+    import psutil
 
 
 class Elastic:
@@ -39,12 +43,12 @@ class Elastic:
         self.problem = ""
         self._exits: dict[int, int] = {}
         self._thread = threading.Thread()
-        self._pids: list[int] = []
+        self._found: list[psutil.Process] = []
         self._memory = memory_of(run, ranks)
         os.dup2(lock.fd, 0)  # how ranks inherit the lock: see runs/rank.py
 
     def start(self, attempt: int) -> Guard | None:
-        self.problem, self._exits, self._pids = "", {}, []
+        self.problem, self._exits, self._found = "", {}, []
         looked_after = guard.of(self.run, attempt, range(self.ranks), self._memory)
         self._thread = threading.Thread(target=self._host, args=(attempt,), name="torchrun")
         try:
@@ -77,16 +81,21 @@ class Elastic:
     def pids(self) -> list[int]:
         import psutil
 
-        if len(self._pids) < self.ranks:  # an attempt starts its ranks once; looking costs a walk through /proc
+        if len(self._found) < self.ranks:  # an attempt starts its ranks once; looking costs a walk through /proc
             try:
                 children = psutil.Process().children()
-                self._pids = sorted(p.pid for p in children if "train.runs.rank" in p.cmdline() or self.is_script)
+                found = [child for child in children if self.is_script or "train.runs.rank" in child.cmdline()]
+                self._found = sorted(found, key=lambda process: process.pid)
             except psutil.Error:
-                self._pids = []
-        return self._pids
+                self._found = []
+        return [process.pid for process in self._found]
+
+    def living(self) -> list[int]:
+        self.pids()
+        return [process.pid for process in self._found if process.is_running()]  # by its start, too: not another's
 
     def signal(self, number: int) -> None:
-        for pid in self.pids():
+        for pid in self.living():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -98,6 +107,9 @@ class Elastic:
 
     def kept(self) -> int:
         return self._memory.step if self._memory is not None else 0
+
+    def write_lines(self) -> None:
+        write_lines(self.run, self._memory)
 
     def _launch(self, attempt: int) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs

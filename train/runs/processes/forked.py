@@ -80,17 +80,22 @@ class Forked:
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
+    def living(self) -> list[int]:
+        return [process.pid for process in self.processes if process.is_alive()]
+
     def signal(self, number: int) -> None:
-        for process in self.processes:
-            if process.is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+        for pid in self.living():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def exits(self) -> Mapping[int, int]:
         return self._first
 
     def kept(self) -> int:
         return 0
+
+    def write_lines(self) -> None:
+        """None are kept: their steps are made again."""
 
     def told(self) -> Mapping[int, Outcome]:
         return {}
@@ -105,7 +110,7 @@ class _Peers:
     def __init__(self, forked: Forked) -> None:
         self._forked = forked
 
-    def look(self, pids: list[int], started: list[int], is_stopping: bool) -> None:
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         if self._forked.exits():
             time.sleep(_GRACE)
             self._forked.signal(signal.SIGKILL)

@@ -34,6 +34,9 @@ class Here:
     def pids(self) -> list[int]:
         return [os.getpid()]
 
+    def living(self) -> list[int]:
+        return self.pids()
+
     def signal(self, number: int) -> None:
         os.kill(os.getpid(), number)
 
@@ -42,6 +45,9 @@ class Here:
 
     def kept(self) -> int:
         return 0
+
+    def write_lines(self) -> None:
+        """None are kept: their steps are made again."""
 
     def told(self) -> Mapping[int, Outcome]:
         return self._told

@@ -7,6 +7,7 @@ import tomllib
 
 from train.checkpoint.shared import ENVIRONMENT, Owned
 from train.config import SPREAD
+from train.record import metrics
 from train.record.store import Run
 
 
@@ -19,6 +20,18 @@ def memory_of(run: Run, ranks: int) -> Owned | None:
     if not content.get("checkpoint", {}).get("snapshots", True):
         return None
     return Owned(ranks if content.get("parallel", {}).get("strategy") in SPREAD else 1)
+
+
+def write_lines(run: Run, memory: Owned | None) -> None:
+    """Write down what the disk has refused to ranks that are gone. Raises OSError where it still does.
+
+    Those of steps that the disk has a checkpoint of were on it before.
+    """
+    if memory is None:
+        return
+    if memory.step > next(iter(run.steps_saved()), 0):
+        metrics.bring_home(run, memory.lines)
+    memory.forget_lines()
 
 
 def lend(memory: Owned | None) -> None:
