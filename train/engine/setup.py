@@ -142,14 +142,9 @@ def set_up(
     step = start.step
     faults.here("loaded")
     arithmetic.compile_as_asked(model, config)
-<<<<<<< HEAD
     evaluations = world.on_first(lambda: metrics.evaluations(run))
-    told = Report(run, world, config, total, step, bar and world.is_first, len(evaluations))
-=======
-    evaluation = world.on_first(lambda: metrics.last_evaluation(run))
     beside = lines_of(memory.address) if memory is not None else None
-    told = Report(run, world, config, total, step, bar and world.is_first, evaluation is not None, beside)
->>>>>>> mend-runs
+    told = Report(run, world, config, total, step, bar and world.is_first, len(evaluations), beside)
     held.callback(told.close)
     if world.is_lead:
         _mend(run, told, start)

@@ -31,23 +31,14 @@ class Report:
     """One rank's reporting. The first of a machine writes metrics and progress; each its own sample log, if wanted."""
 
     def __init__(
-<<<<<<< HEAD
-        self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool, evaluations: int = 0
-    ) -> None:
-        """
-        Args:
-            done: the step that this attempt continues after.
-            evaluations: how many are on record.
-=======
         self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool,
-        is_evaluated: bool = False, beside: Path | None = None,
+        evaluations: int = 0, beside: Path | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             done: the step that this attempt continues after.
-            is_evaluated: whether an evaluation is on record.
+            evaluations: how many are on record.
             beside: where lines are kept that the disk refuses; see record/metrics.py.
->>>>>>> mend-runs
         """
         self.run = run
         self._next_note = 0.0
