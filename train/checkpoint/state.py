@@ -174,6 +174,8 @@ def weights_sha256(state: dict[str, Tensor], is_wanted: bool = True) -> str:
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if not is_wanted:
+            if tensor.is_cuda:  # it is only queued: who went on would end, and take its part from the others
+                torch.cuda.current_stream(tensor.device).synchronize()
             continue
         tensor = tensor.cpu().contiguous()
         shape = ",".join(map(str, tensor.shape))
