@@ -114,11 +114,16 @@ def load(
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         state["optim"]["state"].update({name: {} for name in unused})
+        for group, own in zip(state["optim"]["param_groups"], optimizer.param_groups, strict=True):
+            group.update({name: own[name] for name in _KERNELS if name in own})
         set_optimizer_state_dict(module, optimizer, state["optim"])
         for without in [parameter for parameter, values in optimizer.state.items() if not values]:
             del optimizer.state[without]
 
 
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+"""Of an optimizer's groups, how a step is computed. It goes by device and strategy, which a resume may change: a fused
+step knows no parameters that are spread (SGD's), and one that is not fused waits for the device."""
 Written = list[tuple[str, Any]]
 """What a checkpoint holds: the key in its metadata, and the path in the state."""
 
