@@ -144,7 +144,8 @@ class World:
         """Whether the flag is up on any rank."""
         if self.size == 1:
             return flag
-        return bool(self.add(torch.tensor(float(flag), device=self.device)).item())
+        # on the host, wherever is computed: a device would first compute all that is queued there
+        return bool(self.add(torch.tensor(float(flag))).item())
 
 
 def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.device:
