@@ -23,7 +23,7 @@ from typing import Any
 PARTS = {
     "rates": ("speed", "rates", 20),
     "steps": ("steps", "part", 60),
-    "exact": ("exact", "part", 150),
+    "exact": ("exact", "part", 200),
     "memory": ("memory", "part", 30),
     "checkpoint": ("checkpoint", "part", 45),
     "speed": ("speed", "part", 200),

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
@@ -46,6 +47,10 @@ def loop(task_name: str, flags: dict[str, Any], steps: int) -> None:
     optimizer = kind(model.parameters(), lr=flags["optim.lr"], weight_decay=0.01, **options)
     scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
     if flags.get("compile") == "true":
+        if flags.get("deterministic", "true") == "true":  # or the one that is compiled first would decide for both
+            for name in ("dynamic_scale_rblock", "shape_padding"):
+                if hasattr(torch._inductor.config, name):
+                    setattr(torch._inductor.config, name, False)
         model.compile(dynamic=False)
     batches = _batches(dataset, flags["batch_size"], device)
     for _ in range(steps):

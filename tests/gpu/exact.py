@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
-from tests.gpu.harness import FAILED, OK, Row, Scale, exact_flags, made, train_forked
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, exact_flags, made, train_forked
 from train.record import store
 
 STEPS = 24
@@ -21,18 +24,37 @@ def part(scale: Scale) -> Iterator[Row]:
             if task == "resnet" and scale.is_gpu:
                 flags["channels_last"] = "true"
             yield compare(scale, task, f"{task}, {precision}", flags)
+    yield _compiled(scale)
 
 
-def compare(scale: Scale, task: str, what: str, flags: dict[str, Any], ranks: int = 1) -> Row:
-    """An undisturbed run beside one that is killed and resumed."""
-    whole = train_forked(made(scale, task, flags, ranks), ranks)
+def _compiled(scale: Scale) -> Row:
+    """A compiled model; last, for it is compiled twice, by processes that know nothing of each other."""
+    what = "gpt, bf16, compiled"
+    if scale.is_small:
+        return Row(what, "small, it would be compiled for longer than it trains", UNCHECKED)
+    if not (find_spec("triton") and (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))):
+        return Row(what, "torch.compile needs triton and a C compiler, and here is none", UNCHECKED)
+    flags = exact_flags(scale, "gpt") | {"precision": "bf16", "steps": STEPS, "compile": "true", "task.layers": 2}
+    return compare(scale, "gpt", what, flags, is_compiled=True)
+
+
+def compare(
+    scale: Scale, task: str, what: str, flags: dict[str, Any], ranks: int = 1, is_compiled: bool = False
+) -> Row:
+    """An undisturbed run beside one that is killed and resumed.
+
+    Args:
+        is_compiled: it is resumed with empty caches of the compiler, so that what was chosen before is chosen anew.
+    """
+    caches = [_caches(scale, name) if is_compiled else {} for name in ("before", "after")]
+    whole = train_forked(made(scale, task, flags, ranks), ranks, environment=caches[0])
     if whole["state"] != store.FINISHED:
         return Row(what, f"{whole['state']}: {reason(whole)}", FAILED)
     run = made(scale, task, flags, ranks)
-    killed = train_forked(run, ranks, KILL)
+    killed = train_forked(run, ranks, KILL, caches[0])
     if killed["state"] != store.INTERRUPTED:
         return Row(what, f"killed, it is {killed['state']}: {reason(killed)}", FAILED)
-    resumed = train_forked(run, ranks)
+    resumed = train_forked(run, ranks, environment=caches[1])
     if resumed["state"] != store.FINISHED:
         return Row(what, f"resumed, it is {resumed['state']}: {reason(resumed)}", FAILED)
     start = resumed["attempts"][-1]["from_step"]
@@ -42,6 +64,12 @@ def compare(scale: Scale, task: str, what: str, flags: dict[str, Any], ranks: in
     return Row(
         what, f"killed in step 19, resumed after step {start}: equal", OK, "equal digests", {"sha256": digests[0]}
     )
+
+
+def _caches(scale: Scale, name: str) -> dict[str, str]:
+    """Where torch's compiler and Triton keep what they have made."""
+    folder = scale.folder.absolute() / "compiled" / name
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
 def reason(record: dict[str, Any]) -> str:

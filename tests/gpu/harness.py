@@ -9,9 +9,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -157,17 +158,21 @@ def train_here(run: Run) -> None:
         raise RuntimeError(f"{run.name} is {record['state']}: {record['reason'] or record['attempts'][-1]}")
 
 
-def train_forked(run: Run, ranks: int = 1, fault: str = "") -> dict[str, Any]:
+def train_forked(
+    run: Run, ranks: int = 1, fault: str = "", environment: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Train a run in processes of its own, as `train run --spawn` does; its record afterwards.
 
     Args:
         fault: where to kill it; see train/faults.py.
+        environment: set in its processes.
     """
     lock = run.acquire(patience=30.0)
     assert lock is not None, f"{run.name} is alive"
     try:
         with _quiet():
-            Supervisor(run, Forked(run, lock, ranks, {"TRAIN_FAULT": fault}), Road.SPAWNED, StopRequest(())).keep()
+            processes = Forked(run, lock, ranks, {"TRAIN_FAULT": fault, **environment})
+            Supervisor(run, processes, Road.SPAWNED, StopRequest(())).keep()
     finally:
         lock.release()
     return run.shown()

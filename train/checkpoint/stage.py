@@ -160,9 +160,10 @@ class Stage:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._device is None:
-            flat.zero_()  # the first touch of memory costs more than many copies into it
-        else:
+        # the first touch of memory costs more than many copies into it; in CUDA's call it would hold up all that
+        # training asks of the device
+        flat.zero_()
+        if self._device is not None:
             self._pin(flat)
 
     def _pin(self, flat: Tensor) -> None:
@@ -175,6 +176,9 @@ class Stage:
                 "warning: %.0f MB of host memory cannot be pinned (CUDA error %d): checkpoints hold training up longer",
                 flat.numel() / 1e6, code,
             )  # fmt: skip
+            # CUDA keeps the error until this thread asks for its last one, as torch does after a kernel: after this one
+            with contextlib.suppress(RuntimeError):
+                torch.empty(1, device=self._device).fill_(0)
 
     def _release(self) -> None:
         if self._pinned:

@@ -114,11 +114,16 @@ def load(
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         state["optim"]["state"].update({name: {} for name in unused})
+        for group, own in zip(state["optim"]["param_groups"], optimizer.param_groups, strict=True):
+            group.update({name: own[name] for name in _KERNELS if name in own})
         set_optimizer_state_dict(module, optimizer, state["optim"])
         for without in [parameter for parameter, values in optimizer.state.items() if not values]:
             del optimizer.state[without]
 
 
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+"""Of an optimizer's groups, how a step is computed. It goes by device and strategy, which a resume may change: a fused
+step knows no parameters that are spread (SGD's), and one that is not fused waits for the device."""
 Written = list[tuple[str, Any]]
 """What a checkpoint holds: the key in its metadata, and the path in the state."""
 
@@ -174,6 +179,8 @@ def weights_sha256(state: dict[str, Tensor], is_wanted: bool = True) -> str:
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if not is_wanted:
+            if tensor.is_cuda:  # it is only queued: who went on would end, and take its part from the others
+                torch.cuda.current_stream(tensor.device).synchronize()
             continue
         tensor = tensor.cpu().contiguous()
         shape = ",".join(map(str, tensor.shape))

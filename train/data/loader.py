@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import multiprocessing
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from train.data import handles
 from train.data.fetch import Bad, gatherer
+from train.data.nested import mapped
 from train.data.pinned import pinned
 from train.data.plan import MicroBatch
 from train.data.seeds import seed_compute
@@ -204,19 +204,11 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
             layout = torch.channels_last if channels_last and value.dim() == 4 else torch.preserve_format
             # a copy to the host must be there when it is looked at
             return value.to(device, kind, non_blocking=device.type == "cuda", memory_format=layout)
-        if isinstance(value, dict):
-            moved = copy.copy(value)  # of its own kind: a defaultdict cannot be made of items alone
-            moved.update({key: move(inner) for key, inner in value.items()})
-            return moved
-        if isinstance(value, PackedSequence):  # its sizes stay on the host
+        if isinstance(value, PackedSequence):
             packed = value.to(device, non_blocking=device.type == "cuda")
             return packed.to(dtype) if dtype is not None and packed.data.is_floating_point() else packed
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(move, value))
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(move, value))
         if hasattr(value, "to") and not isinstance(value, np.ndarray):
             return value.to(device)
         return value
 
-    return move(batch)
+    return mapped(batch, move)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
+
+from train.data.nested import mapped
 
 T = TypeVar("T")
 _AHEAD = 2
@@ -31,13 +33,19 @@ def pinned(items: Iterator[Any], device: torch.device, has_workers: bool) -> Ite
     """
     if device.type != "cuda":
         return items
-    if not has_workers:
-        return map(pin_memory, items)
 
     def pin(item: Any) -> Any:
-        return pin_memory(item)
+        return mapped(item, _pin)
 
+    if not has_workers:
+        return map(pin, items)
     return ahead(items, pin, lambda: torch.cuda.set_device(device))
+
+
+def _pin(value: Any) -> Any:
+    # torch's would make lists of all tuples that it finds, and of other sequences: a batch would be another on a GPU
+    is_of_torch = isinstance(value, (torch.Tensor, Mapping)) or hasattr(value, "pin_memory")
+    return pin_memory(value) if is_of_torch else value
 
 
 def ahead(items: Iterator[Any], make: Callable[[Any], T], begin: Callable[[], None] = lambda: None) -> Iterator[T]:

@@ -46,6 +46,22 @@ def compile_as_asked(model: nn.Module, config: Config) -> None:
         model.compile(dynamic=False)
         # beyond torch's limit (8) shapes are not compiled: which ones, would go by where an attempt began
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 16
+        if config.deterministic:
+            _decide_without_timing()
+
+
+def _decide_without_timing() -> None:
+    """Keep torch's compiler from choosing kernels by how long they take: the next process would choose others.
+
+    Of torch's determinism it asks only in part. `dynamic_scale_rblock` tries sums in blocks of half the size, which is
+    another order of adding; `shape_padding` tries matrices with zeros added (2.7.1: _inductor/runtime/
+    triton_heuristics.py, fx_passes/pad_mm.py). From 2.9 on one switch stands for all of that.
+    """
+    from torch._inductor import config as inductor  # not loaded where nothing is compiled
+
+    for name, value in {"dynamic_scale_rblock": False, "shape_padding": False, "deterministic": True}.items():
+        if hasattr(inductor, name):
+            setattr(inductor, name, value)
 
 
 def refusal(error: BaseException) -> str:

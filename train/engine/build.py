@@ -126,9 +126,8 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optim = config.optim
     common: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
-    if parameters[0].device.type == "cuda":
-        # one kernel for all parameters; SGD's takes none that are spread over ranks (torch 2.7)
-        common["fused"] = not (optim.name == "sgd" and config.parallel.strategy in SPREAD)
+    if parameters[0].device.type == "cuda" and _takes_fused(parameters, config):
+        common["fused"] = True  # False would keep torch from its second best, one kernel for several
     if optim.name == "sgd":
         made = torch.optim.SGD(parameters, momentum=optim.momentum, **common)
         if config.precision == "fp16" and optim.momentum:
@@ -138,6 +137,13 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
         return made
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return kind(parameters, betas=(optim.momentum, 0.999), **common)
+
+
+def _takes_fused(parameters: list[nn.Parameter], config: Config) -> bool:
+    """Whether one kernel can make the step of all parameters (torch 2.7): it knows no complex ones, and SGD's none
+    that are spread over ranks."""
+    is_spread = config.optim.name == "sgd" and config.parallel.strategy in SPREAD
+    return not is_spread and all(parameter.is_floating_point() for parameter in parameters)
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task) -> None:

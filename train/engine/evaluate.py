@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -111,6 +112,23 @@ def _row(samples: int, figures: dict[str, Figure], names: list[str]) -> list[Ten
     return row
 
 
+def _on_host(rows: list[list[Tensor | float]]) -> list[list[float]]:
+    """The rows in numbers, brought from each device together: of every single one the host would wait for it."""
+    found: dict[tuple[torch.device, torch.dtype], list[tuple[list[float], int, Tensor]]] = {}
+    made = []
+    for row in rows:
+        numbers = [math.nan if isinstance(value, Tensor) else float(value) for value in row]
+        for place, value in enumerate(row):
+            if isinstance(value, Tensor):
+                found.setdefault((value.device, value.dtype), []).append((numbers, place, value))
+        made.append(numbers)
+    for there in found.values():
+        brought = torch.stack([value for _, _, value in there]).tolist()
+        for (numbers, place, _), value in zip(there, brought, strict=True):
+            numbers[place] = float(value)
+    return made
+
+
 def _summed(
     rows: dict[int, list[Tensor | float]], names: list[str], micros: int, world: World
 ) -> tuple[dict[str, float], int]:
@@ -120,12 +138,11 @@ def _summed(
     if any(set(found) != set(everybodys[0]) for found in everybodys):
         raise TrainingFailed(_OTHER_NAMES)
     names = everybodys[0] if everybodys else []
-    table = torch.zeros(micros, 1 + 2 * len(names), dtype=torch.float64, device=world.device)
-    for number, row in rows.items():
-        ordered = [row[0], *(row[1 + 2 * mine[name] + part] for name in names for part in (0, 1))]
-        values = [torch.as_tensor(value, dtype=torch.float64, device=world.device) for value in ordered]
-        table[number] = torch.stack(values)
-    columns = world.add(table).cpu().T.tolist()  # each row is one rank's alone: adding zeros rounds nothing
+    table = np.zeros((micros, 1 + 2 * len(names)))
+    for number, row in zip(rows, _on_host(list(rows.values())), strict=True):
+        table[number] = [row[0], *(row[1 + 2 * mine[name] + part] for name in names for part in (0, 1))]
+    whole = world.add(torch.from_numpy(table).to(world.device))
+    columns = whole.cpu().T.tolist()  # each row is one rank's alone: adding zeros rounds nothing
     sums = [math.fsum(column) for column in columns]
     figures = {
         name: sums[2 * place + 1] / sums[2 * place + 2] if sums[2 * place + 2] else math.nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from train import config as configuration
 from train import faults
 from train.checkpoint.state import weights_of, weights_sha256
 from train.engine.setup import Done, Job
@@ -22,8 +23,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     job.report.times(done.times)
     job.heart.beat(heartbeat.SAVING, done.step)  # until it has no part in anything any more, others may wait for it
     faults.here("digest")
-    # a collective where the weights are spread, so before the first rank is alone
-    digest = "" if done.stopped else weights_sha256(weights_of(job.strategy.module), job.world.is_lead)
+    weights = "" if done.stopped else digest(job)  # before the first rank is alone
     job.heart.beat(heartbeat.ENDING, done.step)
     reason = (job.stop.reason or "another rank was asked to") if done.stopped else ""
     end = Outcome(job.world.rank, Kind.STOPPED if done.stopped else Kind.FINISHED, done.step, reason)
@@ -35,8 +35,8 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     else:
         evaluation = last_evaluation(job.run)
         faults.here("finish")
-        figures |= {"weights_sha256": digest, "metrics": dict(evaluation["eval"]) if evaluation else {}}
-        said = f"finished after {done.step} steps; weights {digest[:16]}…"
+        figures |= {"weights_sha256": weights, "metrics": dict(evaluation["eval"]) if evaluation else {}}
+        said = f"finished after {done.step} steps; weights {weights[:16]}…"
     end = Outcome(end.rank, end.kind, end.step, end.reason, figures=figures)
     try:
         outcome.write(job.run.logs(attempt), end)
@@ -50,3 +50,13 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
         faults.here("finished")
     job.report.say(said)
     return end
+
+
+def digest(job: Job) -> str:
+    """The digest of the weights on the first rank of a machine, '' on others. A collective where they are spread."""
+    found = weights_sha256(weights_of(job.strategy.module), job.world.is_lead)
+    if job.config.parallel.strategy in configuration.SPREAD:
+        # ranks that have given all they hold would end while the first one still gathers from them: what is in flight
+        # would lose its peer. On the host, where a call returns only when all have come to it
+        job.world.gather(None)
+    return found

@@ -85,6 +85,8 @@ class _Loop:
         self.is_stopping = False
         self._begun, self._saved = done, job.saved
         self._rates = [group["lr"] * schedule.scale(job.config) for group in job.optimizer.param_groups]
+        # a task's may be a tensor, on a GPU: to look at one there waits for it, so once and not in every step
+        self._told_rate = float(self._rates[0])
         self._stream = job.loader.batches(
             micro_batches(job.agenda, job.plan, job.evaluation, job.sharing, done, job.evaluated)
         )
@@ -115,7 +117,7 @@ class _Loop:
         job.heart.beat(heartbeat.TRAINING, self.done)
         if not job.saver.is_prepared:
             job.saver.prepare(job.strategy.module, job.optimizer)
-        self._readback.put(_Step(self.done, float(self._rates[0] * factor), job.plan.samples(self.done - 1)), sums)
+        self._readback.put(_Step(self.done, self._told_rate * factor, job.plan.samples(self.done - 1)), sums)
 
     def read_votes(self, everything: bool) -> bool:
         """Look at what the ranks said in the steps that can be read by now. Whether one of them asks for a save.

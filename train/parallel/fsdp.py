@@ -57,7 +57,6 @@ class Sharded(Spread):
     tells_exposed = False
 
     def place(self, model: nn.Module) -> nn.Module:
-        model.to(self.world.device)
         size = self.world.size
         self._share = choose.ranks_of_copy(self.config, size)
         # two dimensions: groups that hold the same part, and groups that hold one copy of the model among them
@@ -67,6 +66,8 @@ class Sharded(Spread):
             for group in (None, *mesh.get_all_groups()):
                 _set_pg_timeout(self.world.timeout, group)
         self._divisor = self._find_divisor(model, mesh["shard"])
+        # each unit goes to the device by itself and only this rank's part of it stays there: all of the model may not
+        # fit. With the root, last, goes what is in no unit
         for unit in [*units(model, self.config.parallel.wrap, "wrap"), model]:
             # the root too: an evaluation would leave its parameters gathered, and the next step would use old ones
             fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from train.config import Config
 from train.errors import Refused, TrainingFailed
-from train.parallel import cards, nccl
+from train.parallel import cards, nccl, numbered
 from train.parallel.seat import Seat
 
 T = TypeVar("T")
@@ -144,7 +144,8 @@ class World:
         """Whether the flag is up on any rank."""
         if self.size == 1:
             return flag
-        return bool(self.add(torch.tensor(float(flag), device=self.device)).item())
+        # on the host, wherever is computed: a device would first compute all that is queued there
+        return bool(self.add(torch.tensor(float(flag))).item())
 
 
 def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.device:
@@ -175,6 +176,7 @@ def take_device(device: torch.device) -> None:
         Refused: this torch has no kernels for it.
     """
     if device.type == "cuda":
+        numbered.as_nvidia_smi_does()
         torch.cuda.set_device(device)
         card = torch.cuda.get_device_properties(device)
         cards.check([cards.Card(card.name, (card.major, card.minor))])

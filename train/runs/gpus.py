@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from train.errors import Refused
+from train.parallel import numbered
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
@@ -73,6 +74,7 @@ def see(visible: str | None) -> None:
         os.environ.pop(VISIBLE, None)
     else:
         os.environ[VISIBLE] = visible
+        numbered.as_nvidia_smi_does()
 
 
 def _unique(gpus: str) -> list[str]:

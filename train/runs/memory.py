@@ -14,7 +14,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,11 @@ _EXHAUSTED = re.compile(
 _DEVICE_FULL = re.compile(r"Tried to allocate ([\d.]+) (\w+)\. GPU \d+ has a total capacity of ([\d.]+) (\w+)")
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (\w+)")
 _DEVICE_OURS = re.compile(r"this process has ([\d.]+) (\w+) memory in use")
+_DEVICE_TORCHS = re.compile(
+    r"Of the allocated memory ([\d.]+) (\w+) is allocated by PyTorch, (?:with .{1,99}?, )?"
+    r"and ([\d.]+) (\w+) is reserved by PyTorch but unallocated"
+)
+"""What of it is torch's. In a container, where its number is not the host's, torch takes itself for another process."""
 _UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _UNLIMITED = 2**60
 """Version 1 has no word for it, but the largest number of pages."""
@@ -337,17 +342,20 @@ def wanted(text: str) -> float:
 def device_is_too_small(text: str) -> bool:
     """Whether torch's message of a full GPU means that it would be full again: were all other processes gone, what
     was asked for would not fit beside what this process has."""
-    asked, ours = _DEVICE_FULL.search(text), _DEVICE_OURS.search(text)
+    asked, ours = _DEVICE_FULL.search(text), _DEVICE_OURS.search(text) or _DEVICE_TORCHS.search(text)
     if not asked or not ours:
         return False
     try:
-        wanted, total, used = (
-            float(number) * 2 ** _UNITS[unit]
-            for number, unit in (asked.groups()[:2], asked.groups()[2:], ours.groups())
-        )
+        wanted, total = _bytes(asked.groups())
+        used = sum(_bytes(ours.groups()))
     except (KeyError, ValueError):
         return False
     return wanted > total - used
+
+
+def _bytes(words: Sequence[str]) -> list[float]:
+    """Sizes as torch writes them, a number and a unit in turn."""
+    return [float(number) * 2 ** _UNITS[unit] for number, unit in zip(words[::2], words[1::2], strict=True)]
 
 
 def lower_than_agent() -> None:

@@ -96,13 +96,14 @@ def _search(asked: dict[str, Any]) -> tuple[int, str]:
     import train.parallel.ordered
     import train.parallel.single  # noqa: F401
     from train.engine import build
-    from train.parallel.world import pick_device
 
     torch.set_num_threads(1)  # a fork takes no threads along
     task = task_of(asked["task"], asked["copy"])
     config = configuration.build(asked["config"], task.Settings)
     ranks, sizes = asked["ranks"], asked["sizes"]
-    room = memory.Room() if pick_device(config, ranks, 0).type == "cuda" else memory.room(ranks)
+    # the launch has settled where it computes. To ask here how many GPUs there are may open the driver (on a MIG slice,
+    # or without NVML), and CUDA could be used in no fork of this process
+    room = memory.room(ranks) if config.device == "cpu" else memory.Room()
     train_set, _ = build.make_datasets(task, config)
     model = build.make_model(task, config, torch.float64 if config.precision == "fp64" else torch.float32)
     order = _Order(task, config, ranks, train_set, model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +84,62 @@ def test_a_state_of_other_shapes_gets_other_room() -> None:
     stage.copy(state())
     other = {"model": {"weight": torch.arange(5)}}
     assert torch.equal(stage.copy(other)["model"]["weight"], torch.arange(5)) and stage.bytes == 64
+
+
+class _Runtime:
+    """What torch has of CUDA's, which pins nothing and remembers what it was given."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.resident = 0
+        """Bytes of the process's memory that were there when they were to be pinned."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.resident = _resident(address)
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
+
+
+def _resident(address: int) -> int:
+    """Bytes that are in memory of the mapping at an address (proc(5), smaps)."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if found:
+            is_there = int(found[1], 16) <= address < int(found[2], 16)
+        elif is_there and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _pinned(monkeypatch: pytest.MonkeyPatch, code: int) -> tuple[Stage, _Runtime]:
+    """Room for 8 MiB, pinned as if they were copied from a GPU."""
+    runtime = _Runtime(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    stage = Stage()
+    stage._device = torch.device("cpu")
+    stage.reserve({"weight": torch.ones(2 << 20)})
+    return stage, runtime
+
+
+def test_memory_is_touched_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would find its pages itself, gigabytes of them, and let no other thread start a kernel meanwhile."""
+    stage, runtime = _pinned(monkeypatch, 0)
+    assert runtime.resident >= stage.bytes == 8 << 20
+
+
+def test_an_error_of_pinning_is_left_to_no_kernel_of_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps the last error of a thread until somebody asks, and torch asks after each kernel."""
+    kept = ["CUDA error: out of memory"]
+
+    def launch(tensor: Tensor, value: int) -> Tensor:
+        if kept:
+            raise RuntimeError(kept.pop())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "fill_", launch)
+    stage, _ = _pinned(monkeypatch, 2)
+    assert not kept and not stage._pinned and stage.bytes == 8 << 20

@@ -159,3 +159,25 @@ def test_looking_at_a_state_calls_no_hook_of_a_step() -> None:
     assert called == []
     optimizer.step()
     assert called == ["pre", "post"]
+
+
+def test_how_an_optimizer_makes_its_step_is_not_read_from_a_checkpoint(tmp_path: Path) -> None:
+    """It follows from the device and the strategy, which a resume may change."""
+    model = nn.Linear(4, 2)
+    fused = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    model(torch.ones(3, 4)).square().sum().backward()
+    fused.step()
+    fused.zero_grad()
+    dcp.save(state_of(model, fused), checkpoint_id=tmp_path / "step", no_dist=True)
+    for own in ({"fused": False}, {"foreach": True, "maximize": True}, {"fused": True}):
+        again = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(again.parameters(), lr=0.5, momentum=0.1, **own)
+        before = dict(optimizer.param_groups[0])
+        load(tmp_path / "step", again, optimizer)
+        after = optimizer.param_groups[0]
+        for name in ("fused", "foreach", "differentiable"):
+            assert after[name] == before[name], name
+        assert (after["lr"], after["momentum"], after["maximize"]) == (0.1, 0.9, False)
+        assert torch.equal(
+            optimizer.state[again.weight]["momentum_buffer"], fused.state[model.weight]["momentum_buffer"]
+        )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from train.data.pinned import ahead, pinned
 
@@ -55,3 +60,47 @@ def test_no_more_is_made_than_a_few_ahead_and_nothing_once_nobody_asks() -> None
 def test_on_the_cpu_nothing_is_done() -> None:
     items = iter([1, 2])
     assert pinned(items, torch.device("cpu"), has_workers=True) is items
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: Any
+
+
+@dataclasses.dataclass
+class Own:
+    """A batch that knows how to be pinned."""
+
+    times: int = 0
+
+    def pin_memory(self) -> Own:
+        return Own(self.times + 1)
+
+
+def _kinds(value: Any) -> Any:
+    """The types in a batch, all the way down."""
+    if isinstance(value, dict):
+        return type(value), {key: _kinds(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [_kinds(inner) for inner in value]
+    return type(value)
+
+
+def test_a_batch_is_of_the_same_kinds_as_without_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor, _: Any = None) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    points = torch.ones(2)
+    counted = collections.defaultdict(list, {"a": [points, (points,)]})
+    batch = (
+        points, (points, [points, (1, "x", None)]), Pair(points, (points,)), counted, range(3), np.zeros(2), Own(),
+        pack_sequence([points]), collections.deque([1]),
+    )  # fmt: skip
+    (same,) = pinned(iter([(0, batch, [])]), torch.device("cuda"), has_workers=False)
+    assert _kinds(same) == _kinds((0, batch, []))
+    assert sum(tensor is points for tensor in found) == 7 and same[1][6].times == 1
+    assert same[1][3]["new"] == []

@@ -89,6 +89,21 @@ def test_strict_fills_nothing_and_tries_nothing(monkeypatch: pytest.MonkeyPatch)
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.benchmark
 
 
+TIMED = {"dynamic_scale_rblock": False, "shape_padding": False, "deterministic": True}
+"""What Inductor, as torch ships it, decides by how long something takes (the last is of torch 2.9 on)."""
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_compiled_nothing_is_decided_by_its_time(deterministic: bool) -> None:
+    from torch._inductor import config as inductor
+
+    known = [name for name in TIMED if hasattr(inductor, name)]
+    assert "shape_padding" in known
+    with inductor.patch({name: not TIMED[name] for name in known}):
+        arithmetic.compile_as_asked(torch.nn.Linear(4, 4), Config(compile=True, deterministic=deterministic))
+        assert all((getattr(inductor, name) is TIMED[name]) == deterministic for name in known)
+
+
 def test_cublas_without_its_setting_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     said = arithmetic.refusal(RuntimeError(CUBLAS))

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train.engine.evaluate import _summed
+from train.parallel.world import World
 
 EVALUATED = {"steps": 4, "task__count_ids": "true", "micro_batch_size": 4}
 
@@ -179,3 +183,42 @@ def test_metrics_of_other_names_on_another_rank_are_an_error(engine: Any, tmp_pa
     )
     record = engine.run("names", 2, task=task, steps=1)
     assert record["state"] == "failed" and "the same names for every batch" in record["reason"]
+
+
+def test_ranks_ask_each_other_for_a_stop_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device all that is queued there would have to be computed first."""
+    world = World(0, 2, 0, torch.device("meta"))
+    asked: list[torch.Tensor] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(world, "add", add)
+    assert world.any(True) and not world.any(False) and world.is_everywhere(True)
+    assert {tensor.device.type for tensor in asked} == {"cpu"}
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_figures_come_to_the_host_together_however_many_there_are() -> None:
+    """Numbers that the host knows go to no device one by one: each would wait for it."""
+    counted = []
+    for micros in (10, 200):
+        rows: dict[int, list[Any]] = {
+            n: [4, torch.tensor(n, dtype=torch.float64), 4.0, 2.5, torch.tensor(3)] for n in range(micros)
+        }
+        with _Counting() as mode:
+            figures, samples = _summed(rows, ["loss", "accuracy"], micros + 5, World(0, 1, 0, torch.device("cpu")))
+        assert samples == 4 * micros
+        assert figures == {"loss": (micros - 1) / 8, "accuracy": 2.5 / 3}
+        counted.append(mode.calls)
+    assert counted[0] == counted[1], counted

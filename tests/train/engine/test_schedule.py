@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,39 @@ def test_a_run_trains_with_these_rates(steady: Any) -> None:
     lines = [line for line in steady.station.metrics("one") if "lr" in line]
     made = config(warmup_epochs=0.5)
     assert [line["lr"] for line in lines] == pytest.approx([0.1 * factor(made, step, 4, 10) for step in range(10)])
+
+
+RATED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Rate(torch.Tensor):
+    asked = 0
+
+    def __float__(self):
+        Rate.asked += 1
+        if Rate.asked > 3:
+            raise AssertionError("the host asked for a rate again and again, and on a GPU waited for it")
+        return super().__float__()
+
+def datasets(config):
+    return TensorDataset(torch.randn(32, 4)), None
+
+def model(config):
+    return nn.Linear(4, 4)
+
+def optimizer(model, config):
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25).as_subclass(Rate), foreach=False)
+
+def loss(model, batch):
+    return model(batch[0]).square().mean()
+"""
+
+
+def test_a_rate_that_is_a_tensor_is_read_once(engine: Any, tmp_path: Path) -> None:
+    task = tmp_path / "rated.py"
+    task.write_text(RATED)
+    record = engine.run("rated", task=task, steps=8, epochs=None, schedule__warmup_epochs=0, schedule__decay="constant")
+    assert record["state"] == "finished", engine.said("rated")
+    assert [line["lr"] for line in engine.station.metrics("rated")] == [0.25] * 8

@@ -11,9 +11,9 @@ import torch
 
 from tests.train.tiers import later
 from tests.train.training import assert_same_training, sample_of
-from train.config import Config, Parallel
+from train.config import Config, Optim, Parallel
 from train.data.order import order
-from train.engine.build import make_optimizer
+from train.engine.build import _takes_fused, make_optimizer
 from train.errors import Refused
 
 EXACT = {"precision": "fp64"}
@@ -403,3 +403,20 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_spre
         with pytest.raises(Refused, match=f"{name} needs whole parameters"):
             make_optimizer(optimizers, model, Config(parallel=Parallel(strategy=strategy)))
     assert isinstance(make_optimizer(optimizers, model, Config()), getattr(torch.optim, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "dtype", "fused"),
+    [
+        ("adamw", "ddp", torch.float32, True),
+        ("adamw", "fsdp", torch.bfloat16, True),
+        ("sgd", "single", torch.float64, True),
+        ("sgd", "hsdp", torch.float32, False),
+        ("sgd", "ddp", torch.complex64, False),
+        ("adamw", "single", torch.complex128, False),
+    ],
+)
+def test_an_optimizer_is_fused_on_a_gpu_where_torch_can(name: Any, strategy: Any, dtype: Any, fused: bool) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, dtype=dtype))]
+    config = Config(optim=Optim(name=name), parallel=Parallel(strategy=strategy))
+    assert _takes_fused(parameters, config) is fused

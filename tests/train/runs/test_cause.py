@@ -118,6 +118,30 @@ def test_a_gpu_that_is_too_small_is_not_tried_again_and_one_that_others_fill_is(
     assert not failure_of(torch.OutOfMemoryError(text.format("20.00", "10.00")), None)["recurs"]
 
 
+@pytest.mark.parametrize("pools", ["", "with 1.00 GiB allocated in private pools (e.g., CUDA Graphs), "])
+def test_in_a_container_where_its_number_is_another_what_torch_has_allocated_counts(pools: str) -> None:
+    """torch says "this process" only where NVML's number of it is the one that it has here."""
+    import torch
+
+    text = (
+        "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 79.11 GiB of which 5.00 GiB is free. "
+        "Process 25454 has 70.00 GiB memory in use. Process 77 has 4.11 GiB memory in use. Of the allocated memory {} "
+        f"is allocated by PyTorch, {pools}and {{}} is reserved by PyTorch but unallocated. If reserved but unallocated "
+        "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    )
+    for asked, allocated, unallocated, recurs in (
+        ("20.00 GiB", "60.00 GiB", "512.00 MiB", True),
+        ("20.00 GiB", "50.00 GiB", "9.50 GiB", True),
+        ("20.00 GiB", "50.00 GiB", "8.00 GiB", False),
+        ("20.00 GiB", "3.86 GiB", "0 bytes", False),
+    ):
+        said = text.format(asked, allocated, unallocated)
+        assert failure_of(torch.OutOfMemoryError(said), None)["recurs"] is recurs
+        log = f"Traceback (most recent call last):\n  x\ntorch.OutOfMemoryError: {said}\n"
+        found = of_log(log, 1)
+        assert found is not None and found.recurs is recurs
+
+
 def test_a_full_device_is_told_with_the_batch_that_would_fit() -> None:
     import torch
 

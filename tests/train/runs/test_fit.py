@@ -12,10 +12,13 @@ import tomllib
 from typing import Any
 
 import pytest
+import torch
 
 from tests.train.conftest import PATIENCE, Station, lives
-from train.runs import fit
+from train import config as configuration
+from train.runs import fit, trial
 from train.runs.memory import MARGIN, Room, Use
+from train.runs.request import Request, resolve
 
 TASK = """
 from dataclasses import dataclass
@@ -231,3 +234,26 @@ def test_a_server_that_a_task_starts_keeps_no_try_waiting_and_is_ended(station: 
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert len(servers) >= 2  # of the check, and of the tries
+
+
+def test_where_only_the_driver_can_count_gpus_it_is_not_asked_before_ranks_are_forked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a MIG slice, say. After that CUDA could be used in none of them."""
+
+    def asked() -> int:
+        raise AssertionError("the driver was opened in the process that forks ranks")
+
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: -1)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", asked)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # in this process it is not for others
+    sizes: list[int] = []
+
+    def fits(_: object, size: int) -> trial._Tried:
+        sizes.append(size)
+        return trial._Tried()
+
+    monkeypatch.setattr(trial, "_try", fits)
+    task, config = resolve(Request("digits", {"device": "cuda", "micro_batch_size": "8"}))
+    order = {"task": "digits", "copy": None, "config": configuration.to_flat(config), "ranks": 1, "sizes": [1, 2, 4, 8]}
+    assert trial._search(order)[0] == 8 and sizes == [2, 8] and task.name == "digits"

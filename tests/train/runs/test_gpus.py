@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from train import config
 from train.errors import Refused
-from train.parallel.world import pick_device
+from train.parallel.world import pick_device, take_device
 from train.record import environment, store
 from train.runs import opening
-from train.runs.gpus import again, count_ranks
+from train.runs.gpus import again, count_ranks, see
 from train.runs.launch import Order
 
 HERE = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-46163e99-0000-0000-0000-000000000000", "GPU-99aa"]
@@ -37,6 +38,8 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that it is afterwards what it was
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
     monkeypatch.setattr(torch.cuda, "device_count", count)
 
 
@@ -116,3 +119,24 @@ def test_other_ranks_go_on_with_the_gpus_that_the_run_was_given(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     more = Order("resume", str(tmp_path), "a", nproc="3", gpus="3")
     assert opening._ranks_again(more, run, run.read()) == (3, "0,1,2")
+
+
+def test_gpus_have_the_numbers_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(None)
+    assert "CUDA_DEVICE_ORDER" not in os.environ  # nothing was chosen
+    see("1")
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    see("1")
+    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"  # its user has said so
+
+
+def test_ranks_count_their_gpus_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str | None] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(os.environ.get("CUDA_DEVICE_ORDER")))
+    card = SimpleNamespace(name="a card", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    take_device(torch.device("cpu"))
+    assert "CUDA_DEVICE_ORDER" not in os.environ
+    take_device(torch.device("cuda", 1))
+    assert order == ["PCI_BUS_ID"]
