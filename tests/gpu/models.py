@@ -68,14 +68,28 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int, context: int, layers: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        place = torch.empty(0).device
+        with torch.device(
+            "meta"
+        ):  # else torch fills the tensors first, which takes twice as long as what is done below
+            self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+            self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, vocabulary, bias=False)
+        self.to_empty(device=place)
+        self.head.weight = self.tokens.weight
+        self._fill()
+
+    def _fill(self) -> None:
+        """The first weights, as GPT-2's."""
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
-        self.head.weight = self.tokens.weight
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.tokens(text) + self.positions(torch.arange(text.shape[1], device=text.device))
