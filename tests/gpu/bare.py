@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def loop(task_name: str, flags: dict[str, Any], steps: int) -> None:
-    """Train for so many steps; the flags are those of `train run`.
+def loop(task_name: str, flags: dict[str, Any], is_over: Callable[[], bool]) -> None:
+    """Train until it is over; the flags are those of `train run`.
 
     Of them it knows: device, batch_size, precision, channels_last, compile, deterministic, cpu_threads,
     optim.{name,lr}, task.*.
@@ -53,7 +53,7 @@ def loop(task_name: str, flags: dict[str, Any], steps: int) -> None:
                     setattr(torch._inductor.config, name, False)
         model.compile(dynamic=False)
     batches = _batches(dataset, flags["batch_size"], device)
-    for _ in range(steps):
+    while not is_over():
         batch = [_moved(tensor, device, layout) for tensor in next(batches)]
         with _autocast(precision, device):
             loss = task.loss(model, batch)

@@ -7,9 +7,11 @@ import dataclasses
 import itertools
 import logging
 import os
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from types import MappingProxyType
@@ -103,13 +105,20 @@ class Scale:
 
 def exact_flags(scale: Scale, task: str) -> dict[str, Any]:
     """A task of the size at which its exactness is looked at: many steps in a few seconds, with dropout."""
-    flags = scale.flags(task) | {"checkpoint.every_steps": 8, "log.every_steps": 1}
+    flags = scale.flags(task) | {"checkpoint.every_steps": 4, "log.every_steps": 1}
     if scale.is_gpu and task == "resnet":
-        flags |= {"batch_size": 48, "task.count": 256, "task.size": 96}
+        flags |= {"batch_size": 24, "task.count": 128, "task.size": 96}
     if task == "gpt":
         flags |= {"task.dropout": 0.1}
         if scale.is_gpu:
-            flags |= {"task.layers": 4, "task.context": 256, "batch_size": 12, "task.count": 128}
+            # 16 x 256 tokens: up to 3072 an embedding's backward is another, small kernel, which no real batch takes
+            flags |= {
+                "task.layers": 2,
+                "task.vocabulary": 16384,
+                "task.context": 256,
+                "batch_size": 16,
+                "task.count": 96,
+            }
     return flags
 
 
@@ -133,17 +142,29 @@ def made(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> Run:
     return store.create(scale.folder, f"{task}-{next(_numbers)}", prepared.files, prepared.record)
 
 
-def train_here(run: Run) -> None:
-    """Train a run in this process, to its end.
+@contextlib.contextmanager
+def passing(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> Iterator[Run]:
+    """A new run whose folder is removed afterwards: all of them together would fill a disk."""
+    run = made(scale, task, flags, ranks)
+    try:
+        yield run
+    finally:
+        shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def train_here(run: Run, stop: StopRequest | None = None) -> None:
+    """Train a run in this process, to its end, or to a stop that is asked for.
 
     Raises:
+        torch.OutOfMemoryError: the device is full.
         RuntimeError: it did not come to its end.
     """
 
     ends: list[Outcome] = []
+    asked = stop or StopRequest(())
 
     def rank(attempt: int) -> Outcome:
-        ends.append(run_rank(run, Seat(), attempt, StopRequest(()), bar=False))
+        ends.append(run_rank(run, Seat(), attempt, asked, bar=False))
         return ends[-1]
 
     lock = run.acquire()
@@ -153,9 +174,11 @@ def train_here(run: Run) -> None:
     finally:
         lock.release()
     record = run.read()
-    if record["state"] != store.FINISHED:
-        print(ends[-1].traceback if ends else "", file=sys.stderr)
-        raise RuntimeError(f"{run.name} is {record['state']}: {record['reason'] or record['attempts'][-1]}")
+    if record["state"] != (store.STOPPED if asked.asked else store.FINISHED):
+        trace = ends[-1].traceback if ends else ""
+        print(trace, file=sys.stderr)
+        kind = torch.OutOfMemoryError if "OutOfMemoryError" in trace else RuntimeError
+        raise kind(f"{run.name} is {record['state']}: {record['reason'] or record['attempts'][-1]}")
 
 
 def train_forked(
@@ -202,20 +225,38 @@ def hush() -> None:
 
 
 class Stretch:
-    """Times what lies between two optimizer steps of this process, whatever loop makes them.
+    """Times so many optimizer steps of this process, whatever loop makes them.
 
     It counts optimizer steps by torch's own hook, so that our loop and a hand-written one are measured by the same
-    means, and waits for the device at both ends and nowhere between.
+    means, and waits for the device at both ends and nowhere between. It begins when things are ready: after a few steps
+    and seconds, and not while a thread of ours finds memory for checkpoints, which a run does once in its life.
     """
 
-    def __init__(self, first: int, last: int, device: str) -> None:
+    def __init__(self, scale: Scale, steps: int = 0, last: int = 0, least: int = 8, settle: float = 2.0) -> None:
+        """
+        Args:
+            steps: how many to time; or
+            last: the step, counted from 1, to time up to.
+            least: steps before it begins.
+            settle: seconds from the first step until it begins, on a GPU.
+        """
         self.seconds = 0.0
-        """Per step."""
+        """Per step, once it is over."""
+        self.steps = steps
+        """That were timed."""
         self.memory = 0
-        """Bytes of the device at most, between the two."""
-        self.at: list[float] = []
-        """When each step was given to the device, by the host's clock."""
-        self._first, self._last, self._is_gpu = first, last, device == "cuda"
+        """Bytes of the device at most, meanwhile."""
+        self.then: Callable[[], None] = lambda: None
+        """Called once it is over."""
+        self.counted = 0
+        self.begun = 0
+        """After which step it began."""
+        self._last, self._least, self._settle, self._is_gpu = last, least, settle, scale.is_gpu
+        self._first_at = self._began = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self.seconds > 0
 
     def __enter__(self) -> Stretch:
         self._handle = register_optimizer_step_post_hook(lambda *_: self._step())
@@ -225,16 +266,32 @@ class Stretch:
         self._handle.remove()
 
     def _step(self) -> None:
-        count = len(self.at) + 1
-        if count in (self._first, self._last) and self._is_gpu:
-            torch.cuda.synchronize()
-            if count == self._first:
+        self.counted += 1
+        if self.is_over:
+            return
+        if self.begun:
+            if self.counted == (self._last or self.begun + self.steps):
+                self._end()
+            return
+        self._first_at = self._first_at or time.perf_counter()
+        if self._is_ready():
+            if self._is_gpu:
+                torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-            else:
-                self.memory = torch.cuda.max_memory_allocated()
-        self.at.append(time.perf_counter())
-        if count == self._last:
-            self.seconds = (self.at[-1] - self.at[self._first - 1]) / (self._last - self._first)
+            self.begun, self._began = self.counted, time.perf_counter()
+
+    def _is_ready(self) -> bool:
+        if self.counted < self._least or any(thread.name.startswith("reserve") for thread in threading.enumerate()):
+            return False
+        return not self._is_gpu or time.perf_counter() - self._first_at >= self._settle
+
+    def _end(self) -> None:
+        if self._is_gpu:
+            torch.cuda.synchronize()
+            self.memory = torch.cuda.max_memory_allocated()
+        self.steps = self.counted - self.begun
+        self.seconds = (time.perf_counter() - self._began) / self.steps
+        self.then()
 
 
 def mebibytes(count: float) -> str:
