@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, exact_flags, made, train_forked
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, exact_flags, passing, train_forked
 from train.record import store
 
-STEPS = 24
-KILL = "step:19:kill"
-"""In its 19th step; the checkpoint of step 16 may be on its way to the disk then."""
+STEPS = 12
+KILLED = 10
+"""The step in which it is killed; the checkpoint of step 8 may be on its way to the disk then."""
 
 
 def part(scale: Scale) -> Iterator[Row]:
@@ -34,7 +34,7 @@ def _compiled(scale: Scale) -> Row:
         return Row(what, "small, it would be compiled for longer than it trains", UNCHECKED)
     if not (find_spec("triton") and (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))):
         return Row(what, "torch.compile needs triton and a C compiler, and here is none", UNCHECKED)
-    flags = exact_flags(scale, "gpt") | {"precision": "bf16", "steps": STEPS, "compile": "true", "task.layers": 2}
+    flags = exact_flags(scale, "gpt") | {"precision": "bf16", "steps": STEPS, "compile": "true"}
     return compare(scale, "gpt", what, flags, is_compiled=True)
 
 
@@ -47,23 +47,23 @@ def compare(
         is_compiled: it is resumed with empty caches of the compiler, so that what was chosen before is chosen anew.
     """
     caches = [_caches(scale, name) if is_compiled else {} for name in ("before", "after")]
-    whole = train_forked(made(scale, task, flags, ranks), ranks, environment=caches[0])
+    with passing(scale, task, flags, ranks) as run:
+        whole = train_forked(run, ranks, environment=caches[0])
     if whole["state"] != store.FINISHED:
         return Row(what, f"{whole['state']}: {reason(whole)}", FAILED)
-    run = made(scale, task, flags, ranks)
-    killed = train_forked(run, ranks, KILL, caches[0])
-    if killed["state"] != store.INTERRUPTED:
-        return Row(what, f"killed, it is {killed['state']}: {reason(killed)}", FAILED)
-    resumed = train_forked(run, ranks, environment=caches[1])
+    with passing(scale, task, flags, ranks) as run:
+        killed = train_forked(run, ranks, f"step:{KILLED}:kill", caches[0])
+        if killed["state"] != store.INTERRUPTED:
+            return Row(what, f"killed, it is {killed['state']}: {reason(killed)}", FAILED)
+        resumed = train_forked(run, ranks, environment=caches[1])
     if resumed["state"] != store.FINISHED:
         return Row(what, f"resumed, it is {resumed['state']}: {reason(resumed)}", FAILED)
     start = resumed["attempts"][-1]["from_step"]
     digests = [record["weights_sha256"] for record in (whole, resumed)]
     if digests[0] != digests[1] or not start:
         return Row(what, f"resumed at step {start}: {digests[0][:12]} and {digests[1][:12]}", FAILED, "equal digests")
-    return Row(
-        what, f"killed in step 19, resumed after step {start}: equal", OK, "equal digests", {"sha256": digests[0]}
-    )
+    found = f"killed in step {KILLED}, resumed after step {start}: equal"
+    return Row(what, found, OK, "equal digests", {"sha256": digests[0]})
 
 
 def _caches(scale: Scale, name: str) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -12,7 +11,8 @@ from collections.abc import Iterator
 import psutil
 import torch
 
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, exact_flags, made, mebibytes, train_forked
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, exact_flags, mebibytes, passing, train_forked
+from train.record import store
 from train.record.store import Run
 
 PATIENCE = 60.0
@@ -22,16 +22,17 @@ _WITHIN = 64 * 2**20
 
 def part(scale: Scale) -> Iterator[Row]:
     """Kill a run with loader processes while it trains."""
-    train_forked(made(scale, "digits", exact_flags(scale, "digits") | {"steps": 2}))  # starts the server
+    with passing(scale, "digits", exact_flags(scale, "digits") | {"steps": 2}) as first:
+        train_forked(first)  # starts the server
     before = _free(scale)
     flags = exact_flags(scale, "gpt") | {"steps": 1_000_000, "data.workers": 2}
     del flags["checkpoint.every_steps"]
-    run = made(scale, "gpt", flags)
     seen: dict[str, float] = {}
-    killer = threading.Thread(target=_kill, args=(scale, run, before, seen))
-    killer.start()
-    train_forked(run)
-    killer.join()
+    with passing(scale, "gpt", flags) as run:
+        killer = threading.Thread(target=_kill, args=(scale, run, before, seen))
+        killer.start()
+        train_forked(run)
+        killer.join()
     if "killed" not in seen:
         yield Row("SIGKILL", "the run never trained", FAILED)
         return
@@ -57,16 +58,15 @@ def _kill(scale: Scale, run: Run, before: int, seen: dict[str, float]) -> None:
     while time.monotonic() < deadline:
         time.sleep(0.1)
         record = run.read()
-        if record.get("step", 0) < 20:
+        rank = next(iter(record["pids"].get("ranks", ())), os.getpid())
+        if record.get("step", 0) < 20 or rank == os.getpid():  # who starts ranks stands there until theirs are noted
             continue
-        rank = record["pids"]["ranks"][0]
         seen["used"] = before - _free(scale)
         _family[:] = [process.pid for process in psutil.Process(rank).children(recursive=True)] + [rank]
         os.kill(rank, signal.SIGKILL)
         seen["killed"] = time.monotonic()
         return
-    with contextlib.suppress(OSError, KeyError, IndexError):
-        os.kill(run.read()["pids"]["ranks"][0], signal.SIGKILL)
+    run.ask_stop(store.NOW)
 
 
 _family: list[int] = []
