@@ -7,16 +7,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.gpu.exact import STEPS, compare
-from tests.gpu.harness import FAILED, FIGURE, UNCHECKED, Row, Scale, exact_flags, made, train_forked
+from tests.gpu.harness import FAILED, FIGURE, UNCHECKED, Row, Scale, exact_flags, passing, train_forked
+from train.bench import collective
 from train.record import store
+
+MOST = 4
+"""GPUs of this part, however many there are: dp takes all that it sees."""
 
 
 def part(scale: Scale) -> Iterator[Row]:
-    """ddp, fsdp, hsdp, ordered sums and dp on as many ranks as there are GPUs, at most four."""
+    """ddp, fsdp, hsdp, ordered sums and dp on as many ranks as there are GPUs: four at most are given to this part."""
     if scale.is_gpu and scale.gpus < 2:
         yield Row("ddp, fsdp, hsdp, ordered sums over NCCL; dp", "they need two GPUs or more; here is one", UNCHECKED)
         return
-    ranks = min(scale.gpus, 4) if scale.is_gpu else 2
+    ranks = min(scale.gpus, MOST) if scale.is_gpu else 2
     flags = exact_flags(scale, "gpt") | {"steps": STEPS, "precision": "bf16", "micro_batch_size": 1, "batch_size": 4}
     ways: dict[str, dict[str, Any]] = {
         "ddp": {"parallel.strategy": "ddp"},
@@ -26,14 +30,16 @@ def part(scale: Scale) -> Iterator[Row]:
     }
     if not scale.is_gpu:  # tests/train has all of them on CPUs
         ways = {"ddp": ways["ddp"]}
-    if ranks % 2:
+    elif ranks < 4:
         del ways["hsdp"]
+        yield Row("hsdp", f"it needs four GPUs, two that hold a model and two copies; here are {ranks}", UNCHECKED)
     for name, own in ways.items():
         what = f"{name}, {ranks} ranks"
         try:
             yield compare(scale, "gpt", what, flags | own, ranks)
         except Exception as error:
             yield Row(what, f"{type(error).__name__}: {error}"[:300], FAILED)
+    yield _collective(scale, ranks)
     if not scale.is_gpu:
         yield Row("everything over NCCL; dp", "it needs GPUs", UNCHECKED)
         return
@@ -41,8 +47,20 @@ def part(scale: Scale) -> Iterator[Row]:
     yield _scaling(scale, ranks)
 
 
+def _collective(scale: Scale, ranks: int) -> Row:
+    """`train bench collective`: its line of the largest tensor."""
+    table = collective.bench(scale.folder, times=2 if scale.is_small else 10, ranks=ranks)
+    last = [line for line in table.splitlines() if line.startswith("|")][-1]
+    size, milliseconds, bus, copied, share = (float(cell) for cell in last.strip("|").split("|"))
+    found = f"{size / 1024:.0f} MiB in {milliseconds:.2f} ms: {bus:.1f} GB/s a link, {share:.2f} of a plain copy"
+    return Row(f"all-reduce, {ranks} ranks", found, figures={"bus_gb_per_s": bus, "copy_gb_per_s": copied})
+
+
 def _ordered_on_one(scale: Scale, flags: dict[str, Any], ranks: int) -> Row:
-    digests = [train_forked(made(scale, "gpt", flags, count), count).get("weights_sha256") for count in (1, ranks)]
+    digests = []
+    for count in (1, ranks):
+        with passing(scale, "gpt", flags, count) as run:
+            digests.append(train_forked(run, count).get("weights_sha256"))
     is_equal = digests[0] is not None and digests[0] == digests[1]
     return Row(f"ordered: 1 and {ranks} ranks", "equal" if is_equal else str(digests), "ok" if is_equal else FAILED)
 
@@ -54,11 +72,11 @@ def _scaling(scale: Scale, ranks: int) -> Row:
         flags = scale.flags("gpt") | {"precision": "bf16", "steps": 40, "log.every_steps": 20}
         whole = ranks if strategy == "dp" else count
         flags |= {"batch_size": flags["batch_size"] * whole, "parallel.strategy": strategy}
-        run = made(scale, "gpt", flags, count)
-        record = train_forked(run, count)
-        if record["state"] != store.FINISHED:
-            return Row("scaling", f"{strategy}: {record['reason']}"[:300], FAILED)
-        last = run.metrics.read_text(encoding="utf-8").splitlines()[-1]  # of the second half: things are ready by then
-        rates[strategy] = json.loads(last)["samples_per_s"]
+        with passing(scale, "gpt", flags, count) as run:
+            record = train_forked(run, count)
+            if record["state"] != store.FINISHED:
+                return Row("scaling", f"{strategy}: {record['reason']}"[:300], FAILED)
+            last = run.metrics.read_text(encoding="utf-8").splitlines()[-1]  # of the second half: all is ready by then
+            rates[strategy] = json.loads(last)["samples_per_s"]
     found = ", ".join(f"{name} {rate / rates['single']:.2f} times one" for name, rate in rates.items())
     return Row(f"scaling on {ranks} GPUs", found, FIGURE, figures=rates)
