@@ -59,8 +59,6 @@ def main() -> int:
     import torch
 
     device, gpus = options.device, torch.cuda.device_count()
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
     if device == "cuda" and not gpus:
         return _refused("torch sees no GPU here; to try the parts on the CPU: --device cpu --small")
     needed, free = DISK // 50 if options.small else DISK, shutil.disk_usage(options.folder).free
@@ -147,7 +145,7 @@ class Found:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Proof on a GPU in minutes.")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="models that a CPU trains in a minute: proves no speed")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     text = f"parts that do not fit any more are left out ({MINUTES:g}, with several GPUs {MINUTES_FOR_RANKS:g} more)"
