@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.__main__ import PARTS
+
 ROOT = Path(__file__).parents[2]
 ALLOWED = ("torch", "numpy", "pydantic", "tomli_w", "psutil", "safetensors")
 THEIRS = (
@@ -82,8 +84,7 @@ def test_the_proof_on_a_gpu_runs_there_on_the_cpu(plain: dict[str, str], tmp_pat
     """What needs a GPU is written to be run; that its code runs is what can be shown here."""
     found = tmp_path / "found.json"
     done = python(
-        plain, "-m", "tests.gpu", "--device", "cpu", "--small", "--json", found, "--folder", tmp_path,
-        "--parts", "rates,exact,memory,inputs",
+        plain, "-m", "tests.gpu", "--device", "cpu", "--small", "--json", found, "--folder", tmp_path, "--minutes", 14,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("NOT RUN ON A DEVICE")
@@ -92,7 +93,19 @@ def test_the_proof_on_a_gpu_runs_there_on_the_cpu(plain: dict[str, str], tmp_pat
     assert len(exact) == 4 and all(row["verdict"] == "ok" and row["figures"]["sha256"] for row in exact)
     unchecked = [row["what"] for row in rows if row["verdict"] == "not checked"]
     assert "memory of the device freed after SIGKILL" in unchecked
+    assert {row["part"] for row in rows} == set(PARTS) and not any(row["late"] for row in rows)
     assert "Could not be checked here:" in done.stdout
+    assert "\n- memory, memory of the device freed after SIGKILL: " in done.stdout
+    assert not list(tmp_path.glob(".test-gpu-*"))
+
+
+@pytest.mark.bench
+def test_another_package_of_the_name_tests_is_not_taken_for_it(plain: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    plain["PYTHONPATH"] = str(tmp_path)
+    done = python(plain, "-m", "tests.gpu", "--device", "cuda")
+    assert done.returncode == 2 and "--device cpu --small" in done.stderr, done.stderr
 
 
 @pytest.mark.minutes

@@ -1,0 +1,166 @@
+"""What the proof on a GPU says of what it has found, with a device that is made up: that there is one is not needed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import __main__ as proof
+from tests.gpu import exact, harness, ranks, speed, steps
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, Stretch
+from train.runs import admit
+from train.runs.request import Request
+
+
+@pytest.fixture
+def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scale:
+    """One large GPU, which nothing may be computed on."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 << 30, 80 << 30))
+    return Scale("cuda", False, 1, tmp_path)
+
+
+def rows(part: Iterator[Row]) -> dict[str, Row]:
+    return {row.what: row for row in part}
+
+
+def test_the_parts_fit_into_the_minutes() -> None:
+    seconds = {name: about for name, (_, _, about) in proof.PARTS.items()}
+    assert sum(seconds.values()) <= 60 * (proof.MINUTES + proof.MINUTES_FOR_RANKS)
+    assert sum(seconds.values()) - seconds["ranks"] <= 60 * proof.MINUTES
+
+
+@pytest.mark.parametrize("found,code", [
+    ([], 0), ([{"verdict": "not checked", "late": False}], 0), ([{"verdict": "not checked", "late": True}], 3),
+    ([{"verdict": "not checked", "late": True}, {"verdict": "FAILED", "late": False}], 1),
+])  # fmt: skip
+def test_what_was_left_out_for_lack_of_time_has_a_code_of_its_own(found: list[dict[str, Any]], code: int) -> None:
+    assert proof.Found({}, "cuda", False, found).code() == code
+
+
+@pytest.mark.parametrize("theirs,ours,verdict,words", [
+    (1.0, 1.0, OK, "1.000 of a hand-written loop"),
+    (RuntimeError("no compiler"), 1.0, UNCHECKED, "the hand-written loop fails: RuntimeError: no compiler"),
+    (1.0, RuntimeError("oh"), FAILED, "ours, where the hand-written loop trains: RuntimeError: oh"),
+])  # fmt: skip
+def test_what_the_hand_written_loop_can_do_is_ours_to_do(
+    scale: Scale, monkeypatch: pytest.MonkeyPatch, theirs: Any, ours: Any, verdict: str, words: str
+) -> None:
+    def told(value: Any) -> tuple[float, int]:
+        if isinstance(value, Exception):
+            raise value
+        return value, 0
+
+    monkeypatch.setattr(speed, "_ours", lambda *_: told(ours))
+    monkeypatch.setattr(speed, "_measured", lambda *_: told(theirs))
+    row = speed.Beside(scale, "gpt", {"batch_size": 4}, 1e9, 1e12).row("gpt", turns=1)
+    assert row.verdict == verdict and words in row.found
+
+
+def test_a_full_device_is_a_row_that_was_not_checked(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ours(_: Scale, task: str, flags: dict[str, Any], *__: Any, **___: Any) -> tuple[float, int]:
+        if (task, flags["precision"]) == ("resnet", "fp32"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1.0, 1
+
+    monkeypatch.setattr(speed, "_ours", ours)
+    found = rows(speed.precisions(scale))
+    assert found["resnet, fp32"].verdict == UNCHECKED and "out of memory" in found["resnet, fp32"].found
+    assert "times fp32" not in found["resnet, bf16"].found and "1.00 times fp32" in found["gpt, bf16"].found
+
+
+def test_time_is_not_taken_while_memory_for_checkpoints_is_found(tmp_path: Path) -> None:
+    is_there = threading.Event()
+    thread = threading.Thread(target=is_there.wait, name="reserve")
+    thread.start()
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with Stretch(Scale("cpu", True, 0, tmp_path), 3, least=2) as stretch:
+        for step in range(1, 12):
+            optimizer.step()
+            if step == 5:
+                is_there.set()
+                thread.join()
+    assert (stretch.begun, stretch.steps, stretch.is_over, stretch.counted) == (6, 3, True, 11)
+
+
+class Held:
+    """An event behind a sleep of the device."""
+
+    is_done = False
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+@pytest.mark.parametrize("is_done,is_pinned,problem", [
+    (False, True, ""), (True, True, "the host did not come through step 12"), (False, False, "not in pinned memory"),
+])  # fmt: skip
+def test_a_host_that_waits_for_a_held_device_and_a_copy_that_waits_are_seen(
+    monkeypatch: pytest.MonkeyPatch, is_done: bool, is_pinned: bool, problem: str
+) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: time.sleep(0.0))
+    monkeypatch.setattr(torch.cuda, "Event", Held)
+    monkeypatch.setattr(Held, "is_done", is_done)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
+    monkeypatch.setattr(steps, "_PREPARED", lambda batch, *_: batch)
+    watch = steps.Watch(is_gpu=True)
+    for _ in range(steps.LAST):
+        watch.prepared([torch.zeros(1), 3], 0)
+        watch.after_step()
+    assert modes == ["error", "default"]
+    assert problem in watch.problem() if problem else not watch.problem()
+
+
+@pytest.mark.parametrize("gpus,has_hsdp", [(2, False), (3, False), (4, True)])
+def test_hsdp_of_less_than_four_ranks_is_not_said_to_be_ok(
+    scale: Scale, monkeypatch: pytest.MonkeyPatch, gpus: int, has_hsdp: bool
+) -> None:
+    monkeypatch.setattr(ranks, "compare", lambda _, __, what, *___: Row(what, "equal", OK))
+    for name in ("_collective", "_ordered_on_one", "_scaling"):
+        monkeypatch.setattr(ranks, name, lambda *_, name=name: Row(name, ""))
+    found = rows(ranks.part(Scale("cuda", False, gpus, scale.folder)))
+    assert found[f"fsdp, {gpus} ranks"].verdict == OK
+    assert (f"hsdp, {gpus} ranks" in found) == has_hsdp and ("hsdp" in found) != has_hsdp
+
+
+@pytest.mark.parametrize("kind", ["exact", "steps", "speed", "precisions"])
+def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
+    scale: Scale, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Up to the device: what would be refused there would be found on a GPU alone."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def note(_: Scale, task: str, *rest: Any, **__: Any) -> Any:
+        asked.append((task, next(value for value in rest if isinstance(value, dict))))
+        return (1.0, 1) if kind in ("speed", "precisions") else Row("", "")
+
+    monkeypatch.setattr(exact, "compare", note)
+    monkeypatch.setattr(steps, "_unwatched", note)
+    monkeypatch.setattr(steps, "_on_cpu", lambda _: Row("", ""))
+    monkeypatch.setattr(speed, "_ours", note)
+    monkeypatch.setattr(speed, "_measured", lambda *_: (1.0, 1))
+    monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e12)
+    parts = {"exact": exact.part, "steps": steps.part, "speed": speed.part, "precisions": speed.precisions}
+    list(parts[kind](scale))
+    seen = set()
+    for task, flags in asked:
+        texts = {name: str(value) for name, value in flags.items()}
+        texts |= {"device": "cpu", "cpu_threads": "1", "steps": "20", "task.count": "64"}
+        if texts["precision"] not in ("fp32", "bf16"):  # which a CPU has
+            texts["precision"] = "bf16"
+        key = (task, *sorted(texts.items()))
+        if key not in seen:
+            seen.add(key)
+            admit.prepare(Request(str(harness.TASKS / f"{task}.py"), texts))
+    assert {"resnet", "gpt"} <= {task for task, _ in asked}
