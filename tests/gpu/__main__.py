@@ -26,7 +26,7 @@ PARTS = {
     "steps": ("steps", "part", 35),
     "exact": ("exact", "part", 80),
     "memory": ("memory", "part", 20),
-    "checkpoint": ("checkpoint", "part", 50),
+    "checkpoint": ("checkpoint", "part", 60),
     "inputs": ("inputs", "part", 35),
     "precisions": ("speed", "precisions", 50),
     "ranks": ("ranks", "part", 200),

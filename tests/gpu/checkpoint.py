@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.gpu.harness import BELOW, FAILED, FIGURE, OK, UNCHECKED, Row, Scale, Stretch, mebibytes, passing, train_here
+from train.bench import checkpoint
 from train.checkpoint.state import size_of, state_of
 from train.record import manifest
 from train.record.store import Run
@@ -63,6 +64,7 @@ def part(scale: Scale) -> Iterator[Row]:
     is_right = saving.saved == saves + 1 and not saving.broken
     yield Row("checkpoints that were written meanwhile", found, OK if is_right else FAILED, "all whole")
     yield _stall(scale, flags, plain, saving, every, saves, first.write)
+    yield _alone(scale)
     memory = psutil.Process().memory_info().rss
     yield Row("host memory of the process after it", mebibytes(memory), figures={"rss": memory})
 
@@ -96,6 +98,15 @@ def _stall(
     if not scale.is_gpu:  # the cores that write are those that train
         return Row(what, found, FIGURE, goal, figures)
     return Row(what, found, OK if stall <= GOAL * plainly else BELOW, goal, figures)
+
+
+def _alone(scale: Scale) -> Row:
+    """`train bench checkpoint --device cuda`: a copy while nothing trains."""
+    table = checkpoint.bench(scale.folder, [3 if scale.is_small else 500], times=3, device=scale.device)
+    cells = [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")]
+    size, _, stall, ratio, durable, *_ = cells
+    found = f"{size}: stalls for {1000 * float(stall):.0f} ms, {ratio} of torch.save; durable after {durable} s"
+    return Row("a checkpoint while nothing trains", found, figures={"table": table})
 
 
 def _timed(scale: Scale, flags: dict[str, Any], settle: float = 2.0) -> _Timed:

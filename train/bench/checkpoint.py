@@ -24,19 +24,21 @@ from torch import nn
 from train.checkpoint.saver import Saver
 from train.checkpoint.state import size_of, state_of
 from train.config import Config
-from train.parallel.world import World
+from train.parallel.world import World, pick_device, take_device
 from train.record.store import Run, sync_folder
 
 
-def bench(folder: Path, megabytes: list[int], times: int = 5) -> str:
-    """Measure in a folder of the disk that runs are kept on. Returns a table in Markdown."""
+def bench(folder: Path, megabytes: list[int], times: int = 5, device: str = "cpu") -> str:
+    """Measure in a folder of the disk that runs are kept on, of a state on this device. Returns a table in Markdown."""
+    place = pick_device(Config(device="cuda" if device == "cuda" else "cpu"), 1, 0)
+    take_device(place)
     lines = [
         "| state | way | stall s | stall / torch.save | durable after s | MB/s | rate / dd |",
         "|---|---|---|---|---|---|---|",
     ]
     for size in megabytes:
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
-            lines += _measure(Path(name), size, times)
+            lines += _measure(Path(name), size, times, place)
     return "\n".join(lines)
 
 
@@ -44,9 +46,9 @@ Way = Callable[[], tuple[float, float]]
 """Saves once; returns the seconds for which training would stand still, and those until the state is durable."""
 
 
-def _measure(folder: Path, megabytes: int, times: int) -> list[str]:
+def _measure(folder: Path, megabytes: int, times: int, device: torch.device) -> list[str]:
     """Rows of the table."""
-    module, optimizer = _state(megabytes)
+    module, optimizer = _state(megabytes, device)
     size = size_of(state_of(module, optimizer))
     ways = _ways(folder, module, optimizer, size)
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
@@ -67,10 +69,10 @@ def _measure(folder: Path, megabytes: int, times: int) -> list[str]:
     return rows
 
 
-def _state(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _state(megabytes: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and an optimizer that has made a step: parameters and momentum are two halves of the state."""
     # layers of 4 MB, as real models are made of many tensors
-    module = nn.Sequential(*(nn.Linear(1024, 1023) for _ in range(max(1, round(megabytes / 2 / 4.19)))))
+    module = nn.Sequential(*(nn.Linear(1024, 1023) for _ in range(max(1, round(megabytes / 2 / 4.19))))).to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -122,7 +124,7 @@ def _ours(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, asy
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     config = Config()
     config.checkpoint.asynchronous, config.checkpoint.keep = asynchronous, 1
-    saver = Saver(run, World(0, 1, 0, torch.device("cpu")), config, 1, lambda step: None)
+    saver = Saver(run, World(0, 1, 0, next(module.parameters()).device), config, 1, lambda step: None)
     saver.prepare(module, optimizer)
     steps = itertools.count(1 + asynchronous, 2)  # of the one way odd ones, of the other even ones
 

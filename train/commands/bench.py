@@ -35,6 +35,8 @@ def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("subject", metavar="|".join(SUBJECTS), choices=tuple(SUBJECTS), help="what to measure")
     add("--mb", metavar="N", action="append", help="checkpoint: MB of state; may be repeated (100, 1000)")
+    text = "checkpoint: where the state lies that is saved (cpu)"
+    add("--device", choices=("cpu", "cuda"), help=text)
     text = "loop, scaling: what is trained (mlp: a perceptron); resnet50 in scaling alone"
     add("--model", choices=("mlp", "resnet18", "resnet50"), default="mlp", help=text)
     text = "collective: how many ranks (the GPUs, or 2 on the CPU); scaling: a list, as in 1,2,4, or with --nnodes the "
@@ -83,9 +85,12 @@ def _own(options: Namespace) -> dict[str, Any]:
         raise Refused(f"--strategies, --to and --json are for train bench scaling, not {subject}; leave them out")
     if subject != "scaling" and (options.nnodes or options.node_rank or options.rendezvous or options.wait_minutes):
         raise Refused(f"--nnodes is for train bench scaling, not {subject}; leave it out")
+    if subject != "checkpoint" and options.device:
+        raise Refused(f"--device is for train bench checkpoint, not {subject}; leave it out")
     match subject:
         case "checkpoint":
-            return {"megabytes": [number("mb", text, 1) or 1 for text in options.mb or ["100", "1000"]]}
+            megabytes = [number("mb", text, 1) or 1 for text in options.mb or ["100", "1000"]]
+            return {"megabytes": megabytes, "device": options.device or "cpu"}
         case "collective":
             return {"ranks": number("nproc", options.nproc, 2)}
         case "input":
