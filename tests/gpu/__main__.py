@@ -23,17 +23,18 @@ from typing import Any
 
 PARTS = {
     "rates": ("speed", "rates", 10),
-    "steps": ("steps", "part", 35),
+    "steps": ("steps", "part", 30),
     "exact": ("exact", "part", 80),
     "memory": ("memory", "part", 20),
-    "checkpoint": ("checkpoint", "part", 60),
-    "inputs": ("inputs", "part", 35),
-    "precisions": ("speed", "precisions", 50),
+    "checkpoint": ("checkpoint", "part", 55),
+    "inputs": ("inputs", "part", 30),
+    "precisions": ("speed", "precisions", 40),
+    "compiled": ("exact", "compiled", 40),
     "ranks": ("ranks", "part", 200),
-    "speed": ("speed", "part", 190),
+    "speed": ("speed", "part", 175),
 }
-"""In the order in which they are made: module, function, and about how many seconds it takes on one H100 (by estimate).
-The last one compiles: what is not ready when time is over is left of it."""
+"""In the order in which they are made: module, function, and about how many seconds it takes on one H100, by estimate.
+The last one compiles four times: what is not ready when time is over is left of it."""
 MINUTES, MINUTES_FOR_RANKS = 8.0, 4.0
 """On one GPU; how many more on several."""
 DISK = 8 * 10**9
