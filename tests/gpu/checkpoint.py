@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -102,11 +103,14 @@ def _stall(
 
 def _alone(scale: Scale) -> Row:
     """`train bench checkpoint --device cuda`: a copy while nothing trains."""
+    what = "a checkpoint while nothing trains"
+    if not shutil.which("dd"):
+        return Row(what, "train bench checkpoint asks dd what the disk can do, and here is none", UNCHECKED)
     table = checkpoint.bench(scale.folder, [3 if scale.is_small else 500], times=3, device=scale.device)
     cells = [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")]
     size, _, stall, ratio, durable, *_ = cells
     found = f"{size}: stalls for {1000 * float(stall):.0f} ms, {ratio} of torch.save; durable after {durable} s"
-    return Row("a checkpoint while nothing trains", found, figures={"table": table})
+    return Row(what, found, figures={"table": table})
 
 
 def _timed(scale: Scale, flags: dict[str, Any], settle: float = 2.0) -> _Timed:
