@@ -116,7 +116,8 @@ def load(
         state["optim"]["state"].update({name: {} for name in unused})
         for group, own in zip(state["optim"]["param_groups"], optimizer.param_groups, strict=True):
             group.update({name: own[name] for name in _KERNELS if name in own})
-        set_optimizer_state_dict(module, optimizer, state["optim"])
+        with _unwatched(optimizer):
+            set_optimizer_state_dict(module, optimizer, state["optim"])
         for without in [parameter for parameter, values in optimizer.state.items() if not values]:
             del optimizer.state[without]
 

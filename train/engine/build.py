@@ -81,8 +81,19 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise Refused(f"the model of {task.file} has no parameter to train")
+    _give_memory(model)
     # not to(weights), which would make real numbers of complex ones
     return model.double() if weights == torch.float64 else model
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Let each element of a buffer have a place of its own: into what expand() made nothing can be written."""
+    for part in model.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.layout == torch.strided:
+                shape = zip(buffer.stride(), buffer.shape, strict=True)
+                if any(step == 0 and size > 1 for step, size in shape):
+                    part._buffers[name] = buffer.contiguous()
 
 
 def first_samples(task: Task, config: Config, precision: Precision, train_set: Any) -> Any:

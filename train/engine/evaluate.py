@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from train.engine import uneven
 from train.engine.loss import Figure, evaluation_figures
 from train.engine.quiet import quiet
 from train.engine.spare import Spare
-from train.engine.untouched import untouched
+from train.engine.untouched import fixed, normed, untouched
 from train.errors import TrainingFailed
 from train.parallel.precision import Precision
 from train.parallel.world import World
@@ -42,6 +43,7 @@ def evaluate(
     sharing: Sharing | None = None,
     leaves_out: bool = False,
     look: Callable[[Any], None] = lambda _: None,
+    moved: Sequence[nn.Parameter] | None = None,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
 
@@ -55,9 +57,11 @@ def evaluate(
         sharing: whose micro batches are whose; None: as ranks without anything special share them.
         leaves_out: whether samples that cannot be read are left out.
         look: is shown the first batch of this rank.
+        moved: the parameters that training has found to be changed by a forward; None: nobody knows yet.
 
     Raises:
-        TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
+        TrainingFailed: the task returns something else than figures, or not the same ones for every batch; or it
+            changes weights that nobody could put back.
     """
     was_training = module.training
     module.eval()
@@ -72,7 +76,9 @@ def evaluate(
     spare = Spare(world, leaves_out) if lends else None
     try:
         # what an evaluation counts or observes is no part of training: a resume does not repeat it
-        with torch.no_grad(), untouched(module, _LARGE):
+        kept = list({id(parameter): parameter for parameter in [*normed(module), *(moved or ())]}.values())
+        watch = contextlib.nullcontext() if moved is None else fixed(module, _LARGE, kept)
+        with torch.no_grad(), watch, untouched(module, _LARGE, kept):
             for slot, number in enumerate(slots):
                 if slot % _ASK_EVERY == 0 and world.any(stop()):
                     return None

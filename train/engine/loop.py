@@ -203,7 +203,7 @@ class _Loop:
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._stream,
                 lambda: job.stop.asked, beat, job.sharing, job.config.data.leaves_out,
-                job.report.evaluated_samples,
+                job.report.evaluated_samples, job.strategy.moved if self.done > self._begun else None,
             )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True
@@ -241,7 +241,7 @@ class _Loop:
         name = job.strategy.not_finite()
         if name:
             raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
-        job.strategy.follow()
+        job.strategy.follow(is_new=False)
         scaler = job.precision.scaler
         facts = {
             "epoch": job.plan.epoch_of(done),

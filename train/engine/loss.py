@@ -109,14 +109,22 @@ def training_loss(
 
 
 def evaluation_figures(task: Task, model: nn.Module, batch: Any, samples: int) -> dict[str, Figure]:
-    """The loss and the metrics of a batch, by name, the loss first. The model computes once for equal arguments.
+    """The loss and the metrics of a batch, by name, the loss first. Metrics get the answers that the model gave to the
+    loss, where they ask it the same.
 
     Raises:
         TrainingFailed: the task returns something else.
     """
-    once = _Once(model)
-    figures = {"loss": figure(task.loss(once, batch), samples, "loss", task.file)}
-    made = task.metrics(once, batch) if task.metrics else {}
+    if task.metrics is None:
+        return {"loss": figure(task.loss(model, batch), samples, "loss", task.file)}
+    heard: list[_Call] = []
+    # of a compiled model, hooks are compiled, too: nothing is heard, and metrics compute by themselves
+    listening = model.register_forward_hook(lambda *call: heard.append(_Call(*call[1:])), with_kwargs=True)
+    try:
+        figures = {"loss": figure(task.loss(model, batch), samples, "loss", task.file)}
+    finally:
+        listening.remove()
+    made = task.metrics(_Answered(model, heard), batch)
     if not isinstance(made, dict):
         raise TrainingFailed(f"metrics must return a dict from names to tensors, got {type(made).__name__}")
     for name, value in made.items():
@@ -125,38 +133,63 @@ def evaluation_figures(task: Task, model: nn.Module, batch: Any, samples: int) -
     return figures
 
 
-class _Once(nn.Module):
-    """A model that gives the same answer to the same question: loss and metrics ask for the same outputs.
+class _Call:
+    """What a model was asked, and its answer."""
 
-    Only where the very same objects are passed, and neither they nor the answer have been changed in between. All else
-    that a task asks it for is the model's: what it lacks itself, and its parameters by the model's names.
+    def __init__(self, arguments: tuple[Any, ...], named: dict[str, Any], answer: Any) -> None:
+        self._asked, self.answer = tree_flatten((arguments, named)), answer
+        self._versions = _versions(self._asked[0]), _versions(tree_leaves(answer))
+
+    def answers(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Whether the very same objects are asked about now, and neither they nor the answer have been changed."""
+        now = _versions(self._asked[0]), _versions(tree_leaves(self.answer))
+        return now == self._versions and _is_same(self._asked, tree_flatten((arguments, named)))
+
+
+class _Answered(nn.Module):
+    """A model that has been asked by the loss: the first call of metrics gets the answer of the loss's first call, the
+    second that of the second, where they ask the same; a model may answer the same question in two ways.
+
+    All else that metrics ask it for is the model's: what it lacks itself, its items, its parameters by its names; and
+    what they set is set there.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, heard: list[_Call]) -> None:
         super().__init__()
         self.module = model
         self.training = model.training
-        self._asked: Any = None
-        self._answer: Any = None
+        self._heard = iter(heard)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        asked = tree_flatten((args, kwargs))
-        versions = _versions(asked[0])
-        if self._asked is not None and _is_same(self._asked[0], asked) and self._asked[1] == versions:
-            made, seen = self._answer
-            if seen == _versions(tree_leaves(made)):
-                return made
-        made = self.module(*args, **kwargs)
-        self._asked, self._answer = (asked, versions), (made, _versions(tree_leaves(made)))
-        return made
+        call = next(self._heard, None)
+        return call.answer if call is not None and call.answers(args, kwargs) else self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or "module" not in self.__dict__.get("_modules", {}):  # torch asks for its own
+            if name.startswith("__") or "module" not in self.__dict__.get("_modules", {}):  # torch asks for its own
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = "_heard" not in self.__dict__ or name == "training"
+        super().__setattr__(name, value) if is_own else setattr(self.module, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.module  # type: ignore[operator]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)

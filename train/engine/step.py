@@ -14,7 +14,7 @@ from torch import Tensor
 from train import faults
 from train.data.plan import MicroBatch
 from train.data.seeds import seed_compute
-from train.engine import uneven
+from train.engine import counted, uneven
 from train.engine.loss import training_loss
 from train.engine.meter import Meter
 from train.engine.quiet import quiet
@@ -40,6 +40,7 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
     """
     is_first = made == 0
     strategy, samples, micros = job.strategy, job.plan.samples(number), job.plan.micro_batches(number)
+    counters = counted.numbers(strategy.module) if is_first else {}
     slots = job.sharing.slots(micros)
     seen: list[npt.NDArray[np.int64]] = []
     faults.here("step")
@@ -71,9 +72,10 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
         _micro_batch(job, micro, batch, votes, samples, is_last, waits_for)
     reduced = votes.read(strategy.reduce(votes.cast()))
     if made < _WATCHED:
-        strategy.follow()
+        strategy.follow(is_new=number < _WATCHED)
     if is_first:
         strategy.check_state()
+        _tell(job, counted.warning(counters, counted.numbers(strategy.module)))
     if job.config.data.leaves_out or votes.counts_itself:
         strategy.scale_gradients(_to_true_mean(samples, reduced))
     elif not votes.fed:  # this rank had no data, and the others know whether the task counts by itself
@@ -85,6 +87,11 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
     meter.samples += samples
     meter.steps += 1
     return reduced
+
+
+def _tell(job: Job, warning: str) -> None:
+    if warning and job.world.is_lead:
+        job.report.say(warning)
 
 
 def _to_true_mean(samples: int, reduced: Tensor) -> Tensor:

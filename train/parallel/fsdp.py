@@ -111,11 +111,8 @@ class Sharded(Spread):
                 unit.reshard()
         super().watch()
 
-    def _follow(self, updated: dict[str, nn.Parameter]) -> None:
-        raise TrainingFailed(
-            f"the model updates {next(iter(updated))} in its forward, which fsdp gathers for that forward alone; "
-            "use --parallel.strategy ddp"
-        )
+    def _follow(self, updated: dict[str, nn.Parameter], is_new: bool) -> None:
+        self._cannot_follow(updated, is_new, "which fsdp gathers for that forward alone; use --parallel.strategy ddp")
 
     @property
     def _root_unit(self) -> FSDPModule:

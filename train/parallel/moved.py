@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -34,17 +33,55 @@ class Marks:
         values = _fingerprints(self.parameters)
         return (values != self._values).any(1) | torch.tensor(counted, dtype=torch.bool).to(values.device)
 
-    def without(self, names: set[str]) -> Marks:
-        """The marks of those alone that no optimizer updates, and have none of these names."""
-        rest = copy.copy(self)
-        chosen = [
-            place for place, (name, parameter) in enumerate(self.parameters)
-            if name not in names and not parameter.requires_grad
+
+class Moved:
+    """The parameters of a model that its forward changes, as far as they have been found.
+
+    What is changed in an optimizer's step is something else: averages that a hook of it makes (EMA) are the same on
+    all ranks that make the same step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.found: list[nn.Parameter] = []
+        self._marks = Marks([])
+        self._by_step: set[str] = set()
+        """Names of those that an optimizer's step changes, which are not given to it."""
+        self.is_watching = False
+
+    def watch(self) -> None:
+        """Before the forwards of a step."""
+        self._marks, self.is_watching = Marks(self._named(frozen_only=False)), True
+
+    def flags(self) -> Tensor:
+        """Which of the parameters that are looked at have been changed by a forward on this rank: (n,) of bool."""
+        others = [name not in self._by_step for name, _ in self._marks.parameters]
+        changed = self._marks.changed()
+        return changed & torch.tensor(others, dtype=torch.bool).to(changed.device)
+
+    def take(self, flags: list[float]) -> dict[str, nn.Parameter]:
+        """Add those that any rank has flagged to the found ones. Returns them by name."""
+        new = {name: p for (name, p), is_flagged in zip(self._marks.parameters, flags, strict=True) if is_flagged}
+        self.found += new.values()
+        # from here on those alone that no optimizer updates, and as they are now
+        self._marks = Marks(self._named(frozen_only=True))
+        return new
+
+    def end_step(self) -> None:
+        """After the optimizer's step: what it has changed beside what it was given, no forward did."""
+        if self.is_watching:
+            changed = self._marks.changed().tolist()
+            self._by_step |= {
+                name for (name, _), is_changed in zip(self._marks.parameters, changed, strict=True) if is_changed
+            }
+            self._marks, self.is_watching = Marks(self._marks.parameters), False
+
+    def _named(self, frozen_only: bool) -> Named:
+        known = {id(parameter) for parameter in self.found}
+        return [
+            (name, p) for name, p in self._model.named_parameters()
+            if p.numel() and id(p) not in known and not (frozen_only and p.requires_grad)
         ]  # fmt: skip
-        rest.parameters = [self.parameters[place] for place in chosen]
-        rest._places = [self._places[place] for place in chosen]
-        rest._values = self._values[chosen]
-        return rest
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, int] | None:

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.data.sharing import share
-from train.errors import TrainingFailed
 from train.parallel.strategy import Spread
 from train.parallel.stream import Stream, flat_as, levels, lying_as
 
@@ -146,10 +145,9 @@ class Ordered(Spread):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_is_there, place))
         self.begin(0)
 
-    def _follow(self, updated: dict[str, nn.Parameter]) -> None:
-        raise TrainingFailed(
-            f"the model updates {next(iter(updated))} in its forward, once a micro batch, which has no order "
-            "over ranks; leave out --parallel.reduce ordered"
+    def _follow(self, updated: dict[str, nn.Parameter], is_new: bool) -> None:
+        self._cannot_follow(
+            updated, is_new, "once a micro batch, which has no order over ranks; leave out --parallel.reduce ordered"
         )
 
     def begin(self, micros: int) -> None:

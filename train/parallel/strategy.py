@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
@@ -33,7 +34,7 @@ from train.config import Config
 from train.errors import TrainingFailed
 from train.parallel import stepping
 from train.parallel.exposed import Exposed
-from train.parallel.moved import Marks, local
+from train.parallel.moved import Moved, local
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
@@ -55,6 +56,8 @@ class Strategy(Protocol):
     """Of the tensors that carry VOTES."""
     agreed: Mapping[int, Tensor]
     """What the ranks last agreed on for each buffer, by its id; no rank changes it afterwards."""
+    moved: list[nn.Parameter]
+    """Those that the model updates by itself, as far as they have been found."""
     exposed: Exposed
     """How long this rank waits for communication."""
     tells_exposed: bool
@@ -78,12 +81,15 @@ class Strategy(Protocol):
     def watch(self) -> None:
         """Before the first steps of an attempt: remember what the parameters are."""
 
-    def follow(self) -> None:
+    def follow(self, is_new: bool) -> None:
         """After their gradients are reduced, and before each save: have the ranks agree, from now on, on the parameters
         that the model updates by itself.
 
+        Args:
+            is_new: the run has only just begun: where this strategy cannot, it ends. Later it is warned of.
+
         Raises:
-            TrainingFailed: this strategy cannot.
+            TrainingFailed: it ends.
         """
 
     def check_state(self) -> None:
@@ -127,6 +133,7 @@ class Strategy(Protocol):
         """The name of a parameter with a value that is not finite, on every rank alike; '' where all are."""
 
 
+log = logging.getLogger("train")
 _NOTHING = contextlib.nullcontext()
 
 
@@ -155,10 +162,12 @@ class Spread:
         if not self.trainable:
             raise TrainingFailed("the model has no parameter to train; check model() of the task")
         self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
-        self._updated_twice: list[nn.Parameter] = []
-        """Those of the followed ones that the optimizer updates besides."""
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        # frozen ones may hold anything: a mask of infinities, numbers of eight bits
+        self._checked = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._held = _held(model)
-        self._marks = Marks([])
+        self._moved, self._in_steps = Moved(model), frozenset[int]()
+        self.moved = self._moved.found
         self._names = set(model.state_dict(keep_vars=True))
         # sums in less than fp32 would be wrong (a third is 0.334 in bf16); a model of float64 loses nothing
         doubles = any(parameter.dtype == torch.float64 for parameter in self.trainable)
@@ -176,28 +185,32 @@ class Spread:
     def watch(self) -> None:
         if self.precision.scaler is not None:  # of a rank that has no data in its first step, nothing else scales
             self.precision.scaler.scale(torch.zeros((), device=self.world.device))
-        if self.world.size > 1:
-            followed = {id(tensor) for tensor in self._buffers}
-            parameters = self.module.named_parameters()
-            self._marks = Marks([(name, p) for name, p in parameters if p.numel() and id(p) not in followed])
+        self._moved.watch()
 
-    def follow(self) -> None:
-        if self.world.size == 1 or not self._marks.parameters:
-            return
-        anywhere = self.world.add(self._marks.changed().to(torch.float32)).tolist()
-        found = {name: p for (name, p), ranks in zip(self._marks.parameters, anywhere, strict=True) if ranks}
-        self._marks = self._marks.without(set(found))
-        if found:
-            self._follow(found)
-            self.agree_on_buffers()
+    def follow(self, is_new: bool) -> None:
+        flags = self._moved.flags()
+        found = self._moved.take(self.world.add(flags.to(torch.float32)).tolist()) if len(flags) else {}
+        if found and self.world.size > 1:
+            self._follow(found, is_new)
 
-    def _follow(self, updated: dict[str, nn.Parameter]) -> None:
+    def _follow(self, updated: dict[str, nn.Parameter], is_new: bool) -> None:
         """Treat parameters that a forward updates as it treats buffers."""
         self._buffers += updated.values()
-        self._updated_twice += [parameter for parameter in updated.values() if parameter.requires_grad]
+        self.agree_on_buffers()
+
+    def _cannot_follow(self, updated: dict[str, nn.Parameter], is_new: bool, why: str) -> None:
+        name = next(iter(updated))
+        if is_new:
+            raise TrainingFailed(f"the model updates {name} in its forward, {why}")
+        if self.world.is_first:
+            log.warning(
+                "warning: %s has changed, and is not the optimizer's: if the model updates it in its forward, %s",
+                name,
+                why,
+            )
 
     def has_moved(self) -> bool:
-        return self.world.size > 1 and bool(self._marks.without(set()).changed().any())
+        return bool(self._moved.flags().any())
 
     def check_state(self) -> None:
         new = sorted(self.module.state_dict(keep_vars=True).keys() - self._names)
@@ -244,6 +257,11 @@ class Spread:
             torch._foreach_mul_(gradients, by)
 
     def settle(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise TrainingFailed(
+                "a parameter that was frozen when the model was made is to be trained now, and its gradients would be "
+                "of one rank; make it trainable in model(), or train in two runs, the second with --init"
+            )
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_(optimizer)
         if clip is not None:
@@ -253,15 +271,28 @@ class Spread:
         self.agree_on_buffers()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
+        versions = [tensor._version for tensor in self._buffers] if self.agreed else []
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
         else:
             stepping.step(optimizer)
-        if self._updated_twice:
-            self.agreed = {**self.agreed, **{id(p): p.detach().clone() for p in self._updated_twice}}
+        if self.agreed:
+            self._agree_after_step(versions)
+        self._moved.end_step()
         self.clear()
+
+    def _agree_after_step(self, versions: list[int]) -> None:
+        """What hooks of an optimizer's step make of buffers (averages of weights), they make on all ranks alike."""
+        if self._moved.is_watching:  # past torch's count of changes, too
+            self._in_steps = frozenset(id(one) for one in self._buffers if not torch.equal(one, self.agreed[id(one)]))
+        changed = [
+            one for one, version in zip(self._buffers, versions, strict=True)
+            if one._version != version or id(one) in self._in_steps
+        ]  # fmt: skip
+        if changed:
+            self.agreed = {**self.agreed, **{id(one): one.detach().clone() for one in changed}}
 
     def _clip(self, largest: float) -> None:
         norm = nn.utils.get_total_norm([p.grad for p in self.trainable if p.grad is not None])
@@ -318,12 +349,9 @@ class Spread:
             parameter.grad = None
 
     def not_finite(self) -> str:
-        names, bad = [], []
-        for name, parameter in self.module.named_parameters():
-            names.append(name)
-            bad.append(~torch.isfinite(local(parameter)).all())
-        found = self.world.add(torch.stack(bad).to(torch.float32)).tolist()  # one reduction, one wait
-        return next((name for name, count in zip(names, found, strict=True) if count), "")
+        bad = torch.stack([~torch.isfinite(local(parameter)).all() for _, parameter in self._checked])
+        found = self.world.add(bad.to(torch.float32)).tolist()  # one reduction, one wait
+        return next((name for (name, _), count in zip(self._checked, found, strict=True) if count), "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,7 +153,7 @@ def test_a_rank_killed_in_every_attempt_costs_no_step(kept: Kept, kind: str, ran
     assert "continuing after step 20 as it was in memory" in kept.engine.said(name)
 
 
-@pytest.mark.parametrize("kind", ["copied", "moved", "rarely", "normed"])
+@pytest.mark.parametrize("kind", ["copied", "moved", "rarely", "normed", "averaged"])
 def test_what_a_forward_has_changed_in_the_step_of_a_death_is_not_taken_for_the_state(kept: Kept, kind: str) -> None:
     """The survivor has made its forward, and moved the teacher, when it finds that the other is gone: `rarely` in its
     14th forward, which is of step 8."""

@@ -6,6 +6,7 @@ attempt), before it computes: lines `STEP RANK SIGNAL`.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
@@ -29,8 +31,10 @@ class Settings:
     `penalised`: its loss asks it for what only it knows, and for parameters by name; `methods`: its loss never calls
     it, only methods of its own, and assigns one of its buffers; `teacher`: it follows its own weights with parameters
     that no optimizer updates, `copied` too, which begin as its own, `moved` past torch's count of changes, and `rarely`
-    in every seventh forward alone; `normed`: its forward shortens long rows of its weights, of those it looks up;
-    `late`: one of its buffers is made in its first forward."""
+    in every seventh forward alone; `averaged`: a hook of its optimizer's step keeps averages of its weights, in a
+    parameter and a buffer; `normed`: its forward shortens long rows of its weights, of those it looks up;
+    `masked`: it has a frozen parameter of infinities, and a mask made by expand(); `unfrozen`: it trains a frozen
+    parameter from its third forward on; `late`: one of its buffers is made in its first forward."""
 
 
 TEACHERS = ("teacher", "copied", "moved", "rarely")
@@ -48,6 +52,14 @@ class Net(nn.Module):
             self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
             if kind != "teacher":
                 self.teacher.load_state_dict(self.enter.state_dict())
+        if kind == "averaged":
+            self.mean = nn.Linear(3, 8).requires_grad_(False)
+            self.mean.load_state_dict(self.enter.state_dict())
+            self.register_buffer("other", torch.zeros(8, 3))
+        if kind in ("masked", "unfrozen"):
+            self.mask = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
+            self.register_buffer("wide", torch.ones(1, 8).expand(4, 8), persistent=False)
+            self.calls = 0
         if kind == "normed":
             self.table = nn.Embedding(22, 8, max_norm=1.0)
         if kind == "late":
@@ -76,6 +88,10 @@ class Net(nn.Module):
             if self.training:
                 self.follow()
             hidden = hidden + torch.tanh(self.teacher(points))
+        if self.kind == "unfrozen":
+            self.calls += 1
+            self.leave.bias.requires_grad_(True)
+            self.mask.requires_grad_(self.calls > 2)
         if self.kind == "normed":
             hidden = hidden + self.table(ids)
         if self.kind == "late" and self.center is None:
@@ -107,7 +123,17 @@ def model(config: Any) -> nn.Module:
 
 def optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     kind = getattr(torch.optim, config.task.optimizer or "SGD")
-    return kind([{"params": [], "weight_decay": 0.1}, {"params": model.parameters()}], lr=0.01)
+    made = kind([{"params": [], "weight_decay": 0.1}, {"params": model.parameters()}], lr=0.01)
+    if config.task.kind == "averaged":
+
+        def average(*_: Any) -> None:
+            own = model.enter.weight.detach()
+            model.mean.weight.mul_(0.5).add_(own, alpha=0.5)
+            own = own.full_tensor() if isinstance(own, DTensor) else own
+            model.other.data = 0.5 * model.other.data + 0.5 * own
+
+        made.register_step_post_hook(average)
+    return made
 
 
 _script = Path(__file__).with_name("script")
