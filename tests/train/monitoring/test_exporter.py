@@ -259,6 +259,16 @@ def test_a_driver_that_never_answers_holds_nothing_up(
     assert exporter.of("train_runs", state="running") == 0
 
 
+def test_a_gpu_that_is_cut_into_parts_is_up(tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus) -> None:
+    gpus.write(0, answers=2)
+    gpus.write(1, answers=0)
+    exporter = exporters(tmp_path / "none", env=gpus.env)
+    assert exporter.of("train_gpu_up", gpu="0") == 1
+    assert exporter.of("train_gpu_memory_used_bytes", gpu="0") == 10 << 30  # of its parts together
+    assert exporter.of("train_gpu_memory_size_bytes", gpu="0") == 80 << 30
+    assert exporter.of("train_gpu_up", gpu="1") != 1
+
+
 def test_silent_connections_keep_nobody_out(finished: Station, exporters: Callable[..., Exporter]) -> None:
     exporter = exporters(finished.runs, "--recent", "1000")
     silent = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(40)]

@@ -16,6 +16,9 @@ REASONS = {
     "thermal": 0x20, "hardware_thermal": 0x40, "power_brake": 0x80, "display_clocks": 0x100,
 }  # fmt: skip
 """Why a GPU's clocks are lower than they could be: names, and NVML's bits (nvmlClocksEventReasons)."""
+_NO_ANSWER = frozenset({1, 2, 9, 10, 11, 15, 16, 18, 28, 999})
+"""nvmlReturn_t of a GPU that is lost, needs a reset, or whose driver has gone: uninitialized, invalid handle, driver
+not loaded, timeout, interrupt, lost, reset required, version mismatch, not found, unknown. Any other is an answer."""
 ECC = {"corrected": 0, "uncorrected": 1}
 """nvmlMemoryErrorType_t."""
 
@@ -93,13 +96,10 @@ class Gpus:
         if nvml is None or handle is None:
             return gpu
         try:
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        except Exception as error:
-            # a GPU that shares the machine's memory has none of its own to tell of, and is well
-            if getattr(error, "value", None) != getattr(nvml, "NVML_ERROR_NOT_SUPPORTED", 3):
+            gpu.memory_used, gpu.memory_size = _memory(nvml, handle)
+        except Exception as error:  # one without a number is not NVML's: the library itself does not work
+            if getattr(error, "value", 999) in _NO_ANSWER:
                 return gpu
-        else:
-            gpu.memory_used, gpu.memory_size = float(memory.used), float(memory.total)
         gpu.answers = True
         gpu.use = _told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         sensor = nvml.NVML_TEMPERATURE_GPU
@@ -127,6 +127,27 @@ class Gpus:
                 if process.usedGpuMemory:
                     gpu.processes[int(process.pid)] = float(process.usedGpuMemory)
         return gpu
+
+
+def _memory(nvml: Any, handle: Any) -> tuple[float | None, float | None]:
+    """Bytes that are taken, and all. Of a GPU that is cut into parts (MIG) a container may ask only the parts.
+
+    Raises:
+        NVMLError: it does not say; one that shares the machine's memory has none of its own to tell of, and is well.
+    """
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return float(memory.used), float(memory.total)
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_NO_PERMISSION:
+            raise
+    parts = []
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with contextlib.suppress(nvml.NVMLError):  # there are fewer than there could be
+            parts.append(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)))
+    if not parts:
+        return None, None
+    return float(sum(part.used for part in parts)), float(sum(part.total for part in parts))
 
 
 def _told(*ways: Callable[[], Any]) -> float | None:
