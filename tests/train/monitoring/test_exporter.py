@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
@@ -324,6 +325,21 @@ def test_a_run_that_was_killed_is_told_of_however_long_ago_it_was_started(
     put(tmp_path, "killed", state="running", started="2026-01-01T00:00:00+00:00", ended=None)
     exporter = exporters(tmp_path, "--recent", "3")
     assert exporter.of("train_run_state", run="killed", state="interrupted") == 1
+
+
+def test_a_run_that_failed_is_told_of_behind_whatever_has_finished_since(
+    tmp_path: Path, exporters: Callable[..., Exporter]
+) -> None:
+    ago = lambda **time: (datetime.datetime.now(datetime.UTC) - datetime.timedelta(**time)).isoformat()  # noqa: E731
+    put(tmp_path, "failed", state="failed", ended=ago(hours=2))
+    put(tmp_path, "long-ago", state="failed", ended=ago(days=2))
+    for number in range(25):
+        put(tmp_path, f"finished-{number:02}", ended=ago(minutes=60 - number))
+    exporter = exporters(tmp_path, "--recent", "20")
+    assert exporter.of("train_run_state", run="failed", state="failed") == 1
+    assert exporter.of("train_run_state", run="long-ago", state="failed") is None
+    names = {dict(key)["run"] for key in exporter.metrics()["train_run_step"]}
+    assert names == {"failed", *(f"finished-{number:02}" for number in range(5, 25))}
 
 
 def test_headers_that_the_library_stumbles_over_are_refused(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:

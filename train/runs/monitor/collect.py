@@ -1,6 +1,7 @@
 """Looks at runs, GPUs and the disk when Prometheus asks, and tells what there is. Nothing else: no thread, no clock.
 
-How many series there can be is bounded: all runs that live, the most recent of the others, and of each run its ranks.
+How many series there can be is bounded: all runs that live, those that alerts are about, the most recent of the others,
+and of each run its ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ log = logging.getLogger("train.exporter")
 
 MOST_ALIVE = 200
 """Live runs that are told of. A machine that has more has another problem."""
+MOST_TROUBLED = 200
+"""Runs that alerts are about, likewise."""
+_FAILED_FOR = 86400.0
+"""Seconds that a failed run is one of them: as TrainRunFailed has it."""
 _PATIENCE = 5.0
 """Seconds that the GPUs have to answer: a driver whose card fell off the bus may never."""
 
@@ -85,8 +90,11 @@ class Collector(prometheus_client.registry.Collector):
             figures.add("train_runs", states[state], state)
         figures.add("train_runs_damaged", self._runs.damaged)
         alive = [record for record in records if look.is_alive(record)]
-        others = records[len(alive) :]
-        shown = alive[:MOST_ALIVE] + others[: self._recent]
+        ended = records[len(alive) :]
+        since = time.time() - _FAILED_FOR  # one point in time: none is in both
+        troubled = [record for record in ended if _is_troubled(record, since)]
+        others = [record for record in ended if not _is_troubled(record, since)]
+        shown = alive[:MOST_ALIVE] + troubled[:MOST_TROUBLED] + others[: self._recent]
         figures.add("train_runs_left_out", len(records) - len(shown))
         taken = {pid: gpu.processes[pid] for gpu in self._told_gpus for pid in gpu.processes}
         for record in shown:
@@ -170,3 +178,10 @@ class Collector(prometheus_client.registry.Collector):
     def _look_at_gpus(self) -> None:
         self._gpus = self._gpus or Gpus()
         self._told_gpus = self._gpus.read()
+
+
+def _is_troubled(record: dict[str, Any], since: float) -> bool:
+    """Whether an alert is about a run that has ended: whatever has ended later must not hide it."""
+    if record["state"] == store.FAILED:
+        return (seconds_of(record.get("ended")) or 0.0) > since
+    return bool(record["state"] == store.INTERRUPTED)
