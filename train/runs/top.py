@@ -65,7 +65,7 @@ class Page:
         rows.append(Row(shown[0], "head"))
         for record, text in zip(records, shown[1:], strict=True):
             rows.append(Row(text, record["state"]))
-            if look.is_alive(record):
+            if look.is_at_work(record):
                 rows += [Row(screen.cut(rank, columns), "rank") for rank in self._ranks(record)]
             if _is_explained(record):
                 rows.append(Row(screen.cut(f"  {one_line(record['reason'])}", columns), "rank"))

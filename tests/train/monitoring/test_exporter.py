@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,8 @@ from hypothesis import strategies as st
 from monitored import DEPLOY, Exporter, Gpus, until
 
 from tests.ports import free_port
-from train.record import store
+from train.record import heartbeat, store
+from train.runs import top
 from train.runs.monitor.collect import Collector
 from train.runs.monitor.figures import FIGURES
 
@@ -340,6 +342,33 @@ def test_a_run_that_failed_is_told_of_behind_whatever_has_finished_since(
     assert exporter.of("train_run_state", run="long-ago", state="failed") is None
     names = {dict(key)["run"] for key in exporter.metrics()["train_run_step"]}
     assert names == {"failed", *(f"finished-{number:02}" for number in range(5, 25))}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_told"),
+    [
+        ({"state": "queued", "end": None}, False),  # Slurm has put it back: its attempt had no time to end itself
+        ({"state": "running", "end": "died"}, False),  # waits for its nodes to gather
+        ({"state": "created", "end": "stopped"}, False),  # is being resumed
+        ({"state": "running", "end": None}, True),
+    ],
+)
+def test_a_run_that_only_waits_is_not_one_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], is_told: bool
+) -> None:
+    attempt = RECORD["attempts"][0] | {"end": changed["end"]}  # type: ignore[index]
+    record = RECORD | {"name": "waits", "state": changed["state"], "attempts": [attempt], "ended": None}
+    logs = put(tmp_path, "waits") / "logs" / "attempt-1"
+    logs.mkdir(parents=True)
+    (logs / "rank0.beat").write_bytes(struct.pack("<qqqq", 1, heartbeat.TRAINING, 5, 9))
+    collector = Collector(tmp_path, 5)
+    monkeypatch.setattr(collector._runs, "records", lambda names=None: [record])
+    told = {family.name for family in collector.collect() if any(family.samples)}
+    of_an_attempt = {"train_run_last_progress_timestamp_seconds", "train_run_phase", "train_rank_step"}
+    assert told & of_an_attempt == (of_an_attempt if is_told else set())
+    page = top.Page(tmp_path)
+    monkeypatch.setattr(page._looked, "records", lambda names=None: [record])
+    assert any("training" in row.text for row in page.rows(120, 100)) == is_told
 
 
 def test_headers_that_the_library_stumbles_over_are_refused(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:

@@ -127,13 +127,13 @@ class Collector(prometheus_client.registry.Collector):
         if saved is not None:
             figures.add("train_run_checkpoint_step", saved[0], name)
             figures.add("train_run_checkpoint_timestamp_seconds", saved[1], name)
-        if lives:
+        if look.is_at_work(record):
             self._add_ranks(figures, run, record, taken)
 
     def _add_ranks(self, figures: Figures, run: Run, record: dict[str, Any], taken: dict[int, float]) -> None:
         found = look.ranks(run, record)
         figures.add("train_run_last_progress_timestamp_seconds", look.moved(record, found), run.name)
-        if not record.get("script") and (record["attempts"] or record["state"] == store.CREATED):
+        if not record.get("script"):
             doing = heartbeat.NAMES[look.phase(found)]
             figures.one_of("train_run_phase", doing, heartbeat.NAMES, run.name)
         for rank in found:

@@ -123,6 +123,15 @@ def is_alive(record: dict[str, Any]) -> bool:
     return record["state"] in ALIVE
 
 
+def is_at_work(record: dict[str, Any]) -> bool:
+    """Whether an attempt runs. Else what the last one left (its start, its ranks' signs of life) is no news of the run.
+
+    One that an engine has put back, or whose nodes gather, or that is being resumed waits: nothing of it stands still.
+    """
+    attempt = record["attempts"][-1] if record["attempts"] else None
+    return record["state"] == store.RUNNING and isinstance(attempt, dict) and attempt.get("end") is None
+
+
 def progress(run: Run, record: dict[str, Any]) -> Progress:
     """How far a run is. Of one that has ended the speed is not told."""
     line: Any = metrics.last_training(run) if is_alive(record) else None
@@ -147,7 +156,7 @@ def last_logs(run: Run, record: dict[str, Any]) -> Path | None:
 
 
 def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
-    """The ranks of the last attempt, those that have shown no sign of life yet among them."""
+    """The ranks of the attempt that runs, those that have shown no sign of life yet among them."""
     logs = last_logs(run, record)
     if logs is None:
         return []
@@ -166,7 +175,7 @@ def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
 
 
 def moved(record: dict[str, Any], found: list[Rank]) -> float | None:
-    """When a run that lives last showed progress, in seconds since the epoch; None: a script's steps are its own.
+    """When a run at work last showed progress, in seconds since the epoch; None: a script's steps are its own.
 
     Whichever rank it was: one that is through with its part waits for the others without a sign.
     """
