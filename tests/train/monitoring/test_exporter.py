@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import shutil
@@ -46,6 +47,18 @@ def put(runs: Path, name: str | bytes, **changed: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "lock").touch()
     (folder / "run.json").write_text(json.dumps(RECORD | changed))
+    return folder
+
+
+def at_work(runs: Path, name: str, pid: int, ranks: list[int], **changed: Any) -> Path:
+    """A run that trains, but for the lock, which the test is to hold."""
+    attempts = [RECORD["attempts"][0] | {"end": None}]  # type: ignore[index]
+    record = {"state": "running", "attempts": attempts, "ended": None, "host": socket.gethostname()}
+    folder = put(runs, name, **record | changed)
+    logs = folder / "logs" / "attempt-1"
+    logs.mkdir(parents=True)
+    for rank in ranks:
+        (logs / f"rank{rank}.beat").write_bytes(struct.pack("<qqqq", pid, heartbeat.TRAINING, 5, 9))
     return folder
 
 
@@ -358,9 +371,7 @@ def test_a_run_that_only_waits_is_not_one_that_stands_still(
 ) -> None:
     attempt = RECORD["attempts"][0] | {"end": changed["end"]}  # type: ignore[index]
     record = RECORD | {"name": "waits", "state": changed["state"], "attempts": [attempt], "ended": None}
-    logs = put(tmp_path, "waits") / "logs" / "attempt-1"
-    logs.mkdir(parents=True)
-    (logs / "rank0.beat").write_bytes(struct.pack("<qqqq", 1, heartbeat.TRAINING, 5, 9))
+    at_work(tmp_path, "waits", 1, [0])
     collector = Collector(tmp_path, 5)
     monkeypatch.setattr(collector._runs, "records", lambda names=None: [record])
     told = {family.name for family in collector.collect() if any(family.samples)}
@@ -369,6 +380,19 @@ def test_a_run_that_only_waits_is_not_one_that_stands_still(
     page = top.Page(tmp_path)
     monkeypatch.setattr(page._looked, "records", lambda names=None: [record])
     assert any("training" in row.text for row in page.rows(120, 100)) == is_told
+
+
+def test_a_rank_that_computes_on_two_gpus_has_the_memory_of_both(
+    tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus
+) -> None:
+    own = os.getpid()
+    gpus.write(0, pid=own, bytes=2 << 30)
+    gpus.write(1, pid=own, bytes=3 << 30)
+    folder = at_work(tmp_path / "runs", "one", own, [0])
+    with (folder / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        exporter = exporters(tmp_path / "runs", env=gpus.env)
+        assert exporter.of("train_rank_gpu_memory_bytes", run="one", rank="0") == 5 << 30
 
 
 def test_headers_that_the_library_stumbles_over_are_refused(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +96,13 @@ class Collector(prometheus_client.registry.Collector):
         others = [record for record in ended if not _is_troubled(record, since)]
         shown = alive[:MOST_ALIVE] + troubled[:MOST_TROUBLED] + others[: self._recent]
         figures.add("train_runs_left_out", len(records) - len(shown))
-        taken = {pid: gpu.processes[pid] for gpu in self._told_gpus for pid in gpu.processes}
+        taken: collections.Counter[int] = collections.Counter()
+        for gpu in self._told_gpus:
+            taken.update(gpu.processes)  # adds up: a process may compute on several
         for record in shown:
             self._try(f"the run {record['name']!a}", functools.partial(self._add_run, figures, record, taken))
 
-    def _add_run(self, figures: Figures, record: dict[str, Any], taken: dict[int, float]) -> None:
+    def _add_run(self, figures: Figures, record: dict[str, Any], taken: Mapping[int, float]) -> None:
         name = record["name"]
         run = Run(self._runs.folder / name)
         lives, progress = look.is_alive(record), look.progress(run, record)
@@ -130,7 +132,7 @@ class Collector(prometheus_client.registry.Collector):
         if look.is_at_work(record):
             self._add_ranks(figures, run, record, taken)
 
-    def _add_ranks(self, figures: Figures, run: Run, record: dict[str, Any], taken: dict[int, float]) -> None:
+    def _add_ranks(self, figures: Figures, run: Run, record: dict[str, Any], taken: Mapping[int, float]) -> None:
         found = look.ranks(run, record)
         figures.add("train_run_last_progress_timestamp_seconds", look.moved(record, found), run.name)
         if not record.get("script"):
