@@ -395,6 +395,12 @@ def test_a_rank_that_computes_on_two_gpus_has_the_memory_of_both(
         assert exporter.of("train_rank_gpu_memory_bytes", run="one", rank="0") == 5 << 30
 
 
+def test_of_a_script_its_name_is_told_and_not_where_it_lies(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:
+    put(tmp_path, "one", task=None, script="/home/ann/secret-project/train.py")
+    (labels,) = exporters(tmp_path).metrics()["train_run_info"]
+    assert dict(labels)["task"] == "train.py"
+
+
 def test_headers_that_the_library_stumbles_over_are_refused(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:
     exporter = exporters(tmp_path)
     request = urllib.request.Request(

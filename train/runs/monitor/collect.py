@@ -107,7 +107,10 @@ class Collector(prometheus_client.registry.Collector):
         run = Run(self._runs.folder / name)
         lives, progress = look.is_alive(record), look.progress(run, record)
         device = str(record.get("device") or "")
-        figures.add("train_run_info", 1, name, str(record.get("task") or record.get("script") or "")[:64], device[:16])
+        what = str(
+            record.get("task") or Path(str(record.get("script") or "")).name
+        )  # where it lies is nobody's business
+        figures.add("train_run_info", 1, name, what[:64], device[:16])
         figures.one_of("train_run_state", record["state"], look.STATES, name)
         figures.add("train_run_step", progress.step, name)
         figures.add("train_run_target_steps", progress.total, name)
