@@ -19,6 +19,8 @@ from train.runs.monitor import look
 from train.runs.monitor.gpus import Gpu, Gpus
 
 _NONE = "-"
+_LARGE = 1e9
+"""A figure from here on is not written out, and a time (of some thirty years) is none: a run may say anything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,14 +130,19 @@ def _visible(record: dict[str, Any]) -> list[int]:
 
 def _line_of(run: Run, record: dict[str, Any]) -> list[str]:
     now = look.progress(run, record)
-    left = (now.total - now.step) * now.step_time if now.total and now.step_time else None
+    left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
     return [
         one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else _NONE,
-        f"{now.loss:.4f}" if now.loss is not None else _NONE,
-        f"{now.samples_per_s:.0f}" if now.samples_per_s is not None else _NONE,
+        _figure(now.loss, ".4f"), _figure(now.samples_per_s, ".0f"),
         f"{100 * now.waits:.0f} %" if now.waits is not None else _NONE,
-        str(datetime.timedelta(seconds=round(left))) if left is not None else _NONE,
+        str(datetime.timedelta(seconds=round(left))) if 0 <= left < _LARGE else _NONE,
     ]  # fmt: skip
+
+
+def _figure(value: float | None, form: str) -> str:
+    if value is None:
+        return _NONE
+    return format(value, form) if abs(value) < _LARGE else f"{value:.1e}"
 
 
 def _gpu_line(gpu: Gpu) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import socket
@@ -214,11 +215,12 @@ def saved(run: Run) -> tuple[int, float] | None:
 
 
 def number(value: Any) -> float | None:
-    """A figure as a number."""
+    """A figure as a number that can be counted with."""
     try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:
         return None
+    return found if math.isfinite(found) else None
 
 
 def whole(value: Any) -> int | None:
