@@ -275,6 +275,16 @@ def test_a_driver_that_never_answers_holds_nothing_up(
     assert exporter.of("train_runs", state="running") == 0
 
 
+def test_the_page_in_the_terminal_waits_for_no_such_driver_either(tmp_path: Path, gpus: Gpus) -> None:
+    gpus.hangs.touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "train", "top", "--once", "--runs", str(tmp_path / "none")],
+        capture_output=True, text=True, check=False, timeout=120, env=os.environ | gpus.env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "no runs in" in done.stdout
+
+
 def test_a_gpu_that_is_cut_into_parts_is_up(tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus) -> None:
     gpus.write(0, answers=2)
     gpus.write(1, answers=0)

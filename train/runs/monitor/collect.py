@@ -35,8 +35,6 @@ MOST_TROUBLED = 200
 """Runs that alerts are about, likewise."""
 _FAILED_FOR = 86400.0
 """Seconds that a failed run is one of them: as TrainRunFailed has it."""
-_PATIENCE = 5.0
-"""Seconds that the GPUs have to answer: a driver whose card fell off the bus may never."""
 
 
 class Collector(prometheus_client.registry.Collector):
@@ -44,9 +42,8 @@ class Collector(prometheus_client.registry.Collector):
 
     def __init__(self, folder: Path, recent: int) -> None:
         self._runs, self._recent = look.Runs(folder), recent
-        self._gpus: Gpus | None = None
+        self._gpus = Gpus()
         self._told_gpus: list[Gpu] = []
-        self._asking: threading.Thread | None = None
         self._problems = 0
         self._said: set[str] = set()
         self._one_at_a_time = threading.Lock()
@@ -153,7 +150,8 @@ class Collector(prometheus_client.registry.Collector):
                 figures.add("train_rank_gpu_memory_bytes", taken.get(rank.beat.pid), *labels)
 
     def _add_gpus(self, figures: Figures) -> None:
-        for gpu in self._ask_gpus():
+        self._told_gpus = self._gpus.read()
+        for gpu in self._told_gpus:
             labels = str(gpu.number), gpu.uuid
             figures.add("train_gpu_info", 1, *labels, gpu.name)
             figures.add("train_gpu_up", float(gpu.answers), *labels)
@@ -169,20 +167,6 @@ class Collector(prometheus_client.registry.Collector):
             for reason, bit in REASONS.items():
                 if gpu.reasons is not None:
                     figures.add("train_gpu_throttled", float(bool(gpu.reasons & bit)), *labels, reason)
-
-    def _ask_gpus(self) -> list[Gpu]:
-        """The GPUs; those that were seen before count as gone where the driver does not come back."""
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._look_at_gpus, daemon=True)
-            self._asking.start()
-        self._asking.join(_PATIENCE)
-        if self._asking.is_alive():
-            self._told_gpus = [Gpu(gpu.number, gpu.uuid, gpu.name) for gpu in self._told_gpus]
-        return self._told_gpus
-
-    def _look_at_gpus(self) -> None:
-        self._gpus = self._gpus or Gpus()
-        self._told_gpus = self._gpus.read()
 
 
 def _is_troubled(record: dict[str, Any], since: float) -> bool:

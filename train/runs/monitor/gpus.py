@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 _AGAIN = 60.0
 """Seconds between two times that NVML is begun anew, because a GPU does not answer or there is none."""
+_PATIENCE = 5.0
+"""Seconds that the GPUs have to answer: a driver whose card fell off the bus may never."""
 REASONS = {
     "gpu_idle": 0x1, "application_clocks": 0x2, "power_cap": 0x4, "hardware": 0x8, "sync_boost": 0x10,
     "thermal": 0x20, "hardware_thermal": 0x40, "power_brake": 0x80, "display_clocks": 0x100,
@@ -57,8 +61,30 @@ class Gpus:
         self._nvml: Any = None
         self._handles: dict[str, Any] = {}
         self._seen: dict[str, Gpu] = {}
-        self._begun = 0.0
-        self._begin()
+        self._begun = -math.inf
+        self._told: list[Gpu] = []
+        self._asking: threading.Thread | None = None
+
+    def read(self) -> list[Gpu]:
+        """All that have been seen, in their order; those that answer, with their figures.
+
+        Those that were seen before count as gone where the driver does not come back. It is waited for once.
+        """
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, daemon=True)
+            self._asking.start()
+            self._asking.join(_PATIENCE)
+        if self._asking.is_alive():
+            self._told = [Gpu(gpu.number, gpu.uuid, gpu.name) for gpu in self._told]
+        return self._told
+
+    def _ask(self) -> None:
+        """In a thread of its own: every call of NVML may be one that does not return."""
+        found = self._read()
+        if (not found or not all(gpu.answers for gpu in found)) and time.monotonic() - self._begun >= _AGAIN:
+            self._begin()
+            found = self._read()
+        self._told = found
 
     def _begin(self) -> None:
         self._begun, self._handles = time.monotonic(), {}
@@ -76,16 +102,6 @@ class Gpus:
                     uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
                     self._handles[uuid] = handle
                     self._seen[uuid] = Gpu(number, uuid, name)
-
-    def read(self) -> list[Gpu]:
-        """All that have been seen, in their order; those that answer, with their figures."""
-        found = self._read()
-        if not all(gpu.answers for gpu in found) or not found:
-            if time.monotonic() - self._begun < _AGAIN:
-                return found
-            self._begin()
-            found = self._read()
-        return found
 
     def _read(self) -> list[Gpu]:
         found = [self._look(gpu, self._handles.get(uuid)) for uuid, gpu in self._seen.items()]
