@@ -91,10 +91,10 @@ class Page:
         """A line a rank of the attempt that runs: what it is doing, and what it takes."""
         visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
         lines = []
-        for rank in look.ranks(Run(self.runs / record["name"]), record):
+        for place, rank in enumerate(look.ranks(Run(self.runs / record["name"]), record)):  # its place on this machine
             doing = heartbeat.NAMES[look.phase([rank])]
             what = f"{doing:<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
-            card = cards.get(visible[rank.number]) if rank.number < len(visible) else None
+            card = cards.get(visible[place]) if place < len(visible) else None
             gpu = _use(card) if card is not None and record.get("device") == "cuda" else ""
             lines.append(f"  rank {rank.number:<3} {what} {self._taken(look.process(record, rank))}{gpu}")
         return lines
@@ -122,7 +122,7 @@ def _is_explained(record: dict[str, Any]) -> bool:
 
 
 def _visible(record: dict[str, Any]) -> list[int]:
-    """Which GPU each rank has."""
+    """Which GPU each rank on this machine has."""
     chosen = str(record.get("gpus") or "")
     ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
     return ids or list(range(min(look.whole(record.get("world_size")) or 1, look.MOST_RANKS)))

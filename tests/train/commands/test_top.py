@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from train.record import heartbeat
+from train.runs.monitor.gpus import Gpu
 from train.runs.top import Page
 
 if TYPE_CHECKING:
@@ -164,6 +165,18 @@ def test_a_figure_that_is_none_takes_no_other_run_off_the_page(figure: str, tmp_
     (well,) = (row for row in rows if row.startswith("well"))
     assert "running" in odd and "5/9" in odd and len(odd) <= 100
     assert well.split()[-1] == "0:00:02"
+
+
+def test_of_a_run_on_several_machines_the_ranks_here_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Page(tmp_path)
+    size = 8.0 * 2**30
+    cards = [Gpu(n, f"GPU-{n}", "x", True, use, size / 2, size) for n, use in enumerate((0.11, 0.22))]
+    monkeypatch.setattr(page._gpus, "read", lambda: cards)
+    cluster = {"least": 2, "most": 2, "node": 1, "rendezvous": "10.0.0.1:29401"}
+    with at_work(tmp_path, "one", "", (2, 3), cluster=cluster, world_size=4, nproc=2, gpus="0,1", device="cuda"):
+        ranks = [row.text for row in page.rows(120, 50) if row.kind == "rank"]
+    assert [rank.split()[1] for rank in ranks] == ["2", "3"], ranks
+    assert "gpu  11 %" in ranks[0] and "gpu  22 %" in ranks[1], ranks
 
 
 def test_an_empty_folder(tmp_path: Path, station: Station) -> None:

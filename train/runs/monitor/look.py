@@ -157,11 +157,15 @@ def last_logs(run: Run, record: dict[str, Any]) -> Path | None:
 
 
 def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
-    """The ranks of the attempt that runs, those that have shown no sign of life yet among them."""
+    """The ranks of the attempt that runs, those that have shown no sign of life yet among them.
+
+    Of a run on several machines, those that have shown one here: which others are to is not written down.
+    """
     logs = last_logs(run, record)
     if logs is None:
         return []
-    numbers = set(range(min(whole(record.get("world_size")) or 1, MOST_RANKS)))
+    expected = 0 if record.get("cluster") else min(whole(record.get("world_size")) or 1, MOST_RANKS)
+    numbers = set(range(expected))
     with contextlib.suppress(OSError):
         numbers |= {int(match[1]) for path in logs.iterdir() if (match := _BEAT.fullmatch(path.name))}
     found = []
