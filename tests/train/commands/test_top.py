@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.train.terminal import Terminal
 from train.record import heartbeat
 from train.runs.monitor.gpus import Gpu
 from train.runs.top import Page
@@ -127,6 +128,16 @@ def test_without_a_terminal_it_prints_once(finished: Station) -> None:
         done = finished.ok(*arguments)
         assert "\x1b" not in done.stdout
         assert "done" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["dumb", "unknown", ""])
+def test_a_terminal_that_cannot_place_what_it_shows_gets_it_once(finished: Station, kind: str) -> None:
+    terminal = Terminal(finished, "top", environment={"TERM": kind})
+    try:
+        assert terminal.end() == 0
+    finally:
+        terminal.process.kill()
+    assert "done" in terminal.output and "\x1b" not in terminal.output
 
 
 @pytest.mark.parametrize("arguments", [["--every", "0"], ["--every", "soon"], ["--every", "nan"], ["no-such-run"]])
