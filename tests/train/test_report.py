@@ -253,6 +253,12 @@ def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path) -> None:
     assert text.count("<svg") == 7 and "url(http" not in text and "cannot be shown" not in text
 
 
+def test_words_in_another_encoding_are_written_as_they_can_be(tmp_path: Path) -> None:
+    name = os.fsdecode("café".encode("latin-1"))  # of a folder on a disk from elsewhere
+    page.write(made(tmp_path, script=f"/{name}/train.py", reason=name), tmp_path / "page.html")
+    assert "/caf\\udce9/train.py" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 

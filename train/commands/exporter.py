@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     text = "where it listens; 0.0.0.0 is every way into this machine, and asks nobody who they are (127.0.0.1)"
     parser.add_argument("--address", default="127.0.0.1", help=text)
     parser.add_argument("--port", default=_PORT, help=f"({_PORT})")
-    text = f"runs that have ended, of which it tells: the last so many ({_RECENT})"
+    text = f"runs that have ended well, of which it tells: the last so many ({_RECENT})"
     parser.add_argument("--recent", metavar="N", help=text)
 
 

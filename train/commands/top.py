@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import shutil
 import sys
@@ -41,20 +42,26 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Show the page until q or Ctrl-C; without a terminal, once."""
+    """Show the page until q or Ctrl-C; without a terminal that can redraw it, once."""
     from train.runs import select as chosen
     from train.runs.top import Page
 
     every = _seconds(options.every)
     names = [found.name for found in chosen.matching(runs, options.names)] if options.names else []
     page = Page(runs, names)
-    if options.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+    if options.once or not _is_redrawn():
         page.ask(_PATIENCE)
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
         print("\n".join(row.text.rstrip() for row in page.rows(columns, 10_000)))
         return EXIT_FINISHED
     _live(page, every)
     return EXIT_FINISHED
+
+
+def _is_redrawn() -> bool:
+    """Whether there is a terminal that can take away what it has shown: rich draws nothing at all on any other."""
+    is_able = os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
+    return is_able and sys.stdout.isatty() and sys.stdin.isatty()
 
 
 def _seconds(text: str | None) -> float:

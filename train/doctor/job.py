@@ -169,7 +169,7 @@ def _answer(place: Place, board: dist.Store) -> int:
 
 def _ask(place: Place, board: dist.Store) -> Any:
     """What rank 0 does: all findings, in order."""
-    facts, missing = _collect(place, lambda rank: json.loads(board.get(f"facts/{rank}")))
+    facts, missing = _collect(place, board, "facts", json.loads)
     if missing:
         names = ", ".join(map(str, missing))
         seen = f"{len(facts)} of {place.size} have come in {place.deadline:.0f} s; missing: rank {names}"
@@ -185,14 +185,22 @@ def _ask(place: Place, board: dist.Store) -> Any:
     yield from _sums(place, board, facts)
 
 
-def _collect(place: Place, ask: Callable[[int], Any]) -> tuple[dict[int, Any], list[int]]:
-    """What each rank answers within the deadline for all of them, and who does not."""
+def _collect(
+    place: Place, board: dist.Store, what: str, read: Callable[[bytes], Any]
+) -> tuple[dict[int, Any], list[int]]:
+    """What each rank answers within the deadline for all of them, and who does not.
+
+    Past the deadline each that is left is still looked for: time that one who does not come has taken is not theirs.
+    """
     until, found, missing = time.monotonic() + place.deadline, {}, []
     for rank in range(place.size):
+        key, left = f"{what}/{rank}", until - time.monotonic()
         try:
-            if time.monotonic() > until + 1:
+            if left > 0.01:  # to the store a time that rounds to no millisecond is no limit
+                board.wait([key], datetime.timedelta(seconds=left))
+            elif not board.check([key]):  # type: ignore[attr-defined]  # torch's stub lacks it
                 raise dist.DistStoreError
-            found[rank] = ask(rank)
+            found[rank] = read(board.get(key))
         except (dist.DistError, RuntimeError):
             missing.append(rank)
     return found, missing
@@ -242,11 +250,13 @@ def _clocks(place: Place, board: dist.Store, facts: dict[int, Any]) -> Finding:
     board.set("go", "1")
     mine = time.time()
 
-    def skew(rank: int) -> float:
-        clock = mine if rank == 0 else float(board.get(f"clock/{rank}"))
+    board.set("clock/0", repr(mine))
+
+    def skew(told: bytes) -> float:
+        clock = float(told)
         return clock - min(max(clock, mine), time.time())
 
-    skews, missing = _collect(place, skew)
+    skews, missing = _collect(place, board, "clock", skew)
     worst = max(skews, key=lambda rank: abs(skews[rank]))
     if missing:
         return problem(
@@ -262,7 +272,8 @@ def _sums(place: Place, board: dist.Store, facts: dict[int, Any]) -> Any:
     backend = "nccl" if all(fact["gpu"] for fact in facts.values()) else "gloo"
     board.set("backend", backend)
     mine = _reduce(place, board, backend)
-    told, missing = _collect(place, lambda rank: mine if rank == 0 else json.loads(board.get(f"sums/{rank}")))
+    board.set("sums/0", json.dumps(mine))
+    told, missing = _collect(place, board, "sums", json.loads)
     bad = {rank: each["error"] for rank, each in told.items() if each["error"]}
     bad.update(dict.fromkeys(missing, "has not answered"))
     if bad:

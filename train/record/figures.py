@@ -7,14 +7,13 @@ import re
 from typing import Any
 
 from train.record import metrics
-from train.record.plot import LOSS, LR, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
+from train.record.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
 from train.record.store import Run
 
 _INK, _LINE = "#010203", "#040506"
 """Stand for colours of the page: its text, and a run's line."""
 _SIZE = (6.2, 2.6)
 """Inches; the page scales it."""
-_MOST_MEASURES = 12
 
 
 def drawn(run: Run) -> dict[str, str]:
@@ -23,7 +22,7 @@ def drawn(run: Run) -> dict[str, str]:
     curves = Curves(run.name, training, evaluations, _LINE)
     if not training:
         return {}
-    panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:_MOST_MEASURES]), LR, SPEED, STEP, WAIT]
+    panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:MOST_MEASURES]), LR, SPEED, STEP, WAIT]
     return {_title(panel): _svg(curves, panel) for panel in panels}
 
 

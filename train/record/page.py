@@ -30,7 +30,7 @@ def write(run: Run, target: Path) -> None:
     check(target, SUFFIXES)
     text = html(run)
     with published(target) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # words may be no UTF-8
 
 
 def html(run: Run) -> str:

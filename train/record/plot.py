@@ -30,6 +30,8 @@ _MOST = 4000
 """So many points of a line are drawn at most; of more, the lowest and highest of each stretch."""
 _HIGHEST = 1e100
 """Above it matplotlib's axes overflow; a loss in single precision is infinite long before."""
+MOST_MEASURES = 12
+"""Figures of evaluations that are drawn: a page is not endless, and a picture has at most 65536 pixels."""
 _LABEL = 70
 """Letters, at most, that tell what a run's configuration has of its own."""
 
@@ -126,12 +128,14 @@ def _figure(drawn: list[Curves]) -> Any:
     import matplotlib.pyplot as plt
 
     # an accuracy beside the loss when the task has one
-    panels = [LOSS, *(f"eval {name}" for name in measures(drawn)), LR, SPEED, WAIT]
+    measured = measures(drawn)
+    panels = [LOSS, *(f"eval {name}" for name in measured[:MOST_MEASURES]), LR, SPEED, WAIT]
     height = 2.3 * len(panels) + 0.6
     figure, axes = plt.subplots(len(panels), 1, figsize=(9, height), sharex=True)
     for axis, panel in zip(axes, panels, strict=True):
         draw(axis, drawn, panel)
-    axes[-1].set_xlabel("step")
+    left_out = len(measured) - MOST_MEASURES
+    axes[-1].set_xlabel("step" if left_out <= 0 else f"step\n{left_out} more figures of evaluations are not drawn")
     top = _head(figure, drawn, height)
     figure.tight_layout(rect=(0, 0, 1, top))
     figure.align_ylabels(axes)

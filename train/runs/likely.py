@@ -30,9 +30,10 @@ class Likely:
 
 TABLE = (
     Likely(
-        r"/dev/shm|insufficient shared memory|shared memory ?\(shm\)|Unexpected bus error"
+        r"/dev/shm.*(No space|[Bb]us error|[Aa]llocat)|(No space|[Bb]us error|[Aa]llocat).*/dev/shm"  # alone: a path
+        r"|insufficient shared memory|shared memory ?\(shm\)|Unexpected bus error"
         r"|killed by signal: Bus error|died of SIGBUS"
-        r"|[Ss]hared memory object|shared memory .*(No space|too small)|torch_\d+_\d+_\d+",
+        r"|[Ss]hared memory object|shared memory .*(No space|too small)|</?torch_\d+_\d+_\d+>",
         "too little shared memory",
         ("shared memory",),
     ),
@@ -61,12 +62,12 @@ TABLE = (
         ("GPU memory",),
     ),
     Likely(
-        r"[Uu]ncorrectable ECC|ECC error|an illegal instruction was encountered|hardware stack error",
+        r"[Uu]ncorrectable ECC|ECC error|hardware stack error",
         "a GPU whose memory fails",
         ("GPU memory errors", "GPUs"),
     ),
     Likely(
-        r"No CUDA GPUs are available|fallen off the bus|Unable to determine the device handle|GPU is lost|\bXid\b"
+        r"No CUDA GPUs are available|fallen off the bus|Unable to determine the device handle|GPU is lost|NVRM: Xid"
         r"|CUDA unknown error|CUDA driver initialization failed|NVML: (Unknown|GPU)|devices? .*busy or unavailable",
         "a GPU that is lost to this machine or container",
         ("GPUs", "GPUs stay", "GPU memory errors"),

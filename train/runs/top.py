@@ -19,6 +19,8 @@ from train.runs.monitor import look
 from train.runs.monitor.gpus import Gpu, Gpus
 
 _NONE = "-"
+_LARGE = 1e9
+"""A figure from here on is not written out, and a time (of some thirty years) is none: a run may say anything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Page:
         rows.append(Row(shown[0], "head"))
         for record, text in zip(records, shown[1:], strict=True):
             rows.append(Row(text, record["state"]))
-            if look.is_alive(record):
+            if look.is_at_work(record):
                 rows += [Row(screen.cut(rank, columns), "rank") for rank in self._ranks(record)]
             if _is_explained(record):
                 rows.append(Row(screen.cut(f"  {one_line(record['reason'])}", columns), "rank"))
@@ -89,10 +91,10 @@ class Page:
         """A line a rank of the attempt that runs: what it is doing, and what it takes."""
         visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
         lines = []
-        for rank in look.ranks(Run(self.runs / record["name"]), record):
+        for place, rank in enumerate(look.ranks(Run(self.runs / record["name"]), record)):  # its place on this machine
             doing = heartbeat.NAMES[look.phase([rank])]
             what = f"{doing:<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
-            card = cards.get(visible[rank.number]) if rank.number < len(visible) else None
+            card = cards.get(visible[place]) if place < len(visible) else None
             gpu = _use(card) if card is not None and record.get("device") == "cuda" else ""
             lines.append(f"  rank {rank.number:<3} {what} {self._taken(look.process(record, rank))}{gpu}")
         return lines
@@ -120,7 +122,7 @@ def _is_explained(record: dict[str, Any]) -> bool:
 
 
 def _visible(record: dict[str, Any]) -> list[int]:
-    """Which GPU each rank has."""
+    """Which GPU each rank on this machine has."""
     chosen = str(record.get("gpus") or "")
     ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
     return ids or list(range(min(look.whole(record.get("world_size")) or 1, look.MOST_RANKS)))
@@ -128,14 +130,19 @@ def _visible(record: dict[str, Any]) -> list[int]:
 
 def _line_of(run: Run, record: dict[str, Any]) -> list[str]:
     now = look.progress(run, record)
-    left = (now.total - now.step) * now.step_time if now.total and now.step_time else None
+    left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
     return [
         one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else _NONE,
-        f"{now.loss:.4f}" if now.loss is not None else _NONE,
-        f"{now.samples_per_s:.0f}" if now.samples_per_s is not None else _NONE,
+        _figure(now.loss, ".4f"), _figure(now.samples_per_s, ".0f"),
         f"{100 * now.waits:.0f} %" if now.waits is not None else _NONE,
-        str(datetime.timedelta(seconds=round(left))) if left is not None else _NONE,
+        str(datetime.timedelta(seconds=round(left))) if 0 <= left < _LARGE else _NONE,
     ]  # fmt: skip
+
+
+def _figure(value: float | None, form: str) -> str:
+    if value is None:
+        return _NONE
+    return format(value, form) if abs(value) < _LARGE else f"{value:.1e}"
 
 
 def _gpu_line(gpu: Gpu) -> str:

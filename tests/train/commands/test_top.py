@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.train.terminal import Terminal
+from train.record import heartbeat
+from train.runs.monitor.gpus import Gpu
+from train.runs.top import Page
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -120,11 +130,64 @@ def test_without_a_terminal_it_prints_once(finished: Station) -> None:
         assert "done" in done.stdout
 
 
+@pytest.mark.parametrize("kind", ["dumb", "unknown", ""])
+def test_a_terminal_that_cannot_place_what_it_shows_gets_it_once(finished: Station, kind: str) -> None:
+    terminal = Terminal(finished, "top", environment={"TERM": kind})
+    try:
+        assert terminal.end() == 0
+    finally:
+        terminal.process.kill()
+    assert "done" in terminal.output and "\x1b" not in terminal.output
+
+
 @pytest.mark.parametrize("arguments", [["--every", "0"], ["--every", "soon"], ["--every", "nan"], ["no-such-run"]])
 def test_a_wrong_request_is_refused_in_a_line(arguments: list[str], finished: Station) -> None:
     done = finished("top", *arguments)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
+
+
+@contextlib.contextmanager
+def at_work(runs: Path, name: str, line: str = "", ranks: tuple[int, ...] = (), **changed: Any) -> Iterator[None]:
+    """A run that trains, without its processes: the lock is held, and ranks have shown a sign of life."""
+    logs = runs / name / "logs" / "attempt-1"
+    logs.mkdir(parents=True)
+    now = "2026-01-01T00:00:00+00:00"
+    record = {
+        "state": "running", "attempts": [{"number": 1, "started": now, "end": None}], "step": 5, "epoch": 1,
+        "world_size": 1, "total_steps": 9, "started": now, "device": "cpu", "host": socket.gethostname(),
+    }  # fmt: skip
+    (runs / name / "run.json").write_text(json.dumps(record | changed))
+    (runs / name / "metrics.jsonl").write_text(line)
+    for rank in ranks:
+        (logs / f"rank{rank}.beat").write_bytes(struct.pack("<qqqq", os.getpid(), heartbeat.TRAINING, 5, 9))
+    with (runs / name / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.mark.parametrize("figure", ["NaN", "Infinity", "1e300", "-1e300", "1e-300"])
+def test_a_figure_that_is_none_takes_no_other_run_off_the_page(figure: str, tmp_path: Path) -> None:
+    keys = ("loss", "lr", "samples_per_s", "step_time", "data_wait")
+    line = json.dumps({"step": 5, "epoch": 1} | dict.fromkeys(keys, 0.5)).replace("0.5", figure) + "\n"
+    with at_work(tmp_path, "odd", line), at_work(tmp_path, "well", line.replace(figure, "0.5")):
+        rows = [row.text for row in Page(tmp_path).rows(100, 50)]
+    (odd,) = (row for row in rows if row.startswith("odd"))
+    (well,) = (row for row in rows if row.startswith("well"))
+    assert "running" in odd and "5/9" in odd and len(odd) <= 100
+    assert well.split()[-1] == "0:00:02"
+
+
+def test_of_a_run_on_several_machines_the_ranks_here_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Page(tmp_path)
+    size = 8.0 * 2**30
+    cards = [Gpu(n, f"GPU-{n}", "x", True, use, size / 2, size) for n, use in enumerate((0.11, 0.22))]
+    monkeypatch.setattr(page._gpus, "read", lambda: cards)
+    cluster = {"least": 2, "most": 2, "node": 1, "rendezvous": "10.0.0.1:29401"}
+    with at_work(tmp_path, "one", "", (2, 3), cluster=cluster, world_size=4, nproc=2, gpus="0,1", device="cuda"):
+        ranks = [row.text for row in page.rows(120, 50) if row.kind == "rank"]
+    assert [rank.split()[1] for rank in ranks] == ["2", "3"], ranks
+    assert "gpu  11 %" in ranks[0] and "gpu  22 %" in ranks[1], ranks
 
 
 def test_an_empty_folder(tmp_path: Path, station: Station) -> None:

@@ -65,6 +65,15 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.minutes
+def test_ranks_that_come_are_not_missed_for_those_that_do_not() -> None:
+    port = free_port()
+    ranks = [rank(number, 5, port, seconds=20) for number in (0, 3, 4)]
+    findings = told(ranks[0])
+    assert findings["ranks"].seen.endswith("missing: rank 1, 2")
+    assert [process.wait(60) for process in ranks[1:]] == [0, 0]
+
+
+@pytest.mark.minutes
 def test_a_rank_that_finds_nobody_says_where_it_looked() -> None:
     port = free_port()
     lonely = rank(1, 2, port, seconds=5)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import fcntl
 import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -23,7 +26,8 @@ from hypothesis import strategies as st
 from monitored import DEPLOY, Exporter, Gpus, until
 
 from tests.ports import free_port
-from train.record import store
+from train.record import heartbeat, store
+from train.runs import top
 from train.runs.monitor.collect import Collector
 from train.runs.monitor.figures import FIGURES
 
@@ -43,6 +47,18 @@ def put(runs: Path, name: str | bytes, **changed: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "lock").touch()
     (folder / "run.json").write_text(json.dumps(RECORD | changed))
+    return folder
+
+
+def at_work(runs: Path, name: str, pid: int, ranks: list[int], **changed: Any) -> Path:
+    """A run that trains, but for the lock, which the test is to hold."""
+    attempts = [RECORD["attempts"][0] | {"end": None}]  # type: ignore[index]
+    record = {"state": "running", "attempts": attempts, "ended": None, "host": socket.gethostname()}
+    folder = put(runs, name, **record | changed)
+    logs = folder / "logs" / "attempt-1"
+    logs.mkdir(parents=True)
+    for rank in ranks:
+        (logs / f"rank{rank}.beat").write_bytes(struct.pack("<qqqq", pid, heartbeat.TRAINING, 5, 9))
     return folder
 
 
@@ -259,6 +275,26 @@ def test_a_driver_that_never_answers_holds_nothing_up(
     assert exporter.of("train_runs", state="running") == 0
 
 
+def test_the_page_in_the_terminal_waits_for_no_such_driver_either(tmp_path: Path, gpus: Gpus) -> None:
+    gpus.hangs.touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "train", "top", "--once", "--runs", str(tmp_path / "none")],
+        capture_output=True, text=True, check=False, timeout=120, env=os.environ | gpus.env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "no runs in" in done.stdout
+
+
+def test_a_gpu_that_is_cut_into_parts_is_up(tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus) -> None:
+    gpus.write(0, answers=2)
+    gpus.write(1, answers=0)
+    exporter = exporters(tmp_path / "none", env=gpus.env)
+    assert exporter.of("train_gpu_up", gpu="0") == 1
+    assert exporter.of("train_gpu_memory_used_bytes", gpu="0") == 10 << 30  # of its parts together
+    assert exporter.of("train_gpu_memory_size_bytes", gpu="0") == 80 << 30
+    assert exporter.of("train_gpu_up", gpu="1") != 1
+
+
 def test_silent_connections_keep_nobody_out(finished: Station, exporters: Callable[..., Exporter]) -> None:
     exporter = exporters(finished.runs, "--recent", "1000")
     silent = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(40)]
@@ -314,6 +350,65 @@ def test_a_run_that_was_killed_is_told_of_however_long_ago_it_was_started(
     put(tmp_path, "killed", state="running", started="2026-01-01T00:00:00+00:00", ended=None)
     exporter = exporters(tmp_path, "--recent", "3")
     assert exporter.of("train_run_state", run="killed", state="interrupted") == 1
+
+
+def test_a_run_that_failed_is_told_of_behind_whatever_has_finished_since(
+    tmp_path: Path, exporters: Callable[..., Exporter]
+) -> None:
+    ago = lambda **time: (datetime.datetime.now(datetime.UTC) - datetime.timedelta(**time)).isoformat()  # noqa: E731
+    put(tmp_path, "failed", state="failed", ended=ago(hours=2))
+    put(tmp_path, "long-ago", state="failed", ended=ago(days=2))
+    for number in range(25):
+        put(tmp_path, f"finished-{number:02}", ended=ago(minutes=60 - number))
+    exporter = exporters(tmp_path, "--recent", "20")
+    assert exporter.of("train_run_state", run="failed", state="failed") == 1
+    assert exporter.of("train_run_state", run="long-ago", state="failed") is None
+    names = {dict(key)["run"] for key in exporter.metrics()["train_run_step"]}
+    assert names == {"failed", *(f"finished-{number:02}" for number in range(5, 25))}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_told"),
+    [
+        ({"state": "queued", "end": None}, False),  # Slurm has put it back: its attempt had no time to end itself
+        ({"state": "running", "end": "died"}, False),  # waits for its nodes to gather
+        ({"state": "created", "end": "stopped"}, False),  # is being resumed
+        ({"state": "running", "end": None}, True),
+    ],
+)
+def test_a_run_that_only_waits_is_not_one_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], is_told: bool
+) -> None:
+    attempt = RECORD["attempts"][0] | {"end": changed["end"]}  # type: ignore[index]
+    record = RECORD | {"name": "waits", "state": changed["state"], "attempts": [attempt], "ended": None}
+    at_work(tmp_path, "waits", 1, [0])
+    collector = Collector(tmp_path, 5)
+    monkeypatch.setattr(collector._runs, "records", lambda names=None: [record])
+    told = {family.name for family in collector.collect() if any(family.samples)}
+    of_an_attempt = {"train_run_last_progress_timestamp_seconds", "train_run_phase", "train_rank_step"}
+    assert told & of_an_attempt == (of_an_attempt if is_told else set())
+    page = top.Page(tmp_path)
+    monkeypatch.setattr(page._looked, "records", lambda names=None: [record])
+    assert any("training" in row.text for row in page.rows(120, 100)) == is_told
+
+
+def test_a_rank_that_computes_on_two_gpus_has_the_memory_of_both(
+    tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus
+) -> None:
+    own = os.getpid()
+    gpus.write(0, pid=own, bytes=2 << 30)
+    gpus.write(1, pid=own, bytes=3 << 30)
+    folder = at_work(tmp_path / "runs", "one", own, [0])
+    with (folder / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        exporter = exporters(tmp_path / "runs", env=gpus.env)
+        assert exporter.of("train_rank_gpu_memory_bytes", run="one", rank="0") == 5 << 30
+
+
+def test_of_a_script_its_name_is_told_and_not_where_it_lies(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:
+    put(tmp_path, "one", task=None, script="/home/ann/secret-project/train.py")
+    (labels,) = exporters(tmp_path).metrics()["train_run_info"]
+    assert dict(labels)["task"] == "train.py"
 
 
 def test_headers_that_the_library_stumbles_over_are_refused(tmp_path: Path, exporters: Callable[..., Exporter]) -> None:

@@ -57,6 +57,19 @@ def test_several_runs_share_a_picture_also_when_only_one_was_evaluated(tmp_path:
     assert coloured(tmp_path / "all.png") > coloured(tmp_path / "one.png") > 500
 
 
+def test_of_very_many_measures_the_first_are_drawn_and_the_others_counted(tmp_path: Path) -> None:
+    run = made(tmp_path, "a", steps=3, evaluations=False)
+    with run.metrics.open("a") as file:
+        measured = {"loss": 1.0} | {f"class-{number:03}": 0.5 for number in range(300)}
+        file.write(json.dumps({"step": 3, "epoch": 1, "eval": measured}) + "\n")
+    plot([run], tmp_path / "a.png")  # beyond 65536 pixels matplotlib draws none
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot([run], tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert "class-011" in text and "class-012" not in text
+    assert "288 more" in text
+
+
 @pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_the_suffix_chooses_the_format(tmp_path: Path, suffix: str, start: bytes) -> None:
     plot([made(tmp_path, "a")], tmp_path / f"a{suffix}")

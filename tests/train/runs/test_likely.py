@@ -25,6 +25,11 @@ RECORDED = {
     "RuntimeError: unable to allocate shared memory(shm) for file </torch_17_33_0>: No space left on device (28)": (
         "--only 'shared memory'"
     ),
+    "RuntimeError: unable to mmap 128 bytes from file </torch_99_41_7>: Cannot allocate memory (12)": (
+        "--only 'shared memory'"
+    ),
+    "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1f'": "--only 'shared memory'",
+    "NVRM: Xid (PCI:0000:65:00): 62, pid=1234, name=python, 2027(21d8) 8500": "--only 'GPUs,GPUs stay",
     "rank 1 died of SIGBUS": "--only 'shared memory'",
     "RuntimeError: DataLoader worker (pid 77) is killed by signal: Killed. ": "--only 'memory,",
     "the checkpoint of step 20 could not be saved: No space left on device": "--only 'room on disk,",
@@ -53,7 +58,12 @@ def test_a_recorded_message_leads_to_its_check(message: str) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    ["the loss is nan at step 3; lower --optim.lr", "ValueError: shapes (3,4) and (5,) not aligned", "", "KeyError"],
+    [
+        "the loss is nan at step 3; lower --optim.lr", "ValueError: shapes (3,4) and (5,) not aligned", "", "KeyError",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/dev/shm/imagenet/train.bin'",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/opt/torch_2_7_1/data.bin'", "KeyError: 'Xid'",
+        "AcceleratorError: CUDA error: an illegal instruction was encountered",
+    ],
 )  # fmt: skip
 def test_a_fault_of_the_program_leads_to_none(message: str) -> None:
     assert likely.hint(message) == ""

@@ -1,6 +1,7 @@
 """Looks at runs, GPUs and the disk when Prometheus asks, and tells what there is. Nothing else: no thread, no clock.
 
-How many series there can be is bounded: all runs that live, the most recent of the others, and of each run its ranks.
+How many series there can be is bounded: all runs that live, those that alerts are about, the most recent of the others,
+and of each run its ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ log = logging.getLogger("train.exporter")
 
 MOST_ALIVE = 200
 """Live runs that are told of. A machine that has more has another problem."""
-_PATIENCE = 5.0
-"""Seconds that the GPUs have to answer: a driver whose card fell off the bus may never."""
+MOST_TROUBLED = 200
+"""Runs that alerts are about, likewise."""
+_FAILED_FOR = 86400.0
+"""Seconds that a failed run is one of them: as TrainRunFailed has it."""
 
 
 class Collector(prometheus_client.registry.Collector):
@@ -39,9 +42,8 @@ class Collector(prometheus_client.registry.Collector):
 
     def __init__(self, folder: Path, recent: int) -> None:
         self._runs, self._recent = look.Runs(folder), recent
-        self._gpus: Gpus | None = None
+        self._gpus = Gpus()
         self._told_gpus: list[Gpu] = []
-        self._asking: threading.Thread | None = None
         self._problems = 0
         self._said: set[str] = set()
         self._one_at_a_time = threading.Lock()
@@ -85,19 +87,27 @@ class Collector(prometheus_client.registry.Collector):
             figures.add("train_runs", states[state], state)
         figures.add("train_runs_damaged", self._runs.damaged)
         alive = [record for record in records if look.is_alive(record)]
-        others = records[len(alive) :]
-        shown = alive[:MOST_ALIVE] + others[: self._recent]
+        ended = records[len(alive) :]
+        since = time.time() - _FAILED_FOR  # one point in time: none is in both
+        troubled = [record for record in ended if _is_troubled(record, since)]
+        others = [record for record in ended if not _is_troubled(record, since)]
+        shown = alive[:MOST_ALIVE] + troubled[:MOST_TROUBLED] + others[: self._recent]
         figures.add("train_runs_left_out", len(records) - len(shown))
-        taken = {pid: gpu.processes[pid] for gpu in self._told_gpus for pid in gpu.processes}
+        taken: collections.Counter[int] = collections.Counter()
+        for gpu in self._told_gpus:
+            taken.update(gpu.processes)  # adds up: a process may compute on several
         for record in shown:
             self._try(f"the run {record['name']!a}", functools.partial(self._add_run, figures, record, taken))
 
-    def _add_run(self, figures: Figures, record: dict[str, Any], taken: dict[int, float]) -> None:
+    def _add_run(self, figures: Figures, record: dict[str, Any], taken: Mapping[int, float]) -> None:
         name = record["name"]
         run = Run(self._runs.folder / name)
         lives, progress = look.is_alive(record), look.progress(run, record)
         device = str(record.get("device") or "")
-        figures.add("train_run_info", 1, name, str(record.get("task") or record.get("script") or "")[:64], device[:16])
+        what = str(
+            record.get("task") or Path(str(record.get("script") or "")).name
+        )  # where it lies is nobody's business
+        figures.add("train_run_info", 1, name, what[:64], device[:16])
         figures.one_of("train_run_state", record["state"], look.STATES, name)
         figures.add("train_run_step", progress.step, name)
         figures.add("train_run_target_steps", progress.total, name)
@@ -119,13 +129,13 @@ class Collector(prometheus_client.registry.Collector):
         if saved is not None:
             figures.add("train_run_checkpoint_step", saved[0], name)
             figures.add("train_run_checkpoint_timestamp_seconds", saved[1], name)
-        if lives:
+        if look.is_at_work(record):
             self._add_ranks(figures, run, record, taken)
 
-    def _add_ranks(self, figures: Figures, run: Run, record: dict[str, Any], taken: dict[int, float]) -> None:
+    def _add_ranks(self, figures: Figures, run: Run, record: dict[str, Any], taken: Mapping[int, float]) -> None:
         found = look.ranks(run, record)
         figures.add("train_run_last_progress_timestamp_seconds", look.moved(record, found), run.name)
-        if not record.get("script") and (record["attempts"] or record["state"] == store.CREATED):
+        if not record.get("script"):
             doing = heartbeat.NAMES[look.phase(found)]
             figures.one_of("train_run_phase", doing, heartbeat.NAMES, run.name)
         for rank in found:
@@ -140,7 +150,8 @@ class Collector(prometheus_client.registry.Collector):
                 figures.add("train_rank_gpu_memory_bytes", taken.get(rank.beat.pid), *labels)
 
     def _add_gpus(self, figures: Figures) -> None:
-        for gpu in self._ask_gpus():
+        self._told_gpus = self._gpus.read()
+        for gpu in self._told_gpus:
             labels = str(gpu.number), gpu.uuid
             figures.add("train_gpu_info", 1, *labels, gpu.name)
             figures.add("train_gpu_up", float(gpu.answers), *labels)
@@ -157,16 +168,9 @@ class Collector(prometheus_client.registry.Collector):
                 if gpu.reasons is not None:
                     figures.add("train_gpu_throttled", float(bool(gpu.reasons & bit)), *labels, reason)
 
-    def _ask_gpus(self) -> list[Gpu]:
-        """The GPUs; those that were seen before count as gone where the driver does not come back."""
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._look_at_gpus, daemon=True)
-            self._asking.start()
-        self._asking.join(_PATIENCE)
-        if self._asking.is_alive():
-            self._told_gpus = [Gpu(gpu.number, gpu.uuid, gpu.name) for gpu in self._told_gpus]
-        return self._told_gpus
 
-    def _look_at_gpus(self) -> None:
-        self._gpus = self._gpus or Gpus()
-        self._told_gpus = self._gpus.read()
+def _is_troubled(record: dict[str, Any], since: float) -> bool:
+    """Whether an alert is about a run that has ended: whatever has ended later must not hide it."""
+    if record["state"] == store.FAILED:
+        return (seconds_of(record.get("ended")) or 0.0) > since
+    return bool(record["state"] == store.INTERRUPTED)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 _AGAIN = 60.0
 """Seconds between two times that NVML is begun anew, because a GPU does not answer or there is none."""
+_PATIENCE = 5.0
+"""Seconds that the GPUs have to answer: a driver whose card fell off the bus may never."""
 REASONS = {
     "gpu_idle": 0x1, "application_clocks": 0x2, "power_cap": 0x4, "hardware": 0x8, "sync_boost": 0x10,
     "thermal": 0x20, "hardware_thermal": 0x40, "power_brake": 0x80, "display_clocks": 0x100,
 }  # fmt: skip
 """Why a GPU's clocks are lower than they could be: names, and NVML's bits (nvmlClocksEventReasons)."""
+_NO_ANSWER = frozenset({1, 2, 9, 10, 11, 15, 16, 18, 28, 999})
+"""nvmlReturn_t of a GPU that is lost, needs a reset, or whose driver has gone: uninitialized, invalid handle, driver
+not loaded, timeout, interrupt, lost, reset required, version mismatch, not found, unknown. Any other is an answer."""
 ECC = {"corrected": 0, "uncorrected": 1}
 """nvmlMemoryErrorType_t."""
 
@@ -54,8 +61,30 @@ class Gpus:
         self._nvml: Any = None
         self._handles: dict[str, Any] = {}
         self._seen: dict[str, Gpu] = {}
-        self._begun = 0.0
-        self._begin()
+        self._begun = -math.inf
+        self._told: list[Gpu] = []
+        self._asking: threading.Thread | None = None
+
+    def read(self) -> list[Gpu]:
+        """All that have been seen, in their order; those that answer, with their figures.
+
+        Those that were seen before count as gone where the driver does not come back. It is waited for once.
+        """
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, daemon=True)
+            self._asking.start()
+            self._asking.join(_PATIENCE)
+        if self._asking.is_alive():
+            self._told = [Gpu(gpu.number, gpu.uuid, gpu.name) for gpu in self._told]
+        return self._told
+
+    def _ask(self) -> None:
+        """In a thread of its own: every call of NVML may be one that does not return."""
+        found = self._read()
+        if (not found or not all(gpu.answers for gpu in found)) and time.monotonic() - self._begun >= _AGAIN:
+            self._begin()
+            found = self._read()
+        self._told = found
 
     def _begin(self) -> None:
         self._begun, self._handles = time.monotonic(), {}
@@ -74,16 +103,6 @@ class Gpus:
                     self._handles[uuid] = handle
                     self._seen[uuid] = Gpu(number, uuid, name)
 
-    def read(self) -> list[Gpu]:
-        """All that have been seen, in their order; those that answer, with their figures."""
-        found = self._read()
-        if not all(gpu.answers for gpu in found) or not found:
-            if time.monotonic() - self._begun < _AGAIN:
-                return found
-            self._begin()
-            found = self._read()
-        return found
-
     def _read(self) -> list[Gpu]:
         found = [self._look(gpu, self._handles.get(uuid)) for uuid, gpu in self._seen.items()]
         return sorted(found, key=lambda gpu: (gpu.number, gpu.uuid))
@@ -93,13 +112,10 @@ class Gpus:
         if nvml is None or handle is None:
             return gpu
         try:
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        except Exception as error:
-            # a GPU that shares the machine's memory has none of its own to tell of, and is well
-            if getattr(error, "value", None) != getattr(nvml, "NVML_ERROR_NOT_SUPPORTED", 3):
+            gpu.memory_used, gpu.memory_size = _memory(nvml, handle)
+        except Exception as error:  # one without a number is not NVML's: the library itself does not work
+            if getattr(error, "value", 999) in _NO_ANSWER:
                 return gpu
-        else:
-            gpu.memory_used, gpu.memory_size = float(memory.used), float(memory.total)
         gpu.answers = True
         gpu.use = _told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         sensor = nvml.NVML_TEMPERATURE_GPU
@@ -127,6 +143,27 @@ class Gpus:
                 if process.usedGpuMemory:
                     gpu.processes[int(process.pid)] = float(process.usedGpuMemory)
         return gpu
+
+
+def _memory(nvml: Any, handle: Any) -> tuple[float | None, float | None]:
+    """Bytes that are taken, and all. Of a GPU that is cut into parts (MIG) a container may ask only the parts.
+
+    Raises:
+        NVMLError: it does not say; one that shares the machine's memory has none of its own to tell of, and is well.
+    """
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return float(memory.used), float(memory.total)
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_NO_PERMISSION:
+            raise
+    parts = []
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with contextlib.suppress(nvml.NVMLError):  # there are fewer than there could be
+            parts.append(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)))
+    if not parts:
+        return None, None
+    return float(sum(part.used for part in parts)), float(sum(part.total for part in parts))
 
 
 def _told(*ways: Callable[[], Any]) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import socket
@@ -123,6 +124,15 @@ def is_alive(record: dict[str, Any]) -> bool:
     return record["state"] in ALIVE
 
 
+def is_at_work(record: dict[str, Any]) -> bool:
+    """Whether an attempt runs. Else what the last one left (its start, its ranks' signs of life) is no news of the run.
+
+    One that an engine has put back, or whose nodes gather, or that is being resumed waits: nothing of it stands still.
+    """
+    attempt = record["attempts"][-1] if record["attempts"] else None
+    return record["state"] == store.RUNNING and isinstance(attempt, dict) and attempt.get("end") is None
+
+
 def progress(run: Run, record: dict[str, Any]) -> Progress:
     """How far a run is. Of one that has ended the speed is not told."""
     line: Any = metrics.last_training(run) if is_alive(record) else None
@@ -147,11 +157,15 @@ def last_logs(run: Run, record: dict[str, Any]) -> Path | None:
 
 
 def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
-    """The ranks of the last attempt, those that have shown no sign of life yet among them."""
+    """The ranks of the attempt that runs, those that have shown no sign of life yet among them.
+
+    Of a run on several machines, those that have shown one here: which others are to is not written down.
+    """
     logs = last_logs(run, record)
     if logs is None:
         return []
-    numbers = set(range(min(whole(record.get("world_size")) or 1, MOST_RANKS)))
+    expected = 0 if record.get("cluster") else min(whole(record.get("world_size")) or 1, MOST_RANKS)
+    numbers = set(range(expected))
     with contextlib.suppress(OSError):
         numbers |= {int(match[1]) for path in logs.iterdir() if (match := _BEAT.fullmatch(path.name))}
     found = []
@@ -166,7 +180,7 @@ def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
 
 
 def moved(record: dict[str, Any], found: list[Rank]) -> float | None:
-    """When a run that lives last showed progress, in seconds since the epoch; None: a script's steps are its own.
+    """When a run at work last showed progress, in seconds since the epoch; None: a script's steps are its own.
 
     Whichever rank it was: one that is through with its part waits for the others without a sign.
     """
@@ -205,11 +219,12 @@ def saved(run: Run) -> tuple[int, float] | None:
 
 
 def number(value: Any) -> float | None:
-    """A figure as a number."""
+    """A figure as a number that can be counted with."""
     try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:
         return None
+    return found if math.isfinite(found) else None
 
 
 def whole(value: Any) -> int | None:
