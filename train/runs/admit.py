@@ -26,6 +26,7 @@ from train.parallel.precision import Precision
 from train.parallel.units import recompute
 from train.parallel.world import pick_device
 from train.record import feed
+from train.runs import imports
 from train.runs.request import Request, resolve
 from train.tasks import Task
 
@@ -90,9 +91,11 @@ def prepare(request: Request) -> Prepared:
         files["task.py"] = task.file.read_bytes()
     files |= build.fingerprint(task, config, train_set, eval_set).files()
     plan = build.plan_of(config, len(train_set))
+    source = None if task.is_built_in else Path(request.task).absolute()
     record = {
         "task": task.name if task.is_built_in else "task.py",
-        "task_source": None if task.is_built_in else str(Path(request.task).absolute()),
+        "task_source": str(source) if source else None,
+        "task_imports": imports.digests(task.file, source.parent) if source else {},
         "task_sha256": task.sha256,
         "cwd": os.getcwd(),
         "world_size": everywhere,

@@ -18,6 +18,7 @@ from train.parallel.world import NoGPU, pick_device
 from train.record import feed
 from train.record import manifest as manifests
 from train.record.store import Run, write_atomically
+from train.runs import imports
 from train.runs.admit import check_ranks, check_sync_batchnorm, checked_model
 from train.runs.request import ALONE, parsed, settings_types
 from train.tasks import Task
@@ -87,6 +88,9 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     source = record.get("task_source")
     if source and manifests.sha256_of(Path(source)) not in ("", record.get("task_sha256")):
         warnings.append(f"{source} has changed since; {run.name} goes on with its own copy")
+    said = imports.changed(record.get("task_imports"), "task")
+    if said:
+        warnings.append(f"{said}; no copy was kept, so {run.name} goes on with it as it is now")
     return task, config, warnings
 
 
