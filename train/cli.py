@@ -38,8 +38,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
         where = f": {error.filename}" if error.filename else ""
         problem = shortened(f"{error.strerror or one_line(error)}{where}")
-        remedy = "give a shorter one" if error.errno == errno.ENAMETOOLONG else "look at its owner and mode"
-        print(f"train: {problem}; {remedy}", file=sys.stderr)
+        remedy = "; give a shorter one" if error.errno == errno.ENAMETOOLONG else "; look at its owner and mode"
+        # a library's own, without a number, is about what is in the file
+        print(f"train: {problem}{remedy if error.errno else ''}", file=sys.stderr)
         code = EXIT_REFUSED
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
         what = shortened(ascii(error.object), 100)

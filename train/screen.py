@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import ctypes
+import os
 import re
 import shutil
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from typing import IO, Any
 
 _PLAIN = {"…": "...", "→": "->", "“": '"', "”": '"', "µ": "u", "·": "*"}
@@ -30,6 +34,27 @@ def tolerate_any_locale() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="train.plain")
+
+
+@contextlib.contextmanager
+def results_alone() -> Iterator[None]:
+    """While a user's own code runs: what it prints goes to standard error, for standard output is for results.
+
+    What libraries print without Python, and programs that it starts, too.
+    """
+    kept = -1
+    with contextlib.suppress(OSError):  # one of the two is closed
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept >= 0:
+            ctypes.CDLL(None).fflush(None)  # what C has not written yet
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def width(stream: IO[str]) -> int | None:

@@ -216,11 +216,11 @@ class Saver:
 
 
 def prune(run: Run, keep: int, best: str) -> None:
-    """Remove all checkpoints but the newest `keep` and the one with the best value of the metric `best`."""
+    """Remove all checkpoints but the newest `keep` and the best one, as checkpoint.best says."""
     kept: set[int | None] = set(run.steps_saved()[:keep])
     if best:
-        scores, saved = scores_of(run, best), run.steps_saved()
-        kept |= {pick(best, {step: score for step, score in scores.items() if step in saved})}
+        (aim, scores), saved = scores_of(run, best), run.steps_saved()
+        kept |= {pick(aim, {step: score for step, score in scores.items() if step in saved})}
     for step in run.steps_saved():
         if step in kept:
             continue

@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from train import screen
 from train.commands import shared
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
@@ -26,7 +27,8 @@ def run(options: Namespace, runs: Path) -> int:
     wanted = best.checkpoint_named(run, options.checkpoint)
     from train.engine.export import evaluate_run
 
-    step, samples, figures = evaluate_run(run, wanted)
+    with screen.results_alone():
+        step, samples, figures = evaluate_run(run, wanted)
     if options.json:
         print(json.dumps({"step": step, "samples": samples, "eval": figures}))
     else:

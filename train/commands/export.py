@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from train import screen
 from train.commands import shared
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
@@ -26,6 +27,7 @@ def run(options: Namespace, runs: Path) -> int:
     wanted = best.checkpoint_named(run, options.checkpoint)
     from train.engine.export import export
 
-    step = export(run, Path(options.to), wanted)
+    with screen.results_alone():
+        step = export(run, Path(options.to), wanted)
     print(f"wrote {options.to}: the weights of {run.name} after step {step}", file=sys.stderr)
     return EXIT_FINISHED

@@ -1,6 +1,6 @@
 """What a run is, from flags and files to a checked `Config`."""
 
-from train.config.layers import build, changeable, check_flags, forbidden_changes, from_toml, layer
+from train.config.layers import build, changeable, check_flags, check_lasts, forbidden_changes, from_toml, layer
 from train.config.schema import (
     SPREAD,
     Checkpoint,
@@ -23,6 +23,7 @@ from train.config.text import (
     fields,
     flatten,
     is_optional,
+    of_settings,
     parse_value,
     read_toml,
     to_flat,
@@ -36,7 +37,7 @@ LOCAL = ("data.root", "data.workers")
 __all__ = [
     "LOCAL", "NONE", "SPREAD",
     "Checkpoint", "Config", "Count", "Data", "Eval", "FieldInfo", "Log", "NotNegative", "Optim", "Parallel",
-    "Positive", "Schedule", "Share", "Watch", "build", "changeable", "check_flags", "fields", "flatten",
-    "forbidden_changes", "from_toml", "is_optional", "layer", "parse_value", "read_toml", "to_flat", "to_toml",
-    "type_name",
+    "Positive", "Schedule", "Share", "Watch", "build", "changeable", "check_flags", "check_lasts", "fields", "flatten",
+    "forbidden_changes", "from_toml", "is_optional", "layer", "of_settings", "parse_value", "read_toml", "to_flat",
+    "to_toml", "type_name",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,18 @@ import pydantic_core
 from pydantic import TypeAdapter
 
 from train.config.schema import Config
-from train.config.text import FieldInfo, fields, flatten, is_optional, parse_value, read_toml, reason_of
+from train.config.text import (
+    FieldInfo,
+    fields,
+    flatten,
+    is_optional,
+    of_settings,
+    parse_value,
+    read_toml,
+    reason_of,
+    to_flat,
+    to_toml,
+)
 from train.errors import Refused, nearest, one_line
 
 
@@ -83,7 +95,8 @@ def build(flat: dict[str, Any], settings: type | None = None, source: str = "", 
     if config.steps is not None:
         config.epochs = None
     if settings:
-        config.task = _checked(settings, _defaults(settings) | task, source, "task.", partial)
+        with of_settings(f"{source}Settings"):
+            config.task = _checked(settings, _defaults(settings) | task, source, "task.", partial)
     return config
 
 
@@ -137,13 +150,43 @@ def from_toml(path: Path, settings: type | None) -> Config:
     Raises:
         Refused: somebody edited it into something invalid.
     """
-    source = f"{path}: "
+    return _from_tree(read_toml(path), settings, f"{path}: ")
+
+
+def _from_tree(tree: dict[str, Any], settings: type | None, source: str) -> Config:
     blank = {name: None for name, info in fields().items() if is_optional(info.annotation)}
     for field in dataclasses.fields(settings) if settings else ():
         if field.default is None:
             blank[f"task.{field.name}"] = None
-    flat = layer(flatten(read_toml(path), source), settings, source, blank, replaces=False)
+    flat = layer(flatten(tree, source), settings, source, blank, replaces=False)
     return build(flat, settings, source)
+
+
+def check_lasts(config: Config, settings: type | None) -> None:
+    """Whether ranks, which read the configuration from the run folder, get the one that was checked.
+
+    Raises:
+        Refused: Settings make something else of their own values, or hold what TOML cannot.
+    """
+    with of_settings("Settings that cannot be kept in config.toml"):
+        again = _from_tree(tomllib.loads(to_toml(config)), settings, "Settings do not take what they gave: ")
+        before, after = to_flat(config), to_flat(again)
+        for name in sorted(before.keys() | after.keys()):
+            then, now = before.get(name), after.get(name)
+            own = name.removeprefix("task.")
+            is_same = name != own and getattr(config.task, own, None) == getattr(
+                again.task, own, None
+            )  # a set has no order
+            if then != now and not is_same:
+                raise Refused(
+                    f"{name} is {_brief(then)}, and ranks would read {_brief(now)} from config.toml: a __post_init__ "
+                    "must change nothing when it is called again, and none cannot be kept inside a table or list"
+                )
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -116,8 +116,8 @@ class Checkpoint:
     keep: Changeable[Count] = 3
     """How many checkpoints are kept; the newest ones."""
     best: Changeable[str] = ""
-    """Keep also the checkpoint with the best value of this metric (loss: the lowest, others: the highest); saves at
-    every evaluation."""
+    """Keep also the checkpoint with the best value of this metric (loss: the lowest, others: the highest; min:NAME and
+    max:NAME say which); saves at every evaluation."""
     asynchronous: Changeable[bool] = True
     """Write in the background: training waits only for a copy of the state in host memory."""
     snapshots: Changeable[bool] = True

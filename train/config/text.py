@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -9,6 +10,7 @@ import json
 import tomllib
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -91,6 +93,24 @@ def _words(annotation: Any) -> list[str]:
         annotation = typing.get_args(annotation)[0]
     literals = [one for one in typing.get_args(annotation) if typing.get_origin(one) is Literal]
     return [str(value) for one in literals for value in typing.get_args(one)]
+
+
+@contextlib.contextmanager
+def of_settings(what: str) -> Iterator[None]:
+    """While code of a task's Settings runs: whatever it raises is a refusal.
+
+    Args:
+        what: what it is asked for; begins the message.
+
+    Raises:
+        Refused: it raised.
+    """
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"{what}: {one_line(f'{type(error).__name__}: {error}')[:300]}") from error
 
 
 def parse_value(name: str, annotation: Any, text: str) -> Any:

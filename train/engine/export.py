@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from train.data.plan import MicroBatch, evaluation_micro_batches
 from train.data.sharing import Sharing
 from train.engine import arithmetic, build, opened
 from train.engine.evaluate import evaluate
-from train.errors import Refused, one_line
+from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.precision import Precision
 from train.parallel.world import NoGPU, World, pick_device, take_device
 from train.record import manifest as manifests
 from train.record.store import Run
 from train.record.target import check, published
-from train.tasks import Task
+from train.tasks import Task, where
 
 log = logging.getLogger("train")
 
@@ -89,6 +90,22 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
     return step
 
 
+@contextlib.contextmanager
+def _in_one_line(task: Task) -> Iterator[None]:
+    """While the task's own code runs: what it raises, or what is wrong with what it returns, said as launch does.
+
+    Raises:
+        Refused: it raised.
+    """
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        is_said = isinstance(error, TrainingFailed)
+        raise Refused(error if is_said else arithmetic.refusal(error) or where(error, task.file)) from error
+
+
 def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None:
     """Export with the inputs that the task's own loss gives the model on one sample; the batch may vary."""
     try:
@@ -97,19 +114,7 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None
         raise Refused(
             "export to .onnx needs the packages onnx and onnxscript; pip install 'trainstation[onnx]'"
         ) from None
-    train_set, eval_set = build.make_datasets(task, config)
-    dataset = eval_set if eval_set is not None else train_set
-    import numpy as np
-
-    batch = fetcher(dataset, task.collate)(MicroBatch(0, 0, np.arange(min(2, len(dataset))), config.seed))
-    dtype = torch.float64 if config.precision == "fp64" else None
-    batch = prepared(batch, config.seed, torch.device("cpu"), dtype, False, task.on_device)
-    calls: list[tuple[Any, ...]] = []
-    hook = model.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
-    model.eval()
-    with torch.no_grad():
-        task.loss(model, batch)
-    hook.remove()
+    calls = _calls(task, config, model)
     if not calls or not all(isinstance(argument, torch.Tensor) for argument in calls[0]):
         raise Refused("export to .onnx needs a model that is called with tensors alone; export .safetensors instead")
     names = [f"input{index}" for index in range(len(calls[0]))]
@@ -124,6 +129,25 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None
         raise Refused(f"the model cannot be exported to .onnx: {one_line(error)[:300]}") from None
 
 
+def _calls(task: Task, config: Config, model: nn.Module) -> list[tuple[Any, ...]]:
+    """The arguments with which the task's loss calls the model, on two samples."""
+    import numpy as np
+
+    train_set, eval_set = build.make_datasets(task, config)
+    dataset = eval_set if eval_set is not None else train_set
+    dtype = torch.float64 if config.precision == "fp64" else None
+    calls: list[tuple[Any, ...]] = []
+    hook = model.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
+    model.eval()
+    with _in_one_line(task), torch.no_grad():
+        micro = MicroBatch(0, 0, np.arange(min(2, len(dataset))), config.seed, dataset is eval_set)
+        batch = fetcher(dataset, task.collate)(micro)
+        batch = prepared(batch, config.seed, torch.device("cpu"), dtype, False, task.on_device)
+        task.loss(model, batch)
+    hook.remove()
+    return calls
+
+
 def _tell(bad: Sequence[Bad]) -> None:
     for one in bad:
         log.warning("warning: left out: %s: %s", one, one.reason)
@@ -133,7 +157,7 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     """Evaluate a checkpoint of a run in this process. Returns its step, the number of samples and the figures.
 
     Raises:
-        Refused: the task has no evaluation set, or there is no usable checkpoint.
+        Refused: the task has no evaluation set or fails on it, or there is no usable checkpoint.
     """
     task, config, model, step = load_trained(run, step)
     arithmetic.fix(config)
@@ -152,18 +176,12 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     loader = Loader(
         None, eval_set, task.collate, workers, device, precision.inputs, skipped, config.channels_last, task.on_device
     )
-    with loader:
+    with loader, _in_one_line(task):
         take_device(device)
         stream = loader.batches(evaluation_micro_batches(plan, Sharing()))
         model = arithmetic.lay_out(model, config).to(device)
         arithmetic.compile_as_asked(model, config)
-        try:
-            evaluated = evaluate(task, model, plan, world, precision, stream)
-        except RuntimeError as error:
-            said = arithmetic.refusal(error)
-            if not said:
-                raise
-            raise Refused(said) from None
+        evaluated = evaluate(task, model, plan, world, precision, stream)
     assert evaluated is not None
     figures, samples = evaluated
     return step, samples, figures

@@ -5,23 +5,48 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tomllib
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from train.errors import Refused
 from train.record.metrics import evaluations
 from train.record.store import Run
 
 
-def pick(metric: str, scores: dict[int, float]) -> int | None:
-    """The step with the best score, the later one of equals: the lowest `loss`, the highest of anything else."""
-    better = min if metric == "loss" else max
+class Aim(NamedTuple):
+    """What makes a checkpoint the best: the name of a figure, and whether less of it is better."""
+
+    metric: str
+    is_least: bool
+
+
+def aim_of(text: str) -> Aim:
+    """What checkpoint.best means: NAME (loss: the lowest, anything else: the highest), min:NAME or max:NAME."""
+    direction, colon, name = text.partition(":")
+    if colon and direction in ("min", "max"):
+        return Aim(name, direction == "min")
+    return Aim(text, text == "loss")
+
+
+def aim_among(text: str, names: Iterable[str]) -> Aim:
+    """The same where evaluations give these figures; the loss, which there always is, in place of any other."""
+    aim = aim_of(text)
+    return aim if aim.metric in names else aim_of("loss")
+
+
+def pick(aim: Aim, scores: dict[int, float]) -> int | None:
+    """The step with the best score, the later one of equals."""
+    better = min if aim.is_least else max
     return better(sorted(scores, reverse=True), key=scores.__getitem__, default=None)
 
 
-def scores_of(run: Run, metric: str) -> dict[int, float]:
-    """The values of a metric by the step after which it was evaluated; without those that are none."""
-    scores = {line["step"]: line["eval"].get(metric) for line in evaluations(run)}
-    return {step: score for step, score in scores.items() if score is not None}
+def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
+    """What checkpoint.best means in this run, and the values of it by the step after which they were evaluated; without
+    those that are none."""
+    lines = evaluations(run)
+    aim = aim_among(text, {name for line in lines for name in line["eval"]})
+    scores = {line["step"]: line["eval"].get(aim.metric) for line in lines}
+    return aim, {step: score for step, score in scores.items() if score is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +70,12 @@ def best(run: Run) -> Best | None:
     with contextlib.suppress(OSError, ValueError):
         content = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
         metric = content.get("checkpoint", {}).get("best") or metric
-    scores = scores_of(run, metric)
+    aim, scores = scores_of(run, metric)
     saved = set(run.steps_saved())
-    step, first = pick(metric, {at: score for at, score in scores.items() if at in saved}), pick(metric, scores)
+    step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
     if step is None or first is None:
         return None
-    return Best(step, metric, scores[step], first if scores[first] != scores[step] else None)
+    return Best(step, aim.metric, scores[step], first if scores[first] != scores[step] else None)
 
 
 def facts(run: Run) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from train import config as configuration
 from train.config import Config
 from train.data.fetch import is_indexed_at_once
 from train.engine import build, threads
-from train.errors import Refused
+from train.errors import Refused, nearest
 from train.parallel import cards, choose
 from train.parallel.precision import Precision
 from train.parallel.units import recompute
 from train.parallel.world import pick_device
-from train.record import feed
+from train.record import best, feed
+from train.runs import imports
 from train.runs.request import Request, resolve
 from train.tasks import Task
 
@@ -62,6 +63,7 @@ def prepare(request: Request) -> Prepared:
     if config.cpu_threads is None:
         torch.set_num_threads(1)  # or the process that measures would inherit a pool of threads without the threads
     train_set, eval_set = build.make_datasets(task, config)
+    check_best(config, task, eval_set)
     sizes = _micro_batch_sizes(config, device, everywhere, len(train_set), is_searched)
     if config.data.workers is None:
         config.data.workers = threads.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
@@ -90,9 +92,11 @@ def prepare(request: Request) -> Prepared:
         files["task.py"] = task.file.read_bytes()
     files |= build.fingerprint(task, config, train_set, eval_set).files()
     plan = build.plan_of(config, len(train_set))
+    source = None if task.is_built_in else Path(request.task).absolute()
     record = {
         "task": task.name if task.is_built_in else "task.py",
-        "task_source": None if task.is_built_in else str(Path(request.task).absolute()),
+        "task_source": str(source) if source else None,
+        "task_imports": imports.digests(task.file, source.parent) if source else {},
         "task_sha256": task.sha256,
         "cwd": os.getcwd(),
         "world_size": everywhere,
@@ -186,6 +190,34 @@ def check_ranks(config: Config, local: int, nodes: range, device: torch.device) 
             f"--batch_size {config.batch_size} is smaller than the number of ranks {ranks}; "
             f"use at least {ranks}, or fewer ranks"
         )
+
+
+def check_best(config: Config, task: Task, eval_set: Any, known: Iterable[str] = ()) -> None:
+    """Whether evaluations can say which checkpoint is the best, as far as that is known.
+
+    Args:
+        known: the figures of the run's evaluations; none before there was one.
+
+    Raises:
+        Refused: they cannot, so that no checkpoint would be kept for it.
+    """
+    text = config.checkpoint.best
+    if not text:
+        return
+    metric = best.aim_of(text).metric
+    if eval_set is None:
+        raise Refused(
+            f"--checkpoint.best {text} needs evaluations, and datasets() in {task.file} returns None for the "
+            "evaluation set; leave it out"
+        )
+    if metric != "loss" and task.metrics is None:
+        raise Refused(
+            f"--checkpoint.best {text}: {task.file} has no function metrics, so an evaluation gives the loss alone; "
+            "use --checkpoint.best loss"
+        )
+    if not metric or (known and metric not in known):
+        names = nearest(metric, known, f"; there are: {', '.join(known) or 'loss and the names that metrics() gives'}")
+        raise Refused(f"--checkpoint.best {text}: no evaluation gives {metric or 'a figure without a name'}{names}")
 
 
 def check_micro_batches(config: Config, ranks: int) -> None:

@@ -17,8 +17,10 @@ from train.parallel.precision import Precision
 from train.parallel.world import NoGPU, pick_device
 from train.record import feed
 from train.record import manifest as manifests
+from train.record.metrics import evaluations
 from train.record.store import Run, write_atomically
-from train.runs.admit import check_ranks, check_sync_batchnorm, checked_model
+from train.runs import imports
+from train.runs.admit import check_best, check_ranks, check_sync_batchnorm, checked_model
 from train.runs.request import ALONE, parsed, settings_types
 from train.tasks import Task
 
@@ -73,6 +75,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
             f"the training set has {len(train_set)} samples now and had {record['samples']} when {run.name} "
             "was started; put the data back as it was"
         )
+    if "checkpoint.best" in flags:  # what a run has had from before is no reason to end it
+        check_best(config, task, eval_set, {name: None for line in evaluations(run) for name in line["eval"]})
     check_sync_batchnorm(config, device, ranks, len(train_set))
     is_first_of_several = record["world_size"] == 1 < ranks
     if is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:  # else nothing to ask it
@@ -84,10 +88,19 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     micros = plan.micro_batches(0)
     if micros < ranks:
         warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} of them only wait")
+    return task, config, warnings + _edited(run, record)
+
+
+def _edited(run: Run, record: dict[str, Any]) -> list[str]:
+    """What is to be said of a task's files that are not what they were."""
+    lines = []
     source = record.get("task_source")
     if source and manifests.sha256_of(Path(source)) not in ("", record.get("task_sha256")):
-        warnings.append(f"{source} has changed since; {run.name} goes on with its own copy")
-    return task, config, warnings
+        lines.append(f"{source} has changed since; {run.name} goes on with its own copy")
+    said = imports.changed(record.get("task_imports"), "task")
+    if said:
+        lines.append(f"{said}; no copy was kept, so {run.name} goes on with it as it is now")
+    return lines
 
 
 def _device_again(run: Run, config: Config, ranks: int) -> torch.device:

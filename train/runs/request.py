@@ -54,6 +54,7 @@ def resolve(request: Request) -> tuple[Task, Config]:
     config = configuration.build(flat, task.Settings)
     if config.data.root:
         config.data.root = str(Path(config.data.root).absolute())
+    configuration.check_lasts(config, task.Settings)
     return task, config
 
 
@@ -71,10 +72,8 @@ def settings_types(task: Task) -> dict[str, Any]:
 
     if task.Settings is None:
         return {}
-    try:
+    with configuration.of_settings(f"Settings in {task.file}"):
         hints = typing.get_type_hints(task.Settings, include_extras=True)
-    except NameError as error:
-        raise Refused(f"Settings in {task.file}: {error}") from None
     return {field.name: hints[field.name] for field in dataclasses.fields(task.Settings)}
 
 
@@ -86,4 +85,5 @@ def parsed(flags: dict[str, str], own: dict[str, Any], task: Task) -> dict[str, 
 
             hint = nearest(name, known, f"; the settings of this task: {', '.join(own)}" if own else "")
             raise Refused(f"unknown field --{name}{hint or '; this task has no settings of its own'}")
-    return {name: configuration.parse_value(name, known[name], text) for name, text in flags.items()}
+    with configuration.of_settings("Settings"):
+        return {name: configuration.parse_value(name, known[name], text) for name, text in flags.items()}

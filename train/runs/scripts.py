@@ -9,22 +9,17 @@ its files; that they have changed is told.
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import hashlib
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
 from train.record.store import Run
+from train.runs import imports
 
 COPY = "script.py"
 """In the run folder."""
-_MOST = 500
-"""So many imported files are looked at."""
 
 
 def taken(path: Path) -> tuple[bytes, dict[str, Any]]:
@@ -38,8 +33,8 @@ def taken(path: Path) -> tuple[bytes, dict[str, Any]]:
     except OSError as error:
         reason = error.strerror if path.exists() else "there is no such file"
         raise Refused(f"--script {path}: {reason}") from None
-    imports = {str(file): _digest(file) for file in imported(path.absolute())}
-    return text, {"script": str(path.absolute()), "script_imports": imports}
+    script = path.absolute()
+    return text, {"script": str(script), "script_imports": imports.digests(script, script.resolve().parent)}
 
 
 def replace(run: Run, path: Path) -> dict[str, Any]:
@@ -80,14 +75,9 @@ def warnings(run: Run, record: dict[str, Any]) -> list[str]:
     if how:
         other = "" if how == "is gone" else f"; for the one of now: train resume {run.name} --script {record['script']}"
         lines.append(f"{record['script']} {how}; {run.name} goes on with its own copy{other}")
-    known = record.get("script_imports") or {}
-    changed = [path for path, digest in known.items() if _digest(Path(path)) != digest]
-    if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        lines.append(
-            f"{', '.join(changed[:3])}{more}, imported by the script, changed since; no copy was kept, so {run.name} "
-            "runs with it as it is now"
-        )
+    said = imports.changed(record.get("script_imports"), "script")
+    if said:
+        lines.append(f"{said}; no copy was kept, so {run.name} runs with it as it is now")
     return lines
 
 
@@ -125,62 +115,3 @@ def exit_words(code: int) -> str:
 
 AFTER_STOP = "starts it again: it goes on from what it has saved by itself, if it has"
 """What `train resume` does to a script that was stopped."""
-
-
-def imported(script: Path) -> list[Path]:
-    """The files that a script imports, and those that they import: from its own folder and from PYTHONPATH.
-
-    Found by reading, not by running: an import whose name is computed is not seen.
-    """
-    folders = [script.resolve().parent]
-    folders += [Path(part).absolute() for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    found: dict[Path, None] = {}
-    waiting = [script]
-    while waiting and len(found) < _MOST:
-        file = waiting.pop()
-        for name, base in _names(file):
-            for path in _files(name, [base] if base else folders):
-                if path not in found and path != script and not _is_ours(path):
-                    found[path] = None
-                    waiting.append(path)
-    return sorted(found)
-
-
-def _names(file: Path) -> Iterator[tuple[str, Path | None]]:
-    """Dotted names that a file imports, with the folder that a relative one starts from."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else None
-            module = node.module or ""
-            if module:
-                yield module, base
-            yield from ((f"{module}.{alias.name}".lstrip("."), base) for alias in node.names if alias.name != "*")
-
-
-def _files(name: str, folders: list[Path]) -> Iterator[Path]:
-    """The files that importing a dotted name executes, its packages first."""
-    parts = name.split(".")
-    for folder in folders:
-        files = []
-        for depth in range(1, len(parts) + 1):
-            place = folder.joinpath(*parts[:depth])
-            files += [path for path in (place / "__init__.py", place.with_name(place.name + ".py")) if path.is_file()]
-        if files:
-            yield from files
-            return
-
-
-def _is_ours(path: Path) -> bool:
-    return "site-packages" in path.parts or Path(__file__).parents[1] in path.parents
-
-
-def _digest(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return ""

@@ -220,6 +220,9 @@ def test_a_configuration_file_that_cannot_be_read_is_refused(here: Path, file: s
     refused(command("run", "digits", "--config", file), "cannot read", file)
 
 
+SETTINGS = "from dataclasses import field\n@dataclass\nclass Settings:\n"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -241,6 +244,22 @@ def test_a_configuration_file_that_cannot_be_read_is_refused(here: Path, file: s
         (TASK + "@dataclass\nclass Settings:\n    a: int", ["task.a has no default", "--task.a"]),
         (TASK + "@dataclass\nclass Settings:\n    a: 'Nope' = 1", ["Settings", "Nope"]),
         (TASK + "@dataclass\nclass Settings:\n    a: torch.Tensor = None", ["Settings", "type"]),
+        (TASK + "@dataclass\nclass Settings:\n    a: 'some words' = 1", ["Settings", "some words"]),
+        (
+            TASK + SETTINGS + "    a: int = 4\n    def __post_init__(self): self.a *= 2",
+            ["task.a is 8", "would read 16"],
+        ),
+        (TASK + SETTINGS + "    a: int = 1\n    def __post_init__(self): {}['lost']", ["Settings", "KeyError: 'lost'"]),
+        (TASK + SETTINGS + "    a: dict = field(default_factory=lambda: {}['lost'])", ["Settings", "KeyError: 'lost'"]),
+        (
+            TASK
+            + "@dataclass\nclass Part:\n    b: int | None = 3\n"
+            + SETTINGS
+            + "    a: Part = field(default_factory=lambda: Part(None))",
+            ["task.a is {'b': None}", "would read {'b': 3}"],
+        ),
+        (TASK + SETTINGS + "    a: dict = field(default_factory=lambda: {'x': None})", ["task.a is {'x': None}"]),
+        (TASK + SETTINGS + "    a: list[int | None] = field(default_factory=lambda: [1, None])", ["config.toml"]),
         (TASK + "def datasets(config): raise RuntimeError('no data')", ["datasets() failed", "line", "no data"]),
         (TASK + "def datasets(config): return None", ["(train, evaluation or None)"]),
         (TASK + "def datasets(config): return None, None", ["__len__ and __getitem__"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -89,6 +90,74 @@ def test_evaluating_alone_gives_the_recorded_figures_exactly(finished: Station) 
     assert told == {"step": 46, "samples": 360, "eval": finished.record("done")["metrics"]}
     evaluations = [line for line in finished.metrics("done") if "eval" in line]
     assert evaluations[-1]["eval"] == told["eval"]
+
+
+NOISY = """
+import os
+
+import torch
+from PIL import UnidentifiedImageError
+
+print("imported")
+
+
+def model(config):
+    os.system("echo from a program")
+    return torch.nn.Linear(2, 1)
+
+
+class Set(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if os.path.exists("broken"):
+            raise UnidentifiedImageError("cannot identify image file 'x.jpg'")
+        return torch.ones(2)
+
+
+def datasets(config):
+    print("in datasets")
+    return Set(), Set()
+
+
+def loss(model, batch):
+    return model(batch).mean() ** 2
+
+
+def metrics(model, batch):
+    _seen.append(1)
+    if os.path.exists("cut"):
+        raise KeyError("corpus")
+    return {f"name{len(_seen) if os.path.exists('others') else 0}": torch.zeros(())}
+
+
+_seen = []
+"""
+
+
+def test_what_a_task_prints_is_no_result_and_what_it_raises_is_said_in_one_line(station: Station) -> None:
+    (station.folder / "task.py").write_text(NOISY)
+    station.ok("run", "task.py", "--name", "a", "--steps", 1, "--batch_size", 2, "--cpu_threads", 1)
+    done = station.ok("eval", "a", "--json")
+    assert json.loads(done.stdout)["samples"] == 4
+    assert {"imported", "in datasets", "from a program"} <= set(done.stderr.splitlines())
+    done = station.ok("export", "a", "--to", "a.safetensors")
+    assert done.stdout == "" and "imported" in done.stderr
+    for state, command, words in (
+        ("cut", ["eval", "a"], ["task.py, line ", "KeyError: 'corpus'"]),
+        ("others", ["eval", "a"], ["metrics must return the same names"]),
+        ("broken", ["eval", "a"], ["sample 0 of the evaluation set", "cannot identify image file 'x.jpg'"]),
+        ("broken", ["export", "a", "--to", "a.onnx"], ["sample 0 of the evaluation set", "cannot identify"]),
+    ):
+        if command[-1] == "a.onnx" and importlib.util.find_spec("onnx") is None:
+            continue
+        (station.folder / state).touch()
+        done = station(*command)
+        (station.folder / state).unlink()
+        told = [line for line in done.stderr.splitlines() if line not in ("imported", "in datasets", "from a program")]
+        assert done.returncode == 2 and done.stdout == "" and len(told) == 1, (state, done.stderr)
+        assert all(word in told[0] for word in words) and "owner and mode" not in told[0], told
 
 
 def test_a_run_may_begin_with_exported_weights(finished: Station, tmp_path: Path) -> None:

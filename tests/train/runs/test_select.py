@@ -93,7 +93,7 @@ def evaluated(run: Run, saved: list[int], scores: dict[int, dict[str, float | No
     lines = [json.dumps({"step": step, "epoch": 1, "eval": figures}) for step, figures in scores.items()]
     run.metrics.write_text("\n".join(lines) + "\n")
     for step in saved:
-        run.checkpoint(step).mkdir()
+        run.checkpoint(step).mkdir(exist_ok=True)
 
 
 def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_asked_for(runs: Path) -> None:
@@ -110,6 +110,61 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
     assert best.checkpoint_named(run, "best") == 6 and best.checkpoint_named(run, "7") == 7
     evaluated(run, [], scores, "accuracy")
     assert best.best(run) == best.Best(6, "accuracy", 0.9, lost=None)
+    evaluated(run, [], scores, "min:accuracy")
+    assert best.best(run) == best.Best(6, "accuracy", 0.9, lost=2)
+    evaluated(run, [], scores, "max:loss")
+    assert best.best(run) == best.Best(4, "loss", 0.3, lost=None)
+    evaluated(run, [], scores, "acuracy")  # which no evaluation has
+    assert best.best(run) == best.Best(6, "loss", 0.2, lost=2)
+
+
+def test_a_best_that_no_evaluation_can_name_is_refused_or_told_and_the_lowest_loss_is_kept(
+    station: Station,
+) -> None:
+    from train.runs.admit import prepare
+    from train.runs.readmit import prepare_resume
+    from train.runs.request import Request
+
+    text = """
+import torch
+
+
+def model(config):
+    return torch.nn.Linear(2, 1)
+
+
+def datasets(config):
+    made = torch.utils.data.TensorDataset(torch.zeros(4, 2))
+    return made, {evaluation}
+
+
+def loss(model, batch):
+    return model(batch[0]).mean() ** 2
+"""
+    task = station.folder / "task.py"
+    for evaluation, wanted, words in (("None", "loss", "evaluation set"), ("made", "f1", "no function metrics")):
+        task.write_text(text.format(evaluation=evaluation))
+        with pytest.raises(Refused, match=words):
+            prepare(Request(str(task), {"checkpoint.best": wanted, "cpu_threads": "1", "steps": "1"}))
+    task.write_text(
+        text.format(evaluation="made")
+        + """
+
+def metrics(model, batch):
+    return {"rising": next(model.parameters()).new_tensor(_seen.append(1) or len(_seen))}
+
+_seen = []
+"""
+    )
+    flags = ["--steps", 4, "--batch_size", 4, "--cpu_threads", 1, "--checkpoint.keep", 1, "--optim.lr", 1e-9]
+    done = station.ok("run", "task.py", "--name", "a", "--checkpoint.best", "risin", *flags)
+    (said,) = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert "no evaluation gives risin" in said and "did you mean rising" in said and "train resume a" in said
+    with pytest.raises(Refused, match="did you mean rising"):
+        prepare_resume(station.run("a"), {"checkpoint.best": "max:risin"}, 1)
+    prepare_resume(station.run("a"), {"checkpoint.best": "min:rising"}, 1)
+    station.ok("run", "task.py", "--name", "b", "--checkpoint.best", "min:rising", *flags)
+    assert sorted(station.run("b").steps_saved()) == [1, 4]
 
 
 def test_export_and_eval_take_the_best_checkpoint_and_show_names_it(station: Station) -> None:
@@ -119,7 +174,7 @@ def test_export_and_eval_take_the_best_checkpoint_and_show_names_it(station: Sta
                "--cpu_threads", 1, "--schedule.decay", "step", "--schedule.step_epochs", 2, "--schedule.gamma", 1e-9,
                "--optim.lr", 0.1)  # fmt: skip
     run = station.run("d")
-    scores = best.scores_of(run, "accuracy")
+    scores = best.scores_of(run, "accuracy")[1]
     step = min(at for at, score in scores.items() if score == max(scores.values()))
     later = max(at for at, score in scores.items() if score == max(scores.values()) and at in run.steps_saved())
     shown = json.loads(station.ok("show", "d", "--json").stdout)

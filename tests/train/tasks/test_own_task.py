@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from train.engine.export import export
 from train.errors import Refused
+from train.runs.admit import prepare
 from train.runs.readmit import prepare_resume
 from train.runs.request import Request, resolve
 from train.tasks import load
@@ -132,6 +133,28 @@ def test_a_resume_goes_on_with_the_copy_where_the_run_was_launched_and_says_that
     (here.runs / "c" / "task.py").write_text(text + "\n# edited\n")
     with pytest.raises(Refused, match="put the original back"):
         prepare_resume(here.run("c"), {"steps": "6"}, 1)
+
+
+def test_a_resume_says_which_modules_beside_the_task_have_changed(here: Station) -> None:
+    folder = here.folder / "beside"
+    folder.mkdir()
+    (folder / "moons.py").write_text(TASK)
+    (folder / "helper.py").write_text("from deeper import *\n")
+    (folder / "deeper.py").write_text(HELPER)
+    (folder / "other.py").write_text("never imported\n")
+    here.ok("run", "beside/moons.py", "--name", "beside", "--steps", 1, "--cpu_threads", 1)
+    run = here.run("beside")
+    assert prepare_resume(run, {"steps": "2"}, 1)[2] == []
+    (folder / "other.py").write_text("nor now\n")
+    (folder / "deeper.py").write_text(HELPER + "# edited\n")
+    (said,) = prepare_resume(run, {"steps": "2"}, 1)[2]
+    assert str(folder / "deeper.py") in said and "imported by the task, changed since" in said
+    assert set(run.read()["task_imports"]) == {str(folder / name) for name in ("helper.py", "deeper.py")}
+
+
+def test_of_a_built_in_task_no_imports_are_kept(tmp_path: Path) -> None:
+    record = prepare(Request("fake", {"steps": "1", "cpu_threads": "1", "device": "cpu"})).record
+    assert record["task_imports"] == {}
 
 
 def test_a_task_needs_no_import_of_this_package(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from train import config as configuration
 from train.config import Config
 from train.engine.report.board import Board
 from train.engine.report.progress import Progress
+from train.errors import nearest
 from train.parallel.world import World
-from train.record import metrics
+from train.record import best, metrics
 from train.record.feed import Feed
 from train.record.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
 from train.record.store import Run
@@ -42,6 +43,7 @@ class Report:
         """
         self.run = run
         self._next_note = 0.0
+        self._best = config.checkpoint.best  # until an evaluation was held against it
         self._samples = Lines(samples_file(run, world.rank), beside) if config.log.samples else None
         self._metrics = Lines(run.metrics, beside) if world.is_lead else None
         tensorboard = world.is_lead and config.log.tensorboard
@@ -87,6 +89,14 @@ class Report:
             self._board.evaluation(step, figures)
         text = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         self.say(f"evaluation after step {step} (epoch {epoch}, {samples} samples): {text}")
+        wanted, self._best = self._best, ""
+        metric = best.aim_of(wanted).metric
+        if wanted and metric not in figures:
+            self.say(
+                f"warning: no evaluation gives {metric}, which checkpoint.best names{nearest(metric, figures)} "
+                f"(there are: {', '.join(figures)}); the checkpoint with the lowest loss is kept instead; for another: "
+                f"train stop {self.run.name}, then train resume {self.run.name} --checkpoint.best NAME"
+            )
 
     def evaluated_samples(self, batch: Any) -> None:
         """A batch of an evaluation, on the device; of the first one in a run samples are shown."""
