@@ -131,20 +131,29 @@ def _create(cluster: Cluster, objects: list[Manifest]) -> list[str]:
     made: list[str] = []
     try:
         if not cluster.get("trainingruntime", runtime["metadata"]["name"]):
-            cluster.create(runtime)
-            made.insert(0, _path(runtime))
-        uid = cluster.create(job)
-        made.insert(0, _path(job))
+            _make(cluster, runtime, made)
+        uid = _make(cluster, job, made)
         owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": job["metadata"]["name"], "uid": uid}
         for manifest in company:
-            cluster.create(manifest | {"metadata": manifest["metadata"] | {"ownerReferences": [owner]}})
-            made.insert(0, _path(manifest))
-    except BaseException as error:
-        if isinstance(error, Silent):  # asked for, and not answered: it may have been made
-            made.insert(0, next(path for path in map(_path, (runtime, job, *company)) if path not in made))
+            _make(cluster, manifest | {"metadata": manifest["metadata"] | {"ownerReferences": [owner]}}, made)
+    except BaseException:
         _withdraw(cluster, made)
         raise
     return made
+
+
+def _make(cluster: Cluster, manifest: Manifest, made: list[str]) -> str:
+    """Create an object, and note it in `made`: before it is asked for, for the answer may be lost, or not be waited
+    for. Returns its uid."""
+    path = _path(manifest)
+    made.insert(0, path)
+    try:
+        return cluster.create(manifest)
+    except Silent:
+        raise
+    except Refused:  # that is an answer: what lies under this name is another's
+        made.remove(path)
+        raise
 
 
 def _withdraw(cluster: Cluster, made: list[str]) -> None:

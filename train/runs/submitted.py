@@ -13,7 +13,7 @@ from train.errors import EXIT_FINISHED, Refused
 from train.record import store
 from train.record.store import Run
 from train.runs import followed, logs, supervise
-from train.runs.standing import LOOK_EVERY, Tell, is_far, is_held, is_submitted, of_job, shown, words_of
+from train.runs.standing import LOOK_EVERY, Tell, is_far, is_submitted, of_job, shown, words_of
 from train.signals import USER
 
 
@@ -94,18 +94,26 @@ def _keys(record: dict[str, Any]) -> tuple[str, ...]:
 def check_gone(run: Run) -> None:
     """Raises Refused: an engine would still start the run, or may, for all that is known here.
 
-    Of one that is kept in the cluster the engine has to say so; the others' folders tell by their locks.
+    Its engine has to say so, unless the run has ended for good by its folder. Of one that is kept in the cluster the
+    folder knows too little for that.
     """
     record = _record(run)
     if not is_submitted(record):
         return
-    if is_far(record):
+    try:
         standing = of_job(record)
-        held = standing is not None and standing.ended is None
-    else:
-        held = is_held(run)
-    if held:
+    except Refused:
+        if is_far(record) or not _has_ended(record):
+            raise
+        return
+    if standing is not None and standing.ended is None:
         raise Refused(f"{run.name} is {words_of(record)} still; first: train stop {run.name}")
+
+
+def _has_ended(record: dict[str, Any]) -> bool:
+    """Whether no engine starts the run again, whatever it has in its queue: by the folder."""
+    state = record["state"]
+    return state in (store.FINISHED, store.FAILED) or (state == store.STOPPED and record["stopped_by"] == USER)
 
 
 def forget(run: Run) -> str:

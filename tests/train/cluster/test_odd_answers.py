@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.cluster.test_from_afar import Home, pod
+from tests.train.cluster.test_from_afar import RUNTIME, Home, pod
 from tests.train.cluster.test_kubernetes import CLAIMS, SUBMIT, refused
 from tests.train.conftest import Station
 from tests.train.tiers import later
@@ -87,6 +87,20 @@ def test_what_was_made_without_an_answer_is_taken_back(home: Home) -> None:
     answers(home, f'case "$*" in *" delete "*) {cut};; esac\n{real}\ncode=$?\ncase "$*" in *" create "*) {cut};; esac')
     line = refused(home, *SUBMIT)
     assert "so did taking it back" in line and "delete --ignore-not-found trainingruntime/trainstation" in line
+
+
+@pytest.mark.parametrize("unanswered", ["get trainingruntime", "create", "create --filename"])
+def test_a_runtime_that_was_there_outlives_a_lost_answer(home: Home, unanswered: str) -> None:
+    """Other runs of the namespace begin with it: it is not ours to take back, whichever answer is lost."""
+    runtime = manifests.runtime()
+    home.cluster.put(runtime | {"metadata": runtime["metadata"] | {"uid": "uid-of-the-runtime"}})
+    real = f'{sys.executable} -m tests.train.cluster.kubectl "$@"'
+    # `create`: of the first object, which is the TrainJob; `create --filename`: of the one after it
+    is_it = '[ "$(ls "$CLUSTER"/trainstation/ConfigMap* 2>/dev/null)" ]' if "--" in unanswered else "true"
+    cut = f'if {is_it}; then echo "Unable to connect to the server: i/o timeout" >&2; code=1; fi'
+    answers(home, f'{real}\ncode=$?\ncase "$*" in *" {unanswered}"*) {cut};; esac\nexit $code')
+    assert "no cluster answers kubectl" in refused(home, *SUBMIT)
+    assert home.cluster.there() == CLAIMS | RUNTIME
 
 
 DAMAGED = [
