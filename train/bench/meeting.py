@@ -127,7 +127,7 @@ class Meeting:
         with self._told():
             self._store.set(f"ready{self._number}.{self.node}", "")
             self._store.wait([f"ready{self._number}.{node}" for node in range(self.nodes)])
-        _, environment = address.interfaces(self._place, os.environ, self._reached())
+        _, environment = address.interfaces(self.host, self.port, os.environ, self._reached())
         return Round(self.node, self.nodes, self.host, self.port, self._number, environment)
 
     def close(self) -> None:

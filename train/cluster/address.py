@@ -148,18 +148,18 @@ def reached_by(addresses: Iterable[str]) -> str:
     return next((one for one in addresses if one and not is_loopback(one)), "")
 
 
-def interfaces(place: Place, environ: Mapping[str, str], reached: str = "") -> tuple[str, dict[str, str]]:
+def interfaces(to: str, port: int, environ: Mapping[str, str], reached: str = "") -> tuple[str, dict[str, str]]:
     """The interface that leads to the others, and what is to be set for it unless the user has set it.
 
     On node 0, whose way to itself is the loopback, it is the one that has the address others come to.
 
     Args:
+        to: where this machine itself reaches node 0.
         reached: on node 0, by which address another machine has come; its own name may stand for 127.0.1.1 there.
     """
-    address = resolve(place)
-    if reached and is_loopback(address):
-        address = reached
-    source = source_towards(address, place.port)
+    if reached and is_loopback(to):
+        to = reached
+    source = source_towards(to, port)
     name = interface_of(source) if source else ""
     if not name:
         return "", {}

@@ -36,10 +36,13 @@ class Member:
         """Whether it does not come again yet: it has not come to terms with what it lost."""
         self.problem = "nobody has answered yet"
         """Why the table cannot be reached; '' where it can."""
+        self.address = ""
+        """Where the table was reached last; '' while it never was. Its name may not resolve at the moment."""
         self.heard: collections.deque[Message] = collections.deque()
         """What was said, to be taken from the left. `lost`: the table is gone, and the round with it."""
         self._wire: Wire | None = None
         self._trying: socket.socket | None = None
+        self._to = ""
         self._tried, self._signed, self._last = 0.0, 0.0, 0.0
 
     def tick(self) -> None:
@@ -80,13 +83,13 @@ class Member:
                 return
             self._tried = now
             try:
-                address = self._address()
+                self._to = self._address()
             except Refused as error:
                 self.problem = str(error)
                 return
-            self._trying = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+            self._trying = socket.socket(socket.AF_INET6 if ":" in self._to else socket.AF_INET, socket.SOCK_STREAM)
             self._trying.setblocking(False)
-            code = self._trying.connect_ex((address, self.place.port))
+            code = self._trying.connect_ex((self._to, self.place.port))
             if code not in (0, errno.EINPROGRESS):
                 self._give_up(code)
             return
@@ -103,6 +106,7 @@ class Member:
                 self._give_up(errno.ETIMEDOUT)
             return
         self._wire, self._trying, self._last, self.problem = Wire(self._trying), None, now, ""
+        self.address = self._to
         self._wire.send(self.hello)
 
     def _address(self) -> str:

@@ -55,12 +55,19 @@ def rests_by_itself(record: dict[str, Any]) -> bool:
 
 
 def count_of(run: Run, record: dict[str, Any]) -> dict[str, int]:
-    """The keeper's count for a run that it resumes now: deaths in a row without a new checkpoint. Stops are none."""
+    """The keeper's count for a run that it resumes now: deaths in a row without a new checkpoint. Stops are none, nor
+    is an end while other machines were waited for, before any attempt began."""
     saved = next(iter(run.steps_saved()), 0)
     kept = record.get("kept") or {"step": -1, "times": 0}
     before = kept["times"] if kept["step"] == saved and not _ran_well(run, record) else 0
-    stopped = record["state"] == store.STOPPED
-    return {"step": saved, "times": before + (0 if stopped else 1)}
+    is_death = record["state"] != store.STOPPED and not _has_only_waited(record, kept.get("attempts", 0))
+    return {"step": saved, "times": before + is_death, "attempts": len(record["attempts"])}
+
+
+def _has_only_waited(record: dict[str, Any], attempts: int) -> bool:
+    """Whether a run over several machines gave up before an attempt began, since there were so many. One that was
+    killed meanwhile has not written down its end."""
+    return record.get("cluster") is not None and len(record["attempts"]) == attempts and bool(record.get("ended"))
 
 
 def _ran_well(run: Run, record: dict[str, Any]) -> bool:

@@ -154,8 +154,7 @@ class Nodes:
         counts = [node["ranks"] for node in self.begun["nodes"]]
         leads = tuple(itertools.accumulate(counts[:-1], initial=0))
         mine = next(place for place, node in enumerate(self.begun["nodes"]) if node["node"] == self.settings.node)
-        store, here = self._store, self._member.host
-        to = here.address if here is not None else address.resolve(self.settings.place)
+        store, to = self._store, self._member.address
         return [
             Seat(
                 leads[mine] + local, sum(counts), local, counts[mine],
@@ -186,7 +185,8 @@ class Nodes:
 
     def _interfaces(self, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         host = self._member.host
-        return address.interfaces(self.settings.place, environ, host.reached if host is not None else "")
+        reached = host.reached if host is not None else ""
+        return address.interfaces(self._member.address, self.settings.place.port, environ, reached)
 
     def names(self) -> list[str]:
         """The nodes of the round, in words."""

@@ -143,16 +143,15 @@ class Supervisor:
                 decision = Decision("stopped", store.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
             elif nodes.refused:
                 decision = Decision("failed", store.FAILED, nodes.refused, nodes.refused)
-            elif nodes.told is not None:  # this node was gone when its run ended
-                restarts = int(self.run.read().get("max_restarts", MAX_RESTARTS))  # by which the others decide, too
-                decision = verdict.decide(nodes.facts_of_others(Facts(self.run.name, self.road, max_restarts=restarts)))
+            elif (ended := self._ended_without_this_node()) is not None:
+                decision = ended
             elif nodes.closed:
                 decision = Decision("died", None, nodes.closed, nodes.closed)
             elif time.monotonic() > until:
                 minutes = f"{nodes.settings.wait_minutes:g} minutes"
                 reason = f"gave up after {minutes} of {words}; go on with: train resume {self.run.name}"
                 decision = Decision("died", None, reason, reason)
-            if decision is not None and not decision.again:
+            if decision is not None:
                 self._rest(decision)
                 return decision
             if words != said:
@@ -164,6 +163,17 @@ class Supervisor:
         nodes.take_over()
         self.say(f"all nodes are there: {', '.join(nodes.names())}; {nodes.interface or 'nothing'} leads there")
         return None
+
+    def _ended_without_this_node(self) -> Decision | None:
+        """How the run has ended, where this node was gone then and is told now. None: it goes on, or nobody says."""
+        assert self.nodes is not None
+        if self.nodes.told is None:
+            return None
+        restarts = int(self.run.read().get("max_restarts", MAX_RESTARTS))  # by which the others decide, too
+        decision = verdict.decide(self.nodes.facts_of_others(Facts(self.run.name, self.road, max_restarts=restarts)))
+        if decision.again:
+            self.nodes.told = None  # of a round that is over, and this node waits for the next, as long as it may
+        return None if decision.again else decision
 
     def _rest(self, decision: Decision) -> None:
         """Write down an end that came while no ranks lived here."""

@@ -133,6 +133,21 @@ def test_a_stop_while_a_node_waits_ends_it(machines: Machines) -> None:
 
 
 @pytest.mark.minutes
+def test_a_keeper_that_waits_again_and_again_for_a_machine_never_fails_the_run(machines: Machines) -> None:
+    station = machines.stations[0]
+    assert machines.launch("a", 0, "--steps", 60, "--wait-minutes", 0.01).returncode == 0
+    for _ in range(6):
+        record = station.wait_for_end("a")
+        assert record["state"] == "interrupted" and "gave up after" in record["reason"], record["reason"]
+        station.ok("keeper", "--once")
+    station.wait_for_end("a")
+    station.run("a").update(lambda record: record["cluster"].update(wait_minutes=30))
+    station.ok("keeper", "--once")
+    assert machines.launch("a", 1, "--steps", 60).returncode == 0
+    assert [record["state"] for record in machines.ends("a")] == ["finished", "finished"]
+
+
+@pytest.mark.minutes
 def test_an_elastic_run_goes_on_without_a_node_and_takes_it_back_with_the_same_bits(
     machines: Machines, shared_station: Station
 ) -> None:

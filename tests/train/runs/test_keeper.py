@@ -200,4 +200,19 @@ def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path, damage
     assert _age(run, {"created": damaged}) > 99
     attempt = {"number": 1, "started": damaged, "ended": damaged}
     record = run.read() | {"script": "a.py", "attempts": [attempt], "kept": {"step": 0, "times": 1}}
-    assert control.count_of(run, record) == {"step": 0, "times": 2}
+    assert control.count_of(run, record)["times"] == 2
+
+
+def test_waiting_for_other_machines_is_no_death_and_what_was_counted_before_stays(tmp_path: Path) -> None:
+    run = store.create(tmp_path, "a", {}, {"world_size": 2, "cluster": {}})
+    waited = {"state": store.INTERRUPTED, "ended": store.now(), "attempts": []}
+    record = run.read() | waited
+    for _ in range(6):  # nobody else has come
+        record["kept"] = control.count_of(run, record)
+        assert record["kept"]["times"] == 0
+    record |= {"attempts": [{"number": 1, "started": store.now()}], "ended": None}
+    record["kept"] = control.count_of(run, record)  # they came, and it died
+    assert record["kept"]["times"] == 1
+    record |= waited | {"attempts": record["attempts"]}
+    assert control.count_of(run, record)["times"] == 1  # it waits again
+    assert control.count_of(run, record | {"ended": None})["times"] == 2  # and was killed meanwhile
