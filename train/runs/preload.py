@@ -6,13 +6,20 @@ Nothing here computes, starts a thread of Python's, or touches a GPU, so that a 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
+BESIDE = ("asyncio", "multiprocessing.reduction", "unittest.mock", "sympy", "networkx")
+"""What torch and its compiler import of others' modules, written in Python: that needs no torch, whose libraries a
+second core loads meanwhile."""
 CHECKS = ("train.runs.readmit",)
 """What a request is checked with: torch, and none of its compiler."""
 _LITTER = "torch.distributed.nn.jit.instantiator"
@@ -27,11 +34,40 @@ RANKS = (
 def load(modules: tuple[str, ...]) -> None:
     """Import these. What they leave in memory is kept out of collections, here and in forked processes."""
     with _uncollected():
+        if "torch" not in sys.modules:
+            _load_beside()
         for name in modules:
             if name == _LITTER:
                 _load_whole(name)
             else:
                 importlib.import_module(name)
+
+
+def _load_beside() -> None:
+    """Load the shared libraries of torch on a thread, a third of its import, and import meanwhile what is not torch's.
+
+    Torch finds them loaded then. Nothing that links Python is among them, whose making could want the lock of the
+    interpreter, while who holds it waits for the lock of the loader.
+    """
+    torch = find_spec("torch")
+    if torch is None or not torch.submodule_search_locations:
+        return
+    folder = Path(torch.submodule_search_locations[0]) / "lib"
+    thread = threading.Thread(target=_open_libraries, args=(folder,))
+    thread.start()
+    for name in BESIDE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    thread.join()
+
+
+def _open_libraries(folder: Path) -> None:
+    """As torch does, in its order and with its flags. Where one is not found, torch looks elsewhere, or says so."""
+    load = ctypes.CDLL(None).dlopen  # by a foreign call, without the lock of the interpreter
+    load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    for name, scope in (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch.so", os.RTLD_LOCAL)):
+        if not load(os.fsencode(folder / name), os.RTLD_NOW | scope):
+            return
 
 
 def _load_whole(name: str) -> None:

@@ -133,7 +133,7 @@ def test_an_edited_package_is_what_a_warm_run_has(warmth: Warmth) -> None:
 
 @pytest.mark.minutes
 def test_who_differs_starts_cold(warmth: Warmth) -> None:
-    warmth.launch("other", "--steps", 10**6, env={"OMP_NUM_THREADS": "1"})
+    warmth.launch("other", "--steps", 10**6, env={"OMP_NUM_THREADS": "3"})
     agent = agent_of(warmth, "other")
     assert agent.ppid() != warmth.process.pid
     warmth.station("stop", "other", "--now", env=warmth.extra)
