@@ -11,9 +11,14 @@ import sys
 from typing import NoReturn
 
 import train
-from train import screen
+from train import hashing, screen
 from train.commands import COMMANDS
 from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, one_line, shortened
+
+_COMPUTING = ("run", "eval", "export")
+"""Commands that execute the code of a task in this process."""
+_STARTING = (*_COMPUTING, "launch", "resume", "submit")
+"""Commands of which processes begin in the current folder; libraries of torch's end those that have none."""
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -23,14 +28,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
         complete.answer()
     arguments = sys.argv[1:] if argv is None else argv
-    if sys.stdout is None:  # closed by who called us: a file opened later must not take its place
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    screen.open_what_is_closed()
     screen.tolerate_any_locale()
     try:
         code = _main(arguments)
         sys.stdout.flush()
     except Refused as error:
-        print(f"train: {error}", file=sys.stderr)
+        screen.say(f"train: {error}")
         code = EXIT_REFUSED
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -40,20 +44,21 @@ def main(argv: list[str] | None = None) -> NoReturn:
         problem = shortened(f"{error.strerror or one_line(error)}{where}")
         remedy = "; give a shorter one" if error.errno == errno.ENAMETOOLONG else "; look at its owner and mode"
         # a library's own, without a number, is about what is in the file
-        print(f"train: {problem}{remedy if error.errno else ''}", file=sys.stderr)
+        screen.say(f"train: {problem}{remedy if error.errno else ''}")
         code = EXIT_REFUSED
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
         what = shortened(ascii(error.object), 100)
-        print(f"train: {what} has letters that this locale has not; use another: LC_ALL=C.UTF-8", file=sys.stderr)
+        screen.say(f"train: {what} has letters that this locale has not; use another: LC_ALL=C.UTF-8")
         code = EXIT_REFUSED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("train: interrupted", file=sys.stderr)
+        screen.say("train: interrupted")
         code = EXIT_INTERRUPTED
     sys.exit(code)
 
 
 def _main(arguments: list[str]) -> int:
+    given = arguments
     runs_first: list[str] = []
     while arguments and arguments[0].startswith("--runs"):  # before the command too
         taken = 1 if "=" in arguments[0] else 2
@@ -70,15 +75,29 @@ def _main(arguments: list[str]) -> int:
     if command not in COMMANDS:
         raise Refused(f"there is no command {command}{nearest(command, COMMANDS, '; train --help lists them')}")
     from train.commands.parser import parse, parser_of
-    from train.record import store
+    from train.record import environment, folders
 
     parser = parser_of(command)
     if {"-h", "--help"} & set(rest[: rest.index("--")] if "--" in rest else rest):
         parser.print_help()
         return EXIT_FINISHED
     options = parse(parser, runs_first + rest)
+    if command in _STARTING:
+        _check_current_folder()
+    runs = folders.runs_folder(options.runs)
+    if command in _COMPUTING:
+        kept = environment.read(runs / options.name) if options.name else None
+        hashing.begin_again(environment.hash_seed(kept), given)
     module = importlib.import_module(f"train.commands.{command}")
-    return int(module.run(options, store.runs_folder(options.runs)))
+    return int(module.run(options, runs))
+
+
+def _check_current_folder() -> None:
+    """Raises Refused: it was removed, or made anew, while somebody was in it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise Refused("the current folder is gone; go to one that is there: cd") from None
 
 
 def overview() -> str:

@@ -30,11 +30,16 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - tail - 1]}…{text[-tail:]}"
 
 
+def _plain(text: str) -> str:
+    """The text as one line: what would break it, or move a terminal's cursor, is written as Python writes it."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 class Refused(Exception):
     """The request is wrong. The message is one line that names the remedy."""
 
     def __init__(self, message: object) -> None:
-        super().__init__(shortened(str(message)))
+        super().__init__(shortened(_plain(str(message))))
 
 
 class TrainingFailed(Exception):
@@ -42,6 +47,15 @@ class TrainingFailed(Exception):
 
     def __init__(self, message: object) -> None:
         super().__init__(shortened(str(message)))
+
+
+def whole(digits: str) -> int:
+    """The number that decimal digits stand for; of more than anything here can count to, just a larger one.
+
+    Python refuses to read thousands of digits (sys.set_int_max_str_digits), with a ValueError.
+    """
+    digits = digits.lstrip("0") or "0"
+    return int(digits) if len(digits) <= 18 else 10**18
 
 
 def one_line(text: object) -> str:

@@ -4,7 +4,9 @@
     python -P -m train.own MODULE [ARGS…]           where another machine's Python knows where the package is
 
 `python -m` looks in the current folder first, where a train.py of the user's would be executed in place of this
-package. Here the package is the one that this file belongs to, and only then comes what users' own files import.
+package, and a profile.py or select.py in place of Python's. Here the package is the one that this file belongs to, and
+the current folder comes last, for what users' own files import. What lies beside a task comes first once the task is
+loaded (tasks/__init__.py).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def main() -> None:
     importlib.import_module("train")  # from here on its modules are found through itself
     sys.path.remove(root)
     if not os.environ.get("PYTHONSAFEPATH"):
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -36,6 +36,19 @@ def tolerate_any_locale() -> None:
             reconfigure(errors="train.plain")
 
 
+def open_what_is_closed() -> None:
+    """Let standard input, output and error be nothing where who called this program has closed them: Python has no
+    stream for such a one, and the next file that is opened would take its place, and what is printed there."""
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(fd)
+        except OSError:  # else something has taken it already
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free: this one
+        setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
+
+
 @contextlib.contextmanager
 def results_alone() -> Iterator[None]:
     """While a user's own code runs: what it prints goes to standard error, for standard output is for results.
@@ -71,6 +84,14 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)
+
+
+def say(text: str, stream: IO[str] | None = None) -> None:
+    """A line for people, on standard error unless another stream is given; whoever wrote the words, a line it is.
+
+    Every line that may quote what is in a run folder, which may be a stranger's, is printed with this.
+    """
+    print(printable(text), file=stream or sys.stderr, flush=True)
 
 
 def cut(text: str, columns: int) -> str:
@@ -140,8 +161,10 @@ class Bar:
 
         self._figures = ("", "", "")
         self._step, self._drawn = done, 0.0
-        self._bar: Any = tqdm(total=total, initial=done, desc=name, unit="step", dynamic_ncols=True, file=stream,
-                              bar_format=self._filled(_LAYOUTS[3]))  # fmt: skip
+        self._bar: Any = tqdm(
+            total=total, initial=done, desc=printable(name), unit="step", dynamic_ncols=True, file=stream,
+            bar_format=self._filled(_LAYOUTS[3]),
+        )  # fmt: skip
 
     def show(self, step: int, total: int, epoch: int | None, loss: float | None, speed: float) -> None:
         """Show how far it is; step and epoch counted from 1, speed in samples per second."""
@@ -175,7 +198,7 @@ class Bar:
 
     def write(self, text: str) -> None:
         """A line above the bar."""
-        self._bar.write(text, file=self._bar.fp)
+        self._bar.write(printable(text), file=self._bar.fp)
 
     def close(self) -> None:
         if self._bar.n != self._step:

@@ -1,34 +1,43 @@
 """Proof on a GPU in minutes: python -m tests.gpu [--device cpu --small] [--parts exact,speed] [--json FILE]
 
-Every part is a process of its own, so that what one of them breaks is broken for it alone; small, they share one.
+Every part is a process of its own, so that what one of them breaks is broken for it alone; small, they share one. Where
+a case hangs or breaks its process, another process makes those after it: apart.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
 import platform
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from tests.gpu import apart
+from train.errors import Refused
+from train.parallel import numbered
+
+if TYPE_CHECKING:
+    from tests.gpu.harness import Case, Scale
 
 PARTS = {
     "rates": ("speed", "rates", 10),
-    "steps": ("steps", "part", 30),
+    "steps": ("steps", "part", 40),
     "exact": ("exact", "part", 80),
     "memory": ("memory", "part", 20),
-    "checkpoint": ("checkpoint", "part", 55),
+    "checkpoint": ("checkpoint", "part", 50),
     "inputs": ("inputs", "part", 30),
-    "precisions": ("speed", "precisions", 40),
+    "precisions": ("speed", "precisions", 35),
     "compiled": ("exact", "compiled", 40),
     "ranks": ("ranks", "part", 200),
     "speed": ("speed", "part", 175),
@@ -54,36 +63,54 @@ def main() -> int:
         Ctrl-C.
     """
     options = _options()
-    if options.part:
-        _one_part(options)
+    numbered.as_nvidia_smi_does()  # before any process here opens the driver, or cards that differ have two orders
+    if options.serve is not None:
+        _serve(options)
         return 0
-    import torch
-
-    device, gpus = options.device, torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        return _refused("torch sees no GPU here; to try the parts on the CPU: --device cpu --small")
-    needed, free = DISK // 50 if options.small else DISK, shutil.disk_usage(options.folder).free
-    if free < needed:
-        where = Path(options.folder).absolute()
-        return _refused(
-            f"runs need {needed / 1e9:.1f} GB of disk, {where} has {free / 1e9:.1f}; another place: --folder"
-        )
+    try:
+        found = Found(_machine(options.device), options.device, options.small)
+        _look_for_room(options)
+    except (Refused, OSError) as error:
+        return _refused(str(error))
     if options.minutes is None:
-        options.minutes = MINUTES + (MINUTES_FOR_RANKS if device == "cuda" and gpus > 1 else 0.0)
-    found = Found(_machine(device), device, options.small)
+        options.minutes = MINUTES + (MINUTES_FOR_RANKS if len(found.machine["gpus"]) > 1 else 0.0)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     # on its way to the disk something may still be when a part was ended
     with tempfile.TemporaryDirectory(prefix=".test-gpu-", dir=options.folder, ignore_cleanup_errors=True) as folder:
-        try:
-            for name in options.parts:
-                left = options.minutes * 60 - found.seconds()
-                _make(name, found, options, folder, left)
-                found.write(options.json)
-        except KeyboardInterrupt:
-            found.rows.append(_row(name, "the rest, and all parts after it", "interrupted", "not checked"))
-            found.is_interrupted = True
-        print(found.table())
-        found.write(options.json)
+        _all(found, options, folder)
+        problem = found.write(options.json)
+        print(found.table(), flush=True)
+        if problem:
+            _refused(problem)
     return found.code()
+
+
+def _all(found: Found, options: argparse.Namespace, folder: str) -> None:
+    pace = apart.Pace()
+    try:
+        for names in [options.parts] if options.small else [[name] for name in options.parts]:
+            _make(names, found, options, folder, pace)
+            found.write(options.json)
+    except KeyboardInterrupt:
+        found.is_interrupted = True
+
+
+def _look_for_room(options: argparse.Namespace) -> None:
+    """Whether there is a place for runs, and for what is found.
+
+    Raises:
+        Refused: there is not.
+        OSError: nothing can be written there.
+    """
+    needed, free = DISK // 50 if options.small else DISK, shutil.disk_usage(options.folder).free
+    where = Path(options.folder).absolute()
+    if free < needed:
+        raise Refused(f"runs need {needed / 1e9:.1f} GB of disk, {where} has {free / 1e9:.1f}; another: --folder")
+    if not os.access(where, os.W_OK | os.X_OK):
+        raise Refused(f"{where} cannot be written to; another place: --folder")
+    if options.json:
+        Path(options.json).open("a", encoding="utf-8").close()
 
 
 def _refused(text: str) -> int:
@@ -115,13 +142,23 @@ class Found:
             return 130
         return LEFT_OUT if any(row["late"] for row in self.rows) else 0
 
-    def write(self, file: str | None) -> None:
-        """After each part: whoever ends this keeps what was found."""
+    def write(self, file: str | None) -> str:
+        """After each part: whoever ends this keeps what was found. Returns why it cannot be, '' if it can."""
         if not file:
-            return
+            return ""
         content = {"machine": self.machine, "device": self.device, "small": self.is_small, "seconds": self.seconds(),
                    "rows": self.rows}  # fmt: skip
-        Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        is_plain = Path(file).is_file() or not Path(file).exists()
+        beside = Path(f"{file}.new" if is_plain else file)
+        try:
+            beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            beside.replace(file)  # a disk that is full leaves what was found before
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if is_plain:
+                    beside.unlink()
+            return f"{file} could not be written: {error.strerror}"
+        return ""
 
     def table(self) -> str:
         machine = self.machine
@@ -139,7 +176,9 @@ class Found:
             lines += ["", "Could not be checked here:"]
             lines += [f"- {row['part']}, {row['what']}: {row['found']}" for row in unchecked]
         lines += ["", f"{len(self.rows)} lines, {len(self._of('FAILED'))} failed, in {self.seconds():.0f} s"]
-        if any(row["late"] for row in self.rows):
+        if self.is_interrupted:
+            lines += ["It was interrupted: what is not in the table was not made."]
+        elif any(row["late"] for row in self.rows):
             lines += ["There was not the time for all: --minutes gives more."]
         return "\n".join(lines)
 
@@ -147,16 +186,21 @@ class Found:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Proof on a GPU in minutes.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="models that a CPU trains in a minute: proves no speed")
+    text = "models that a CPU trains in a minute, and is always given: proves no speed"
+    parser.add_argument("--small", action="store_true", help=text)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     text = f"parts that do not fit any more are left out ({MINUTES:g}, with several GPUs {MINUTES_FOR_RANKS:g} more)"
     parser.add_argument("--minutes", type=float, help=text)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--folder", default=".", help="a folder on the disk that runs are kept on")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    text = f"a case may take so many seconds, or {apart.TIMES:g} times its estimate ({apart.PATIENCE:g})"
+    parser.add_argument("--patience", type=float, metavar="S", default=apart.PATIENCE, help=text)
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--begin", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not Path(options.folder).is_dir():
         parser.error(f"--folder: there is no folder {options.folder}")
+    options.small |= options.device == "cpu"  # or each case would take so long there that it seems to hang
     options.parts = options.parts.split(",")
     for name in options.parts:
         if name not in PARTS:
@@ -164,37 +208,18 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _make(name: str, found: Found, options: argparse.Namespace, folder: str, left: float) -> None:
-    """Make a part, and add its rows."""
-    print(f"tests.gpu: {name} …", file=sys.stderr, flush=True)
-    if left < PARTS[name][2] / 4:
+def _make(names: list[str], found: Found, options: argparse.Namespace, folder: str, pace: apart.Pace) -> None:
+    """Make parts, in one process, and add their rows."""
+    print(f"tests.gpu: {', '.join(names)} …", file=sys.stderr, flush=True)
+    left = options.minutes * 60 - found.seconds()
+    if left < apart.START:
         words = f"no time was left of {options.minutes:g} minutes (--minutes)"
-        found.rows.append(_row(name, "left out", words, "not checked", late=True))
-    elif options.small or (name == "ranks" and len(found.machine["gpus"]) < 2):  # which says that it needs more
-        found.rows += _rows(name, found.device, options.small, folder)
-    else:
-        file = Path(folder) / f"{name}.jsonl"
-        # one that hangs is not to take the others' time
-        end = _in_a_process(name, found, file, min(left, 3 * PARTS[name][2]))
-        if end is not None:
-            found.rows.append(end)
-
-
-def _in_a_process(name: str, found: Found, file: Path, limit: float) -> dict[str, Any] | None:
-    """Make a part in a process of its own, and add its rows. Returns one that says how it ended before its end."""
-    command = [sys.executable, "-m", "tests.gpu", "--part", name, "--device", found.device]
-    command += ["--folder", str(file.parent), "--json", str(file)]
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": _first_gpus()} if name == "ranks" else {})
-    try:
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=limit, check=False, env=environment)
-    except subprocess.TimeoutExpired:
-        return _row(name, "the rest of it", f"it was not done after {limit:.0f} s", "not checked", late=True)
-    finally:  # also after Ctrl-C
-        if file.exists():
-            found.rows += map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    if done.returncode:
-        return _row(name, "the rest of it", f"the part ended with code {done.returncode}", "FAILED")
-    return None
+        found.rows += [apart.row(name, "left out", words, "not checked", late=True) for name in names]
+        return
+    turn = apart.Turn(names, found.device, found.is_small, folder, time.monotonic() + left, options.patience)
+    if names == ["ranks"]:
+        turn.environment["CUDA_VISIBLE_DEVICES"] = _first_gpus()
+    apart.make(turn, pace, found.rows.append)
 
 
 def _first_gpus() -> str:
@@ -203,56 +228,63 @@ def _first_gpus() -> str:
     return ",".join(visible.split(",")[:4])
 
 
-def _one_part(options: argparse.Namespace) -> None:
-    with Path(options.json).open("a", encoding="utf-8", buffering=1) as file:
-        for row in _rows(options.part, options.device, options.small, options.folder):
-            file.write(json.dumps(row) + "\n")
-    sys.stdout.flush()
-    os._exit(0)  # threads that listen for a stop of the runs that were made here need no goodbye
+def cases(name: str, scale: Scale) -> Iterator[Case]:
+    """What a part is to find out, in order."""
+    module, function, _ = PARTS[name]
+    made: Iterator[Case] = getattr(importlib.import_module(f"tests.gpu.{module}"), function)(scale)
+    return made
 
 
-def _rows(name: str, device: str, is_small: bool, folder: str) -> Iterator[dict[str, Any]]:
+def _serve(options: argparse.Namespace) -> None:
+    """Be the process that makes parts."""
     import torch
 
     from tests.gpu import harness
 
     harness.hush()
     harness.warm_up()
-    scale = harness.Scale(device, is_small, torch.cuda.device_count() if device == "cuda" else 0, Path(folder))
-    module, function, _ = PARTS[name]
-    part: Callable[[harness.Scale], Iterator[harness.Row]] = getattr(
-        importlib.import_module(f"tests.gpu.{module}"), function
-    )
-    try:
-        for row in part(scale):
-            print(f"tests.gpu:   {row.what}: {row.found} ({row.verdict})", file=sys.stderr, flush=True)
-            yield dataclasses.asdict(row) | {"part": name, "late": False}
-    except Exception as error:  # of one part: the others are made all the same
-        traceback.print_exc()
-        yield _row(name, "the rest of it", f"{type(error).__name__}: {error}"[:300], "FAILED")
-
-
-def _row(part: str, what: str, found: str, verdict: str, late: bool = False) -> dict[str, Any]:
-    return {"part": part, "what": what, "found": found, "verdict": verdict, "goal": "", "figures": {}, "late": late}
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    scale = harness.Scale(options.device, options.small, gpus, Path(options.folder))
+    apart.serve(options.serve, {name: functools.partial(cases, name, scale) for name in options.parts}, options.begin)
 
 
 def _machine(device: str) -> dict[str, Any]:
+    """What this is proven on.
+
+    Raises:
+        Refused: it cannot be.
+    """
     import torch
 
     import train
+    from train.parallel import cards
 
     machine: dict[str, Any] = {
         "train": train.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "cuda": torch.version.cuda, "cores": len(os.sched_getaffinity(0)), "gpus": [],
     }  # fmt: skip
-    if device == "cuda":
-        for index in range(torch.cuda.device_count()):
-            card = torch.cuda.get_device_properties(index)
-            machine["gpus"].append(f"{card.name}, {card.total_memory / 2**30:.0f} GiB, sm_{card.major}{card.minor}")
-        machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        machine["cudnn"] = torch.backends.cudnn.version()
+    if device == "cpu":
+        return machine
+    if not torch.cuda.device_count():
+        raise Refused("torch sees no GPU here; to try the parts on the CPU: --device cpu --small")
+    try:
+        seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    except RuntimeError as error:  # of a driver that is too old for this torch, most likely
+        raise Refused(f"torch cannot use the GPU: {str(error).splitlines()[0]}") from None
+    for index, card in enumerate(seen):
+        try:
+            cards.check([cards.Card(card.name, (card.major, card.minor))])
+        except Refused as error:
+            leave_out = f"; to leave out GPU {index}: CUDA_VISIBLE_DEVICES" if len(seen) > 1 else ""
+            raise Refused(f"{error}{leave_out}") from None
+        machine["gpus"].append(f"{card.name}, {card.total_memory / 2**30:.0f} GiB, sm_{card.major}{card.minor}")
+    machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    machine["cudnn"] = torch.backends.cudnn.version()
     return machine
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before anything was found
+        sys.exit(130)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from train.engine.arithmetic import decide_without_timing
+from train.parallel.precision import allow_tf32
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,9 +50,7 @@ def loop(task_name: str, flags: dict[str, Any], is_over: Callable[[], bool]) -> 
     scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
     if flags.get("compile") == "true":
         if flags.get("deterministic", "true") == "true":  # or the one that is compiled first would decide for both
-            for name in ("dynamic_scale_rblock", "shape_padding"):
-                if hasattr(torch._inductor.config, name):
-                    setattr(torch._inductor.config, name, False)
+            decide_without_timing()
         model.compile(dynamic=False)
     batches = _batches(dataset, flags["batch_size"], device)
     while not is_over():
@@ -78,7 +78,7 @@ def _set_arithmetic(flags: dict[str, Any], precision: str, device: torch.device)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = not is_exact
     if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        allow_tf32(precision == "tf32")
 
 
 def _batches(dataset: Any, size: int, device: torch.device) -> Iterator[Any]:

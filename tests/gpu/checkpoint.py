@@ -9,21 +9,44 @@ import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.gpu.harness import BELOW, FAILED, FIGURE, OK, UNCHECKED, Row, Scale, Stretch, mebibytes, passing, train_here
+from tests.gpu.harness import (
+    BELOW,
+    FAILED,
+    FIGURE,
+    OK,
+    UNCHECKED,
+    Case,
+    Row,
+    Scale,
+    Stretch,
+    mebibytes,
+    passing,
+    train_here,
+)
 from train.bench import checkpoint
+from train.checkpoint import shared
+from train.checkpoint.shared import Owned
+from train.checkpoint.snapshot import Snapshots
 from train.checkpoint.state import size_of, state_of
 from train.record import manifest
 from train.record.store import Run
+from train.signals import USER, StopRequest
 
 GOAL = 0.1
 """Of the seconds that torch.save takes, those that a checkpoint may take from training."""
 _LONGEST = 20.0
 """Seconds of training in which two checkpoints are to find room; where they do not, there is one."""
+_ALONE = "a checkpoint while nothing trains"
+_SNAPSHOT = "a snapshot in memory, of a launched run"
+_PATIENCE = 30.0
+"""Seconds in which there is to be one."""
 _TRY = 40
 """Steps of the first run, which tells how long a step and a write take."""
 
@@ -47,7 +70,14 @@ class _Timed:
     """Those of them that are damaged."""
 
 
-def part(scale: Scale) -> Iterator[Row]:
+def part(scale: Scale) -> Iterator[Case]:
+    """Under load, and alone."""
+    yield Case("checkpoints while training goes on", 33, _under_load, (scale,))
+    yield Case(_ALONE, 9, _alone, (scale,))
+    yield Case(_SNAPSHOT, 8, _snapshot, (scale,))
+
+
+def _under_load(scale: Scale) -> Iterator[Row]:
     """The GPT with AdamW, without and with checkpoints that are written one after the other."""
     flags = scale.flags("gpt") | {"precision": "bf16"}
     first = _timed(scale, flags | {"steps": _TRY}, settle=0.5)
@@ -65,7 +95,6 @@ def part(scale: Scale) -> Iterator[Row]:
     is_right = saving.saved == saves + 1 and not saving.broken
     yield Row("checkpoints that were written meanwhile", found, OK if is_right else FAILED, "all whole")
     yield _stall(scale, flags, plain, saving, every, saves, first.write)
-    yield _alone(scale)
     memory = psutil.Process().memory_info().rss
     yield Row("host memory of the process after it", mebibytes(memory), figures={"rss": memory})
 
@@ -103,14 +132,46 @@ def _stall(
 
 def _alone(scale: Scale) -> Row:
     """`train bench checkpoint --device cuda`: a copy while nothing trains."""
-    what = "a checkpoint while nothing trains"
     if not shutil.which("dd"):
-        return Row(what, "train bench checkpoint asks dd what the disk can do, and here is none", UNCHECKED)
+        return Row(_ALONE, "train bench checkpoint asks dd what the disk can do, and here is none", UNCHECKED)
     table = checkpoint.bench(scale.folder, [3 if scale.is_small else 500], times=3, device=scale.device)
     cells = [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")]
     size, _, stall, ratio, durable, *_ = cells
     found = f"{size}: stalls for {1000 * float(stall):.0f} ms, {ratio} of torch.save; durable after {durable} s"
-    return Row(what, found, figures={"table": table})
+    return Row(_ALONE, found, figures={"table": table})
+
+
+def _snapshot(scale: Scale) -> Row:
+    """Of the GPT, in memory that is lent to it as the agent of a launched run does: until there is one, or too long."""
+    took, stop, memory = list[float](), StopRequest(()), Owned()
+    take = Snapshots._take
+
+    def timed(snapshots: Snapshots) -> None:
+        began = time.perf_counter()
+        take(snapshots)
+        took.append(time.perf_counter() - began)
+        if memory.step:
+            stop.ask(USER, "enough was seen")
+
+    def stepped(*_: object) -> None:
+        if time.monotonic() - begun > _PATIENCE:
+            stop.ask(USER, "there is none")
+
+    flags = scale.flags("gpt") | {"precision": "bf16", "steps": 1_000_000}
+    lent = mock.patch.dict(os.environ, {shared.ENVIRONMENT: memory.address})
+    handle, begun = register_optimizer_step_post_hook(stepped), time.monotonic()
+    try:
+        with mock.patch.object(Snapshots, "_take", timed), passing(scale, "gpt", flags) as run, lent:
+            train_here(run, stop)
+        step, size = memory.step, memory.size
+    finally:
+        handle.remove()
+        memory.close()
+    if not step:
+        found = f"none in {_PATIENCE:.0f} s: the host may have too little memory for two states of {mebibytes(size)}"
+        return Row(_SNAPSHOT, found, UNCHECKED)
+    found = f"{1000 * took[-1]:.0f} ms for {mebibytes(size)}, as often as that is a hundredth of the time"
+    return Row(_SNAPSHOT, found, figures={"seconds": took, "bytes": size, "step": step})
 
 
 def _timed(scale: Scale, flags: dict[str, Any], settle: float = 2.0) -> _Timed:
@@ -140,7 +201,12 @@ def _torch_save(scale: Scale, flags: dict[str, Any]) -> tuple[int, float]:
     task = {"vocabulary": GPT_VOCABULARY, "context": 1024, "layers": 12, "width": 768, "heads": 12, "dropout": 0.0}
     task |= {name: flags[f"task.{name}"] for name in task if f"task.{name}" in flags}
     model: nn.Module = GPT(**task).to(scale.device)  # type: ignore[arg-type]
-    state = state_of(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # which makes its state
+    optimizer.zero_grad()
+    state = state_of(model, optimizer)
     file, began = scale.folder / "plain.pt", time.perf_counter()
     torch.save(state, file)
     with file.open("rb") as written:

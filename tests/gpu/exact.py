@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, exact_flags, passing, train_forked
+from tests.gpu import compiler
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_flags, passing, train_forked
+from train.checkpoint import shared
+from train.checkpoint.shared import Owned
 from train.record import store
 
 STEPS = 12
@@ -16,53 +16,72 @@ KILLED = 10
 """The step in which it is killed; the checkpoint of step 8 may be on its way to the disk then."""
 
 
-def part(scale: Scale) -> Iterator[Row]:
+def part(scale: Scale) -> Iterator[Case]:
     """Every task in every precision, on one device."""
     for task in ("digits", "resnet", "gpt"):
         for precision in scale.precisions(task):
             flags = exact_flags(scale, task) | {"precision": precision, "steps": STEPS}
             if task == "resnet" and scale.is_gpu:
                 flags["channels_last"] = "true"
-            yield compare(scale, task, f"{task}, {precision}", flags)
+            what = f"{task}, {precision}"
+            yield Case(what, 7.6, compare, (scale, task, what, flags))
+    yield Case("digits, fp32, from memory", 7.6, _from_memory, (scale, "digits, fp32, from memory"))
 
 
-def compiled(scale: Scale) -> Iterator[Row]:
+def _from_memory(scale: Scale, what: str) -> Row:
+    """Of a run without any checkpoint but the last, which has memory for snapshots as a launched run has."""
+    flags = exact_flags(scale, "digits") | {"precision": "fp32", "steps": 60}
+    del flags["checkpoint.every_steps"]
+    memory = Owned()
+    try:
+        return compare(scale, "digits", what, flags, killed=50, memory=memory)
+    finally:
+        memory.close()
+
+
+def compiled(scale: Scale) -> Iterator[Case]:
     """A compiled model: a part of its own, for it is compiled twice, by processes that know nothing of each other."""
     what = "gpt, bf16, compiled"
-    if scale.is_small:
-        yield Row(what, "small, it would be compiled for longer than it trains", UNCHECKED)
-    elif not (find_spec("triton") and (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))):
-        yield Row(what, "torch.compile needs triton and a C compiler, and here is none", UNCHECKED)
-    else:
-        flags = exact_flags(scale, "gpt") | {"precision": "bf16", "steps": STEPS, "compile": "true"}
-        yield compare(scale, "gpt", what, flags, is_compiled=True)
+    yield Case(what, 37, _compiled, (scale, what))
+
+
+def _compiled(scale: Scale, what: str) -> Row:
+    missing = compiler.missing(scale)
+    if missing:
+        return Row(what, missing, UNCHECKED)
+    flags = exact_flags(scale, "gpt") | {"precision": "bf16", "steps": STEPS, "compile": "true"}
+    return compare(scale, "gpt", what, flags, is_compiled=True)
 
 
 def compare(
-    scale: Scale, task: str, what: str, flags: dict[str, Any], ranks: int = 1, is_compiled: bool = False
-) -> Row:
+    scale: Scale, task: str, what: str, flags: dict[str, Any], ranks: int = 1, is_compiled: bool = False,
+    killed: int = KILLED, memory: Owned | None = None,
+) -> Row:  # fmt: skip
     """An undisturbed run beside one that is killed and resumed.
 
     Args:
         is_compiled: it is resumed with empty caches of the compiler, so that what was chosen before is chosen anew.
+        killed: the step in which it is.
+        memory: for snapshots of the one that is killed.
     """
     caches = [_caches(scale, name) if is_compiled else {} for name in ("before", "after")]
+    lent = {shared.ENVIRONMENT: memory.address} if memory is not None else {}
     with passing(scale, task, flags, ranks) as run:
         whole = train_forked(run, ranks, environment=caches[0])
     if whole["state"] != store.FINISHED:
         return Row(what, f"{whole['state']}: {reason(whole)}", FAILED)
     with passing(scale, task, flags, ranks) as run:
-        killed = train_forked(run, ranks, f"step:{KILLED}:kill", caches[0])
-        if killed["state"] != store.INTERRUPTED:
-            return Row(what, f"killed, it is {killed['state']}: {reason(killed)}", FAILED)
-        resumed = train_forked(run, ranks, environment=caches[1])
+        record = train_forked(run, ranks, f"step:{killed}:kill", caches[0] | lent)
+        if record["state"] != store.INTERRUPTED:
+            return Row(what, f"killed, it is {record['state']}: {reason(record)}", FAILED)
+        resumed = train_forked(run, ranks, environment=caches[1] | lent)
     if resumed["state"] != store.FINISHED:
         return Row(what, f"resumed, it is {resumed['state']}: {reason(resumed)}", FAILED)
     start = resumed["attempts"][-1]["from_step"]
     digests = [record["weights_sha256"] for record in (whole, resumed)]
     if digests[0] != digests[1] or not start:
         return Row(what, f"resumed at step {start}: {digests[0][:12]} and {digests[1][:12]}", FAILED, "equal digests")
-    found = f"killed in step {KILLED}, resumed after step {start}: equal"
+    found = f"killed in step {killed}, resumed after step {start}: equal"
     return Row(what, found, OK, "equal digests", {"sha256": digests[0]})
 
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from train.parallel.seat import Seat
-from train.record import store
+from train.record import folders, store
 from train.record.outcome import Outcome
 from train.record.store import Run
 from train.runs import admit
@@ -51,6 +51,22 @@ class Row:
     figures: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What JSON keeps besides."""
     part: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Something to find out: a line of the table, or a few that are found together."""
+
+    what: str
+    seconds: float
+    """About how many it takes on one H100, by estimate."""
+    find: Callable[..., Row | Iterable[Row]]
+    given: tuple[Any, ...] = ()
+    """What it is called with."""
+
+    def rows(self) -> Iterator[Row]:
+        found = self.find(*self.given)
+        yield from [found] if isinstance(found, Row) else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +155,7 @@ def made(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> Run:
     """A new run of one of the tasks here, checked as every run is."""
     texts = {name: str(value) for name, value in flags.items()}
     prepared = admit.prepare(Request(str(TASKS / f"{task}.py"), texts, ranks=ranks))
-    return store.create(scale.folder, f"{task}-{next(_numbers)}", prepared.files, prepared.record)
+    return folders.create(scale.folder, f"{task}-{next(_numbers)}", prepared.files, prepared.record)
 
 
 @contextlib.contextmanager

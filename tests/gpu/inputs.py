@@ -1,4 +1,4 @@
-"""From samples on the host to batches on the device: our loader beside torch's."""
+"""From samples on the host to batches on the device: our loader beside torch's, and what is said of waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.gpu.harness import UNCHECKED, Row, Scale, mebibytes
+from tests.gpu import waits
+from tests.gpu.harness import UNCHECKED, Case, Row, Scale, mebibytes
 from train.data.loader import Loader
 from train.data.plan import MicroBatch
 
@@ -70,18 +71,23 @@ class _Measure:
             torch.cuda.synchronize()
 
 
-def part(scale: Scale) -> Iterator[Row]:
+def part(scale: Scale) -> Iterator[Case]:
+    """Batches on their way, and what is said of waiting for them."""
+    yield Case(_WHAT, 14, _beside, (scale,))
+    if scale.is_gpu:
+        yield Case("pinned memory to the device", 1, _copies, (scale,))
+    yield from waits.cases(scale)
+
+
+def _beside(scale: Scale) -> Row:
     """Samples a second with as many loader processes as there are cores for."""
     size, batch, count = (32, 16, 64) if scale.is_small else (224, 256, 1024)
     workers = min(2 if scale.is_small else 8, len(os.sched_getaffinity(0)))
     needed, free = (workers * _AHEAD + 4) * batch * 3 * size**2, shutil.disk_usage(_SHARED).free
     if needed > free:
         found = f"{workers} loader processes need {mebibytes(needed)} of {_SHARED}, where {mebibytes(free)} are free"
-        yield Row(_WHAT, found, UNCHECKED)
-    else:
-        yield _compared(_Measure(scale, Pictures(count, size), batch, workers), 0.3 if scale.is_small else 3.0)
-    if scale.is_gpu:
-        yield _copies(scale)
+        return Row(_WHAT, found, UNCHECKED)
+    return _compared(_Measure(scale, Pictures(count, size), batch, workers), 0.3 if scale.is_small else 2.0)
 
 
 def _compared(measure: _Measure, seconds: float) -> Row:

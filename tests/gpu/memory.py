@@ -11,16 +11,21 @@ from collections.abc import Iterator
 import psutil
 import torch
 
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, exact_flags, mebibytes, passing, train_forked
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_flags, mebibytes, passing, train_forked
 from train.record import store
 from train.record.store import Run
 
-PATIENCE = 60.0
+PATIENCE = 40.0
 _WITHIN = 64 * 2**20
 """Bytes that other users of the device may have taken or given back meanwhile."""
 
 
-def part(scale: Scale) -> Iterator[Row]:
+def part(scale: Scale) -> Iterator[Case]:
+    """What is left of a run that was killed."""
+    yield Case("SIGKILL", 17, _killed, (scale,))
+
+
+def _killed(scale: Scale) -> Iterator[Row]:
     """Kill a run with loader processes while it trains."""
     with passing(scale, "digits", exact_flags(scale, "digits") | {"steps": 2}) as first:
         train_forked(first)  # starts the server

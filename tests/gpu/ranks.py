@@ -6,8 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from tests.gpu import dp
 from tests.gpu.exact import STEPS, compare
-from tests.gpu.harness import FAILED, FIGURE, UNCHECKED, Row, Scale, exact_flags, passing, train_forked
+from tests.gpu.harness import FAILED, FIGURE, OK, UNCHECKED, Case, Row, Scale, exact_flags, passing, train_forked
 from train.bench import collective
 from train.record import store
 
@@ -15,10 +18,11 @@ MOST = 4
 """GPUs of this part, however many there are: dp takes all that it sees."""
 
 
-def part(scale: Scale) -> Iterator[Row]:
+def part(scale: Scale) -> Iterator[Case]:
     """ddp, fsdp, hsdp, ordered sums and dp on as many ranks as there are GPUs: four at most are given to this part."""
     if scale.is_gpu and scale.gpus < 2:
-        yield Row("ddp, fsdp, hsdp, ordered sums over NCCL; dp", "they need two GPUs or more; here is one", UNCHECKED)
+        what = "ddp, fsdp, hsdp, ordered sums over NCCL; dp"
+        yield Case(what, 0, Row, (what, "they need two GPUs or more; here is one", UNCHECKED))
         return
     ranks = min(scale.gpus, MOST) if scale.is_gpu else 2
     flags = exact_flags(scale, "gpt") | {"steps": STEPS, "precision": "bf16", "micro_batch_size": 1, "batch_size": 4}
@@ -32,19 +36,18 @@ def part(scale: Scale) -> Iterator[Row]:
         ways = {"ddp": ways["ddp"]}
     elif ranks < 4:
         del ways["hsdp"]
-        yield Row("hsdp", f"it needs four GPUs, two that hold a model and two copies; here are {ranks}", UNCHECKED)
+        missing = f"it needs four GPUs, two that hold a model and two copies; here are {ranks}"
+        yield Case("hsdp", 0, Row, ("hsdp", missing, UNCHECKED))
     for name, own in ways.items():
         what = f"{name}, {ranks} ranks"
-        try:
-            yield compare(scale, "gpt", what, flags | own, ranks)
-        except Exception as error:
-            yield Row(what, f"{type(error).__name__}: {error}"[:300], FAILED)
-    yield _collective(scale, ranks)
+        yield Case(what, 20, compare, (scale, "gpt", what, flags | own, ranks))
+    yield Case(f"all-reduce, {ranks} ranks", 20, _collective, (scale, ranks))
     if not scale.is_gpu:
-        yield Row("everything over NCCL; dp", "it needs GPUs", UNCHECKED)
+        yield Case("everything over NCCL; dp", 0, Row, ("everything over NCCL; dp", "it needs GPUs", UNCHECKED))
         return
-    yield _ordered_on_one(scale, flags | ways["ordered"], ranks)
-    yield _scaling(scale, ranks)
+    yield Case(_ordered(ranks), 16, _ordered_on_one, (scale, flags | ways["ordered"], ranks))
+    yield Case(f"scaling on {ranks} GPUs", 60, _scaling, (scale, ranks))
+    yield Case(dp.what(scale.gpus), 10, dp.types, (scale.gpus,))
 
 
 def _collective(scale: Scale, ranks: int) -> Row:
@@ -57,12 +60,21 @@ def _collective(scale: Scale, ranks: int) -> Row:
 
 
 def _ordered_on_one(scale: Scale, flags: dict[str, Any], ranks: int) -> Row:
+    kinds = {torch.cuda.get_device_name(index) for index in range(ranks)}
+    if len(kinds) > 1:
+        return Row(
+            _ordered(ranks), f"cards of one kind compute alike; here are {' and '.join(sorted(kinds))}", UNCHECKED
+        )
     digests = []
     for count in (1, ranks):
         with passing(scale, "gpt", flags, count) as run:
             digests.append(train_forked(run, count).get("weights_sha256"))
     is_equal = digests[0] is not None and digests[0] == digests[1]
-    return Row(f"ordered: 1 and {ranks} ranks", "equal" if is_equal else str(digests), "ok" if is_equal else FAILED)
+    return Row(_ordered(ranks), "equal" if is_equal else str(digests), OK if is_equal else FAILED, "equal digests")
+
+
+def _ordered(ranks: int) -> str:
+    return f"ordered: 1 and {ranks} ranks"
 
 
 def _scaling(scale: Scale, ranks: int) -> Row:

@@ -14,8 +14,22 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.gpu import bare
-from tests.gpu.harness import BELOW, FAILED, FIGURE, OK, UNCHECKED, Row, Scale, Stretch, mebibytes, passing, train_here
+from tests.gpu import bare, compiler
+from tests.gpu.harness import (
+    BELOW,
+    FAILED,
+    FIGURE,
+    OK,
+    UNCHECKED,
+    Case,
+    Row,
+    Scale,
+    Stretch,
+    mebibytes,
+    passing,
+    train_here,
+)
+from train.parallel.precision import allow_tf32
 from train.signals import USER, StopRequest
 
 GOAL = 0.99
@@ -25,70 +39,82 @@ _MANY = 1_000_000
 """Steps that no loop here comes to: it is stopped when the stretch that is timed is over."""
 
 
-def part(scale: Scale) -> Iterator[Row]:
+def part(scale: Scale) -> Iterator[Case]:
     """ResNet-50 and the GPT in bf16, not compiled and compiled; then what exactness costs."""
-    rate = matmul_rate(scale, torch.bfloat16)
     plain: dict[str, float] = {}
     for task in ("resnet", "gpt"):
-        beside = Beside(scale, task, _flags(scale, task) | {"compile": "false"}, operations(scale, task), rate)
-        row = beside.row(f"{task}, bf16, not compiled", turns=2)
-        if "seconds" in row.figures:
-            plain[task] = min(row.figures["seconds"])
-        yield row
+        yield Case(f"{task}, bf16, not compiled", 28, _plain, (scale, task, plain))
     for task in ("gpt", "resnet"):  # which takes longer to compile
-        what = f"{task}, bf16, compiled"
-        if scale.is_small:
-            yield Row(what, "small, it would be compiled for longer than it trains", UNCHECKED)
-            continue
-        beside = Beside(scale, task, _flags(scale, task) | {"compile": "true"}, operations(scale, task), rate)
-        yield beside.row(what, turns=1)
-    for task, exact in plain.items():
-        free = _ours(scale, task, _flags(scale, task) | {"deterministic": "false"})[0]
-        found = f"{exact / free:.3f} of the time with --deterministic false"
-        yield Row(f"{task}: what exactness takes", found, figures={"ratio": exact / free})
+        yield Case(f"{task}, bf16, compiled", 48, _compiled, (scale, task))
+    for task in ("resnet", "gpt"):
+        yield Case(f"{task}: what exactness takes", 9, _exactness, (scale, task, plain))
 
 
-def precisions(scale: Scale) -> Iterator[Row]:
+def _plain(scale: Scale, task: str, plain: dict[str, float]) -> Row:
+    """Not compiled; the seconds of a step are noted."""
+    row = Beside(scale, task, _flags(scale, task) | {"compile": "false"}).row(f"{task}, bf16, not compiled", turns=2)
+    if "seconds" in row.figures:
+        plain[task] = min(row.figures["seconds"])
+    return row
+
+
+def _compiled(scale: Scale, task: str) -> Row:
+    what, missing = f"{task}, bf16, compiled", compiler.missing(scale)
+    if missing:
+        return Row(what, missing, UNCHECKED)
+    return Beside(scale, task, _flags(scale, task) | {"compile": "true"}).row(what, turns=1)
+
+
+def _exactness(scale: Scale, task: str, plain: dict[str, float]) -> Row:
+    what = f"{task}: what exactness takes"
+    if task not in plain:
+        return Row(what, "there is nothing to compare with", UNCHECKED)
+    ratio = plain[task] / _ours(scale, task, _flags(scale, task) | {"deterministic": "false"})[0]
+    return Row(what, f"{ratio:.3f} of the time with --deterministic false", figures={"ratio": ratio})
+
+
+def precisions(scale: Scale) -> Iterator[Case]:
     """Speed and memory of each precision beside fp32's; of the GPT, a third of its layers."""
     names = ("fp32", "tf32", "bf16", "fp16") if scale.is_gpu else ("fp32", "bf16")
     for task in ("resnet", "gpt"):
-        base: tuple[float, int] | None = None
+        base: list[float] = []
         for name in names:
-            flags = _flags(scale, task) | {"precision": name}
-            if scale.is_gpu and task == "resnet":
-                flags["batch_size"] = min(128, flags["batch_size"])
-            if scale.is_gpu and task == "gpt":
-                flags["task.layers"] = 4
-            try:
-                seconds, memory = _ours(scale, task, flags, 12, settle=1.0)
-            except torch.OutOfMemoryError as error:
-                yield Row(f"{task}, {name}", f"the device is too small: {error}"[:300], UNCHECKED)
-                continue
-            beside = ""
-            if name == "fp32":
-                base = (seconds, memory)
-            elif base is not None:
-                beside = f", {base[0] / seconds:.2f} times fp32"
-            found = f"{flags['batch_size'] / seconds:.1f} samples/s{beside}"
-            found += f", {mebibytes(memory)}" if scale.is_gpu else ""
-            yield Row(f"{task}, {name}", found, figures={"seconds": seconds, "memory": memory})
+            yield Case(f"{task}, {name}", 4, _in_precision, (scale, task, name, base))
     if not scale.is_gpu:
-        yield Row("tf32, fp16", "they need a GPU", UNCHECKED)
+        yield Case("tf32, fp16", 0, Row, ("tf32, fp16", "they need a GPU", UNCHECKED))
 
 
-def rates(scale: Scale) -> Iterator[Row]:
+def _in_precision(scale: Scale, task: str, name: str, base: list[float]) -> Row:
+    """One of them; the seconds of a step in fp32 are noted."""
+    flags = _flags(scale, task) | {"precision": name}
+    if scale.is_gpu and task == "resnet":
+        flags["batch_size"] = min(128, flags["batch_size"])
+    if scale.is_gpu and task == "gpt":
+        flags["task.layers"] = 4
+    try:
+        seconds, memory = _ours(scale, task, flags, 12, settle=1.0)
+    except torch.OutOfMemoryError as error:
+        return Row(f"{task}, {name}", f"the device is too small: {error}"[:300], UNCHECKED)
+    beside = f", {base[0] / seconds:.2f} times fp32" if base else ""
+    if name == "fp32":
+        base.append(seconds)
+    found = f"{flags['batch_size'] / seconds:.1f} samples/s{beside}"
+    found += f", {mebibytes(memory)}" if scale.is_gpu else ""
+    return Row(f"{task}, {name}", found, figures={"seconds": seconds, "memory": memory})
+
+
+def rates(scale: Scale) -> Iterator[Case]:
     """How fast the device multiplies matrices."""
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    for name, dtype in kinds.items():
-        if name == "fp16" and not scale.is_gpu:
-            continue
-        rate = matmul_rate(scale, dtype)
-        yield Row(f"matrix products, {name}", f"{rate / 1e12:.2f} TFLOP/s", figures={"flops": rate})
-    if scale.is_gpu:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        rate = matmul_rate(scale, torch.float32)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        yield Row("matrix products, tf32", f"{rate / 1e12:.2f} TFLOP/s", figures={"flops": rate})
+    for name in ("fp32", "tf32", "bf16", "fp16") if scale.is_gpu else ("fp32", "bf16"):
+        yield Case(f"matrix products, {name}", 1.5, _products, (scale, name))
+
+
+def _products(scale: Scale, name: str) -> Row:
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    allow_tf32(name == "tf32")
+    rate = matmul_rate(scale, kinds.get(name, torch.float32))
+    allow_tf32(False)
+    return Row(f"matrix products, {name}", f"{rate / 1e12:.2f} TFLOP/s", figures={"flops": rate})
 
 
 def _flags(scale: Scale, task: str) -> dict[str, Any]:
@@ -105,10 +131,6 @@ class Beside:
     scale: Scale
     task: str
     flags: dict[str, Any]
-    work: float
-    """Floating-point operations of a step."""
-    rate: float
-    """Of them, in a second, in the device's matrix products."""
 
     def row(self, what: str, turns: int) -> Row:
         """Both in turn, so that a slow moment meets both.
@@ -136,13 +158,14 @@ class Beside:
     def _compared(self, what: str, pairs: list[tuple[float, float]]) -> Row:
         ratio = statistics.median(theirs / ours for ours, theirs in pairs)
         ours = min(one for one, _ in pairs)
-        used = self.work / ours / self.rate
+        work, rate = operations(self.scale, self.task), matmul_rate(self.scale, torch.bfloat16)
+        used = work / ours / rate
         found = f"{self.flags['batch_size'] / ours:.1f} samples/s, {ratio:.3f} of a hand-written loop, "
-        found += f"uses {used:.0%} of the rate"
+        found += f"uses {used:.0%} of the rate; without snapshots in memory"
         verdict = (OK if ratio >= GOAL else BELOW) if self.scale.is_gpu else FIGURE
         figures = {
             "seconds": [one for one, _ in pairs], "bare_seconds": [two for _, two in pairs], "ratio": ratio,
-            "flops_a_step": self.work, "utilisation": used,
+            "flops_a_step": work, "utilisation": used,
         }  # fmt: skip
         return Row(what, found, verdict, f"{GOAL} of it", figures)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,11 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, exact_flags, passing, train_here
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_flags, passing, train_here
 from train.data import loader
+from train.parallel import choose, nccl
 
 FIRST, LAST = 4, 16
 """Between the ends of these steps nothing may wait. Before them kernels are chosen, memory is found, and the engine
@@ -31,21 +34,44 @@ hush()
 scale = Scale("cpu", True, 0, Path(sys.argv[1]))
 scale.folder.mkdir()
 train_here(made(scale, "digits", exact_flags(scale, "digits") | {"steps": 10}))
-print("opened" if torch.cuda.is_initialized() else "left alone")
+# torch's own flag knows of no context that something beside torch has made; asked of all, for each has one of its own
+has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda n: False)
+opened = [n for n in range(torch.cuda.device_count()) if has_context(n)]
+print(f"it has opened {opened}" if opened or torch.cuda.is_initialized() else "left alone")
 """
 
+WORKERS, MICRO, DDP = "2 loader processes", "2 micro batches, clipped", "ddp of one rank"
+CASES = (
+    ("digits", "fp32", ()), ("digits", "bf16", (WORKERS,)), ("digits", "fp16", (MICRO,)),
+    ("resnet", "fp32", ()), ("resnet", "bf16", (WORKERS,)), ("resnet", "fp16", ()),
+    ("gpt", "fp32", ()), ("gpt", "bf16", ()), ("gpt", "bf16", (MICRO,)), ("gpt", "fp16", (MICRO,)),
+    ("gpt", "bf16", (DDP,)), ("gpt", "fp16", (DDP, MICRO)),
+)  # fmt: skip
+"""Task, precision, and what else a step has to do. Not more micro batches: about a thousand kernels can wait for a
+device that is held, then who starts them waits."""
 
-def part(scale: Scale) -> Iterator[Row]:
-    """Every task in every precision; and a run with --device cpu."""
-    for task in ("digits", "resnet", "gpt"):
-        for precision in scale.precisions(task):
-            flags = exact_flags(scale, task) | {"precision": precision, "steps": LAST + 4, "log.every_steps": 5}
-            del flags["checkpoint.every_steps"]
-            if scale.is_gpu and task == "resnet":
-                # about a thousand kernels can wait for a device, then who starts them waits: a ResNet-50 has as many
-                flags["task.depth"] = 14
-            yield _unwatched(scale, task, precision, flags)
-    yield _on_cpu(scale)
+
+def part(scale: Scale) -> Iterator[Case]:
+    """Every task and precision, with all that is in the way between two steps; and a run with --device cpu."""
+    for task, precision, rest in CASES:
+        if scale.is_gpu or precision != "fp16":  # which a CPU has not
+            what = f"no wait in a step: {', '.join((task, precision, *rest))}"
+            flags = _flags(scale, task, rest) | {"precision": precision}
+            yield Case(what, 2.5, _unwatched, (scale, task, what, flags, DDP in rest))
+    yield Case(_ON_CPU_WHAT, 8, _on_cpu, (scale,))
+
+
+def _flags(scale: Scale, task: str, rest: tuple[str, ...]) -> dict[str, Any]:
+    flags = exact_flags(scale, task) | {"steps": LAST + 4, "log.every_steps": 5}
+    del flags["checkpoint.every_steps"]
+    if scale.is_gpu and task == "resnet":
+        # a ResNet-50 has about a thousand kernels
+        flags["task.depth"] = 14
+    if WORKERS in rest:
+        flags["data.workers"] = 2
+    if MICRO in rest:
+        flags |= {"micro_batch_size": flags["batch_size"] // 2, "clip_grad_norm": 1.0}
+    return flags
 
 
 class Watch:
@@ -97,17 +123,32 @@ class Watch:
 _PREPARED = loader.prepared
 
 
-def _unwatched(scale: Scale, task: str, precision: str, flags: dict[str, Any]) -> Row:
+@contextlib.contextmanager
+def _ddp_alone(scale: Scale) -> Iterator[None]:
+    """DDP, in a run of one rank: by itself such a run has none, and two ranks need two GPUs."""
+    file = scale.folder.absolute() / "ddp-alone"
+    given: dict[str, Any] = {"device_id": scale.place} if scale.is_gpu else {}
+    nccl.prepare(deterministic=True)
+    backend = "cpu:gloo,cuda:nccl" if scale.is_gpu else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1, **given)
+    try:
+        with mock.patch.object(choose, "resolve", lambda *_: "ddp"):
+            yield
+    finally:
+        dist.destroy_process_group()
+        file.unlink(missing_ok=True)
+
+
+def _unwatched(scale: Scale, task: str, what: str, flags: dict[str, Any], is_ddp: bool) -> Row:
     """Train with every synchronisation that torch knows of an error, and once with a device that is held.
 
     torch knows of no wait for an event, no torch.cuda.synchronize and no copy from memory that is not pinned; the host
     that goes on while the device stands still has made none of them.
     """
-    what = f"no wait in a step: {task}, {precision}"
-    watch = Watch(scale.is_gpu)
+    watch, spread = Watch(scale.is_gpu), _ddp_alone(scale) if is_ddp else contextlib.nullcontext()
     handle = register_optimizer_step_post_hook(watch.after_step)
     try:
-        with mock.patch.object(loader, "prepared", watch.prepared), passing(scale, task, flags) as run:
+        with mock.patch.object(loader, "prepared", watch.prepared), passing(scale, task, flags) as run, spread:
             train_here(run)
     except RuntimeError as error:
         return Row(what, str(error)[:300], FAILED)
@@ -124,8 +165,10 @@ def _unwatched(scale: Scale, task: str, precision: str, flags: dict[str, Any]) -
     return Row(what, found, OK, "none")
 
 
+_ON_CPU_WHAT = "--device cpu opens no device"
+
+
 def _on_cpu(scale: Scale) -> Row:
-    what = "--device cpu opens no device"
     done = subprocess.run(
         [sys.executable, "-c", _ON_CPU, str(scale.folder / "on-cpu")],
         capture_output=True,
@@ -135,5 +178,5 @@ def _on_cpu(scale: Scale) -> Row:
     )
     said = done.stdout.strip().splitlines()[-1:] or [done.stderr.strip()[-300:]]
     if not scale.is_gpu and said == ["left alone"]:
-        return Row(what, "there is none here", UNCHECKED)
-    return Row(what, said[0], OK if said == ["left alone"] else FAILED)
+        return Row(_ON_CPU_WHAT, "there is none here", UNCHECKED)
+    return Row(_ON_CPU_WHAT, said[0], OK if said == ["left alone"] else FAILED)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from train.record import manifest, store
+from train.record import folders, manifest, store
 from train.record.store import Run
 from train.runs.admit import prepare
 from train.runs.readmit import apply_resume, prepare_resume
@@ -34,7 +34,7 @@ def make(
     flags = FLAGS | {"steps": str(steps), "data.workers": str(workers)} | (more or {})
     flags["checkpoint.asynchronous"] = str(asynchronous).lower()
     prepared = prepare(Request(task, flags, ranks=ranks))
-    return store.create(runs, name, prepared.files, prepared.record)
+    return folders.create(runs, name, prepared.files, prepared.record)
 
 
 def change(run: Run, ranks: int, flags: dict[str, str]) -> None:

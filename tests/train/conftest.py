@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.train import forks
-from train import cores
+from train import cores, hashing
 from train.record import store
 from train.record.store import Run
 from train.runs import launch, warm
@@ -48,7 +48,7 @@ def held_warm(environment: dict[str, str]) -> dict[str, str]:
         folder = tempfile.mkdtemp(prefix="train-tests-")  # short: the name of a socket has little room
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         found = {"TMPDIR": folder, warm.OFF: "on"}
-        process = warm.start(environment | found)
+        process = warm.start(hashing.fixed(environment | found))
         atexit.register(process.kill)
         deadline = time.monotonic() + PATIENCE
         while not any(Path(folder).glob("train-warm-*/*")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from tests.gpu import __main__ as proof
-from tests.gpu import exact, harness, ranks, speed, steps
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Row, Scale, Stretch
+from tests.gpu import apart, compiler, dp, exact, harness, ranks, speed, steps
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, Stretch
 from train.runs import admit
 from train.runs.request import Request
 
@@ -25,14 +26,22 @@ def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scale:
     return Scale("cuda", False, 1, tmp_path)
 
 
-def rows(part: Iterator[Row]) -> dict[str, Row]:
-    return {row.what: row for row in part}
+def rows(part: Iterator[Case]) -> dict[str, Row]:
+    return {row.what: row for case in part for row in case.rows()}
 
 
 def test_the_parts_fit_into_the_minutes() -> None:
     seconds = {name: about for name, (_, _, about) in proof.PARTS.items()}
     assert sum(seconds.values()) <= 60 * (proof.MINUTES + proof.MINUTES_FOR_RANKS)
     assert sum(seconds.values()) - seconds["ranks"] <= 60 * proof.MINUTES
+
+
+@pytest.mark.parametrize("name", proof.PARTS)
+def test_the_cases_of_a_part_take_the_time_of_the_part(scale: Scale, name: str) -> None:
+    scale = dataclasses.replace(scale, gpus=4 if name == "ranks" else 1)
+    about = proof.PARTS[name][2]
+    seconds = sum(case.seconds for case in proof.cases(name, scale))
+    assert 0.8 * about <= seconds + apart.START <= about + apart.START
 
 
 @pytest.mark.parametrize("found,code", [
@@ -58,7 +67,9 @@ def test_what_the_hand_written_loop_can_do_is_ours_to_do(
 
     monkeypatch.setattr(speed, "_ours", lambda *_: told(ours))
     monkeypatch.setattr(speed, "_measured", lambda *_: told(theirs))
-    row = speed.Beside(scale, "gpt", {"batch_size": 4}, 1e9, 1e12).row("gpt", turns=1)
+    monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e12)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 << 30, 8 << 30))
+    row = speed.Beside(scale, "gpt", {"batch_size": 4}).row("gpt", turns=1)
     assert row.verdict == verdict and words in row.found
 
 
@@ -129,6 +140,7 @@ def test_hsdp_of_less_than_four_ranks_is_not_said_to_be_ok(
     monkeypatch.setattr(ranks, "compare", lambda _, __, what, *___: Row(what, "equal", OK))
     for name in ("_collective", "_ordered_on_one", "_scaling"):
         monkeypatch.setattr(ranks, name, lambda *_, name=name: Row(name, ""))
+    monkeypatch.setattr(dp, "types", lambda _: Row("dp", ""))
     found = rows(ranks.part(Scale("cuda", False, gpus, scale.folder)))
     assert found[f"fsdp, {gpus} ranks"].verdict == OK
     assert (f"hsdp, {gpus} ranks" in found) == has_hsdp and ("hsdp" in found) != has_hsdp
@@ -151,8 +163,8 @@ def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
     monkeypatch.setattr(speed, "_ours", note)
     monkeypatch.setattr(speed, "_measured", lambda *_: (1.0, 1))
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e12)
-    monkeypatch.setattr(exact, "find_spec", lambda _: True)
-    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(speed, "operations", lambda *_: 1e12)
+    monkeypatch.setattr(compiler, "missing", lambda _: "")
     parts = {
         "exact": exact.part,
         "compiled": exact.compiled,
@@ -160,7 +172,7 @@ def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
         "speed": speed.part,
         "precisions": speed.precisions,
     }
-    list(parts[kind](scale))
+    rows(parts[kind](scale))
     seen = set()
     for task, flags in asked:
         texts = {name: str(value) for name, value in flags.items()}

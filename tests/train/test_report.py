@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from train.commands import report as command
 from train.errors import Refused
-from train.record import page, store, times
+from train.record import folders, page, times
 from train.record.store import Run
 
 BEGIN = 1_700_000_000.0
@@ -206,7 +206,7 @@ def test_a_killed_run_and_its_resume(station: Any) -> None:
 
 
 def made(folder: Path, name: str = "run", **record: Any) -> Run:
-    run = store.create(folder, "run", {}, {"world_size": 1} | record)
+    run = folders.create(folder, "run", {}, {"world_size": 1} | record)
     lines = [
         {"step": step, "epoch": 1, "loss": 1 / step, "lr": 0.1, "samples_per_s": 9.0, "data_wait": 0.0,
          "step_time": 0.1, "memory": 1}

@@ -16,7 +16,7 @@ import torch
 
 from train.data.order import order
 from train.engine.export import load_trained
-from train.record import store
+from train.record import folders, store
 from train.runs import admit, readmit, spawn
 from train.runs.request import Request
 from train.signals import StopRequest
@@ -56,7 +56,7 @@ class Engine:
             del merged["epochs"]
         texts = {key: str(value) for key, value in merged.items() if value is not None}
         prepared = admit.prepare(Request(str(task), texts, ranks=ranks))
-        made = store.create(self.station.runs, name, prepared.files, prepared.record)
+        made = folders.create(self.station.runs, name, prepared.files, prepared.record)
         return self._train(made, ranks, script)
 
     def resume(self, name: str, ranks: int = 1, script: Iterable[str] = (), **flags: Any) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from train.checkpoint.saver import Saver
 from train.checkpoint.state import size_of, state_of
 from train.config import Config
 from train.parallel.world import World, pick_device, take_device
-from train.record.store import Run, sync_folder
+from train.record.durable import sync_folder
+from train.record.store import Run
 
 
 def bench(folder: Path, megabytes: list[int], times: int = 5, device: str = "cpu") -> str:

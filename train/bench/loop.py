@@ -27,10 +27,14 @@ from torch.utils.data import DataLoader
 
 from train.bench import small
 from train.bench.turns import silently
+from train.checkpoint.shared import ENVIRONMENT, Owned
 from train.errors import EXIT_FINISHED
-from train.record import store
+from train.record import folders
 from train.runs import admit, spawn
+from train.runs.processes.forked import Forked
 from train.runs.request import Request
+from train.runs.supervise import Supervisor
+from train.runs.verdict import Road
 from train.signals import StopRequest
 
 TENSORS, LOADER, TRAIN = "a loop that indexes tensors", "a loop on DataLoader", "train"
@@ -112,16 +116,19 @@ def _cost(folder: Path, subject: Subject, way: str, turn: int) -> Cost:
 
 
 def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) -> None:
-    """The way of every run: checked, recorded, trained by a rank, saved at its end."""
+    """The way of every run: checked, recorded, trained by a rank, kept in memory on its way, saved at its end."""
     flags = {f"task.{key}": str(value) for key, value in vars(settings).items()}
     flags |= {"steps": str(subject.steps), "batch_size": str(subject.batch), "cpu_threads": "1"}
     prepared = admit.prepare(Request(small.__file__, flags))
-    run = store.create(folder, name, prepared.files, prepared.record)
+    run = folders.create(folder, name, prepared.files, prepared.record)
     lock = run.acquire()
     assert lock is not None  # nobody else knows of it
+    memory = Owned()  # as the agent of a launched run has it: without, there are no snapshots
     try:
-        code = spawn.spawn(run, lock, 1, StopRequest(()))
+        processes = Forked(run, lock, 1, {ENVIRONMENT: memory.address})
+        code = Supervisor(run, processes, Road.SPAWNED, StopRequest(())).keep()
     finally:
+        memory.close()
         lock.release()
     if code != EXIT_FINISHED:
         raise RuntimeError((run.logs(1) / "rank0.log").read_text())

@@ -23,7 +23,7 @@ from train.checkpoint.saver import Saver
 from train.engine import build, opened
 from train.errors import EXIT_FINISHED
 from train.parallel.world import World
-from train.record import store
+from train.record import folders
 from train.record.store import Run
 from train.runs import admit, spawn
 from train.runs.request import Request
@@ -67,7 +67,7 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
         "checkpoint.asynchronous": "false",
     }  # fmt: skip
     prepared = admit.prepare(Request(virtual.__file__, flags))
-    run = store.create(runs, f"at-{step}", prepared.files, prepared.record)
+    run = folders.create(runs, f"at-{step}", prepared.files, prepared.record)
     task = opened.task_of(run)
     config = opened.config_of(run, task)
     model = build.make_model(task, config)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import psutil
 
+from train import hashing
 from train.bench import virtual
 from train.record import heartbeat, store
 from train.record.store import Run
@@ -110,7 +111,7 @@ def _held_warm() -> Iterator[dict[str, str]]:
     """A process that has torch imported; gives the variables with which it is found."""
     with tempfile.TemporaryDirectory(prefix="train-bench-") as name:  # of its own, and short: a socket lies in it
         environment = {"TMPDIR": name, warm.OFF: "on"}
-        process = warm.start(os.environ | environment)
+        process = warm.start(hashing.fixed(os.environ | environment))
         try:
             _until(lambda: any(Path(name).glob("train-warm-*/*")), lambda: process.poll() is None)
             yield environment

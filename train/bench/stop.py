@@ -21,6 +21,7 @@ from train.bench.turns import measure, ratio
 from train.config import Config
 from train.engine.readback import Readback
 from train.parallel.choose import make
+from train.parallel.ddp import OWN_BUFFERS
 from train.parallel.precision import Precision
 from train.parallel.strategy import VOTES
 from train.parallel.world import World
@@ -50,7 +51,7 @@ def _parts(world: World) -> tuple[nn.Module, Tensor, Tensor]:
 
 def _ddp(world: World) -> Callable[[], None]:
     model, images, classes = _parts(world)
-    parallel = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, **OWN_BUFFERS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:

@@ -2,7 +2,7 @@
 
 Each machine writes whole checkpoints, and keeps the state in memory of its own. After a death some have newer ones than
 others: the newest that anyone has is taken, and it travels, with the lines of the run (road.py). What arrives is
-verified as what is read from the disk is.
+verified as what is read from the disk is. The checkpoint that is kept for being the best travels likewise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from train import faults
 from train.checkpoint import packed, room
 from train.checkpoint.road import Road
 from train.checkpoint.shared import Slots, begin_of_tensors
+from train.errors import Refused
 from train.parallel.world import World
 from train.record import manifest as manifests
-from train.record.store import Run, sync_folder
+from train.record.best import Kept, best_of, kept, wanted
+from train.record.durable import sync_folder
+from train.record.store import Run
 
 Newest = Callable[[], tuple[int, dict[str, Any]]]
 """Gives the step of the newest checkpoint here that is whole, and its manifest; 0 and {} without one."""
@@ -41,6 +44,10 @@ class Offer:
     """The step whose state it has in memory; 0: none."""
     mark: str = ""
     """Of the attempt that left it there."""
+    best: Kept | None = None
+    """Its checkpoint that is kept for being the best."""
+    best_save: str = ""
+    """As `save`, of that one."""
     attempts: tuple[tuple[str, int], ...] = ()
     """Of those that came to training here: the mark, and the step that it began after."""
 
@@ -56,7 +63,7 @@ class Agreed:
     slot: int | None = None
     """The buffer of this machine's memory in which the state lies; None: take it from the disk."""
     problem: str = ""
-    """Why it is not a newer state in memory."""
+    """Why it is not a newer state in memory, and why not all have the best checkpoint."""
     made_here: float = math.inf
     """The last step in which this machine had a part, where others have gone on without it since."""
 
@@ -79,9 +86,10 @@ def agree(
     offers = [everybody[lead] for lead in world.leads]
     saved, kept = max(each.saved for each in offers), max(each.kept for each in offers)
 
-    def agreed(source: int, step: int, saved: int, **values: Any) -> Agreed:
+    def agreed(source: int, step: int, saved: int, sent: int = 0, **values: Any) -> Agreed:
         made_here = _parted(mine.attempts, offers[source].attempts)
-        return Agreed(step, saved, problem=problem, made_here=made_here, **values)
+        said = "; ".join(filter(None, [problem, _send_best(run, world, offers, step, sent)]))
+        return Agreed(step, saved, problem=said, made_here=made_here, **values)
 
     problem = ""
     if slots is not None and kept and kept >= saved:
@@ -100,7 +108,7 @@ def agree(
     if not all(have):
         _send_checkpoint(run, world, saved, Road(world, source, have))
     manifest = world.on_leads(lambda: manifests.read_manifest(run.checkpoint(saved)))
-    return agreed(source, saved, saved, manifest=manifest)
+    return agreed(source, saved, saved, sent=saved, manifest=manifest)
 
 
 def _parted(mine: tuple[tuple[str, int], ...], theirs: tuple[tuple[str, int], ...]) -> float:
@@ -124,7 +132,13 @@ def _offer(run: Run, slots: Slots | None, fingerprint: str, newest: Newest) -> O
     attempts = tuple(
         (attempt["mark"], int(attempt["from_step"])) for attempt in run.read()["attempts"] if attempt.get("mark")
     )
-    offer = Offer(step, str(manifest.get("save") or manifest.get("digest", "")), attempts=attempts)
+    found_best, best_mark = kept(run, wanted(run)), ""
+    if found_best is not None:
+        try:
+            best_mark = _mark(manifests.read_manifest(run.checkpoint(found_best.step)))
+        except (OSError, ValueError, Refused):  # a damaged one is not for others
+            found_best = None
+    offer = Offer(step, _mark(manifest), best=found_best, best_save=best_mark, attempts=attempts)
     while slots is not None and (found := slots.newest()) is not None:
         content = packed.read(slots, found[0], fingerprint)
         if content is not None:
@@ -132,6 +146,32 @@ def _offer(run: Run, slots: Slots | None, fingerprint: str, newest: Newest) -> O
             break
         slots.wipe(found[0])
     return offer
+
+
+def _mark(manifest: dict[str, Any]) -> str:
+    return str(manifest.get("save") or manifest.get("digest", ""))
+
+
+def _send_best(run: Run, world: World, offers: list[Offer], step: int, sent: int) -> str:
+    """Bring the best checkpoint to those that lack it. Returns why not all have it then, '' if they do: training does
+    not depend on it.
+
+    Args:
+        step: what is newer is made anew.
+        sent: the step of a checkpoint that all have by now; 0: none.
+    """
+    found = best_of(each.best for each in offers if each.best is not None and each.best.step <= step)
+    if found is None or found.step == sent:
+        return ""
+    source = next(place for place, each in enumerate(offers) if each.best == found)
+    have = [(each.best, each.best_save) == (found, offers[source].best_save) for each in offers]
+    if all(have):
+        return ""
+    try:
+        _send_folder(run, world, found.step, Road(world, source, have))
+    except OSError as error:
+        return f"the best checkpoint is not on all machines: {error}"
+    return ""
 
 
 def _send_memory(run: Run, world: World, slots: Slots, road: Road, left: Callable[[], int]) -> str:
@@ -186,8 +226,13 @@ class _Memory:
 
 
 def _send_checkpoint(run: Run, world: World, step: int, road: Road) -> None:
-    """Bring a checkpoint to those that lack it, and verify it there."""
+    """Bring the newest checkpoint to those that lack it, with the lines of the run."""
     _send_lines(run, world, road)
+    _send_folder(run, world, step, road)
+
+
+def _send_folder(run: Run, world: World, step: int, road: Road) -> None:
+    """Bring a checkpoint to those that lack it, and verify it there."""
     folder = run.checkpoint(step)
     partial = run.checkpoints / f"{manifests.PARTIAL}{folder.name}-sent"
     if road.takes:

@@ -34,9 +34,13 @@ from train.checkpoint.writer import DurableWriter
 from train.config import Config
 from train.parallel import choose
 from train.parallel.world import World
-from train.record.best import pick, scores_of
+from train.record.best import kept
+from train.record.durable import sync_folder
 from train.record.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
-from train.record.store import Run, sync_folder
+from train.record.store import Run
+
+_LOOKS = 16
+"""Steps after which an optimizer is taken for one without a state, as plain SGD is."""
 
 
 def _broadcast(self: Any, object: Any) -> Any:
@@ -77,6 +81,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.is_prepared = False
+        self._looks = 0
 
     def close(self) -> None:
         """Give memory back, unless a checkpoint is still being written: where a peer is gone, that may wait for it."""
@@ -86,8 +91,12 @@ class Saver:
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Make room for copies in the background: the first touch of memory costs more than many copies into it.
 
-        After the first step: torch initializes the state of an optimizer that has none yet with a step of its own.
+        After each step until `is_prepared`, once the optimizer has its state: fp16 may leave out the first steps, and
+        some never have any.
         """
+        self._looks += 1
+        if not optimizer.state and self._looks < _LOOKS:
+            return
         self.is_prepared = True
         if self._stage is not None:
             state = state_of(module, optimizer)
@@ -217,12 +226,12 @@ class Saver:
 
 def prune(run: Run, keep: int, best: str) -> None:
     """Remove all checkpoints but the newest `keep` and the best one, as checkpoint.best says."""
-    kept: set[int | None] = set(run.steps_saved()[:keep])
-    if best:
-        (aim, scores), saved = scores_of(run, best), run.steps_saved()
-        kept |= {pick(aim, {step: score for step, score in scores.items() if step in saved})}
+    stay = set(run.steps_saved()[:keep])
+    found = kept(run, best)
+    if found is not None:
+        stay.add(found.step)
     for step in run.steps_saved():
-        if step in kept:
+        if step in stay:
             continue
         old = run.checkpoint(step)
         doomed = old.with_name(f"{PARTIAL}removing-{old.name}")

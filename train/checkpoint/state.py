@@ -30,20 +30,46 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Model and optimizer state under names that do not depend on how the model is spread."""
+    """Model and optimizer state under names that do not depend on how the model is spread.
+
+    Of an optimizer that has none yet (fp16 may leave out the first steps, and SGD never has any) there is none.
+    """
     state: dict[str, Any] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
-        is_fresh = not optimizer.state
-        with _unwatched(optimizer) if is_fresh else contextlib.nullcontext():
-            state["optim"] = get_optimizer_state_dict(module, optimizer)
-        if is_fresh and _forget_step(optimizer):
-            state["optim"] = get_optimizer_state_dict(module, optimizer)
+        state["optim"] = _as_it_is(module, optimizer)
     return state
+
+
+def _as_it_is(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """torch would make a step of an optimizer without state, with gradients of 0. What that leaves behind counts in the
+    first real one: weights in moments, by weight decay; counters; a rate of 0, in ASGD and Rprop."""
+    if optimizer.state:
+        return get_optimizer_state_dict(module, optimizer)
+    first = next(parameter for group in optimizer.param_groups for parameter in group["params"])
+    optimizer.state[first] = {}  # enough for torch to take it for one that has a state
+    try:
+        with _unwatched(optimizer):
+            return {**get_optimizer_state_dict(module, optimizer), "state": {}}
+    finally:
+        optimizer.state.clear()
+
+
+def _with_room(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of a fresh optimizer with all that its first step makes: values to be read over, and to be kept by none
+    of it."""
+    with _unwatched(optimizer):
+        return get_optimizer_state_dict(module, optimizer)
 
 
 @contextlib.contextmanager
 def _unwatched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While torch makes a step of an optimizer without state, with gradients of 0: no hook of its user sees it."""
+    """While torch makes a step of an optimizer without state, with gradients and rates of 0: no hook of its user sees
+    it, and no parameter is changed. An optimizer of the user's own may add noise to them, whatever its rate is."""
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    parameters = (
+        [] if optimizer.state or is_torchs else [p for group in optimizer.param_groups for p in group["params"]]
+    )
+    were = [parameter.detach().clone() for parameter in parameters]
     hooks = [vars(optimizer)[name] for name in stepping.HOOKS if vars(optimizer).get(name)]
     kept = [dict(each) for each in hooks]
     for each in hooks:
@@ -53,23 +79,9 @@ def _unwatched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for each, was in zip(hooks, kept, strict=True):
             each.update(was)
-
-
-def _forget_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Undo what torch's step with gradients of 0, by which it makes the state of a fresh optimizer, leaves in counters.
-
-    Else Adam would count one step more than it has made, and correct its means too little. Returns whether there were
-    any counters.
-    """
-    counters = [values for values in optimizer.state.values() if isinstance(values, dict) and "step" in values]
-    for values in counters:
-        if isinstance(values["step"], Tensor):
-            values["step"].zero_()
-        else:
-            values["step"] = 0
-        if "mu_product" in values:  # NAdam's, of the momenta so far
-            values["mu_product"].fill_(1.0)
-    return bool(counters)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, were, strict=True):
+                parameter.copy_(value)
 
 
 def size_of(state: Any) -> int:
@@ -95,7 +107,9 @@ def load(
     """
     for parameter in module.parameters():
         parameter.grad = None  # a gradient here would make torch skip the optimizer's state silently
-    state = state_of(module, optimizer)
+    state = state_of(module, None)
+    if optimizer is not None:
+        state["optim"] = _with_room(module, optimizer)
     try:
         reader = dcp.FileSystemReader(folder)
         metadata = reader.read_metadata()
@@ -133,7 +147,7 @@ def _take_unused(state: dict[str, Any], written: Written) -> list[str]:
     """Take from a fresh optimizer's state the parameters that had none when the checkpoint was written, for no step had
     used them yet. Returns their names."""
     used = {path[2] for _, path in written if path[:2] == ("optim", "state")}
-    unused = [name for name in state["state"] if name not in used] if used else []
+    unused = [name for name in state["state"] if name not in used]
     for name in unused:
         del state["state"][name]
     return unused

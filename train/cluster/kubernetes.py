@@ -14,11 +14,11 @@ from typing import Any
 
 from train.cluster import handed, manifests, trainjob
 from train.cluster.kubectl import APPLY, Cluster, current_context, understood
-from train.cluster.manifests import Manifest
+from train.cluster.manifests import FromSecret, Manifest
 from train.cluster.podlog import PodLog, print_log
 from train.cluster.submission import FILE, Silent, Standing, Submission, to_json
 from train.errors import Refused
-from train.record import store
+from train.record import durable, environment, folders, store
 from train.record.store import Run
 
 FAR = True
@@ -38,7 +38,7 @@ _RESERVED = ("PET_", "TRAIN_RUNS", "HOME")
 """Names of variables that are Trainer's, and ours."""
 
 __all__ = [
-    "FAR", "again", "check", "forget", "halt", "log", "options", "print_log", "render", "standings", "submit",
+    "FAR", "adopt", "again", "check", "forget", "halt", "log", "options", "print_log", "render", "standings", "submit",
 ]  # fmt: skip
 
 
@@ -52,6 +52,10 @@ def options(parser: Any) -> None:
     add("--shm", metavar="SIZE", help=f"Kubernetes: shared memory of each node, part of its --mem ({manifests.SHM})")
     add("--queue", metavar="NAME", help="Kubernetes: local queue of Kueue that starts the run; default: none")
     add("--env", metavar="A=B,...", help="Kubernetes: more environment for each node, such as NCCL_DEBUG=INFO")
+    add(
+        "--env-from", metavar="A=SECRET,...",
+        help="Kubernetes: environment out of Secrets, by the key A of SECRET, or A=SECRET/KEY",
+    )  # fmt: skip
 
 
 def check(submission: Submission) -> None:
@@ -75,7 +79,7 @@ def check(submission: Submission) -> None:
         raise Refused(f"--warn {submission.warn}: at most {_DAY} seconds, in which all ranks save")
     _resources(submission)
     _quantity("shm", manifests.SHM if own["shm"] is None else own["shm"])
-    _environment(own["env"])
+    _environment(submission)
     if submission.init and not posixpath.normpath(submission.init).startswith((manifests.RUNS + "/", "/datasets/")):
         raise Refused(
             f"--init {submission.init}: pods cannot read this machine's files; lay it into the claim for runs or data, "
@@ -111,7 +115,7 @@ def submit(submission: Submission) -> str:
     try:
         files = asked.files | {MANIFESTS: text}
         record = asked.record | {"submitted": _taken(cluster, asked.name), "reason": "handed to Kubernetes"}
-        run = store.create(asked.runs, asked.name, files, record)
+        run = folders.create(asked.runs, asked.name, files, record)
     except BaseException:
         _withdraw(cluster, made)
         raise
@@ -203,7 +207,7 @@ def _train_job(submission: Submission) -> Manifest:
         nproc=submission.nproc,
         image=submission.image,
         resources=_resources(submission),
-        environment=_environment(own["env"]),
+        environment=_environment(submission),
         seconds=submission.seconds,
         grace=submission.warn + 60,  # to stop the ranks, write the checkpoint, and end
         runs_claim=own["runs_claim"] or manifests.RUNS_CLAIM,
@@ -231,17 +235,45 @@ def _quantity(flag: str, text: str) -> str:
     return found[1] + found[2].removesuffix("i") + "i"
 
 
-def _environment(text: str | None) -> dict[str, str]:
-    """What --env says."""
+def _environment(submission: Submission) -> dict[str, str | FromSecret]:
+    """What --env and --env-from say."""
+    own = submission.own
+    plain, secret = _pairs("env", own["env"]), _pairs("env-from", own["env_from"])
+    for name, value in plain.items():
+        if environment.tells_secret(name, value):
+            raise Refused(
+                f"--env {name}: reads like a secret, which everybody who may look at the TrainJob would read; lay it "
+                f"down with: {_cluster(submission).text} create secret generic NAME --from-file={name}=FILE, and give "
+                f"--env-from {name}=NAME"
+            )
+    both = plain.keys() & secret.keys()
+    if both:
+        raise Refused(f"--env and --env-from both give {min(both)}; leave one of them out")
+    return plain | {name: _from_secret(name, text) for name, text in secret.items()}
+
+
+def _pairs(flag: str, text: str | None) -> dict[str, str]:
+    example = {"env": "NCCL_DEBUG=INFO,NCCL_IB_DISABLE=1", "env-from": "WANDB_API_KEY=SECRET,HF_TOKEN=SECRET/KEY"}[flag]
     found: dict[str, str] = {}
-    for pair in (text or "").split(",") if text is not None else ():
-        key, is_pair, value = pair.partition("=")
-        if not is_pair or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-            raise Refused(f"--env {text}: give NAME=VALUE, several with commas: NCCL_DEBUG=INFO,NCCL_IB_DISABLE=1")
-        if key.startswith(_RESERVED):
-            raise Refused(f"--env {key}: Kubeflow Trainer or the pod itself sets it; leave it out")
-        found[key] = value
+    for pair in text.split(",") if text is not None else ():
+        name, is_pair, value = pair.partition("=")
+        if not is_pair or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise Refused(f"--{flag} {pair}: give NAME=VALUE, several with commas: {example}")
+        if name.startswith(_RESERVED):
+            raise Refused(f"--{flag} {name}: Kubeflow Trainer or the pod itself sets it; leave it out")
+        found[name] = value
     return found
+
+
+def _from_secret(name: str, text: str) -> FromSecret:
+    secret, is_other, key = text.partition("/")
+    if not is_other:
+        key = name
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", secret) or not re.fullmatch(r"[-._A-Za-z0-9]+", key):
+        raise Refused(
+            f"--env-from {name}={text}: give the name of a Secret, and its key if that is another: SECRET/KEY"
+        )
+    return FromSecret(secret, key)
 
 
 def _label_of(name: str) -> str:
@@ -336,8 +368,12 @@ def again(run: Run) -> None:
             cluster.clear(*(f"{kind}/{run.name}" for kind in ("trainjob", "configmap", "networkpolicy")))
         files[FILE] = content  # a ConfigMap of ours cannot be changed, only replaced
         _create(cluster, objects)
-        store.write_atomically(path, handed.to_yaml(objects))
+        durable.write_atomically(path, handed.to_yaml(objects))
     run.update(submitted=_taken(cluster, run.name), reason="handed to Kubernetes")
+
+
+def adopt(run: Run) -> None:
+    """A TrainJob has the run's name: there is none that is not known."""
 
 
 def forget(run: Run) -> str:

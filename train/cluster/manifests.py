@@ -9,6 +9,7 @@ for each node.
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,14 @@ SELECTOR = ",".join(f"{key}={value}" for key, value in _OURS.items())
 """What finds all that is ours, pods included."""
 RUN, QUEUE = "jobset.sigs.k8s.io/jobset-name", "kueue.x-k8s.io/queue-name"
 """JobSet's label on every pod of a run, the run's name; and Kueue's on what it starts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FromSecret:
+    """A variable's value that lies in a Secret of the namespace, and in no manifest."""
+
+    secret: str
+    key: str
 
 
 def namespace() -> Manifest:
@@ -172,7 +181,7 @@ def train_job(
     nproc: int = 1,
     image: str | None = None,
     resources: Mapping[str, str] | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | FromSecret] | None = None,
     seconds: int | None = None,
     grace: int | None = None,
     runs_claim: str = RUNS_CLAIM,
@@ -196,7 +205,7 @@ def train_job(
     trainer: Manifest = {"image": image} if image else {}
     trainer |= {"command": command, "numNodes": nodes, "numProcPerNode": nproc}
     if environment:
-        trainer["env"] = [{"name": key, "value": value} for key, value in environment.items()]
+        trainer["env"] = [{"name": name} | _value(value) for name, value in environment.items()]
     if resources:
         trainer["resourcesPerNode"] = {"requests": dict(resources), "limits": dict(resources)}
     pod: Manifest = {"terminationGracePeriodSeconds": grace} if grace and grace != GRACE else {}
@@ -221,6 +230,13 @@ def train_job(
     if seconds is not None:
         spec["activeDeadlineSeconds"] = seconds
     return {"apiVersion": API, "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+def _value(value: str | FromSecret) -> Manifest:
+    # key by key: what Trainer lets a run change of a container has no envFrom
+    if isinstance(value, FromSecret):
+        return {"valueFrom": {"secretKeyRef": {"name": value.secret, "key": value.key}}}
+    return {"value": value}
 
 
 def _meta(name: str, namespace: str, run: str | None = None) -> Manifest:

@@ -1,4 +1,7 @@
-"""A node's side of the table: comes to HOST:PORT, comes again when the way was cut, and hears what is said there."""
+"""A node's side of the table: comes to HOST:PORT, comes again when the way was cut, and hears what is said there.
+
+Who looks after it may wait for a disk: signs of life are given by a thread, for a while.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import collections
 import contextlib
 import errno
 import os
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
 
 from train.cluster.address import Place, resolve
 from train.cluster.host import Host
@@ -19,6 +25,9 @@ _AGAIN = 0.5
 """Seconds between two tries to reach the table."""
 _EVERY = 1.0
 """Seconds between two signs of life."""
+HUNG = 120.0
+"""Seconds for which the thread goes on where nobody looks after this: a server of files that another one takes over
+from takes less. What has not come back then hangs, and the others are not to wait for it."""
 
 
 class Member:
@@ -40,6 +49,10 @@ class Member:
         """Where the table was reached last; '' while it never was. Its name may not resolve at the moment."""
         self.heard: collections.deque[Message] = collections.deque()
         """What was said, to be taken from the left. `lost`: the table is gone, and the round with it."""
+        # held by whoever touches a socket; by the same thread more than once, also after a fork that it has made
+        self._lock = threading.RLock()
+        self._looked, self._is_closed = time.monotonic(), False
+        self._thread: threading.Thread | None = None
         self._wire: Wire | None = None
         self._trying: socket.socket | None = None
         self._to = ""
@@ -47,12 +60,44 @@ class Member:
 
     def tick(self) -> None:
         """Look after the connection. To be called several times a second."""
-        if self.host is not None:
-            self.host.tick()
+        with self._lock:
+            self._looked = time.monotonic()
+            if self._wire is None and not self.is_away and not self.heard:  # that it was lost, for one
+                self._come(self._looked)
+            self._serve()
+
+    def keep_signing(self) -> None:
+        """From now on a thread gives the signs of life that are due, also while `tick` is not called for a while. It
+        takes in what comes, and decides nothing: a connection that is lost is only made again by `tick`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._sign, daemon=True, name="signs-of-life")
+            self._thread.start()
+
+    def _sign(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for who waits
+        while not self._is_closed:
+            time.sleep(_EVERY / 2)
+            with self._lock, contextlib.suppress(OSError):  # `tick` meets it, too
+                if not self._is_closed and time.monotonic() - self._looked < HUNG:
+                    self._serve()
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """While this process forks: the thread is where it holds nothing that a fork would be without."""
+        with self._lock:
+            yield
+
+    def serve(self) -> None:
+        """On node 0: look after the table alone."""
+        with self._lock:
+            if self.host is not None:
+                self.host.tick()
+
+    def _serve(self) -> None:
+        """Take in what has come, and give the signs of life that are due."""
+        self.serve()
         now = time.monotonic()
         if self._wire is None:
-            if not self.is_away:
-                self._come(now)
             return
         for message in self._wire.receive():
             self._last = now
@@ -71,10 +116,10 @@ class Member:
 
     def say(self, message: Message) -> None:
         """Say something at the table; of a node that is not there nobody hears."""
-        if self._wire is not None:
-            self._wire.send(message)
-        if self.host is not None:
-            self.host.tick()
+        with self._lock:
+            if self._wire is not None:
+                self._wire.send(message)
+            self.serve()
 
     def _come(self, now: float) -> None:
         """Connect, without waiting."""
@@ -130,11 +175,13 @@ class Member:
 
     def close(self) -> None:
         """Leave the table."""
-        if self._wire is not None:
-            self._wire.flush()
-            self._wire.close()
-        if self._trying is not None:
-            with contextlib.suppress(OSError):
-                self._trying.close()
-        if self.host is not None:
-            self.host.close()
+        with self._lock:
+            self._is_closed = True
+            if self._wire is not None:
+                self._wire.flush()
+                self._wire.close()
+            if self._trying is not None:
+                with contextlib.suppress(OSError):
+                    self._trying.close()
+            if self.host is not None:
+                self.host.close()

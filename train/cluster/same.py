@@ -31,6 +31,7 @@ def hello(
     home: Path,
     same: Mapping[str, Any],
     chosen: Mapping[str, Any],
+    has_begun: bool,
 ) -> dict[str, Any]:
     """What a node says of itself when it comes.
 
@@ -38,12 +39,14 @@ def hello(
         least: nodes without which nothing begins. most: nodes that there is room for.
         home: its run folder.
         same: what must be the same everywhere; under `config` the fields of the configuration.
-        chosen: fields of the configuration that no user has set: node 0's are taken.
+        chosen: fields of the configuration that no user has set. All take those of the lowest node on which the run has
+            begun before: what it has computed so far, it has computed with them.
+        has_begun: whether an attempt has begun on it.
     """
     mine = {"python": platform.python_version(), "code": code_digest(), **same}
     return {
         "is": "hello", "run": run, "node": node, "nproc": nproc, "least": least, "most": most, "chosen": dict(chosen),
-        "host": socket.gethostname(), "home": str(home), "same": mine,
+        "has_begun": has_begun, "host": socket.gethostname(), "home": str(home), "same": mine,
     }  # fmt: skip
 
 
@@ -56,6 +59,8 @@ def of_run(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     import tomllib
 
     from train import config as configuration
+    from train.data import likeness
+    from train.record import environment
     from train.record.manifest import sha256_of
 
     record = run.read()
@@ -63,8 +68,9 @@ def of_run(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     chosen = {name: fields[name] for name in record.get("chosen", ()) if name in fields}
     must = {
         "task": record.get("task_sha256") or record.get("task"),
-        "data": sha256_of(run.folder / "data.json"),
+        "data": likeness.brief(run.folder / "data.json"),
         "init": sha256_of(run.folder / "init.safetensors"),
+        "hashes": environment.hash_seed(environment.read(run.folder)),
         "config": {k: value for k, value in fields.items() if k not in configuration.LOCAL and k not in chosen},
     }
     return must, chosen
@@ -84,8 +90,16 @@ WORDS = {
     "task": "task file",
     "data": "data set",
     "init": "--init file",
+    "hashes": "PYTHONHASHSEED",
 }
 """What must be the same, in words."""
+
+
+def are_same(key: str, mine: Any, its: Any) -> bool:
+    """Whether two machines have the same of one of WORDS."""
+    from train.data import likeness
+
+    return likeness.are_alike(mine, its) if key == "data" else bool(mine == its)
 
 
 def name_of(hello: Mapping[str, Any]) -> str:
@@ -110,7 +124,7 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     mine, its = dict(first["same"]), dict(other["same"])
     fields, its_fields = mine.pop("config"), its.pop("config")
     for key in mine.keys() | its.keys():
-        if mine.get(key) != its.get(key):
+        if not are_same(key, mine.get(key), its.get(key)):
             what = WORDS.get(key, key)
             return f"{who} has another {what} than {zero}: {short(its.get(key))} instead of {short(mine.get(key))}"
     for key in sorted(fields.keys() | its_fields.keys()):
@@ -132,5 +146,5 @@ def _range(hello: Mapping[str, Any]) -> str:
 
 def short(value: Any) -> str:
     """A value in few letters: of a digest its begin."""
-    text = str(value or "none")
+    text = str((value.get("digest") if isinstance(value, dict) else value) or "none")
     return text[:12] if len(text) > 24 else text

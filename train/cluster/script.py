@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import train
+from train import hashing
 from train.cluster.submission import FILE, NODES, Submission, time_of
 
 _BY_FLAG = "give it as a flag of train submit"
@@ -61,6 +62,13 @@ is_this_start() {{
     [ -z "$state" ] || [ "$starts" = "${{SLURM_RESTART_COUNT:-0}}" ] # where nobody answers, nothing speaks against it
 }}
 
+# Where a run has two jobs, for the answer about one was lost, the one on record goes on with it, and the other ends.
+is_on_record() {{
+    local named
+    named=$(sed -n '/^ "submitted": {{/,/^ }}/s/^  "job": "\([0-9]*\)".*/\1/p' "$run/run.json" 2>/dev/null)
+    [ -z "$named" ] || [ "$named" = "$SLURM_JOB_ID" ]
+}}
+
 # Agents say how it ended by 0 finished, 1 interrupted, 2 refused, 3 failed, 75 stopped. Anything else: one was killed,
 # and all begin again where the last checkpoint is. When one has ended, the others have a minute to end, too. Where they
 # wait for it, srun then kills them and tells of that alone; what is refused or has failed is told by a file besides.
@@ -78,14 +86,14 @@ for ((deaths = 0; ; deaths++)); do
     done
     if [ -s "$told" ]; then code=$(<"$told"); fi
     case $code in 0 | 1 | 2 | 3 | 75) break ;; esac
-    if [ -n "$asked" ] || ((deaths == {deaths})) || ! is_this_start; then break; fi
+    if [ -n "$asked" ] || ((deaths == {deaths})) || ! is_on_record || ! is_this_start; then break; fi
     echo "train: an agent was killed (exit code $code); starting them again"
 done
 
 # Saved because it had to, or warned and killed before it could: the same job again, as often as it takes. Not if it was
-# cancelled, nor if its user has stopped the run.
+# cancelled, nor if its user has stopped the run, nor if the run has another job.
 if [[ $code == 75 || ( -n $asked && $code != [023] ) ]] && ! grep -qs '"stopped_by": "user"' "$run/run.json" &&
-    is_this_start; then
+    is_on_record && is_this_start; then
     echo "train: the run has not come to its end (exit code $code); job $SLURM_JOB_ID is ${{state,,}}"
     if [ "$state" = RUNNING ]; then patiently scontrol requeue "$SLURM_JOB_ID"; fi
 fi
@@ -108,7 +116,7 @@ def render(submission: Submission) -> str:
         runs=shlex.quote(str(asked.runs)),
         run=shlex.quote(str(asked.folder)),
         python="python3" if asked.image else shlex.quote(sys.executable),
-        environment=f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}\n" if root else "",
+        environment=_environment(root),
         file=FILE,
         nodes=NODES,
         cpus=asked.cpus or asked.nproc,
@@ -116,6 +124,12 @@ def render(submission: Submission) -> str:
         deaths=3 if asked.max_restarts is None else asked.max_restarts,
     )
     return "\n".join(head) + "\n" + body
+
+
+def _environment(root: Path | None) -> str:
+    """What Python reads as it starts: where this package is, and by what it hashes strings (train/hashing.py)."""
+    path = f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}\n" if root else ""
+    return f"{path}export {hashing.SEED}=${{{hashing.SEED}:-{hashing.fixed({})[hashing.SEED]}}}\n"
 
 
 def _options(asked: Submission) -> list[str]:

@@ -6,16 +6,19 @@ preemption, a lost node) is queued again by Slurm, under the same number.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from train.cluster.script import MADE, more_options, render
-from train.cluster.submission import Silent, Standing, Submission, of_others
+from train.cluster.submission import Silent, Standing, Submission, Unanswered, of_others
 from train.errors import Refused, one_line
-from train.record import store
+from train.record import environment, folders, store
 from train.record.store import Run
 
 FAR = False
@@ -23,9 +26,11 @@ SCRIPT = "job.sbatch"
 _PATIENCE, _GLANCE = 60.0, 5.0
 """Seconds for an answer of Slurm's, and for one that a list of runs can do without: its commands wait long for a
 controller that is down."""
+_MARK = "trainstation:"
+"""Before the submission's id, in the comment of its job: by that a job is found whose number was never heard."""
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT")
 
-__all__ = ["FAR", "again", "check", "forget", "halt", "options", "render", "standings", "submit"]
+__all__ = ["FAR", "adopt", "again", "check", "forget", "halt", "options", "render", "standings", "submit"]
 
 
 def options(parser: Any) -> None:
@@ -86,26 +91,68 @@ def _check_more(text: str | None) -> None:
         made = next((one for one in MADE if one.startswith(name)), None)  # sbatch takes abbreviations
         if made is not None:
             raise Refused(f"--sbatch: {made} cannot be given there; {MADE[made]}")
+        for pair in word.removeprefix("--export=").split(",") if word.startswith("--export=") else ():
+            if "=" in pair and environment.tells_secret(*pair.split("=", 1)):
+                raise Refused(
+                    f"--sbatch: export={pair.split('=')[0]} reads like a secret, and would stand in {SCRIPT}; set it "
+                    "in your shell: Slurm hands that environment on"
+                )
 
 
 def submit(submission: Submission) -> str:
-    """Create the run and hand it to sbatch; it is removed where sbatch does not take it."""
+    """Create the run and hand it to sbatch; it is removed where Slurm does not take it."""
     asked = submission
     files = asked.files | {SCRIPT: render(asked)}
     record = asked.record | {"reason": "being handed to Slurm", "submitted": {"engine": "slurm", "job": None}}
-    run = store.create(asked.runs, asked.name, files, record)
-    try:
-        job = _sbatch(run)
-    except BaseException:
-        store.remove(run)
-        raise
-    _note(run, job)
+    run = folders.create(asked.runs, asked.name, files, record)
+    with run.handing_over():
+        try:
+            job = _hand_over(run)
+        except Unanswered:
+            raise
+        except BaseException:
+            folders.remove(run)
+            raise
+        _note(run, job)
     return f"job {job} of Slurm's: {run.folder / SCRIPT}; how it stands: train show {asked.name}"
 
 
 def again(run: Run) -> None:
     """Hand it to sbatch once more."""
-    _note(run, _sbatch(run))
+    before = run.read()["submitted"]
+    run.update(submitted=before | {"job": None})  # else a job that starts at once finds another one's number there
+    try:
+        job = _hand_over(run)
+    except Unanswered:
+        raise
+    except BaseException:
+        run.update(submitted=before)
+        raise
+    _note(run, job)
+
+
+def adopt(run: Run) -> None:
+    """A job of it that Slurm has, and nobody has heard of."""
+    job = _made(run)
+    if job is not None:
+        _note(run, job)
+
+
+def another_job(run: Run) -> str | None:
+    """The number of the job that has this run, if this process belongs to another one. A run without a known job is
+    that of the first one that begins."""
+    own, taken = os.environ.get("SLURM_JOB_ID"), run.read().get("submitted") or {}
+    if own is None or taken.get("engine") != "slurm" or taken["job"] == own:
+        return None
+
+    def take(record: dict[str, Any]) -> None:
+        if record["submitted"]["job"] is None:
+            record["submitted"]["job"] = own
+
+    if taken["job"] is None:
+        run.update(take)
+        taken = run.read()["submitted"]
+    return taken["job"] if taken["job"] != own else None
 
 
 def _note(run: Run, job: str) -> None:
@@ -117,8 +164,64 @@ def _note(run: Run, job: str) -> None:
     run.update(change)
 
 
+def _hand_over(run: Run) -> str:
+    """Hand it to sbatch. Returns the number of its job, also where sbatch has made one and could not say so.
+
+    Raises:
+        Unanswered: whether there is such a job is not known.
+        Refused: Slurm does not take it.
+    """
+    try:
+        return _sbatch(run)
+    except BaseException as error:
+        try:
+            job = _made(run)
+        except Silent as silence:
+            raise Unanswered(
+                f"{error}; and whether Slurm has a job of {run.name} now is not known ({silence}); once it answers, "
+                f"this looks for it, and hands the run over if there is none: train resume {run.name}"
+            ) from None
+        if job is not None and isinstance(error, Refused):
+            return job
+        if job is not None:  # Ctrl+C
+            _call("scancel", job)
+        raise
+
+
+def _made(run: Run) -> str | None:
+    """The job that Slurm has of this run, by its mark.
+
+    Raises:
+        Silent: it does not say.
+    """
+    mark = _mark(run)
+    if mark is None or shutil.which("squeue") is None:
+        return None
+    try:
+        said = _call("squeue", "--me", "--noheader", "--format=%i|%k")
+    except Refused as error:
+        raise Silent(error) from None
+    rows = (line.strip().partition("|") for line in said.splitlines())
+    return next((job for job, _, comment in rows if job.isdecimal() and mark in comment.split()), None)
+
+
+def _mark(run: Run) -> str | None:
+    id_ = run.read().get("submission")
+    return f"{_MARK}{id_}" if id_ else None
+
+
+def _comment(run: Run) -> list[str]:
+    """sbatch's option for the mark. It takes the place of the script's, so what the user has said there comes along."""
+    words = [mark] if (mark := _mark(run)) else []
+    with contextlib.suppress(OSError):
+        for line in (run.folder / SCRIPT).read_text(encoding="utf-8").splitlines():
+            if line.startswith("#SBATCH --com"):  # which sbatch takes for --comment, too
+                words.insert(0, shlex.split(line)[1].partition("=")[2])
+    return [f"--comment={' '.join(words)}"] if words else []
+
+
 def _sbatch(run: Run) -> str:
-    said = _call("sbatch", "--parsable", str(run.folder / SCRIPT))
+    said = _call("sbatch", "--parsable", *_comment(run), str(run.folder / SCRIPT))
     job = (said.strip().splitlines() or [""])[-1].partition(";")[0]
     if not re.fullmatch(r"[0-9]+", job):
         raise Refused(f"sbatch gives no number of a job: {one_line(repr(said[:60]))}; see: squeue --name={run.name}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from train.cluster import WAIT_MINUTES
-from train.errors import Refused
+from train.errors import Refused, whole
 from train.record.store import Run
 
 FILE = "submission.json"
@@ -82,6 +82,10 @@ class Silent(Refused):
     """The engine does not answer; the message says why."""
 
 
+class Unanswered(Silent):
+    """Whether the engine has taken a run is not known, and may show later; the message says what to do."""
+
+
 class Log(Protocol):
     """What rank 0's node prints, shown as it comes."""
 
@@ -114,6 +118,7 @@ class Engine(Protocol):
 
         Raises:
             Refused: the engine does not take it; nothing is left behind.
+            Unanswered: it may have taken it; the run folder stays.
         """
 
     # Of a run whose run.json has `submitted`: {"engine": NAME, "job": ID, "at": where the job is known, if it matters}.
@@ -133,6 +138,14 @@ class Engine(Protocol):
 
         Raises:
             Refused: the engine does not take it.
+            Unanswered: it may have taken it.
+        """
+
+    def adopt(self, run: Run) -> None:
+        """Write the job of a hand-over whose answer was lost into `submitted`, if there is one.
+
+        Raises:
+            Silent: the engine does not answer.
         """
 
     def forget(self, run: Run) -> str:
@@ -169,7 +182,7 @@ def seconds_of(text: str) -> int:
     """
     found = _TIME.fullmatch(text)
     if found:
-        days, parts = int(found[1] or 0), [int(part) for part in found.groups()[1:] if part is not None]
+        days, parts = whole(found[1] or "0"), [whole(part) for part in found.groups()[1:] if part is not None]
         units = [3600, 60, 1] if found[1] is not None or len(parts) == 3 else [60, 1]
         seconds = 86400 * days + sum(part * unit for part, unit in zip(parts, units, strict=False))
         if 0 < seconds <= _LONGEST:

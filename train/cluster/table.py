@@ -206,12 +206,11 @@ class Table:
         self._names = {one.node: same.name_of(one.hello) for one in waiting}
         self._lost, self._is_ending, self._is_regrouping, self._last, self.untold = set(), False, False, None, set()
         nodes = [{"node": one.node, "host": one.hello["host"], "ranks": one.hello["nproc"]} for one in waiting]
-        message = {
-            "is": "begin", "round": self._number, "nodes": nodes, "port": self.port,
-            "chosen": self._first["chosen"],
-        }  # fmt: skip
+        # a node 0 that is new has chosen by what it is itself, and the run has begun with what another one chose
+        chosen = next((one.hello["chosen"] for one in waiting if one.hello["has_begun"]), self._first["chosen"])
+        message = {"is": "begin", "round": self._number, "nodes": nodes, "port": self.port, "chosen": chosen}
         for one in waiting:
-            one.place = "running"
+            one.place, one.hello = "running", one.hello | {"chosen": chosen, "has_begun": True}
             self._said.pop(one.key, None)
             yield one.key, message
 

@@ -41,7 +41,7 @@ def run(options: Namespace, runs: Path) -> int:
     from train.doctor import finding, network
     from train.doctor.examine import chosen, examine, names
     from train.doctor.machine import Machine
-    from train.record import store
+    from train.record import folders
 
     ranks, seconds = number("nproc", options.nproc, 1), number("timeout", options.timeout, 1)
     if not options.job and (ranks or seconds):
@@ -57,7 +57,7 @@ def run(options: Namespace, runs: Path) -> int:
             raise Refused(
                 f"what is {options.name}? a run is looked at with --rendezvous HOST:PORT, where it is to meet"
             )
-        store.find(runs, options.name)
+        folders.find(runs, options.name)
     if options.job:
         if place is not None:
             raise Refused("--job and --rendezvous are two questions; ask one of them")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -21,9 +22,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Evaluate and print the figures."""
-    from train.record import best, store
+    from train.record import best, folders
 
-    run = store.find(runs, options.name)
+    run = folders.find(runs, options.name)
     wanted = best.checkpoint_named(run, options.checkpoint)
     from train.engine.export import evaluate_run
 
@@ -32,5 +33,6 @@ def run(options: Namespace, runs: Path) -> int:
     if options.json:
         print(json.dumps({"step": step, "samples": samples, "eval": figures}))
     else:
-        print(f"step {step}, {samples} samples: " + "  ".join(f"{k} {v:.4f}" for k, v in figures.items()))
+        told = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+        screen.say(f"step {step}, {samples} samples: {told}", sys.stdout)
     return EXIT_FINISHED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -21,13 +20,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
-    from train.record import best, store
+    from train.record import best, folders
 
-    run = store.find(runs, options.name)
+    run = folders.find(runs, options.name)
     wanted = best.checkpoint_named(run, options.checkpoint)
     from train.engine.export import export
 
     with screen.results_alone():
         step = export(run, Path(options.to), wanted)
-    print(f"wrote {options.to}: the weights of {run.name} after step {step}", file=sys.stderr)
+    screen.say(f"wrote {options.to}: the weights of {run.name} after step {step}")
     return EXIT_FINISHED

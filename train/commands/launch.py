@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start the run inside tmux; print its name; follow it if wanted."""
-    from train.record import store
+    from train.record import folders
     from train.runs import launch
 
     request, restarts = shared.request_of(options), number("max-restarts", options.max_restarts)
@@ -33,8 +33,8 @@ def run(options: Namespace, runs: Path) -> int:
     cluster = shared.nodes_of(options)
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too: the same on every machine")
-    name = options.name or store.fresh_name(runs, Path(options.script or options.task).stem)
-    store.check_free(runs, name)
+    name = options.name or folders.fresh_name(runs, Path(options.script or options.task).stem)
+    folders.check_free(runs, name)
     order = launch.Order(
         kind="script" if options.script else "new",
         runs=str(runs),

@@ -20,10 +20,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print it; with --follow until the run ends, and end as it does."""
-    from train.record import store
+    from train.record import folders
     from train.runs import submitted
     from train.runs.logs import ALL
 
     rank = number("rank", options.rank) or 0
     attempt = ALL if options.attempt == "all" else number("attempt", options.attempt, 1)
-    return submitted.print_log(store.find(runs, options.name), rank, attempt, options.follow)
+    return submitted.print_log(folders.find(runs, options.name), rank, attempt, options.follow)

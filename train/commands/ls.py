@@ -9,7 +9,7 @@ from pathlib import Path
 from train.commands import offers, shared
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED
-from train.record import store
+from train.record import folders
 from train.runs import select, standing
 
 
@@ -32,7 +32,7 @@ def run(options: Namespace, runs: Path) -> int:
 
     limit = number("limit", options.limit, 1)
     names = options.names
-    found = select.matching(runs, names, must=False) if names else store.every(runs)
+    found = select.matching(runs, names, must=False) if names else folders.every(runs)
     records = standing.effective(found, shared.tell)
     known = bool(records) and not names
     records = select.chosen(records, options.state, options.sort, limit, options.reverse)

@@ -13,19 +13,19 @@ Offer = Callable[..., Iterable[str]]
 
 def runs(parsed_args: Namespace, **_: Any) -> list[str]:
     """Names of the runs there are."""
-    from train.record import store
+    from train.record import folders
 
     folder = _folder(parsed_args)
-    return [run.name for run in store.every(folder)] if folder else []
+    return [run.name for run in folders.every(folder)] if folder else []
 
 
 def _folder(parsed_args: Namespace) -> Path | None:
     from train.errors import Refused
-    from train.record import store
+    from train.record import folders
 
     given = getattr(parsed_args, "runs", None)
     try:
-        return store.runs_folder(given and str(Path(given).expanduser()))  # the line is as typed: ~ stands for itself
+        return folders.runs_folder(given and str(Path(given).expanduser()))  # the line is as typed: ~ stands for itself
     except Refused:
         return None
 

@@ -12,7 +12,7 @@ from argparse import SUPPRESS, Action, Namespace
 from typing import Any, NoReturn
 
 from train.commands import COMMANDS, offers
-from train.errors import Refused, nearest, one_line
+from train.errors import Refused, nearest, one_line, whole
 
 
 class Parser(argparse.ArgumentParser):
@@ -142,14 +142,16 @@ def _in_order(parser: Parser, arguments: list[str]) -> list[str]:
     return flags + others
 
 
-def number(option: str, text: str | None, least: int = 0) -> int | None:
+def number(option: str, text: str | None, least: int = 0, most: int = 10**9) -> int | None:
     """A whole number given to an option.
 
     Raises:
-        Refused: it is none, or too small.
+        Refused: it is none, too small or too large.
     """
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < least:
+    if not text.isdecimal() or whole(text) < least:
         raise Refused(f"--{option} {text}: must be a whole number of at least {least}")
-    return int(text)
+    if whole(text) > most:
+        raise Refused(f"--{option} {text}: must be a whole number of at most {most}")
+    return whole(text)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
+from train import screen
 from train.commands import shared
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
@@ -26,6 +26,6 @@ def run(options: Namespace, runs: Path) -> int:
     plot(chosen, Path(options.to))
     for run in chosen:
         if said := verdict(run):
-            print(f"{run.name}: {said}", file=sys.stderr)
-    print(f"wrote {options.to}", file=sys.stderr)
+            screen.say(f"{run.name}: {said}")
+    screen.say(f"wrote {options.to}")
     return EXIT_FINISHED

@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from train import screen
 from train.commands import shared
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused, one_line
@@ -28,14 +29,14 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print where the time went, or write the page."""
-    from train.record import page, store
+    from train.record import folders, page
 
     if options.json and options.to is not None:
         raise Refused("--json prints, and --to writes a page; give one of them")
-    run = store.find(runs, options.name)
+    run = folders.find(runs, options.name)
     if options.to is not None:
         page.write(run, Path(options.to))
-        print(f"wrote {options.to}", file=sys.stderr)
+        screen.say(f"wrote {options.to}")
         return EXIT_FINISHED
     try:
         print(_as_json(run) if options.json else _summary(run))
@@ -55,7 +56,6 @@ def _as_json(run: Run) -> str:
 
 
 def _summary(run: Run) -> str:
-    from train import screen
     from train.record import advice, page, times
     from train.record.table import with_reason
 

@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from train import screen
 from train.commands import offers, shared
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused
@@ -25,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start them inside tmux; print their names; follow a single one if wanted."""
-    from train.record import store
+    from train.record import folders
     from train.runs.control import resumable
 
     number("max-restarts", options.max_restarts)
@@ -39,11 +40,11 @@ def run(options: Namespace, runs: Path) -> int:
         begun = _resume(options, runs, options.name)
         return shared.follow(runs, options.name) if begun and options.follow else EXIT_FINISHED
     code = EXIT_FINISHED
-    for name in [run.name for run in store.every(runs) if resumable(run)]:
+    for name in [run.name for run in folders.every(runs) if resumable(run)]:
         try:
             _resume(options, runs, name)
         except Refused as error:
-            print(f"train: {name}: {error}", file=sys.stderr)
+            screen.say(f"train: {name}: {error}")
             code = EXIT_REFUSED
     return code
 
@@ -54,23 +55,23 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
     Raises:
         Refused: it runs, or cannot go on so.
     """
-    from train.record import store
+    from train.record import folders
     from train.runs import launch, standing, submitted
     from train.runs.control import nothing_left
 
-    run = store.find(runs, name)
+    run = folders.find(runs, name)
     is_submitted = standing.is_submitted(run.read())
     if is_submitted:
         standing.shown(run, lambda _: None)  # of one that is kept elsewhere, its end may not be known here yet
     said = nothing_left(run, options.flags, options.script)
     if said:
-        print(said, file=sys.stderr)
+        screen.say(said)
         return False
     record = run.read()
     if is_submitted:
         _check_submitted(options, name)
-        print(f"train: {submitted.resume(run, options.flags)}", file=sys.stderr)
-        print(name, flush=True)
+        screen.say(f"train: {submitted.resume(run, options.flags)}")
+        screen.say(name, sys.stdout)
         return True
     before = record.get("cluster")
     order = launch.Order(
@@ -80,7 +81,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
         script=[options.script] if options.script is not None else [],
     )  # fmt: skip
     shared.warn(launch.start(order))
-    print(name, flush=True)
+    screen.say(name, sys.stdout)
     return True
 
 

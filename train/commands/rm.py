@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
+from train import screen
 from train.commands import shared
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
@@ -24,5 +24,5 @@ def run(options: Namespace, runs: Path) -> int:
     for line in select.remove(found):
         shared.tell(line)
     if any(map(select.is_pattern, options.names)):  # which ones that were is not in the command
-        print(f"removed {', '.join(run.name for run in found)}", file=sys.stderr)
+        screen.say(f"removed {', '.join(run.name for run in found)}")
     return EXIT_FINISHED

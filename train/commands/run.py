@@ -8,6 +8,7 @@ from pathlib import Path
 
 from train.commands import shared
 from train.commands.parser import Parser, number
+from train.runs.gpus import MOST_RANKS
 
 
 def add_arguments(parser: Parser) -> None:
@@ -19,11 +20,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Train until the end, or until asked to stop."""
-    request, spawn = shared.request_of(options), number("spawn", options.spawn, 1)
+    request, spawn = shared.request_of(options), number("spawn", options.spawn, 1, MOST_RANKS)
     if options.name is not None and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        from train.record import store
+        from train.record import folders
 
-        store.check_free(runs, options.name)
+        folders.check_free(runs, options.name)
     shared.check_now(options.task, options.flags)
     if spawn is not None:
         from train.runs.spawn import warm_up

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from train import screen
 from train.cluster import WAIT_MINUTES
 from train.commands import offers
 from train.commands.parser import Parser, number
-from train.errors import Refused
+from train.errors import Refused, whole
+
+MOST_NODES = 10_000
+_LONGEST_WAIT = 1e6
+"""Minutes: two years."""
 
 
 def add_name(parser: Parser, **kwargs: Any) -> None:
@@ -98,18 +102,20 @@ def wait_minutes(text: str) -> float:
         wait = float(text)
     except ValueError:
         wait = math.nan
-    if not 0 < wait < math.inf:
-        raise Refused(f"--wait-minutes {text}: must be a number of minutes above 0")
+    if not 0 < wait <= _LONGEST_WAIT:
+        raise Refused(f"--wait-minutes {text}: must be a number of minutes above 0 and at most {_LONGEST_WAIT:.0f}")
     return wait
 
 
 def _range(text: str) -> tuple[int, int]:
     """The fewest and the most machines of `--nnodes N|MIN:MAX`."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    least, most = (whole(found[1]), whole(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
         given = f"--nnodes {text}" if text != ":" else "--nnodes is missing"
         raise Refused(f"{given}: give the number of machines, or MIN:MAX, such as 1:4")
+    if most > MOST_NODES:
+        raise Refused(f"--nnodes {text}: give at most {MOST_NODES} machines")
     return least, most
 
 
@@ -158,19 +164,19 @@ def check_now(task: str, flags: dict[str, str]) -> None:
 def warn(warnings: list[str]) -> None:
     """Say what is no reason to refuse."""
     for line in warnings:
-        print(f"train: warning: {line}", file=sys.stderr)
+        screen.say(f"train: warning: {line}")
 
 
 def follow(runs: Path, name: str) -> int:
     """Show a run until it ends, and end as it does."""
-    from train.record import store
+    from train.record import folders
     from train.runs import followed, standing
     from train.runs.follow import follow
 
-    run = store.find(runs, name)
+    run = folders.find(runs, name)
     return followed.follow(run) if standing.is_submitted(run.read()) else follow(run)
 
 
 def tell(text: str) -> None:
     """Say what is no reason to end."""
-    print(f"train: {text}", file=sys.stderr, flush=True)
+    screen.say(f"train: {text}")

@@ -19,11 +19,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print it, or its record as JSON."""
-    from train.record import best, store
+    from train.record import best, folders
     from train.record.table import story
     from train.runs import standing
 
-    run = store.find(runs, options.name)
+    run = folders.find(runs, options.name)
     record = standing.shown(run, shared.tell)
     if not options.json:
         print(story(run, record))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
+from train import screen
 from train.commands import shared
 from train.commands.parser import Parser
 
@@ -18,14 +18,14 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Wait until it has stopped; say how it stands."""
-    from train.record import store
+    from train.record import folders
     from train.runs import submitted
     from train.runs.control import stop
     from train.runs.standing import is_submitted
 
-    run = store.find(runs, options.name)
+    run = folders.find(runs, options.name)
     if is_submitted(run.read()):
         submitted.stop(run, options.now, shared.tell)
     code, text = stop(run, options.now)
-    print(text, file=sys.stderr)
+    screen.say(text)
     return code

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from train import screen
 from train.cluster import WAIT_MINUTES
 from train.cluster.engines import ENGINES, engine
 from train.cluster.submission import Submission, seconds_of
 from train.commands import offers, shared
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
+from train.runs.gpus import MOST_RANKS
 
 
 def add_arguments(parser: Parser) -> None:
@@ -50,29 +51,29 @@ def run(options: Namespace, runs: Path) -> int:
     if submission.is_dry:
         print(taker.render(submission), end="", flush=True)
         return EXIT_FINISHED
-    print(f"train: {taker.submit(submission)}", file=sys.stderr)
+    screen.say(f"train: {taker.submit(submission)}")
     print(submission.name, flush=True)
     return shared.follow(runs, submission.name) if options.follow else EXIT_FINISHED
 
 
 def _submission(options: Namespace, runs: Path) -> Submission:
-    from train.record import store
+    from train.record import folders
 
     if options.on not in ENGINES:
         given = "--on is missing" if options.on is None else f"--on {options.on}"
         raise Refused(f"{given}: give the engine that takes the run: {' or '.join(ENGINES)}")
     request = shared.request_of(options)
     shared.check_now(options.task, options.flags)
-    name = options.name or store.fresh_name(runs, Path(options.task).stem)
-    store.check_free(runs, name)
-    gpus = number("gpus-per-node", options.gpus_per_node) or 0
-    nproc = number("nproc", options.nproc, 1) or gpus
+    name = options.name or folders.fresh_name(runs, Path(options.task).stem)
+    folders.check_free(runs, name)
+    gpus = number("gpus-per-node", options.gpus_per_node, most=MOST_RANKS) or 0
+    nproc = number("nproc", options.nproc, 1, MOST_RANKS) or gpus
     if not nproc:
         raise Refused("give --gpus-per-node G, or --nproc N for ranks on CPUs")
     request |= {"engine": options.on, "runs": runs, "name": name, "gpus_per_node": gpus, "nproc": nproc}
     return Submission(
         **request,
-        nodes=number("nodes", options.nodes, 1) or 1,
+        nodes=number("nodes", options.nodes, 1, shared.MOST_NODES) or 1,
         seconds=seconds_of(options.time) if options.time is not None else None,
         warn=_or(number("warn", options.warn, 1), 120),
         cpus=number("cpus-per-task", options.cpus_per_task, 1),

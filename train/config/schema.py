@@ -16,6 +16,11 @@ _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_na
 
 Positive = Annotated[float, Field(gt=0)]
 
+Epochs = Annotated[float, Field(ge=0, le=1e9)]
+
+Minutes = Annotated[float, Field(ge=0, le=1e8)]
+"""Up to 190 years: what counts nanoseconds in 64 bits ends at 292."""
+
 NotNegative = Annotated[float, Field(ge=0)]
 
 Count = Annotated[int, Field(ge=1, le=2**62)]
@@ -37,21 +42,22 @@ Changeable = Annotated[T, ON_RESUME]
 class Optim:
     name: Literal["sgd", "adam", "adamw"] = "adamw"
     """Optimizer. A task's own optimizer(model, config) takes its place."""
-    lr: Positive = 1e-3
+    # the largest rates, scaled and multiplied with each other, are still numbers of single precision
+    lr: Annotated[float, Field(gt=0, le=1e30)] = 1e-3
     """Peak learning rate, before schedule.scaling."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of sgd, beta1 of adam and adamw."""
-    weight_decay: NotNegative = 0.01
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.01
     """Weight decay (decoupled with adamw)."""
 
 
 @dataclass(config=_STRICT)
 class Schedule:
-    warmup_epochs: NotNegative = 0.0
+    warmup_epochs: Epochs = 0.0
     """Epochs over which the learning rate rises linearly from near 0 to its peak; fractions are fine."""
     decay: Literal["constant", "cosine", "step"] = "cosine"
     """What the learning rate does after the warm-up: constant, cosine to 0, or times gamma every step_epochs."""
-    step_epochs: Positive = 30.0
+    step_epochs: Annotated[float, Field(ge=1e-9, le=1e9)] = 30.0
     """With decay step: epochs between two drops."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     """With decay step: the factor of each drop."""
@@ -83,7 +89,7 @@ class Parallel:
     with commas, or auto, by size; empty: of none. Does not change the result."""
     find_unused_parameters: Changeable[bool] = False
     """With ddp: look for parameters that a step did not use (slower; for models with optional branches)."""
-    timeout_minutes: Changeable[Positive] = 10.0
+    timeout_minutes: Changeable[Annotated[Minutes, Field(gt=0)]] = 10.0
     """How long a rank waits for the others in a collective before it gives up."""
 
 
@@ -141,7 +147,7 @@ class Log:
 
 @dataclass(config=_STRICT)
 class Eval:
-    every_epochs: Changeable[NotNegative] = 1.0
+    every_epochs: Changeable[Epochs] = 1.0
     """Evaluate every so many epochs, and at the end; 0: at the end only. Fractions are fine."""
     limit_batches: Changeable[Annotated[int, Field(ge=0, le=2**62)]] = 0
     """Evaluate at most so many global batches: a random choice of samples, always the same; 0: all of them."""

@@ -119,6 +119,8 @@ def parse_value(name: str, annotation: Any, text: str) -> Any:
     Raises:
         Refused: the text is not of the field's type or out of its range.
     """
+    if not _is_text(text):
+        raise Refused(f"--{name} {text}: is no UTF-8 text")
     plain = _plain(annotation)
     if type(None) in plain and text.lower() == "none":
         return None
@@ -130,13 +132,20 @@ def parse_value(name: str, annotation: Any, text: str) -> Any:
     if plain & {list, tuple, dict}:
         try:
             value = tomllib.loads(f"v = {text}")["v"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # Python's own, of a number with thousands of digits
             raise Refused(f"--{name} {text}: must be written as in TOML, for example [1, 2]") from None
     try:
         adapter = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
         return adapter.validate_python(value)
     except pydantic.ValidationError as error:
         raise Refused(f"--{name} {text}: {reason_of(error, annotation)}") from None
+
+
+def _is_text(text: str) -> bool:
+    """Whether what was typed was UTF-8: Python takes other bytes for halves of letters, which no TOML holds."""
+    with contextlib.suppress(UnicodeEncodeError):
+        return bool(text.encode()) or not text
+    return False
 
 
 def reason_of(error: pydantic.ValidationError, annotation: Any = None) -> str:
@@ -160,7 +169,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark before the text
     except OSError as error:
         raise Refused(f"cannot read the configuration file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # UTF-8 that is none, too, and numbers with thousands of digits
         raise Refused(f"{path} is not valid TOML: {one_line(error)}") from None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import errno
-import functools
 import os
 import pickle
 import traceback
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from train.data.generators import owned, seed_owned
+from train.data.generators import Seed, owned, seed_owned
 from train.data.seeds import seed_host
 from train.errors import TrainingFailed, one_line
 
@@ -114,13 +113,25 @@ def gatherer(
         return gather_tensors
     join = collate or default_collate
     many = getattr(dataset, "__getitems__", None)
-    find = functools.cache(lambda: owned(dataset, collate))  # in the process that fetches, when the data set is made
+    own: list[Seed] | None = None  # they are of the process that fetches
 
     def seed(micro: MicroBatch) -> None:
         seed_host(micro.seed)
-        seed_owned(find(), micro.seed)
+        seed_owned(own or (), micro.seed)
 
     def gather(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
+        nonlocal own
+        if own is not None:
+            return gather_seeded(micro)
+        own = owned(dataset, collate)
+        made = gather_seeded(micro)
+        after = owned(dataset, collate)
+        if len(after) > len(own):  # in its first sample the data set has made one: what that drew, nothing has seeded
+            own = after
+            made = gather_seeded(micro)
+        return made
+
+    def gather_seeded(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
         seed(micro)
         indices = micro.indices.tolist()
         if many is None:

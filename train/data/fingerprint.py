@@ -7,6 +7,7 @@ one machine may differ from another. What is larger than SAMPLED bytes is looked
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import itertools
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from train.data import likeness
 from train.errors import Refused
 
 FORMAT = 1
@@ -37,9 +39,8 @@ _OWN = 1 << 14
 """Bytes of a task's own fingerprint that are kept as they are; of a larger one a digest is."""
 _BLOCKS = 256
 _CHUNK = 1000
+_FLOATS = (torch.float16, torch.float32, torch.float64)
 _PERIODS = (65521, 65519)
-_TOLERANCE = 1e-5
-"""By how much sums over floating point numbers may differ, as a share of their norm."""
 
 
 @dataclass
@@ -146,7 +147,9 @@ def differences(folder: Path, now: Fingerprint) -> list[str]:
         whole = [line for line in said if line.startswith(_WHOLE)]
         said = whole + _of_files(names, now.sizes, folders)
     # what follows from other files needs no word
-    for key in [key for key in facts if not said and key in now.facts and not _alike(facts[key], now.facts[key])]:
+    for key in [
+        key for key in facts if not said and key in now.facts and not likeness.alike(facts[key], now.facts[key])
+    ]:
         of, _, what = key.partition(": ")
         if what == "samples":
             said.append(f"the {of} has {now.facts[key]} samples now and had {facts[key]}")
@@ -210,7 +213,11 @@ def _folder(name: str) -> str:
 
 def _kept(own: Any) -> Any:
     """A task's own fingerprint as it is kept: as it is while it is small, else a digest of each part."""
-    text = json.dumps(own, sort_keys=True)
+    try:
+        text = json.dumps(own, sort_keys=True)
+    except TypeError:  # numbers and words as keys of one dict have no order; as JSON has them, all are words
+        own = json.loads(json.dumps(own))
+        text = json.dumps(own, sort_keys=True)
     if len(text) <= _OWN:
         return {"value": json.loads(text)}
     if isinstance(own, dict) and len(own) <= _FOLDERS:
@@ -237,16 +244,6 @@ def _short(values: dict[str, Any], key: str) -> str:
 def _cut(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "…"
-
-
-def _alike(then: Any, now: Any) -> bool:
-    if isinstance(then, dict) and isinstance(now, dict) and "sums" in then and "sums" in now:
-        if (then["of"], then["not numbers"], len(then["sums"])) != (now["of"], now["not numbers"], len(now["sums"])):
-            return False
-        room = _TOLERANCE * max(then["norm"], now["norm"])
-        pairs = zip([*then["sums"], then["norm"]], [*now["sums"], now["norm"]], strict=True)
-        return all(abs(a - b) <= room for a, b in pairs)
-    return bool(then == now)
 
 
 class _Look:
@@ -333,8 +330,11 @@ def _sizes(paths: list[str]) -> list[int]:
 
 def _of_list(values: Sequence[Any], root: str) -> Any:
     """A digest of numbers, texts, arrays and what is nested of them; None of anything else."""
-    if type(values[0]) is int and (numbers := np.asarray(values)).dtype.kind == "i":
-        return _of_array(numbers)
+    if type(values[0]) is int:
+        with contextlib.suppress(ValueError):  # numbers and lists of them, mixed
+            numbers = np.asarray(values)
+            if numbers.dtype.kind == "i":
+                return _of_array(numbers)
     digest = hashlib.sha256(f"{len(values)}".encode())
     step = max(len(values) // 100_000, 1)
     for value in values if isinstance(values[0], (int, str)) else values[::step]:
@@ -370,7 +370,12 @@ def _of_array(value: Any) -> Any:
             return None
         of = str(value.dtype).removeprefix("torch.")
         value = value.detach()
-        array = (value.float() if value.dtype == torch.bfloat16 else value.resolve_conj().resolve_neg()).numpy()
+        try:
+            # NumPy has neither bfloat16 nor floats of 8 bits
+            is_known = value.dtype in _FLOATS or not value.is_floating_point()
+            array = (value.resolve_conj().resolve_neg() if is_known else value.float()).numpy()
+        except (TypeError, RuntimeError):  # nor what is packed or quantized
+            return None
     else:
         array, of = value, str(value.dtype)
     if array.dtype.hasobject:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from train.data import handles
 from train.data.fetch import Bad, gatherer
+from train.data.generators import Seed, owned
 from train.data.nested import mapped
 from train.data.pinned import pinned
 from train.data.plan import MicroBatch
@@ -94,6 +95,7 @@ class Loader:
         """
         self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
         self._on_device = on_device
+        self._own = owned(on_device) if on_device is not None else []
         if workers:
             handles.check()
         self._sampler = _Sampler()
@@ -118,13 +120,19 @@ class Loader:
             if workers and self._iterator is None:  # no memory for another process, perhaps
                 self.close()
 
-    def batches(self, plan: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+    def batches(
+        self, plan: Iterator[MicroBatch], arrived: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[MicroBatch, Any]]:
         """The batches of these micro batches, in their order, on the device. They are fetched ahead.
 
         One pass at a time: the next one ends it. Where samples were left out, the indices are those of the others;
         without any, the batch is None.
+
+        Args:
+            arrived: called when a batch that was asked for is here, before anything is asked of the device.
         """
         for planned, batch, bad in pinned(self._fetched(plan), self._device, bool(self._workers)):
+            arrived()
             micro = planned
             if bad:
                 if self._skipped is None:
@@ -132,7 +140,10 @@ class Loader:
                 self._skipped(bad)
                 left_out = np.isin(planned.indices, [one.index for one in bad])
                 micro = planned._replace(indices=planned.indices[~left_out])
-            yield micro, prepared(batch, micro.seed, self._device, self._dtype, self._channels_last, self._on_device)
+            yield (
+                micro,
+                prepared(batch, micro.seed, self._device, self._dtype, self._channels_last, self._on_device, self._own),
+            )
 
     def _fetched(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:
         if not self._loader.num_workers:
@@ -180,15 +191,17 @@ def prepared(
     dtype: torch.dtype | None,
     channels_last: bool,
     on_device: OnDevice | None,
+    own: Sequence[Seed] = (),
 ) -> Any:
     """A fetched batch as loss and metrics get it; see Loader.
 
     Args:
         seed: of the micro batch.
+        own: generators that `on_device` can reach, see generators.py.
     """
     if on_device is not None and batch is not None:
         batch = to_device(batch, device)
-        seed_compute(seed, device, "on device")
+        seed_compute(seed, device, "on device", own)
         batch = on_device(batch)
     return to_device(batch, device, dtype, channels_last)
 

@@ -28,7 +28,7 @@ def main() -> int:
         only = names(options.only) if options.only is not None else []
         chosen([], only)
     except ValueError as error:
-        print(f"train: {error}", file=sys.stderr)
+        screen.say(f"train: {error}")
         return _EXIT_REFUSED
     return _shown(options, place, only)
 
@@ -45,7 +45,7 @@ def _shown(options: argparse.Namespace, place: network.Place | None, only: list[
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except OSError as error:  # a working folder that is gone, an output that is full
-        print(f"train: {error.strerror}{': ' + str(error.filename) if error.filename else ''}", file=sys.stderr)
+        screen.say(f"train: {error.strerror}{': ' + str(error.filename) if error.filename else ''}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return _EXIT_REFUSED
     return finding.exit_code(findings)

@@ -16,6 +16,8 @@ DRIVER = 525
 the image asks for (NVIDIA_REQUIRE_CUDA)."""
 _TOO_FULL = 0.1
 """The share of a GPU's memory that others may have before it is told."""
+_PENDING = ("remapped_rows/remapped_row_pending", "retired_pages/pending_retirement", "retired_pages/pending_blacklist")
+"""Where a card says that memory waits to be taken out of use."""
 _AGAIN = "docker compose up -d --force-recreate"
 
 
@@ -31,12 +33,22 @@ class Gpu:
 
     def number_of(self, path: str) -> float | None:
         """A figure without its unit; None where the card does not tell."""
-        found = re.match(r"\d+(\.\d+)?", self.text(path), re.ASCII)
-        return float(found.group()) if found else None
+        return _figure(self.node.find(path))
 
     @property
     def label(self) -> str:
         return f"GPU {self.number}"
+
+    def parts(self) -> list[tuple[str, xml.Element]]:
+        """What a program can have of it, with its name: all of it, or each slice (MIG) that it is divided into."""
+        slices = self.node.findall("mig_devices/mig_device")
+        return [(f"{self.label} slice {one.findtext('index')}", one) for one in slices] or [(self.label, self.node)]
+
+
+def _figure(node: xml.Element | None) -> float | None:
+    """Of an element, without its unit; None where there is none, or the card does not tell."""
+    found = None if node is None else re.match(r"\d+(\.\d+)?", (node.text or "").strip(), re.ASCII)
+    return float(found.group()) if found else None
 
 
 def checks(machine: Machine) -> Iterator[Finding]:
@@ -131,16 +143,15 @@ def _memory_errors(gpus: list[Gpu]) -> Finding:
     bad: list[str] = []
     waiting: list[str] = []
     for gpu in gpus:
-        volatile = gpu.node.find("ecc_errors/volatile")
-        counts = [] if volatile is None else [node for node in volatile if "uncorrectable" in node.tag]
-        errors = sum(int(node.text or 0) for node in counts if (node.text or "").strip().isdecimal())
+        errors = _uncorrectable(gpu)
         if errors or gpu.text("remapped_rows/remapped_row_failure") == "Yes":
             bad.append(f"{gpu.label}: {errors} uncorrectable")
         action = gpu.text("gpu_recovery_action")  # since driver 565
         if action not in ("", "None", "N/A"):
             bad.append(f"{gpu.label}: the driver asks for: {action}")
-        pending = gpu.text("remapped_rows/remapped_row_pending"), gpu.text("retired_pages/pending_retirement")
-        if "Yes" in pending:
+        elif gpu.text("gpu_reset_status/reset_required") == "Yes":  # what older ones say instead
+            bad.append(f"{gpu.label}: the driver asks for: a reset")
+        if "Yes" in map(gpu.text, _PENDING):
             waiting.append(gpu.label)
     if bad:
         return problem("GPU memory errors", "; ".join(bad), "sudo nvidia-smi --gpu-reset")
@@ -149,6 +160,26 @@ def _memory_errors(gpus: list[Gpu]) -> Finding:
         return warning("GPU memory errors", seen, "sudo nvidia-smi --gpu-reset")
     is_on = any(gpu.text("ecc_mode/current_ecc") == "Enabled" for gpu in gpus)
     return ok("GPU memory errors", "none uncorrected" if is_on else "not counted: ECC is off, or these cards have none")
+
+
+def _uncorrectable(gpu: Gpu) -> int:
+    """How many errors ECC could not correct since the driver was loaded.
+
+    Cards before Turing have double_bit: a figure for each kind of memory, and their sum. Later ones have counts whose
+    names have uncorrectable in them. Slices (MIG) count for themselves what the card counts, too, where it is told.
+    """
+    volatile = gpu.node.find("ecc_errors/volatile")
+    slices = gpu.node.findall("mig_devices/mig_device/ecc_error_count/volatile_count")
+    of_slices = sum(_counted(one) for one in slices)
+    if volatile is None:
+        return of_slices
+    total, kinds = _figure(volatile.find("double_bit/total")), volatile.find("double_bit")
+    each = sum(_figure(kind) or 0.0 for kind in ([] if kinds is None else kinds) if kind.tag != "total")
+    return max(_counted(volatile) + int(max(total or 0.0, each)), of_slices)
+
+
+def _counted(counts: xml.Element) -> int:
+    return int(sum(_figure(count) or 0.0 for count in counts if "uncorrectable" in count.tag))
 
 
 def _heat(gpus: list[Gpu]) -> Finding:
@@ -172,14 +203,19 @@ def _others(gpus: list[Gpu]) -> Finding:
     """Memory that somebody else has taken. A container does not see the processes of others, but their memory."""
     busy = []
     for gpu in gpus:
-        used, total = gpu.number_of("fb_memory_usage/used"), gpu.number_of("fb_memory_usage/total")
-        if used and total and used > _TOO_FULL * total:
-            names = sorted(
-                {(node.findtext("process_name") or "?").rsplit("/", 1)[-1] for node in gpu.node.iter("process_info")}
-            )
-            busy.append(
-                f"{gpu.label}: {used / 1024:.1f} of {total / 1024:.1f} GiB{' by ' + ', '.join(names) if names else ''}"
-            )
+        for label, part in gpu.parts():
+            used, total = (_figure(part.find(f"fb_memory_usage/{which}")) for which in ("used", "total"))
+            if used and total and used > _TOO_FULL * total:
+                names = _names(gpu, part)
+                by = f" by {', '.join(names)}" if names else ""
+                busy.append(f"{label}: {used / 1024:.1f} of {total / 1024:.1f} GiB{by}")
     if busy:
         return warning("GPU memory", f"in use: {'; '.join(busy)}", "nvidia-smi")
     return ok("GPU memory", "free")
+
+
+def _names(gpu: Gpu, part: xml.Element) -> list[str]:
+    """The programs that have memory of a card, or of one of its slices, as far as they are seen."""
+    own, here = part.findtext("gpu_instance_id"), gpu.node.iter("process_info")
+    seen = [process for process in here if own is None or process.findtext("gpu_instance_id") in (own, None)]
+    return sorted({(process.findtext("process_name") or "?").rsplit("/", 1)[-1] for process in seen})

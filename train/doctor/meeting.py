@@ -9,6 +9,8 @@ import contextlib
 import importlib.util
 import json
 import platform
+import re
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,7 @@ from typing import Any
 from train.cluster import same
 from train.doctor import packages
 from train.doctor.finding import Finding, not_applicable, ok, problem
+from train.errors import shortened
 
 _PATIENCE = 3.0
 """Seconds for an answer: an agent looks after its table many times a second."""
@@ -25,6 +28,8 @@ _LONGEST = 1 << 20
 """Bytes of an answer."""
 _MOST_NODES = 1 << 16
 """Of a run that anybody has."""
+_VERSION, _LONGEST_VERSION = re.compile(r"[0-9A-Za-z_.+-]+"), 64
+_UNREADABLE = "train doctor  # on node 0's machine: what it says of its version here cannot be read"
 
 
 def ask(address: str, port: int) -> dict[str, Any] | None:
@@ -78,37 +83,45 @@ def checks(there: Mapping[str, Any], runs: Path, name: str | None) -> Iterator[F
 def _who(there: Mapping[str, Any], name: str | None) -> Finding:
     check, run = "run there", there["run"]
     if name is not None and name != run:
-        seen = f"run {run} meets there, not {name}; give each run a port of its own"
+        seen = f"run {shortened(run)} meets there, not {name}; give each run a port of its own"
         return problem(check, seen, f"train resume {name} --nnodes {there['most']} --rendezvous HOST:29401")
     here = ", ".join(f"node {one['node']} ({one['host']}, ranks: {one['nproc']})" for one in there["nodes"])
     numbers = {one["node"] for one in there["nodes"]}
     missing = [str(node) for node in range(there["most"]) if node not in numbers]
     said = f"run {run} {'trains' if there['running'] else 'waits'}; of {there['most']} nodes there: {here or 'none'}"
-    return ok(check, said + (f"; missing: {', '.join(missing)}" if missing else ""))
+    return ok(check, shortened(said) + (f"; missing: {shortened(', '.join(missing))}" if missing else ""))
 
 
 def _programs(there: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether what is installed here is what node 0 runs."""
     theirs = there["same"]
     torch = packages.torch_of()
-    git = f"git -C {packages.ROOT} status; git -C {packages.ROOT} rev-parse HEAD  # the same on every machine"
+    root = shlex.quote(str(packages.ROOT))
+    git = f"git -C {root} status; git -C {root} rev-parse HEAD  # the same on every machine"
     yield _same("code", same.code_digest(), theirs, git)
     if torch is None:
         yield not_applicable("same torch", "there is none here yet")
     else:
         mine = torch.build or torch.version
-        yield _same("torch", mine, theirs, f"pip install torch=={str(theirs.get('torch')).partition('+')[0]}")
+        version = _version(theirs.get("torch")).partition("+")[0]
+        yield _same("torch", mine, theirs, f"pip install torch=={version}" if version else _UNREADABLE)
     if importlib.util.find_spec("torch") is None:
         yield not_applicable("same python", "this Python has no torch, so it is not the one that trains")
     else:
-        remedy = f"make setup  # on both, with Python {theirs.get('python')}"
+        version = _version(theirs.get("python"))
+        remedy = f"make setup  # on both, with Python {version}" if version else _UNREADABLE
         yield _same("python", platform.python_version(), theirs, remedy)
+
+
+def _version(said: Any) -> str:
+    """A version as it may stand in a command that is to be pasted; '': what a stranger says is none."""
+    return said if isinstance(said, str) and len(said) <= _LONGEST_VERSION and _VERSION.fullmatch(said) else ""
 
 
 def _same(key: str, mine: Any, theirs: Mapping[str, Any], remedy: str) -> Finding:
     """Of one thing that must be the same."""
     what, its = same.WORDS[key], theirs.get(key)
-    if mine == its:
+    if same.are_same(key, mine, its):
         return ok(f"same {key}", f"{what}: {same.short(mine)}, as on node 0")
     return problem(f"same {key}", f"{what}: {same.short(mine)} here, {same.short(its)} on node 0", remedy)
 
@@ -116,10 +129,10 @@ def _same(key: str, mine: Any, theirs: Mapping[str, Any], remedy: str) -> Findin
 def _run(there: Mapping[str, Any], runs: Path, name: str) -> Iterator[Finding]:
     """Whether the run of that name here is the one that meets there."""
     from train.errors import Refused
-    from train.record import store
+    from train.record import folders
 
     try:
-        must, _ = same.of_run(store.find(runs, name))
+        must, _ = same.of_run(folders.find(runs, name))
     except (Refused, OSError, ValueError) as error:
         yield problem("same config", str(error), "train ls")
         return

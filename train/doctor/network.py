@@ -12,6 +12,7 @@ from train.cluster.address import Place, interface_of, is_mine, parse, source_to
 from train.doctor import meeting
 from train.doctor.finding import Finding, ok, problem, warning
 from train.doctor.machine import Machine
+from train.errors import shortened
 
 _PATIENCE = 3.0
 """Seconds that a connection may take: more would be a firewall that drops it."""
@@ -45,7 +46,7 @@ def checks(
     code = _knock(address, place.port)
     there = meeting.ask(address, place.port) if code == 0 else None
     if there is not None:
-        yield ok("rendezvous port", f"{place.port}: node 0 of run {there['run']} listens there")
+        yield ok("rendezvous port", f"{place.port}: node 0 of run {shortened(there['run'])} listens there")
         yield from meeting.checks(there, runs or Path("runs"), name)
     else:
         yield _port(place, address, here, code)

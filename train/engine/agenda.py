@@ -15,6 +15,8 @@ from train.data.sharing import Sharing
 
 _LOOK_AHEAD = 4096
 """Steps among which the next evaluation is looked for at a time."""
+_LEAST = 1e-9
+"""Steps between evaluations: with any smaller share of one a step would be an infinite number of them."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Agenda:
 def agenda_of(config: Config, plan: Plan, total_steps: int, has_evaluation: bool) -> Agenda:
     """The agenda of a run."""
     every = config.eval.every_epochs * plan.steps_per_epoch if has_evaluation else math.inf
+    every = max(every, _LEAST) if every else 0
     return Agenda(total_steps, every, config.checkpoint.every_steps, bool(config.checkpoint.best))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 import torch
 from torch import nn
 
 from train.config import Config
+from train.engine import compiled
 
 _NONE = re.compile(r"(\S[^\n.]*?) does not have a deterministic implementation")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -40,17 +42,21 @@ def lay_out(model: nn.Module, config: Config) -> nn.Module:
 
 
 def compile_as_asked(model: nn.Module, config: Config) -> None:
-    """Compile a model in place, if that is wanted. Once it is on its device, with the weights that it begins with."""
+    """Compile a model in place, if that is wanted, or what the task has compiled of it. Once it is on its device, with
+    the weights that it begins with."""
+    compiled.give_back(model)
     if config.compile:
-        # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
         model.compile(dynamic=False)
+    if "torch._dynamo" in sys.modules:  # a task may compile functions, too
+        # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
+        torch._dynamo.config.automatic_dynamic_shapes = False
         # beyond torch's limit (8) shapes are not compiled: which ones, would go by where an attempt began
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 16
-        if config.deterministic:
-            _decide_without_timing()
+    if config.deterministic and (config.compile or "torch._inductor.config" in sys.modules):
+        decide_without_timing()
 
 
-def _decide_without_timing() -> None:
+def decide_without_timing() -> None:
     """Keep torch's compiler from choosing kernels by how long they take: the next process would choose others.
 
     Of torch's determinism it asks only in part. `dynamic_scale_rblock` tries sums in blocks of half the size, which is

@@ -8,12 +8,12 @@ import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from train.checkpoint.kinds import keep_types
 from train.config import SPREAD, Config
@@ -23,9 +23,12 @@ from train.data.loader import prepared
 from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan
 from train.data.seeds import seed_host
+from train.engine.compiled import set_aside
 from train.errors import Refused, one_line
 from train.parallel.precision import Precision
 from train.tasks import Task, where
+
+T = TypeVar("T")
 
 
 def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
@@ -45,11 +48,18 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
         if not by_index or isinstance(dataset, IterableDataset):  # the latter inherits a __getitem__ that only raises
             raise Refused(
                 f"the {part} set of {task.file} is a {type(dataset).__name__}; a map-style data set is needed, "
-                "with __len__ and __getitem__"
+                f"with __len__ and __getitem__{_instead_of(dataset)}"
             )
         if _call_on(task, f"len() of the {part} set", len, dataset) == 0:
             raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
     return made[0], made[1]
+
+
+def _instead_of(dataset: Any) -> str:
+    """What to do instead, as the end of a sentence."""
+    if isinstance(dataset, DataLoader):
+        return ": return its data set itself, for batches and workers are --batch_size and --data.workers"
+    return ": of what can only be read in turn, make a list once, or an index of where each sample begins"
 
 
 def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> Fingerprint:
@@ -61,7 +71,7 @@ def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> Fi
     own = _call(task, "fingerprint", config) if task.fingerprint is not None else None
     if own is not None and not isinstance(own, Files):
         _call_on(task, "fingerprint()", json.dumps, own)
-    return of_sets(config.data.root, own, train_set, eval_set)
+    return _call_on(task, "a look at the data sets", of_sets, config.data.root, own, train_set, eval_set)
 
 
 def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32) -> nn.Module:
@@ -74,6 +84,7 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
     model = _call(task, "model", config)
     if not isinstance(model, nn.Module):
         raise Refused(f"model in {task.file} must return a torch.nn.Module, got {type(model).__name__}")
+    model = set_aside(model)
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise Refused(
             f"the model of {task.file} has parameters without a shape yet (torch.nn.Lazy…): give their sizes, or call "
@@ -121,7 +132,8 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
         optimizer = _call(task, "optimizer", model, config)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise Refused(
-                f"optimizer in {task.file} must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
+                f"optimizer in {task.file} must return a torch.optim.Optimizer, got {type(optimizer).__name__}; for "
+                "parts of a model at rates of their own give one optimizer several groups of parameters"
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
@@ -195,7 +207,7 @@ def _call(task: Task, function: str, *arguments: Any) -> Any:
     return _call_on(task, f"{function}()", getattr(task, function), *arguments)
 
 
-def _call_on(task: Task, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_on(task: Task, what: str, function: Callable[..., T], *arguments: Any) -> T:
     try:
         return function(*arguments)
     except Refused:

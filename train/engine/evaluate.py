@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from train.data.generators import owned
 from train.data.plan import MicroBatch, Plan
 from train.data.seeds import seed_compute
 from train.data.sharing import Sharing
@@ -74,6 +75,7 @@ def evaluate(
     slots = sharing.slots(micros)
     without = [] if lends else uneven.idle(micros, world.size, sharing.is_ordered)
     spare = Spare(world, leaves_out) if lends else None
+    own = owned(module, task.loss, task.metrics)
     try:
         # what an evaluation counts or observes is no part of training: a resume does not repeat it
         kept = list({id(parameter): parameter for parameter in [*normed(module), *(moved or ())]}.values())
@@ -96,7 +98,7 @@ def evaluate(
                 micro, batch = found
                 if not rows:
                     look(batch)
-                seed_compute(micro.seed, world.device)
+                seed_compute(micro.seed, world.device, own=own)
                 is_risky = without and slot in (0, len(slots) - 1)
                 waits_for = f"{uneven.names(without)}, without data in an evaluation" if is_risky else ""
                 with precision.autocast(), quiet("loss or metrics", task.file, waits_for):

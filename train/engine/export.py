@@ -21,7 +21,7 @@ from train.data.sharing import Sharing
 from train.engine import arithmetic, build, opened
 from train.engine.evaluate import evaluate
 from train.errors import Refused, TrainingFailed, one_line
-from train.parallel.precision import Precision
+from train.parallel.precision import ON_GPU_ALONE, Precision
 from train.parallel.world import NoGPU, World, pick_device, take_device
 from train.record import manifest as manifests
 from train.record.store import Run
@@ -56,7 +56,7 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
         if not found or not found[1]:
             raise Refused(f"{run.name} has no usable checkpoint yet; see: train show {run.name}")
         step = found[0]
-    precision = Precision("fp32" if config.precision in ("fp16", "tf32") else config.precision, torch.device("cpu"))
+    precision = Precision(_precision_on(torch.device("cpu"), config), torch.device("cpu"))
     model = build.make_model(task, config, precision.weights)
     try:
         load(run.checkpoint(step), model)
@@ -65,6 +65,11 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
         why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
         raise Refused(f"{error}{why}") from None
     return task, config, model, step
+
+
+def _precision_on(device: torch.device, config: Config) -> str:
+    """The arithmetic in which a device computes what was trained: a CPU in fp32 what only GPUs can do."""
+    return "fp32" if device.type == "cpu" and config.precision in ON_GPU_ALONE else config.precision
 
 
 def export(run: Run, target: Path, step: int | None = None) -> int:
@@ -162,7 +167,10 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     task, config, model, step = load_trained(run, step)
     arithmetic.fix(config)
     device = _device_of(run, config)
-    precision = Precision(config.precision, device)
+    name = _precision_on(device, config)
+    if name != config.precision:
+        log.warning("warning: a CPU has no %s: evaluated in %s", config.precision, name)
+    precision = Precision(name, device)
     train_set, eval_set = build.make_datasets(task, config)
     if eval_set is None:
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")

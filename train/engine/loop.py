@@ -87,14 +87,16 @@ class _Loop:
         self._rates = [group["lr"] * schedule.scale(job.config) for group in job.optimizer.param_groups]
         # a task's may be a tensor, on a GPU: to look at one there waits for it, so once and not in every step
         self._told_rate = float(self._rates[0])
+        wait = DataWait(job.run.name, job.config.data.workers or 0, job.world.node.size)
+        self._meter = Meter(wait, job.world.device)
         self._stream = job.loader.batches(
-            micro_batches(job.agenda, job.plan, job.evaluation, job.sharing, done, job.evaluated)
+            micro_batches(job.agenda, job.plan, job.evaluation, job.sharing, done, job.evaluated),
+            self._meter.awaited.arrived,
         )
         self._votes = Votes(job.strategy.votes_type, job.world.device, job.strategy.is_ordered, job.stop)
         self._readback = Readback[_Step](job.world.device)
         from_memory = job.saved < done  # deaths that cost no step must not put off what the disk is to have
         self._clock = Clock(job.config.checkpoint.every_minutes, job.run.since_saved(job.saved) if from_memory else 0.0)
-        self._meter = Meter(DataWait(job.run.name, job.config.data.workers or 0, job.world.node.size))
         self._lines: collections.deque[Training] = collections.deque(maxlen=2)
         """Those that rank 0, if it died now, might not have written."""
         job.snapshots.lines = self.lines
@@ -177,7 +179,7 @@ class _Loop:
         """Where the time of this attempt has gone so far, on this rank."""
         strategy = self.job.strategy
         communication = strategy.exposed.seconds() if strategy.tells_exposed else None
-        return self.account.read(self.done, self._meter.data, communication)
+        return self.account.read(self.done, self._meter.awaited.seconds(), communication)
 
     def _loss(self, made: _Step, votes: dict[str, float]) -> float:
         by_count = votes["counted"] or self.job.config.data.leaves_out

@@ -69,6 +69,11 @@ def figure(value: Any, samples: int, what: str, file: Path) -> Figure:
                 f"{what} in {file} must return (total, count) as a scalar tensor and a number; "
                 f"got ({_kind(value)}, {_kind(count)})"
             )
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise TrainingFailed(
+                f"{what} in {file} returns a pair, which is (total, count), and its count depends on the model's "
+                "parameters; of two losses return the sum; a count that is meant, detach()"
+            )
         count = count.detach().reshape(()) if isinstance(count, Tensor) else count
     if not _is_scalar(value):
         raise TrainingFailed(

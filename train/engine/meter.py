@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from train.engine.awaited import Awaited
 from train.engine.wait import DataWait
 from train.record.metrics import Speed
 
@@ -33,27 +34,21 @@ class Clock:
 class Meter:
     """Speed since the last line."""
 
-    def __init__(self, wait: DataWait) -> None:
-        self.wait = wait
+    def __init__(self, wait: DataWait, device: torch.device) -> None:
+        self.wait, self.awaited = wait, Awaited(device)
         self.empty = 0
         """Steps in a row of which no sample could be read."""
-        self.waited = self._before = 0.0
         self.restart()
-
-    @property
-    def data(self) -> float:
-        """Seconds in which this rank waited for data to train with, in all."""
-        return self._before + self.waited
 
     def restart(self) -> None:
         self._since = time.perf_counter()
-        self._before += self.waited
-        self.waited = 0.0
+        self._waited, self._fetched = self.awaited.seconds(), self.awaited.host
         self.samples = self.steps = 0
 
     def read(self, device: torch.device) -> Speed:
         """The speed of the steps since the last call, and the memory."""
-        self.wait.add(self.waited, self._elapsed())
+        waited, fetched = self.awaited.seconds() - self._waited, self.awaited.host - self._fetched
+        self.wait.add(waited, self._elapsed(), fetched)
         figures = self.figures(device)
         self.restart()
         return figures
@@ -70,7 +65,7 @@ class Meter:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             "samples_per_s": self.samples / elapsed,
-            "data_wait": self.waited / steps,
+            "data_wait": (self.awaited.seconds() - self._waited) / steps,
             "step_time": elapsed / steps,
             "memory": memory,
         }

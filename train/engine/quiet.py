@@ -20,6 +20,9 @@ _CALLS = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced", "alltoall",
     "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce",
     "reduce_scatter", "_reduce_scatter_base", "scatter", "send",
+    # in place of some of those, later (2.13)
+    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
 )  # fmt: skip
 """Methods of ProcessGroup that torch.distributed's functions end in. DDP itself calls them from C++, past these."""
 

@@ -19,6 +19,7 @@ from train.checkpoint.shared import Slots, lines_of
 from train.checkpoint.shares import Shares
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
+from train.data.generators import Seed, owned
 from train.data.loader import Loader
 from train.data.plan import Plan
 from train.data.sharing import Sharing
@@ -76,6 +77,17 @@ class Job:
     def sharing(self) -> Sharing:
         """Which micro batches are this rank's."""
         return Sharing(self.world.rank, self.world.size, self.strategy.is_ordered, self.strategy.lends_data)
+
+    @functools.cached_property
+    def own(self) -> list[Seed]:
+        """Generators of the task's own that a training loss may draw from; see data/generators.py."""
+        return owned(self.strategy.module, self.task.loss)
+
+    @functools.cached_property
+    def own_of_update(self) -> list[Seed] | None:
+        """Those that an optimizer of the task's own may draw from; None: it is one of torch's, which draw nothing."""
+        is_torchs = type(self.optimizer).__module__.startswith("torch.")
+        return None if is_torchs else owned(self.optimizer)
 
     @property
     def total_steps(self) -> int:
@@ -213,8 +225,12 @@ def _slots(memory: Memory | None, config: Config, seat: Seat) -> Slots | None:
 
 def _mend(run: Run, told: Report, start: Start) -> None:
     """Write the lines of steps that outlived rank 0 when it had not written them yet."""
-    training, _ = metrics.read(run) if start.lines else ([], [])
-    last = training[-1]["step"] if training else 0
+    if not start.lines:
+        return
+    last = 0
+    for written in metrics.each(run):
+        if not metrics.is_evaluation(written):
+            last = written["step"]
     for line in start.lines:
         if last < line["step"] <= start.step:
             told.training(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from train import faults
+from train.data.generators import owned
+from train.data.order import seed_of
 from train.data.plan import MicroBatch
 from train.data.seeds import seed_compute
 from train.engine import counted, uneven
@@ -26,6 +27,10 @@ _NOTHING = contextlib.nullcontext()
 _WATCHED = 2
 """Steps of an attempt in which it is looked whether forwards change parameters. In the first one a teacher that begins
 as its student does not move by a bit."""
+_LATE = (
+    "warning: the first step has made a random generator that the model or the loss keeps: nothing seeds it, and a "
+    "resume draws from its beginning; make it in model(), or at the top of the file"
+)
 Stream = Iterator[tuple[MicroBatch, Any]]
 """The micro batches of a rank with their data, on the device."""
 
@@ -55,10 +60,10 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
             job.report.samples(number + 1, seen)
             strategy.idle(votes.cast())  # only in the last slot, and only on some ranks
             continue
-        before = time.perf_counter()
+        meter.awaited.begin()
         micro, batch = next(stream)
+        meter.awaited.end()
         assert micro.step == number and not micro.of_evaluation
-        meter.waited += time.perf_counter() - before
         if not micro.is_lent:
             seen.append(micro.indices)
         if is_last:  # before others can have made this step: see Report.samples
@@ -76,17 +81,25 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
     if is_first:
         strategy.check_state()
         _tell(job, counted.warning(counters, counted.numbers(strategy.module)))
+        _tell(job, _LATE if len(owned(strategy.module, job.task.loss)) > len(job.own) else "")
     if job.config.data.leaves_out or votes.counts_itself:
         strategy.scale_gradients(_to_true_mean(samples, reduced))
     elif not votes.fed:  # this rank had no data, and the others know whether the task counts by itself
         strategy.scale_gradients(_to_true_mean(samples, reduced).masked_fill(reduced[COUNTED] == 0, 1.0))
     strategy.settle(job.optimizer, job.config.clip_grad_norm)
+    _seed_update(job, number)
     job.snapshots.begin_update()
     faults.here("update")
     strategy.update(job.optimizer)
     meter.samples += samples
     meter.steps += 1
     return reduced
+
+
+def _seed_update(job: Job, number: int) -> None:
+    """What an optimizer of the task's own draws is to be the same on all ranks, which have other batches."""
+    if job.own_of_update is not None:
+        seed_compute(seed_of(job.config.seed, number), job.world.device, "update", job.own_of_update)
 
 
 def _tell(job: Job, warning: str) -> None:
@@ -112,7 +125,7 @@ def _micro_batch(
         micro, batch = found
     # statistics are of what ranks have themselves; a resume would lend other data
     leaving = _NOTHING if is_own else untouched(job.strategy.module)
-    seed_compute(micro.seed, job.world.device)
+    seed_compute(micro.seed, job.world.device, own=job.own)
     with leaving, job.strategy.micro_batch(micro.number, is_last):
         with job.precision.autocast(), quiet("loss", job.task.file, waits_for):
             loss = training_loss(job.task, job.strategy.compute, batch, len(micro.indices))

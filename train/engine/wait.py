@@ -14,31 +14,33 @@ _MOST = 32
 """Loader processes a rank that are ever advised: each holds batches in memory."""
 
 
-def needed(workers: int, waited: float, elapsed: float) -> int:
+def needed(workers: int, waited: float, elapsed: float, host: float) -> int:
     """Loader processes a rank with which fetching would take no longer than computing.
 
-    Without any, waiting is fetching; with some, all of them have fetched all the time, or nobody would have waited.
+    Without any, the host fetches while it waits; with some, all of them have fetched all the time, or nothing would
+    have stood still.
 
     Args:
         workers: that it has.
-        waited, elapsed: seconds of waiting for data, and in all, over the same steps.
+        waited, elapsed, host: seconds in which training stood still for want of data, in all, and in which the host
+            waited for it (on a GPU maybe longer than training stood still), over the same steps.
     """
-    fetching = workers * elapsed if workers else waited
+    fetching = workers * elapsed if workers else host
     return math.ceil(fetching / max(elapsed - waited, 1e-3 * elapsed) - 1e-9)
 
 
-def verdict(name: str, workers: int, waited: float, elapsed: float, ranks: int, cores: int) -> str:
+def verdict(name: str, workers: int, waited: float, elapsed: float, host: float, ranks: int, cores: int) -> str:
     """How much of its time training waits for data, and what helps; '' where it is not worth a word.
 
     Args:
         name: of the run.
         workers: loader processes of a rank.
-        waited, elapsed: seconds, over the same steps.
+        waited, elapsed, host: seconds, as in `needed`.
         ranks, cores: on this machine.
     """
     if waited <= SHARE * elapsed:
         return ""
-    said, wish = f"training waits {waited / elapsed:.0%} for data", needed(workers, waited, elapsed)
+    said, wish = f"training waits {waited / elapsed:.0%} for data", needed(workers, waited, elapsed, host)
     better = min(wish, max(cores // ranks, 1), _MOST)
     if better <= workers:
         has = f"{workers} loader process{'' if workers == 1 else 'es'}"
@@ -62,27 +64,29 @@ class DataWait:
             ranks: on this machine.
         """
         self._name, self._workers, self._ranks = name, workers, ranks
-        self._waited = self._elapsed = 0.0
-        self._first: tuple[float, float] | None = None
+        self._waited = self._elapsed = self._host = 0.0
+        self._first: tuple[float, float, float] | None = None
         self._told = False
 
-    def add(self, waited: float, elapsed: float) -> None:
-        """Take in a stretch of training, in seconds. The first one, that of starting, counts only without others."""
+    def add(self, waited: float, elapsed: float, host: float) -> None:
+        """Take in a stretch of training, in seconds, as in `needed`. The first one, that of starting, counts only
+        without others."""
         if self._first is None:
-            self._first = waited, elapsed
+            self._first = waited, elapsed, host
             return
         self._waited += waited
         self._elapsed += elapsed
+        self._host += host
 
     def advice(self, is_last: bool) -> str:
         """The verdict, once, if there is reason for it; '' otherwise."""
-        waited, elapsed = self._waited, self._elapsed
+        waited, elapsed, host = self._waited, self._elapsed, self._host
         if is_last and not elapsed:
-            waited, elapsed = self._first or (0.0, 0.0)
+            waited, elapsed, host = self._first or (0.0, 0.0, 0.0)
         if self._told or elapsed < (_SHORT if is_last else _LONG):
             return ""
         if waited <= SHARE * elapsed:  # to ask for cores is to read files, and this is asked at every line
             return ""
-        said = verdict(self._name, self._workers, waited, elapsed, self._ranks, threads.share(1))
+        said = verdict(self._name, self._workers, waited, elapsed, host, self._ranks, threads.share(1))
         self._told = bool(said)
         return said

@@ -7,6 +7,7 @@ first backward, and that votes ride in a bucket, at no communication of their ow
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.errors import TrainingFailed
 from train.parallel.strategy import VOTES, Spread
+
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+OWN_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
+}
+"""What tells DDP not to give every rank the first one's buffers in each forward. 2.13 warns of the older name."""
 
 
 class _Forward(nn.Module):
@@ -86,7 +93,7 @@ class Replicated(Spread):
         self._ddp = _Parallel(
             self._forward,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # agree_on_buffers does it, once a step
+            **OWN_BUFFERS,  # agree_on_buffers does it, once a step
             gradient_as_bucket_view=True,
             find_unused_parameters=parallel.find_unused_parameters,
         )

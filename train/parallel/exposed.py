@@ -7,13 +7,13 @@ slower rank is part of it; it cannot be told apart from the network.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from train.parallel.moments import Moments
 
 _FIRST = _EVERY = 16
 """So many steps are measured from the first on, for there a rank waits for another's start; then every sixteenth, for
@@ -25,10 +25,8 @@ class Exposed:
     """The seconds of one rank since it began, over all steps: what was measured stands for the steps between."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._moments = Moments(device)
         self._steps = self._weight = self._covered = 0
-        self._seconds = 0.0
-        self._pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
 
     def begin(self) -> None:
         """The next step begins."""
@@ -45,19 +43,11 @@ class Exposed:
 
     def mark(self) -> Any:
         """This moment: on a GPU that at which it comes to what is asked of it from now on."""
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return self._moments.mark()
 
     def add(self, begun: Any, ended: Any) -> None:
         """Count what lies between two marks of this step."""
-        if self._is_cuda:
-            self._pending.append((self._weight, begun, ended))
-            self._take()  # not all ranks ask how long it took
-        else:
-            self._seconds += self._weight * (ended - begun)
+        self._moments.add(begun, ended, self._weight)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """To be entered around a collective that nothing is computed beside."""
@@ -71,11 +61,4 @@ class Exposed:
 
     def seconds(self) -> float:
         """Up to now; of a GPU as far as it has come, for this waits for nothing."""
-        self._take()
-        return self._seconds * self._steps / max(self._covered, 1)
-
-    def _take(self) -> None:
-        """Count what a GPU has come past."""
-        while self._pending and self._pending[0][2].query():
-            weight, begun, ended = self._pending.popleft()
-            self._seconds += weight * begun.elapsed_time(ended) / 1e3
+        return self._moments.seconds() * self._steps / max(self._covered, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-ORDER = "CUDA_DEVICE_ORDER"
+ORDER, AS_NVIDIA_SMI = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 
 
 def as_nvidia_smi_does() -> None:
@@ -14,4 +14,4 @@ def as_nvidia_smi_does() -> None:
     several kinds of cards id 0 would be another than that of nvidia-smi, of `train top`, and of torch, which counts by
     NVML. Read when the driver is opened.
     """
-    os.environ.setdefault(ORDER, "PCI_BUS_ID")
+    os.environ.setdefault(ORDER, AS_NVIDIA_SMI)

@@ -116,6 +116,12 @@ def _span(numbers: range) -> Node:
     return (numbers.start, numbers.stop)
 
 
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    """Give tensors these values; by one kernel on a GPU, where each that is started takes longer than such a copy."""
+    if to:
+        torch._foreach_copy_(to, values)
+
+
 @dataclass
 class _First:
     """What stays of the first of two siblings while the second is computed."""
@@ -134,6 +140,7 @@ class Ordered(Spread):
         super()._take(model)
         self._statistics = [buffer for buffer in self._buffers if buffer.is_floating_point()]
         self._others = [buffer for buffer in self._buffers if not buffer.is_floating_point()]
+        self._before = [torch.empty_like(buffer) for buffer in self._statistics]
         # of the types and shapes of a sum, and how much there is of each type: what a message holds
         self._like = [*(parameter.detach() for parameter in self.trainable), *self._statistics]
         self._sizes: dict[torch.dtype, int] = {}
@@ -158,7 +165,7 @@ class Ordered(Spread):
         self._own = cover((0, micros), _span(own)) if micros else []
         self._pairs = frozenset().union(*map(pairs, self._own))
         self._first: _First | None = None
-        self._before = [buffer.clone() for buffer in self._statistics]
+        _copy(self._before, self._statistics)
         self._counts: list[Tensor] | None = None
         self._streams = self._stream is not None and micros > 0 and micros % self.world.size == 0
         if self._streams:  # the last two are added where they are sent from, which costs less
@@ -170,8 +177,7 @@ class Ordered(Spread):
 
     @contextlib.contextmanager
     def micro_batch(self, number: int, is_last: bool) -> Iterator[None]:
-        if self._statistics:
-            torch._foreach_copy_(self._statistics, self._before)
+        _copy(self._statistics, self._before)
         self._streamed = number if is_last and self._streams else None
         yield
         self._keep(number)
@@ -248,9 +254,9 @@ class Ordered(Spread):
         return gradients
 
     def _made_of_statistics(self) -> list[Tensor]:
-        if self._first is None:
+        if self._first is None or not self._statistics:
             return [buffer.clone() for buffer in self._statistics]
-        return [first + buffer for first, buffer in zip(self._first.statistics, self._statistics, strict=True)]
+        return list(torch._foreach_add(self._first.statistics, self._statistics))
 
     @torch.no_grad()
     def _keep_streamed(self) -> None:
@@ -294,10 +300,10 @@ class Ordered(Spread):
         for parameter, gradient in zip(self.trainable, total, strict=False):
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, added in zip(self._statistics, total[len(self.trainable) :], strict=True):
-                buffer.copy_(added / self._micros)
-            for buffer, first in zip(self._others, self._counts or [], strict=False):
-                buffer.copy_(first)
+            # not torch._foreach_div: on a GPU it rounds otherwise, and takes that way only for some layouts
+            _copy(self._statistics, [added / self._micros for added in total[len(self.trainable) :]])
+            if self._counts is not None:
+                _copy(self._others, self._counts)
         if adding is not None:
             with self.exposed.waiting():
                 adding.wait()

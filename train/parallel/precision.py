@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +12,26 @@ import torch
 from train.errors import Refused
 
 _NOTHING = contextlib.nullcontext()
+# by torch 2.9 and 2.10, of the older of the two ways to say one thing that `allow_tf32` uses
+warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32 behavior")
+
+ON_GPU_ALONE = {"fp16": "bf16 or fp32", "tf32": "fp32"}
+"""Precisions that a CPU has not, and what to take there; weights are fp32 in both."""
+
+
+def allow_tf32(is_allowed: bool) -> None:
+    """Let a GPU compute products of fp32 with a mantissa of 10 bits, in matrix products and convolutions, or not.
+
+    From 2.9 on torch has two ways to say it, and both are used, the older one first: by that alone a refusal says
+    nothing of convolutions, which then follow what a task may have set for everything; by the newer one alone torch's
+    own readers of the older one, its compiler among them, raise an error for the contradiction.
+    """
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    cuda.matmul.allow_tf32 = cudnn.allow_tf32 = is_allowed
+    if hasattr(torch.backends, "fp32_precision"):
+        places: tuple[Any, ...] = (cudnn, cuda.matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]
+        for place in places:
+            place.fp32_precision = "tf32" if is_allowed else "ieee"
 
 
 class Precision:
@@ -26,12 +47,10 @@ class Precision:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name == "fp16" and device.type != "cuda":
-            raise Refused("precision fp16 needs a GPU; on a CPU use --precision bf16 or fp32")
-        if name == "tf32" and device.type != "cuda":
-            raise Refused("precision tf32 needs a GPU; on a CPU use --precision fp32")
+        if name in ON_GPU_ALONE and device.type != "cuda":
+            raise Refused(f"precision {name} needs a GPU; on a CPU use --precision {ON_GPU_ALONE[name]}")
         if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
+            allow_tf32(name == "tf32")
         self.device = device
         self.weights = torch.float64 if name == "fp64" else torch.float32
         self.inputs = torch.float64 if name == "fp64" else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,3 +44,24 @@ class _Replicas(nn.DataParallel):
             for index in self.device_ids[1:]:
                 torch.cuda.default_generators[index].manual_seed(seed_of(first, f"gpu {index}") & (2**63 - 1))
         return super().forward(*inputs, **kwargs)
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        return super().parallel_apply(as_here(replicas, self.src_device_obj.type), inputs, kwargs)
+
+
+def as_here(replicas: Sequence[Callable[..., Any]], device_type: str) -> list[Callable[..., Any]]:
+    """The same functions, to be called in other threads, and computing there in the autocast of this one.
+
+    nn.DataParallel tells its threads whether there is one, but not its type, which each thread has for itself: of a new
+    one, on a GPU, it is fp16, in which gradients of a bf16 run, that nobody scales, would become 0.
+    """
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    def alike(replica: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*inputs: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+                return replica(*inputs, **kwargs)
+
+        return call
+
+    return [alike(replica) for replica in replicas]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import tomllib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from train.errors import Refused
+from train.errors import Refused, whole
+from train.record import plain
 from train.record.metrics import evaluations
 from train.record.store import Run
 
@@ -46,7 +48,43 @@ def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
     lines = evaluations(run)
     aim = aim_among(text, {name for line in lines for name in line["eval"]})
     scores = {line["step"]: line["eval"].get(aim.metric) for line in lines}
-    return aim, {step: score for step, score in scores.items() if score is not None}
+    return aim, {step: score for step, score in scores.items() if score is not None and _is_finite(score)}
+
+
+def _is_finite(score: float) -> bool:
+    return abs(score) <= sys.float_info.max  # of whole numbers, too, which may be larger than any float
+
+
+class Kept(NamedTuple):
+    """A checkpoint that is kept however old it is: the best one of those that are there."""
+
+    step: int
+    score: float
+    is_least: bool
+    """Whether a lower score is better."""
+
+
+def kept(run: Run, text: str) -> Kept | None:
+    """The checkpoint that checkpoint.best keeps; None where it names nothing, or none of those there was evaluated."""
+    if not text:
+        return None
+    (aim, scores), saved = scores_of(run, text), run.steps_saved()
+    step = pick(aim, {at: score for at, score in scores.items() if at in saved})
+    return None if step is None else Kept(step, scores[step], aim.is_least)
+
+
+def best_of(found: Iterable[Kept]) -> Kept | None:
+    """The best of them, the later one of equals; None of none."""
+    return min(found, key=lambda one: (one.score if one.is_least else -one.score, -one.step), default=None)
+
+
+def wanted(run: Run) -> str:
+    """What checkpoint.best of a run is; '' where it is not set, or cannot be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        section = tomllib.loads(plain.read(run.folder / "config.toml").decode()).get("checkpoint")
+        named = section.get("best") if isinstance(section, dict) else None
+        return named if isinstance(named, str) else ""
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +104,7 @@ class Best:
 
 def best(run: Run) -> Best | None:
     """The best checkpoint by the metric that checkpoint.best names, else by the loss; None where none was evaluated."""
-    metric = "loss"
-    with contextlib.suppress(OSError, ValueError):
-        content = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
-        metric = content.get("checkpoint", {}).get("best") or metric
-    aim, scores = scores_of(run, metric)
+    aim, scores = scores_of(run, wanted(run) or "loss")
     saved = set(run.steps_saved())
     step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
     if step is None or first is None:
@@ -98,6 +132,6 @@ def checkpoint_named(run: Run, text: str | None) -> int | None:
             saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
             raise Refused(f"{run.name} has no evaluation at any of its checkpoints ({saved}); give --checkpoint STEP")
         return found.step
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or whole(text) < 1:
         raise Refused(f"--checkpoint {text}: must be the step of a checkpoint, or best; see: train show {run.name}")
-    return int(text)
+    return whole(text)

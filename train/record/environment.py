@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from train import hashing
+
 FILE = "environment.json"
 """In the run folder; readable by its owner alone."""
 
@@ -48,6 +50,10 @@ _IN_ADDRESS = (
     re.compile(r"(?i)\b((?:password|passwd|pwd|secret|token|sig|signature|(?:api_?|access_?)?key)=)[^&;\s,]+"),
 )
 """Passwords in addresses: what stands before them is kept."""
+_NO_SECRET = re.compile(r"(NCCL|UCX)_.*")
+"""Settings of libraries that take no secret: a PKEY of theirs is a partition of InfiniBand."""
+_PLAIN = re.compile(r"|[01]|(?i:true|false|yes|no|on|off)|(/[\w.@-]+){2,}")
+"""Values that are none, whatever the name: HF_HUB_DISABLE_IMPLICIT_TOKEN=1, or where a file with credentials lies."""
 _NAMES = 12
 """So many names a line of warning tells."""
 _WEIGHTY = ("PYTHON", "LD_", "PATH", "CUDA", "NVIDIA", "NCCL", "TORCH", "OMP", "MKL", "HF_")
@@ -78,6 +84,8 @@ class Kept:
 def is_secret(name: str) -> bool:
     """Whether a variable's name reads like that of a secret: WANDB_API_KEY, but not TOKENIZERS_PARALLELISM."""
     upper = name.upper()
+    if _NO_SECRET.fullmatch(upper):
+        return False
     return bool(_SECRET_WITHIN.search(upper) or any(map(_SECRET_PART.fullmatch, upper.split("_"))))
 
 
@@ -86,6 +94,12 @@ def without_passwords(value: str) -> str:
     for pattern in _IN_ADDRESS:
         value = pattern.sub(r"\1", value)
     return value
+
+
+def tells_secret(name: str, value: str) -> bool:
+    """Whether a variable reads like a secret, or has one in its value: a token, or an address with a password."""
+    is_meant = is_secret(name) and not _PLAIN.fullmatch(value)
+    return is_meant or bool(_SECRET_VALUE.search(value)) or without_passwords(value) != value
 
 
 def keep(environment: Mapping[str, str]) -> Kept:
@@ -126,6 +140,11 @@ def read(folder: Path) -> Kept | None:
         return Kept(values, list(map(str, tree["withheld"])), list(map(str, tree["cut"])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def hash_seed(kept: Kept | None) -> str | None:
+    """The number by which a run's processes hash strings; None: it is not known."""
+    return hashing.given(kept.values) if kept is not None else None
 
 
 def resumed(kept: Kept | None, own: Mapping[str, str], as_recorded: bool) -> tuple[dict[str, str], list[str]]:

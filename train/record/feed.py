@@ -17,12 +17,13 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from train import own
 from train.errors import Refused, one_line
-from train.record import metrics, settings, store
+from train.record import durable, metrics, settings
 from train.record.store import Run
 
 FILE = "wandb.json"
@@ -31,7 +32,7 @@ _EVERY = 2.0
 """Seconds between two looks."""
 _LEAVE = 120.0
 """Seconds, at most, to send the rest in; what is left lies in the run folder, for `wandb sync`."""
-_FORBIDDEN = re.compile(r"[\\#?%:\s]")
+_FORBIDDEN = re.compile(r"[\\#?%:\s\x00-\x1f]")
 
 
 def check(project: str) -> None:
@@ -82,9 +83,9 @@ class _Sent:
     def write(self) -> None:
         text = json.dumps({"id": self.id, "training": self.training, "evaluation": self.evaluation}) + "\n"
         with contextlib.suppress(OSError):
-            store.write_atomically(self._path, text, durable=False)
+            durable.write_atomically(self._path, text, durable=False)
 
-    def new(self, lines: list[metrics.Line]) -> list[tuple[int, dict[str, Any]]]:
+    def new(self, lines: Iterable[metrics.Line]) -> list[tuple[int, dict[str, Any]]]:
         """Of these lines what has not been handed over: the step, and figures by name."""
         found: list[tuple[int, dict[str, Any]]] = []
         for line in lines:
@@ -124,7 +125,7 @@ def _feed(run: Run, project: str) -> None:
     )  # fmt: skip
     run.note(wandb={"project": project, "id": sent.id, "url": "" if there.offline else there.url})
     there.define_metric("*", step_metric="step")
-    tail, lines = metrics.Tail(run), [line for part in metrics.read(run) for line in part]
+    tail, lines = metrics.Tail(run), metrics.each(run)
     while True:
         # by a step of our own: wandb drops what comes for one of its own steps a second time
         for step, figures in sorted(sent.new(lines), key=lambda one: one[0]):
@@ -132,7 +133,7 @@ def _feed(run: Run, project: str) -> None:
         sent.write()
         if select.select([sys.stdin], [], [], _EVERY)[0] and not os.read(0, 1):
             break
-        lines = tail.new()
+        lines = iter(tail.new())
     for step, figures in sent.new(tail.new()):
         there.log({"step": step, **figures})
     sent.write()

@@ -6,8 +6,9 @@ import io
 import re
 from typing import Any
 
-from train.record import metrics
-from train.record.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
+from train.record import columns
+from train.record.columns import LOSS, LR, SPEED, STEP, WAIT
+from train.record.plot import MOST_MEASURES, TITLES, Curves, draw, measures
 from train.record.store import Run
 
 _INK, _LINE = "#010203", "#040506"
@@ -18,9 +19,8 @@ _SIZE = (6.2, 2.6)
 
 def drawn(run: Run) -> dict[str, str]:
     """The figures by title, as SVG elements; {} where there is nothing to draw."""
-    training, evaluations = metrics.read(run)
-    curves = Curves(run.name, training, evaluations, _LINE)
-    if not training:
+    curves = Curves(run.name, columns.of(run), _LINE)
+    if not curves.columns.steps:
         return {}
     panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:MOST_MEASURES]), LR, SPEED, STEP, WAIT]
     return {_title(panel): _svg(curves, panel) for panel in panels}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
+from train.record import plain
 from train.record.store import Run
 
 MANIFEST = "manifest.json"
@@ -59,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = plain.read(path)
         content = json.loads(text)
         if text != manifest_text(content).encode():
             raise ValueError(f"{MANIFEST} was changed after it was written")
@@ -72,7 +73,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise Unreadable(f"{MANIFEST} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{MANIFEST} is damaged") from None
 
 

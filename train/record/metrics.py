@@ -27,7 +27,7 @@ class Speed(TypedDict):
 
     samples_per_s: float
     data_wait: float
-    """Seconds per step in which rank 0 waited for data."""
+    """Seconds per step in which rank 0 stood still for want of data: on a GPU those in which nothing was computed."""
     step_time: float
     """Seconds per step."""
     memory: float
@@ -242,16 +242,15 @@ def _cut(path: Path, step: float, step_of: Callable[[bytes], int]) -> None:
         os.truncate(path, end)
 
 
-def read(run: Run) -> tuple[list[Training], list[Evaluation]]:
-    """The training and the evaluation lines, in their order. A line that is being written right now is left out."""
-    training: list[Training] = []
-    evaluations: list[Evaluation] = []
-    for line in _parsed(_texts(run)):
-        if is_evaluation(line):
-            evaluations.append(line)
-        else:
-            training.append(line)
-    return training, evaluations
+def each(run: Run) -> Iterator[Line]:
+    """All lines in their order, one after the other: a long run has more of them than one would hold in memory.
+
+    A line that is being written right now is left out.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    return _parsed(_texts(run))
 
 
 def evaluations(run: Run) -> list[Evaluation]:
@@ -264,6 +263,8 @@ def last_evaluation(run: Run) -> Evaluation | None:
     return next(iter(reversed(evaluations(run))), None)
 
 
+_LONGEST = 1 << 24
+"""Bytes of a line: one of an evaluation that measures a hundred thousand things has a few million."""
 _LAST = 1 << 14
 """Bytes at the end of metrics.jsonl in which the last training line is looked for: a line has some 200."""
 
@@ -281,7 +282,7 @@ def last_training(run: Run) -> Training | None:
 def after(run: Run, place: Place) -> list[Line]:
     """The lines behind a place: quick where they are few."""
     found: list[Line] = []
-    for line in _parsed(reversed(_texts(run))):
+    for line in _parsed(reversed(list(_texts(run)))):
         if (line["step"], is_evaluation(line)) <= place:
             break
         found.append(line)
@@ -309,8 +310,9 @@ class Tail:
         return list(_parsed(whole.splitlines()))
 
 
-def _texts(run: Run) -> list[bytes]:
-    return plain.tail(run.metrics, 1 << 62).splitlines() if run.metrics.exists() else []
+def _texts(run: Run) -> Iterator[bytes]:
+    with contextlib.suppress(FileNotFoundError):  # none has been written yet
+        yield from plain.lines(run.metrics, _LONGEST)
 
 
 def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:

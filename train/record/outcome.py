@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.record import store
+from train.record import durable
 
 _SUFFIX = ".outcome.json"
 
@@ -63,7 +63,7 @@ class Outcome:
 def write(logs: Path, outcome: Outcome) -> None:
     """Leave it in the folder of the attempt's logs. Raises OSError where the disk does not take it."""
     text = json.dumps(dataclasses.asdict(outcome)) + "\n"
-    store.write_atomically(logs / f"rank{outcome.rank}{_SUFFIX}", text, durable=False)
+    durable.write_atomically(logs / f"rank{outcome.rank}{_SUFFIX}", text, durable=False)
 
 
 def read(logs: Path, rank: int) -> Outcome | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 MOST = 64 << 20
@@ -27,6 +28,17 @@ def read(path: Path, most: int = MOST) -> bytes:
     if len(text) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return text
+
+
+def lines(path: Path, longest: int) -> Iterator[bytes]:
+    """The lines of a plain file, each with its end, one after the other. A longer one comes in pieces of that length.
+
+    Raises:
+        OSError: as `read`, whatever its size.
+    """
+    with os.fdopen(_opened(path), "rb") as file:
+        while text := file.readline(longest):
+            yield text
 
 
 def tail(path: Path, most: int) -> bytes:

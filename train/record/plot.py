@@ -6,17 +6,24 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from train.errors import Refused
-from train.record import metrics, settings
-from train.record.metrics import Evaluation, Training
+from train import screen
+from train.errors import Refused, shortened
+from train.record import columns, settings
+from train.record.columns import HIGHEST, LOSS, LR, SPEED, STEP, WAIT, Columns, Measure
 from train.record.store import Run
 from train.record.target import check, published
 
+if TYPE_CHECKING:
+    from array import array
+
+    from numpy.typing import NDArray
+
+    Figures = NDArray[Any]
+
 SUFFIXES = (".png", ".svg", ".pdf")
 
-LOSS, LR, SPEED, WAIT, STEP = "loss", "lr", "samples_per_s", "data_wait", "step_time"
 TITLES = {
     LOSS: "loss", LR: "learning rate", SPEED: "samples / s", WAIT: "data wait, % of a step",
     STEP: "a step, ms",
@@ -28,12 +35,10 @@ _MANY = 200
 """With more points, noise is drawn thin, and the mean over a fiftieth of them strong."""
 _MOST = 4000
 """So many points of a line are drawn at most; of more, the lowest and highest of each stretch."""
-_HIGHEST = 1e100
-"""Above it matplotlib's axes overflow; a loss in single precision is infinite long before."""
 MOST_MEASURES = 12
 """Figures of evaluations that are drawn: a page is not endless, and a picture has at most 65536 pixels."""
 _LABEL = 70
-"""Letters, at most, that tell what a run's configuration has of its own."""
+"""Letters, at most, beside an axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +46,7 @@ class Curves:
     """The lines of one run, and how it is drawn."""
 
     name: str
-    training: list[Training]
-    evaluations: list[Evaluation]
+    columns: Columns
     colour: Any
     prefix: str = ""
     """Of its labels, where there are several runs."""
@@ -52,26 +56,38 @@ class Curves:
     """What its configuration has that others have not, in words."""
 
     @property
+    def steps(self) -> Figures:
+        """Of the training lines."""
+        return _array(self.columns.steps)
+
+    @property
     def waiting(self) -> float:
-        """Which share of the time of its lines went by waiting for data."""
+        """Which share of the time of its lines went by waiting for data, from 0 to 1."""
+        import numpy as np
+
         # a line speaks for the steps since the one before
-        before = [0, *(line["step"] for line in self.training)]
-        steps = [line["step"] - last for line, last in zip(self.training, before, strict=False)]
-        waited = sum(_number(line, WAIT) * count for line, count in zip(self.training, steps, strict=True))
-        elapsed = sum(_number(line, STEP) * count for line, count in zip(self.training, steps, strict=True))
-        return waited / max(elapsed, 1e-12)
+        made = np.diff(self.steps, prepend=0.0).clip(min=0.0)
+        waited, elapsed = (_array(self.columns.training[name]) * made for name in (WAIT, STEP))
+        known = np.isfinite(waited) & np.isfinite(elapsed)
+        return float(np.clip(waited[known].sum() / max(elapsed[known].sum(), 1e-12), 0.0, 1.0))
 
-    def values(self, panel: str) -> list[float]:
+    def values(self, panel: str) -> Figures:
         """The figures of the training lines for a panel."""
+        import numpy as np
+
+        values = _array(self.columns.training[panel])
         if panel == WAIT:  # as a share of the step
-            return [100 * _number(line, WAIT) / max(_number(line, STEP), 1e-12) for line in self.training]
-        return [_number(line, panel) * (1000 if panel == STEP else 1) for line in self.training]
+            values = 100 * values / np.maximum(_array(self.columns.training[STEP]), 1e-12)
+        elif panel == STEP:
+            values = 1000 * values
+        return np.where(np.abs(values) < HIGHEST, values, np.nan)
 
 
-def _number(line: Any, key: str) -> float:
-    """A figure of a line; nan, which leaves a gap, where it has none, or one that no axis holds."""
-    value = line.get(key)
-    return float(value) if isinstance(value, (int, float)) and abs(value) < _HIGHEST else math.nan
+def _array(column: array[float]) -> Figures:
+    """The same figures, not a copy of them."""
+    import numpy as np
+
+    return np.asarray(column)
 
 
 def plot(runs: list[Run], target: Path) -> None:
@@ -84,10 +100,11 @@ def plot(runs: list[Run], target: Path) -> None:
     own = settings.differing(runs)
     drawn = []
     for number, run in enumerate(runs):
-        prefix = f"{run.name}  " if len(runs) > 1 else ""
+        name = screen.printable(run.name)
+        prefix = f"{name}  " if len(runs) > 1 else ""
         colour = _colour(number, len(runs))
-        drawn.append(Curves(run.name, *metrics.read(run), colour, prefix, verdict(run), own[number]))
-    empty = [curves.name for curves in drawn if not curves.training]
+        drawn.append(Curves(name, columns.of(run), colour, prefix, screen.printable(verdict(run)), own[number]))
+    empty = [curves.name for curves in drawn if not curves.columns.steps]
     if empty:
         raise Refused(f"{', '.join(empty)} has no metrics to plot yet; see: train logs {empty[0]}")
 
@@ -120,7 +137,7 @@ def _colour(number: int, runs: int) -> Any:
 
 def measures(drawn: Iterable[Curves]) -> list[str]:
     """What the evaluations of these runs measured beside the loss."""
-    return sorted({name for curves in drawn for line in curves.evaluations for name in line["eval"] if name != LOSS})
+    return sorted({name for curves in drawn for name in curves.columns.evaluations if name != LOSS})
 
 
 def _figure(drawn: list[Curves]) -> Any:
@@ -166,7 +183,7 @@ def draw(axis: Any, drawn: list[Curves], panel: str) -> None:
             _draw_measure(axis, curves, measure)
         else:
             _draw_training(axis, curves, panel, is_alone=len(drawn) == 1)
-    axis.set_ylabel(measure if measure is not None else TITLES[panel], fontsize=9)
+    axis.set_ylabel(shortened(measure, _LABEL) if measure is not None else TITLES[panel], fontsize=9)
     axis.grid(alpha=0.25)
     axis.margins(x=0.02)
     for side in ("top", "right"):
@@ -199,21 +216,25 @@ def _explain(axis: Any, drawn: list[Curves], panel: str) -> None:
 
     kinds = [Line2D([], [], color="grey"), Line2D([], [], color="grey", marker="o", markersize=3, linestyle="--")]
     names = ["training", "evaluation"]
-    count = 2 if any(curves.evaluations for curves in drawn) else 1
+    count = 2 if any(curves.columns.evaluations for curves in drawn) else 1
     axis.legend(kinds[:count], names[:count], fontsize=8, frameon=False)
 
 
 def _draw_measure(axis: Any, curves: Curves, name: str) -> None:
     """A figure that evaluations measured."""
-    points = [(line["step"], _number(line["eval"], name)) for line in curves.evaluations if name in line["eval"]]
-    if points:  # else another run's task has this one
-        axis.plot(*zip(*points, strict=True), color=curves.colour, marker="o", markersize=3)
+    measure = curves.columns.evaluations.get(name)
+    if measure is not None:  # else another run's task has this one
+        axis.plot(*_points(measure), color=curves.colour, marker="o", markersize=3)
+
+
+def _points(measure: Measure) -> tuple[Figures, Figures]:
+    return _thinned(_array(measure.steps), _array(measure.values))
 
 
 def _draw_training(axis: Any, curves: Curves, panel: str, is_alone: bool) -> None:
     """A figure of the training lines; beside the loss that of the evaluations."""
     is_loss = panel == LOSS
-    steps, values = [line["step"] for line in curves.training], curves.values(panel)
+    steps, values = curves.steps, curves.values(panel)
     label = "training" if is_loss else f"{curves.prefix}{curves.waiting:.0%} of the time" if panel == WAIT else None
     is_noisy = panel != LR and len(values) > _MANY
     if is_noisy:
@@ -221,36 +242,38 @@ def _draw_training(axis: Any, curves: Curves, panel: str, is_alone: bool) -> Non
         steps, values = _means(steps, values)
     strength = 0.55 if is_loss and is_alone and not is_noisy else 1
     axis.plot(*_thinned(steps, values), color=curves.colour, alpha=strength, linewidth=1.3, label=label)
-    points = [(line["step"], _number(line["eval"], LOSS)) for line in curves.evaluations] if is_loss else []
-    if points:
+    measure = curves.columns.evaluations.get(LOSS) if is_loss else None
+    if measure is not None:
         style = "-" if is_alone else "--"
         axis.plot(
-            *zip(*points, strict=True), style, marker="o", color=curves.colour, markersize=3, label="evaluation",
+            *_points(measure), style, marker="o", color=curves.colour, markersize=3, label="evaluation",
             linewidth=1.3 if is_alone else 0.9,
         )  # fmt: skip
 
 
-def _means(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+def _means(steps: Figures, values: Figures) -> tuple[Figures, Figures]:
     """The mean around each point, over a fiftieth of all; at both ends over what there is."""
     import numpy as np
 
     half = max(len(values) // 100, 1)
-    known = np.nan_to_num(np.asarray(values, dtype=float))
-    there = np.isfinite(np.asarray(values, dtype=float)).astype(float)
-    sums, counts = np.insert(np.cumsum(known), 0, 0), np.insert(np.cumsum(there), 0, 0)
+    sums, counts = np.insert(np.cumsum(np.nan_to_num(values)), 0, 0), np.insert(np.cumsum(np.isfinite(values)), 0, 0)
     low = np.maximum(np.arange(len(values)) - half, 0)
     high = np.minimum(np.arange(len(values)) + half + 1, len(values))
     with np.errstate(invalid="ignore", divide="ignore"):
-        return steps, ((sums[high] - sums[low]) / (counts[high] - counts[low])).tolist()
+        return steps, (sums[high] - sums[low]) / (counts[high] - counts[low])
 
 
-def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+def _thinned(steps: Figures, values: Figures) -> tuple[Figures, Figures]:
     """Not more points than can be seen: of each stretch its lowest and its highest, in their order."""
+    import numpy as np
+
     if len(values) <= _MOST:
         return steps, values
     size = -(-2 * len(values) // _MOST)
-    kept: list[int] = []
-    for begin in range(0, len(values), size):
-        places = [at for at in range(begin, min(begin + size, len(values))) if math.isfinite(values[at])] or [begin]
-        kept += sorted({min(places, key=values.__getitem__), max(places, key=values.__getitem__)})
-    return [steps[at] for at in kept], [values[at] for at in kept]
+    begins = np.arange(0, len(values), size)
+    stretches = np.pad(values, (0, len(begins) * size - len(values)), constant_values=np.nan).reshape(-1, size)
+    is_gap = np.isnan(stretches)
+    lowest = begins + np.where(is_gap, np.inf, stretches).argmin(axis=1)
+    highest = begins + np.where(is_gap, -np.inf, stretches).argmax(axis=1)
+    kept = np.unique([lowest, highest])
+    return steps[kept], values[kept]

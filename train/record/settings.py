@@ -11,6 +11,7 @@ from typing import Any
 import train
 from train import config as configuration
 from train.errors import shortened
+from train.record import plain
 from train.record.store import Run
 
 _SAID = 4
@@ -33,8 +34,8 @@ class Setting:
 def flat(run: Run) -> dict[str, Any]:
     """config.toml with dotted names; {} where it is not there (a script) or cannot be read."""
     try:
-        tree = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        tree = tomllib.loads(plain.read(run.folder / "config.toml").decode())
+    except (OSError, ValueError, RecursionError):
         return {}
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -79,7 +80,7 @@ def _task_defaults(run: Run) -> dict[str, Any]:
     built_in = Path(train.__file__).parent / "tasks" / f"{task}.py"
     path = run.folder / "task.py" if task == "task.py" else built_in if task.isidentifier() else None
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8")) if path else None
+        tree = ast.parse(plain.read(path).decode()) if path else None
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return {}
     found = {}

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from train import signals
-from train.errors import Refused, nearest, shortened
-from train.record import environment, heartbeat, plain, whole
+from train.errors import Refused
+from train.record import durable, heartbeat, plain, whole
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER, PLACED = "polite", "now", "keeper", "placed"
@@ -38,6 +37,8 @@ WHO = {
 """What run.json's reason says of them."""
 BY = {POLITE: signals.USER, NOW: signals.USER, KEEPER: signals.KEEPER, PLACED: signals.SIGNAL}
 """Who makes them: run.json's `stopped_by`."""
+REFUSED = "refused"
+"""Under this run.json says of a failed run that this machine cannot be one of its several."""
 TWICE = "stopped at once (Ctrl-C twice)"
 """How the reason begins where a user did not wait for a foreground run to save."""
 INTERRUPTED = "interrupted"
@@ -47,11 +48,10 @@ QUEUED = "queued"
 
 _NOTING = 5.0
 """Seconds that a note waits for whoever changes the record just now: far more than any disk that lives takes."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _ESSENTIAL = {"state", "attempts", "step", "epoch", "world_size"}
 """Keys of run.json that are in it from the start."""
-_PRIVATE = (environment.FILE,)
-"""Files of a run folder that only its owner may read."""
+_HANDING = "handing"
+"""In the run folder, locked while the run is handed to the engine of a cluster."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -70,105 +70,6 @@ def seconds_of(stamp: Any) -> float | None:
 
 def _stamp(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
-
-
-def runs_folder(given: str | None) -> Path:
-    """Where run folders live: --runs, else $TRAIN_RUNS, else ./runs.
-
-    Raises:
-        Refused: --runs was given as an empty text, or something else than a folder is there.
-    """
-    if given == "":
-        raise Refused("--runs is empty; give a folder, or leave it out for ./runs")
-    folder = Path(given or os.environ.get("TRAIN_RUNS") or "runs").absolute()
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise Refused(f"{folder} is not a folder, so there are no runs in it; choose another with --runs")
-    return folder
-
-
-def check_name(name: str) -> str:
-    """The name, if it can be a run's.
-
-    Raises:
-        Refused: it cannot; tmux and shells would stumble over it.
-    """
-    if not _NAME.fullmatch(name):
-        raise Refused(
-            f"{shortened(name, 64)!r} is not a legal run name: use up to 64 letters, digits, - and _, "
-            "beginning with a letter or digit"
-        )
-    return name
-
-
-def check_free(runs: Path, name: str) -> None:
-    """Raises Refused if a run of this name exists or the runs folder cannot be written."""
-    check_name(name)
-    if os.path.lexists(runs / name):
-        raise Refused(f"a run named {name} exists in {runs}; choose another --name, or: train resume {name}")
-    folder = runs
-    while not os.path.lexists(folder):
-        folder = folder.parent
-    if not folder.is_dir():
-        raise Refused(f"{folder} is not a folder, so no run can be kept in {runs}; choose another with --runs")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise Refused(f"cannot write in {folder}; choose another place with --runs, or change its owner or mode")
-
-
-def fresh_name(runs: Path, stem: str) -> str:
-    """A name nobody has in `runs`: the stem, the time, and a number if need be."""
-    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:40] or "run"
-    name = first = f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    number = 1
-    while os.path.lexists(runs / name):
-        number += 1
-        name = f"{first}-{number}"
-    return name
-
-
-def sync_folder(folder: Path) -> None:
-    """fsync of a folder: makes names that were created or renamed in it durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_atomically(path: Path, text: str, durable: bool = True) -> None:
-    """Replace a file as a whole: a reader sees the old text or the new one, a crash leaves one of them."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if path.name in _PRIVATE else 0o666)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-    if durable:
-        sync_folder(path.parent)
-
-
-def _flock(fd: int, how: int, path: Path) -> None:
-    """flock(2).
-
-    Raises:
-        BlockingIOError: another holds it.
-        Refused: there are no locks on that file system.
-    """
-    try:
-        fcntl.flock(fd, how)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        raise Refused(
-            f"{path} cannot be locked ({error.strerror}), so its file system takes no runs; choose another place with "
-            "--runs, and see: train doctor --only 'file locks' --runs DIR"
-        ) from None
 
 
 class Lock:
@@ -227,24 +128,24 @@ class Run:
     def update(self, change: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> None:
         """Change run.json under a lock of the folder, so that agent and rank 0 never undo each other's change."""
         with self._changing(math.inf):
-            self._change(change, values, durable=True)
+            self._change(change, values, lasts=True)
 
     def note(self, change: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> bool:
         """`update` of what is not worth dying for, nor waiting: a process that stands still may hold the lock for ever,
         and whoever notes here is to find that out. Whether it was taken."""
         try:
             with self._changing(_NOTING):
-                self._change(change, values, durable=False)
+                self._change(change, values, lasts=False)
         except (OSError, Refused):
             return False
         return True
 
-    def _change(self, change: Callable[[dict[str, Any]], None] | None, values: dict[str, Any], durable: bool) -> None:
+    def _change(self, change: Callable[[dict[str, Any]], None] | None, values: dict[str, Any], lasts: bool) -> None:
         record = self.read()
         record.update(values)
         if change:
             change(record)
-        write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", durable)
+        durable.write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", lasts)
 
     @contextlib.contextmanager
     def _changing(self, patience: float) -> Iterator[None]:
@@ -253,7 +154,7 @@ class Run:
         try:
             while True:
                 try:
-                    _flock(folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB), self.folder)
+                    durable.flock(folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB), self.folder)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
@@ -277,7 +178,7 @@ class Run:
             return False
         try:
             # shared: two observers do not see each other
-            _flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, self.folder)
+            durable.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, self.folder)
             return False
         except BlockingIOError:
             return True
@@ -294,7 +195,7 @@ class Run:
         deadline = time.monotonic() + patience
         while True:
             try:
-                _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder)
+                durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder)
                 return Lock(fd)
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -304,6 +205,31 @@ class Run:
             except Refused:
                 os.close(fd)
                 raise
+
+    @contextlib.contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """Alone in handing it to the engine of a cluster, whose answer may take a minute: `lock` is for who runs it.
+
+        Raises:
+            Refused: somebody does that just now.
+        """
+        try:
+            fd = os.open(self.folder / _HANDING, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise Refused(f"cannot write in {self.folder}: {error.strerror}") from None
+        try:
+            durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder)
+            yield
+        except BlockingIOError:
+            raise Refused(f"{self.name} is being handed over just now; wait, then: train show {self.name}") from None
+        finally:
+            os.close(fd)
+
+    def check_not_handed_over(self) -> None:
+        """Raises Refused: somebody hands it to the engine of a cluster just now."""
+        if (self.folder / _HANDING).exists():
+            with self.handing_over():
+                pass
 
     def shown(self) -> dict[str, Any]:
         """run.json with the effective state."""
@@ -322,12 +248,22 @@ class Run:
 
     def ask_stop(self, wanted: str) -> None:
         """Ask a live run to stop. By a file: process ids mean nothing on the other side of a container's wall."""
-        write_atomically(self.folder / "stop", f"{wanted}\n", durable=False)
+        durable.write_atomically(self.folder / "stop", f"{wanted}\n", durable=False)
+
+    def is_gone(self) -> bool:
+        """Whether its folder was removed; not where that cannot be seen just now."""
+        try:
+            (self.folder / "run.json").stat()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def stop_asked(self) -> str:
         """POLITE, NOW, KEEPER or PLACED, or '' when nobody asked by file."""
         try:
-            return (self.folder / "stop").read_text(encoding="utf-8").strip()
+            return plain.read(self.folder / "stop").decode(errors="replace").strip()
         except OSError:
             return ""
 
@@ -464,138 +400,13 @@ class Run:
         return self.checkpoints / f"step-{step:08d}"
 
 
-def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[str, Any]) -> Run:
-    """Make a run folder as a whole: it appears with all its files or not at all.
-
-    Raises:
-        Refused: the name is taken or the folder cannot be written.
-    """
-    check_free(runs, name)
-    staging = runs / f".creating-{name}-{os.getpid()}"
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        for folder in ("logs", "checkpoints"):
-            (staging / folder).mkdir()
-        for file, content in files.items():
-            fd = os.open(staging / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if file in _PRIVATE else 0o666)
-            with os.fdopen(fd, "wb") as opened:
-                opened.write(content.encode() if isinstance(content, str) else content)
-        with (staging / "lock").open("w") as lock:  # while nothing is there yet
-            _flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, runs)
-        base: dict[str, Any] = {
-            "name": name, "state": CREATED, "reason": "", "world_size": None, "attempts": [], "step": 0, "epoch": 0,
-            "total_steps": None, "tmux_session": None, "pids": {}, "host": socket.gethostname(), "versions": {},
-            "git_revision": None, "created": now(), "started": None, "ended": None, "weights_sha256": None,
-            "metrics": {}, "stopped_by": None,
-        }  # fmt: skip
-        write_atomically(staging / "run.json", json.dumps(base | record, indent=1) + "\n")
-        if os.path.lexists(runs / name):
-            raise Refused(f"a run named {name} exists in {runs}; choose another --name, or: train resume {name}")
-        staging.rename(runs / name)
-        sync_folder(runs)
-    except OSError as error:
-        raise Refused(f"cannot create {runs / name}: {error.strerror}; choose another place with --runs") from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return Run(runs / name)
-
-
-def fill(run: Run, files: dict[str, str | bytes], record: dict[str, Any]) -> None:
-    """Complete the folder of a run that was made before it could be checked as a whole. For the holder of its lock.
-
-    run.json comes last: a folder that is not complete is filled anew.
-    """
-    for file, content in files.items():
-        path = run.folder / file
-        if isinstance(content, str):
-            write_atomically(path, content)
-        else:
-            path.write_bytes(content)
-    run.update(**record)
-
-
 def _stopped_by(record: dict[str, Any]) -> str | None:
     """Who asked for the stop of a stopped run. One that an earlier release stopped has it in its reason alone."""
     if record["state"] != STOPPED or record.get("stopped_by"):
         return record.get("stopped_by")
-    reason = record.get("reason") or ""
+    reason = str(record.get("reason") or "")
     if reason.startswith(TWICE):
         return signals.CTRL_C
     if WHO[POLITE] in reason:
         return signals.USER
     return signals.KEEPER if WHO[KEEPER] in reason else signals.SIGNAL
-
-
-def find(runs: Path, name: str) -> Run:
-    """The run of that name.
-
-    Raises:
-        Refused: there is none.
-    """
-    if not name:
-        raise Refused("the run's name is empty; train ls lists the runs")
-    run = Run(runs / name)
-    if name in (".", "..") or "/" in name or not _exists(run):
-        names = [other.name for other in every(runs)]
-        hint = nearest(name, names, "; train ls lists the runs" if names else "; there are no runs yet")
-        raise Refused(f"there is no run {shortened(name, 80)} in {runs}{hint}")
-    return run
-
-
-def _exists(run: Run) -> bool:
-    try:
-        return (run.folder / "run.json").exists()
-    except OSError:  # a name longer than any file's
-        return False
-
-
-def every(runs: Path) -> Iterator[Run]:
-    """All runs, the oldest first. What vanishes meanwhile, or may not be looked into, is left out."""
-    found = []
-    with contextlib.suppress(OSError):
-        for name in os.listdir(runs):
-            folder = runs / name
-            with contextlib.suppress(OSError):
-                if not name.startswith(".") and (folder / "run.json").exists():
-                    found.append((_locked_at(folder), name, folder))
-    yield from (Run(folder) for _, _, folder in sorted(found))
-
-
-def _locked_at(folder: Path) -> float:
-    """When the lock of a run was made; 0.0: there is none."""
-    try:
-        return (folder / "lock").stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def remove(run: Run) -> None:
-    """Delete a run folder that is not alive.
-
-    Raises:
-        Refused: the run is alive, or the folder cannot be removed.
-    """
-    lock = run.acquire()
-    if lock is None:
-        raise Refused(f"{run.name} is running; first: train stop {run.name}")
-    try:
-        bury(run)
-    finally:
-        lock.release()
-
-
-def bury(run: Run) -> None:
-    """Delete a run folder. For the holder of its lock.
-
-    Raises:
-        Refused: it cannot be removed.
-    """
-    try:
-        grave = run.folder.with_name(f".removing-{run.name}-{os.getpid()}")
-        run.folder.rename(grave)
-        shutil.rmtree(grave.resolve())  # the run may have been moved to another disk, and a link have its name
-        if grave.is_symlink():
-            grave.unlink()
-    except OSError as error:
-        raise Refused(f"cannot remove {run.folder}: {error.strerror}") from None

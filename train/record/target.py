@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from train.errors import Refused, one_line
-from train.record.store import sync_folder
+from train.record.durable import sync_folder
 
 
 def check(target: Path, suffixes: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ between two marks (`times` of an attempt) tells what a piece of training was. Wh
 from __future__ import annotations
 
 import datetime
-import math
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
@@ -38,7 +37,7 @@ PARTS = {
         "Waiting for other ranks' gradients after the last backward pass has computed its own; what travels while it "
         "computes costs nothing and is not in it. Waiting for a slower rank is in it. One step in 16 is measured.",
     ),
-    "data": ("data", "Training waited for its next batch. On a GPU, the device may have been computing meanwhile."),
+    "data": ("data", "Training stood still until its next batch came. What a GPU computed meanwhile is not in it."),
     "checkpoints": ("checkpoints", "Training waited for a checkpoint; what is written in the background is not in it."),
     "evaluation": ("evaluation", "Evaluations, with their own data and communication."),
     "start": (
@@ -225,7 +224,7 @@ def measured(attempt: dict[str, Any]) -> Times | None:
         return None
     names = [name for name in Times.__annotations__ if not (name == "communication" and times.get(name) is None)]
     values = [times.get(name) for name in names]
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) and value >= 0 for value in values):
+    if not all(isinstance(value, (int, float)) and 0 <= value < _LATEST for value in values):
         return None
     return cast(Times, {name: times.get(name) for name in Times.__annotations__})
 

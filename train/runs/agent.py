@@ -2,7 +2,7 @@
 
     python -P …/train/own.py train.runs.agent FOLDER_OF_THE_ORDER
 
-Started by runs/pane.py, with the environment of who gave the order.
+Started by runs/pane.py through runs/cold.py, with the environment of who gave the order, or forked by runs/warm.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
-from train.record import environment, store
+from train.record import durable, environment, folders, store
 from train.record.store import Lock, Run
 from train.runs import preload, supervise, title
 from train.runs.apart import Told, call
@@ -93,7 +93,7 @@ def _fail(desk: Path, error: BaseException) -> int:
 def _answer(desk: Path, answer: dict[str, Any]) -> bool:
     """Report to the caller. False if the order has been withdrawn; a caller who was killed has not done so."""
     try:
-        store.write_atomically(desk / "answer.json", json.dumps(answer), durable=False)
+        durable.write_atomically(desk / "answer.json", json.dumps(answer), durable=False)
     except OSError:
         return False
     return True
@@ -106,7 +106,7 @@ def _undo(order: Order, run: Run, lock: Lock) -> None:
         supervise.rest(run, store.STOPPED, "stopped (its resume was interrupted)", by)
     lock.release()
     if order.kind != "resume":
-        store.remove(run)
+        folders.remove(run)
 
 
 def keep(opened: Opened, stop: StopRequest) -> int:

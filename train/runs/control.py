@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from train import signals
+from train import screen, signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from train.record import heartbeat, store
 from train.record.store import Run
@@ -164,7 +163,7 @@ class _Reminder:
         self._timer = threading.Timer(_PATIENCE, self._say, args=(run.name,)) if wanted else None
 
     def _say(self, name: str) -> None:
-        print(f"train: {name} has not ended yet; at once: train stop {name} --now", file=sys.stderr, flush=True)
+        screen.say(f"train: {name} has not ended yet; at once: train stop {name} --now")
 
     def __enter__(self) -> None:
         if self._timer:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from train.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from train import screen
+from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from train.record import metrics, store
 from train.record.store import Run
 from train.runs.control import how_to_go_on
@@ -52,7 +53,7 @@ class View:
         if self._bar is not None:
             self._bar.write(text)
         else:
-            print(text, file=self.stream, flush=True)
+            screen.say(text, self.stream)
 
     def close(self) -> None:
         self._end_log()
@@ -121,7 +122,8 @@ def left_alone(run: Run, close: Callable[[], None]) -> int:
     """What Ctrl-C does to one who follows: `close` ends the following. Returns its exit code; the run goes on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types it twice means the same
     close()
-    print(f"\n{run.name} goes on; follow it again with: train logs {run.name} --follow", file=sys.stderr)
+    print(file=sys.stderr)  # behind the ^C that the terminal shows
+    screen.say(f"{run.name} goes on; follow it again with: train logs {run.name} --follow")
     return EXIT_INTERRUPTED
 
 
@@ -143,6 +145,7 @@ def tell_end(run: Run, record: dict[str, Any]) -> int:
     if not record.get("total_steps") and state == store.FINISHED:  # of a script, or where the steps are not seen
         last = f"{run.name} finished"
     if state == store.FAILED and (record.get("attempts") or [{}])[-1].get("last_lines"):
-        print("\n".join(f"  | {text}" for text in record["attempts"][-1]["last_lines"]), file=sys.stderr)
-    print(last, file=sys.stderr, flush=True)
-    return CODES.get(state, EXIT_FAILED)
+        for text in record["attempts"][-1]["last_lines"]:
+            screen.say(f"  | {text}")
+    screen.say(last)
+    return EXIT_REFUSED if state == store.FAILED and record.get(store.REFUSED) else CODES.get(state, EXIT_FAILED)

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+from train import screen
 from train.cluster.engines import engine
 from train.cluster.submission import Log
 from train.record import store
@@ -59,7 +60,7 @@ class _Teller:
     def __call__(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            print(f"train: {text}", file=sys.stderr, flush=True)
+            screen.say(f"train: {text}")
 
 
 def _words(record: dict[str, Any]) -> str:

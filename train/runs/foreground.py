@@ -10,9 +10,10 @@ import sys
 import traceback
 from pathlib import Path
 
+from train import screen
 from train.errors import Refused, one_line
 from train.parallel.seat import Seat, seat_of_environment
-from train.record import environment, store
+from train.record import environment, folders
 from train.record.outcome import Kind, Outcome
 from train.record.store import Lock, Run
 from train.runs import interrupt
@@ -40,8 +41,8 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
         return _under_torchrun(runs, name, request)
     request.ranks = spawn or 1
     prepared = prepare(request)
-    made = store.create(
-        runs, name or store.fresh_name(runs, prepared.task.file.stem), _files(prepared), prepared.record
+    made = folders.create(
+        runs, name or folders.fresh_name(runs, prepared.task.file.stem), _files(prepared), prepared.record
     )
     lock = made.acquire()
     assert lock is not None  # a folder that has just been made
@@ -105,7 +106,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     except Refused as error:
         board.set("run", json.dumps({"refused": one_line(error)}))
         with contextlib.suppress(OSError):
-            print(f"train: {error}", file=sys.stderr, flush=True)
+            screen.say(f"train: {error}")
         code = 0
     except BaseException as error:
         board.set("run", json.dumps({"refused": one_line(error)}))
@@ -136,12 +137,12 @@ def _open_under_torchrun(runs: Path, name: str | None, request: Request) -> tupl
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.getppid()}"
     made: Run | None = None
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        candidates = [Run(runs / name)] if name and (runs / name / "run.json").exists() else list(store.every(runs))
+        candidates = [Run(runs / name)] if name and (runs / name / "run.json").exists() else list(folders.every(runs))
         made = next((old for old in candidates if _job_of(old) == job), None)
     if made is None:
         prepared = prepare(request)
         record = prepared.record | {"torchelastic": job}
-        made = store.create(runs, name or store.fresh_name(runs, prepared.task.file.stem), _files(prepared), record)
+        made = folders.create(runs, name or folders.fresh_name(runs, prepared.task.file.stem), _files(prepared), record)
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
     if lock is None:
         raise Refused(f"{made.name} is running already")

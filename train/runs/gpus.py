@@ -7,10 +7,12 @@ import os
 import re
 from collections.abc import Iterator
 
-from train.errors import Refused
+from train.errors import Refused, whole
 from train.parallel import numbered
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+MOST_RANKS = 4096
+"""On one machine."""
 _UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
 """What nvidia-smi -L calls a GPU, or a slice of one."""
 
@@ -41,11 +43,11 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
         return (here if gpus is not None else 1), visible
     if nproc == "auto":
         return max(here, 1), visible
-    if not nproc.isdecimal() or int(nproc) < 1:
+    if not nproc.isdecimal() or whole(nproc) < 1:
         raise Refused(f"--nproc {nproc}: give a number of ranks of at least 1, or auto for one per GPU")
-    if int(nproc) > 4096:
-        raise Refused(f"--nproc {nproc}: more ranks than any machine runs; give at most 4096")
-    return int(nproc), visible
+    if whole(nproc) > MOST_RANKS:
+        raise Refused(f"--nproc {nproc}: more ranks than any machine runs; give at most {MOST_RANKS}")
+    return whole(nproc), visible
 
 
 def again(asked: bool, caller: str | None, kept: str | None, recorded: str | None, current: str | None) -> str | None:
@@ -112,7 +114,7 @@ def _listed(gpus: str, here: int) -> list[str]:
     ids = [part.strip() for part in gpus.strip().rstrip(",").split(",")]
     if not ids or not all(part.isdecimal() for part in ids) or len(set(ids)) < len(ids):
         raise Refused(f"--gpus {gpus}: give a count (2), different ids with a comma (0,1 or 2,), or UUIDs")
-    missing = [part for part in ids if int(part) >= here]
+    missing = [part for part in ids if whole(part) >= here]
     if missing:
         raise Refused(f"--gpus {gpus}: there is no GPU {missing[0]} here; {_gpus_here(here)}")
     return [str(int(part)) for part in ids]
@@ -120,9 +122,9 @@ def _listed(gpus: str, here: int) -> list[str]:
 
 def _counted(gpus: str, here: int) -> list[str]:
     """The ids of the first so many of `here` GPUs."""
-    if not gpus.strip().isdecimal() or int(gpus) < 1:
+    if not gpus.strip().isdecimal() or whole(gpus.strip()) < 1:
         raise Refused(f"--gpus {gpus}: give a count of at least 1, ids with a comma (0,1 or 2,), or UUIDs")
-    if int(gpus) > here:
+    if whole(gpus.strip()) > here:
         raise Refused(
             f"--gpus {gpus}: {_gpus_here(here)}; leave out --gpus" + (" to run on the CPU" if not here else "")
         )

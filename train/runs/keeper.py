@@ -10,14 +10,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from train import hashing, screen
 from train.errors import EXIT_FINISHED, Refused, one_line
-from train.record import store
+from train.record import folders, store
 from train.record.store import Run
 from train.runs import control, launch, scripts, supervise, warm
 
@@ -49,9 +49,9 @@ class _Warm:
         if self._process is None or self._process.poll() is not None:
             self._at = time.monotonic()
             try:
-                self._process = warm.start(os.environ)
+                self._process = warm.start(hashing.fixed(os.environ))
             except OSError as error:  # the machine is busy: runs start cold meanwhile
-                print(f"{store.now()} no warm start: {one_line(error)}", file=sys.stderr, flush=True)
+                screen.say(f"{store.now()} no warm start: {one_line(error)}")
 
     def end(self) -> None:
         if self._process is not None:
@@ -68,7 +68,7 @@ class _Told:
     def __call__(self, run: Run, text: str) -> None:
         if self._last.get(run.name) != text:
             self._last[run.name] = text
-            print(f"{store.now()} {run.name}: {text}", file=sys.stderr, flush=True)
+            screen.say(f"{store.now()} {run.name}: {text}")
 
 
 def keep(runs: Path, once: bool) -> int:
@@ -81,13 +81,13 @@ def keep(runs: Path, once: bool) -> int:
         signal.signal(number, lambda *_: ended.set())
     tell = _Told()
     if not once:
-        print(f"{store.now()} keeping the runs in {runs}", file=sys.stderr, flush=True)
+        screen.say(f"{store.now()} keeping the runs in {runs}")
     # each in a thread of its own: a run whose data set hangs while it is checked keeps nobody waiting
     busy: dict[str, threading.Thread] = {}
     waits: dict[str, _Wait] = {}
     held = _Warm()
     while not ended.is_set():
-        for run in store.every(runs):
+        for run in folders.every(runs):
             wait = waits.setdefault(run.name, _Wait())
             if wait.is_over() and not (run.name in busy and busy[run.name].is_alive()):
                 busy[run.name] = threading.Thread(target=_look_after, args=(run, tell, ended, wait), daemon=True)
@@ -188,7 +188,7 @@ def _stop_all(runs: Path, tell: _Told) -> int:
         except Exception as error:
             tell(run, f"cannot be stopped: {one_line(error) or type(error).__name__}")
 
-    waiting = [threading.Thread(target=stop, args=(run,)) for run in store.every(runs)]
+    waiting = [threading.Thread(target=stop, args=(run,)) for run in folders.every(runs)]
     for thread in waiting:
         thread.start()
     for thread in waiting:

@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from train import own
+from train import hashing, own
 from train.errors import Refused
 from train.record import environment
-from train.record.store import KEEPER, NOW, Run, remove
+from train.record.folders import remove
+from train.record.store import KEEPER, NOW, Run
 
 _TRIES = 50
 """How often a session is asked for, ten times a second."""
@@ -171,9 +172,14 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
 def _environment(order: Order) -> tuple[dict[str, str], list[str]]:
     """What the run gets: our own environment; with a resume, laid over the one that it was started with."""
     if order.kind != "resume":
-        return dict(os.environ), []
+        return hashing.fixed(os.environ), []
     kept = environment.read(Path(order.runs) / order.name)
-    merged, warnings = environment.resumed(kept, os.environ, as_recorded=order.by_keeper)
+    seed = environment.hash_seed(kept)
+    mine = {**os.environ, hashing.SEED: seed} if seed is not None else os.environ
+    merged, warnings = environment.resumed(kept, mine, as_recorded=order.by_keeper)
+    if seed is not None and not order.by_keeper and hashing.given(os.environ) not in (None, seed):
+        warnings.append(f"{hashing.SEED} stays {seed}, with which {order.name} began: the order of sets goes by it")
+    merged = hashing.fixed(merged, seed)
     return environment.with_package(merged, os.environ, Path(__file__).parents[2]), warnings
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from train import screen
 from train.errors import EXIT_FINISHED, Refused
 from train.record.store import Run
 from train.runs.folding import Folding
@@ -76,7 +77,7 @@ def _exists(run: Run, attempt: int, rank: int) -> bool:
 
 
 def _say(text: str) -> None:
-    print(f"train: {text}", file=sys.stderr, flush=True)
+    screen.say(f"train: {text}")
 
 
 def _tell(run: Run, shown: int, attempt: int | None) -> None:

@@ -12,6 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from train.cluster import WAIT_MINUTES, address, same
@@ -21,8 +22,10 @@ from train.cluster.member import Member
 from train.cluster.table import LOST
 from train.cluster.wire import Message
 from train.parallel.seat import Seat
+from train.record.durable import write_atomically
 from train.record.outcome import Kind, Outcome
-from train.record.store import Run, write_atomically
+from train.record.store import Run
+from train.runs import newcomers
 from train.runs.verdict import Asked, Facts
 
 _LINGER = 60.0
@@ -90,7 +93,9 @@ class Nodes:
         """How the ranks of all nodes ended."""
         self.stop: Mapping[str, Any] | None = None
         """What another node says of a stop that it was asked for."""
-        self._is_troubled = self._is_stopping = False
+        self.is_stopping = False
+        """Whether all nodes are to stop."""
+        self._is_troubled, self._is_new = False, True
 
     def tick(self) -> None:
         """Look after the table. To be called several times a second."""
@@ -104,7 +109,8 @@ class Nodes:
             self.begun, self.told, self.ended, self.regroup, self._is_troubled = message, None, "", "", False
             self._remark = ""
             if self._member.host is not None:
-                self._store = self._member.host.take_store()
+                with self._member.still():
+                    self._store = self._member.host.take_store()
         elif said == "waiting":
             self._missing, self._is_seated = message["missing"], True
         elif said == "refused":
@@ -121,7 +127,7 @@ class Nodes:
         elif said == "reports":
             self.told = message
         elif said == "stop":
-            self.stop = message
+            self.stop, self.is_stopping = message, True
         elif said == "lost":
             self._is_seated = False
             self._member.is_away = self.begun is not None  # or a round might begin while its ranks still end
@@ -146,6 +152,7 @@ class Nodes:
         """This node waits for the next round."""
         self.begun, self.told, self.ended, self.regroup = None, None, "", ""
         self._member.is_away = False
+        self._member.keep_signing()
         self._member.say({"is": "ready"})
 
     def seats(self) -> list[Seat]:
@@ -162,6 +169,10 @@ class Nodes:
             )
             for local in range(counts[mine])
         ]  # fmt: skip
+
+    def still(self) -> AbstractContextManager[None]:
+        """While this process forks its ranks."""
+        return self._member.still()
 
     def started(self) -> None:
         """The ranks are there, and one of them serves where they meet."""
@@ -185,7 +196,8 @@ class Nodes:
 
     def _interfaces(self, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         host = self._member.host
-        reached = host.reached if host is not None else ""
+        with self._member.still():
+            reached = host.reached if host is not None else ""
         return address.interfaces(self._member.address, self.settings.place.port, environ, reached)
 
     def names(self) -> list[str]:
@@ -193,7 +205,8 @@ class Nodes:
         return _names(self.begun) if self.begun is not None else []
 
     def take_over(self) -> None:
-        """Take what no user has set of the configuration from node 0, so that all compute alike."""
+        """Take what no user has set of the configuration from where the run has begun, so that all compute alike, and
+        as before."""
         assert self.begun is not None
         path = self.run.folder / "config.toml"
         text = before = path.read_text(encoding="utf-8")
@@ -201,6 +214,7 @@ class Nodes:
             text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {int(value)}", text)
         if text != before:
             write_atomically(path, text)
+        self._member.hello |= {"chosen": self.begun["chosen"], "has_begun": True}
 
     def trouble(self) -> None:
         """A rank of this node is dead, and the others will be: the others need not wait to find out."""
@@ -210,8 +224,8 @@ class Nodes:
 
     def ask_stop(self, asked: Asked) -> None:
         """Tell the others once that a stop is wanted."""
-        if not self._is_stopping or asked.now:
-            self._is_stopping = True
+        if not self.is_stopping or asked.now:
+            self.is_stopping = True
             self._member.say({"is": "stop", "stop": {"by": asked.by, "words": asked.words, "now": asked.now}})
 
     def exchange(self, facts: Facts, look: Callable[[], Asked | None]) -> Facts:
@@ -221,7 +235,8 @@ class Nodes:
             look: called meanwhile. Returns a stop that is wanted now, whoever cannot end.
         """
         assert self.begun is not None
-        report = _report(facts, self.regroup)
+        report = _report(facts, self.regroup or self._why_it_leaves(facts)) | self._of_node()
+        self._is_new = self._is_new and not facts.is_ready
         self._member.say({"is": "over", "round": self.begun["round"], "report": report})
         at_once, until = None, math.inf
         while self.told is None and time.monotonic() < until:
@@ -232,24 +247,51 @@ class Nodes:
             others = [same.name_of(node) for node in self.begun["nodes"] if node["node"] != self.settings.node]
             self.told = {"reports": {}, "lost": others, "came": []}
             facts = dataclasses.replace(facts, asked=at_once)
-        reports = self.told["reports"] | {str(self.settings.node): report}
-        return merged(facts, reports, self.told["lost"], self.told["came"])
+        return self._merged(facts, {str(self.settings.node): report}, self.told["came"])
+
+    def _why_it_leaves(self, facts: Facts) -> str:
+        """What the others are told, who go on; '' where this node does, too, or all are to stop."""
+        if facts.asked is None or not facts.leaves:
+            return ""
+        return f"{self._name} leaves ({facts.asked.words})"
 
     def facts_of_others(self, facts: Facts) -> Facts:
         """What the others say of a round that this node was in, and did not live to see the end of."""
-        assert self.told is not None
-        return merged(facts, self.told["reports"], self.told["lost"], [])
+        return self._merged(facts, {}, [])
 
-    def leave(self) -> None:
-        """This node has written down how its run ended. Node 0 stays until all others know it, too."""
+    def _merged(self, facts: Facts, mine: Mapping[str, Message], came: list[str]) -> Facts:
+        assert self.told is not None
+        reports = self.told["reports"] | mine
+        found = newcomers.among(reports, self.settings.least) if self.settings.is_elastic else {}
+        facts = dataclasses.replace(facts, node=self._name, newcomers=found)
+        return merged(facts, reports, self.told["lost"], came)
+
+    def _of_node(self) -> Message:
+        """What a report says of the node that it comes from."""
+        assert self.begun is not None
+        before = sum(node["ranks"] for node in self.begun["nodes"] if node["node"] < self.settings.node)
+        mine = sum(node["ranks"] for node in self.begun["nodes"] if node["node"] == self.settings.node)
+        return {"name": self._name, "ranks": list(range(before, before + mine)), "is_new": self._is_new}
+
+    @property
+    def _name(self) -> str:
+        return same.name_of(self._member.hello)
+
+    def leave(self, goes_on: bool = False) -> None:
+        """This node has written down how its run ended. Node 0 stays until all others know it, too.
+
+        Args:
+            goes_on: the others do not end: without node 0 they wait for it.
+        """
         self._member.say({"is": "leave"})
         host, until = self._member.host, time.monotonic() + _LINGER
         while host is not None and host.table.untold and time.monotonic() < until:
-            host.tick()
+            self._member.serve()
             time.sleep(0.02)
-        if host is not None:
+        if host is not None and not goes_on:
             name = self.run.name
-            host.dismiss(f"the other nodes have ended {name}; on this one: train resume {name} --nnodes 1")
+            with self._member.still():
+                host.dismiss(f"the other nodes have ended {name}; on this one: train resume {name} --nnodes 1")
         self._member.close()
 
 
@@ -282,7 +324,8 @@ def _hello(run: Run, nproc: int, settings: Settings) -> Message:
 
     must, chosen = same.of_run(run)
     must["torch"] = torch.__version__
-    return same.hello(run.name, settings.node, nproc, settings.least, settings.most, run.folder.resolve(), must, chosen)
+    least, most, has_begun = settings.least, settings.most, bool(run.read()["attempts"])
+    return same.hello(run.name, settings.node, nproc, least, most, run.folder.resolve(), must, chosen, has_begun)
 
 
 def _report(facts: Facts, regroup: str) -> Message:
@@ -295,7 +338,7 @@ def _report(facts: Facts, regroup: str) -> Message:
         "exits": {str(rank): code for rank, code in facts.exits.items()},
         "logs": {str(rank): text[-_LAST_WORDS:] for rank, text in facts.logs.items() if rank in facts.exits},
         "hang": facts.hang, "problem": facts.problem, "killed_at": facts.killed_at, "shortage": facts.shortage,
-        "asked": {"by": asked.by, "words": asked.words, "now": asked.now} if asked is not None else None,
+        "asked": {"by": asked.by, "words": asked.words, "now": asked.now} if asked and not facts.leaves else None,
         "saved": facts.saved, "is_ready": facts.is_ready, "progress": facts.progress, "deaths": facts.deaths,
         "regroup": regroup,
     }  # fmt: skip
@@ -316,7 +359,9 @@ def merged(facts: Facts, reports: Mapping[str, Message], lost: list[str], came: 
         return {int(rank): value for report in said for rank, value in report[key].items()}
 
     outcomes = [Outcome(**found | {"kind": Kind(found["kind"])}) for report in said for found in report["outcomes"]]
-    asked = facts.asked or next((Asked(**report["asked"]) for report in said if report["asked"]), None)
+    asked = next((Asked(**report["asked"]) for report in said if report["asked"]), None)
+    if facts.asked is not None and not (facts.leaves and asked is not None):  # what all are to do goes before
+        asked = facts.asked
     return dataclasses.replace(
         facts,
         outcomes={outcome.rank: outcome for outcome in outcomes},
@@ -332,5 +377,7 @@ def merged(facts: Facts, reports: Mapping[str, Message], lost: list[str], came: 
         progress=any(report["progress"] for report in said),
         deaths=max((report["deaths"] for report in said), default=facts.deaths),
         regroup=first("regroup") or (f"{' and '.join(came)} came" if came else ""),
+        came=" and ".join(came),
+        leaves=facts.leaves and asked is facts.asked and len(said) > 1,
         lost=" and ".join(lost),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from train.cluster import address
 from train.errors import Refused
-from train.record import environment, store
+from train.record import durable, environment, folders, store
 from train.record.store import Lock, Run
 from train.runs import control, gpus, preload, scripts
 from train.runs.launch import Order, session_of
@@ -48,13 +48,15 @@ def open_run(order: Order, kept: environment.Kept, apart: Apart) -> Opened:
     """
     runs = Path(order.runs)
     if order.kind == "resume":
-        return _reopen(order, store.find(runs, order.name), kept, apart)
+        return _reopen(order, folders.find(runs, order.name), kept, apart)
     if order.kind == "script":
         from train.parallel import cards
         from train.runs.admit import versions
 
         ranks, visible = gpus.count_ranks(order.nproc, order.gpus)
-        visible = os.environ.get(gpus.VISIBLE) if visible is None else visible
+        if visible is not None:
+            gpus.see(visible)  # before the cards are looked at
+        visible = os.environ.get(gpus.VISIBLE)
         text, record = scripts.taken(Path(order.script[0]))
         record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions(cards.here())}
         record["watch"] = _watch_flags(order.flags)
@@ -74,12 +76,12 @@ def open_run(order: Order, kept: environment.Kept, apart: Apart) -> Opened:
     }
     _outlive_terminal()
     files[environment.FILE] = environment.to_json(kept)
-    run = Run(runs / order.name) if order.queued else store.create(runs, order.name, files, record)
+    run = Run(runs / order.name) if order.queued else folders.create(runs, order.name, files, record)
     lock = run.acquire()
     if lock is None:
         raise Refused(f"{run.name} is running already")
     if order.queued:
-        store.fill(run, files, record | {"host": socket.gethostname(), "reason": ""})
+        folders.fill(run, files, record | {"host": socket.gethostname(), "reason": ""})
     return Opened(run, lock, ranks, kept.said, listening)
 
 
@@ -163,12 +165,13 @@ def _reopen(order: Order, run: Run, kept: environment.Kept, apart: Apart) -> Ope
             if record.get("script") and order.script:
                 changes |= scripts.replace(run, here / order.script[0])
             elif order.flags and not record.get("script"):
-                store.write_atomically(run.folder / "config.toml", content)
+                durable.write_atomically(run.folder / "config.toml", content)
             if not order.by_keeper:  # what holds from now on, for the keeper too
                 kept = environment.after(environment.read(run.folder), kept)
-                store.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
+                durable.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
             # nobody is to take the process ids of the attempt before for those of the next
-            run.update(**changes, reason="", stopped_by=None, ended=None, pids={}, state=store.CREATED)
+            changes |= {"reason": "", "stopped_by": None, "ended": None, "pids": {}, "state": store.CREATED}
+            run.update(lambda record: record.pop(store.REFUSED, None), **changes)
         return Opened(run, lock, ranks, warnings, listening)
     except BaseException:
         lock.release()

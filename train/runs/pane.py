@@ -25,7 +25,7 @@ def main() -> None:
     environ = content["env"] | {k: os.environ[k] for k in ("TMUX", "TMUX_PANE", "TERM") if k in os.environ}
     warm.enter(desk, environ, content["cwd"])
     os.chdir(content["cwd"])
-    os.execve(sys.executable, own.command("train.runs.agent", desk), environ)
+    os.execve(sys.executable, own.command("train.runs.cold", desk), environ)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from train import hashing, screen
+from train.cluster import slurm
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, one_line
-from train.record import environment, store
+from train.record import durable, environment, store
 from train.record.store import Run
 from train.runs import agent, control, gpus
 from train.runs.apart import Told, call
@@ -31,17 +33,21 @@ from train.runs.launch import Order
 from train.runs.opening import open_run
 from train.signals import StopRequest
 
+_STALE = 90.0
+"""Seconds for which a network file system may show a record as it was before the run was handed over once more."""
+
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Carry out what was submitted, on this node, and exit as it ends."""
-    stop = StopRequest()
     given = _arguments(argv)
+    _hash_as_it_began(given, sys.argv[1:] if argv is None else argv)
+    stop = StopRequest()
     try:
         _carry_out(given, stop)
     except SystemExit as end:
         if given.tell is not None and end.code in (EXIT_REFUSED, EXIT_FAILED):
             with contextlib.suppress(OSError):
-                store.write_atomically(Path(given.tell), f"{end.code}\n")
+                durable.write_atomically(Path(given.tell), f"{end.code}\n")
         raise
 
 
@@ -57,16 +63,19 @@ def _carry_out(given: argparse.Namespace, stop: StopRequest) -> NoReturn:
         return call(check, fail, meanwhile)
 
     try:
-        other = of_another(Run(runs / content["name"]), content)
-        if other:  # whose run that is, its record is not for this one to write in
-            print(f"train: node {given.node}: {other}", file=sys.stderr, flush=True)
-            sys.exit(EXIT_REFUSED)
+        # whose run that is, its record is not for this one to write in
+        other, code = of_another_job(Run(beside), stop), EXIT_FINISHED  # nothing is wrong: the run has its job
+        if not other:
+            other, code = of_another(Run(runs / content["name"]), content), EXIT_REFUSED
+        if other:
+            screen.say(f"train: node {given.node}: {other}")
+            sys.exit(code)
         left = succeed(Run(runs / content["name"]), content["wait_minutes"], stop, given.node)
         if left:
             sys.exit(left)
         order = order_of(content, beside, runs, given.node, given.rendezvous)
         if order is None:
-            print(f"train: {content['name']} has finished already", file=sys.stderr, flush=True)
+            screen.say(f"train: {content['name']} has finished already")
             sys.exit(EXIT_FINISHED)
         opened = open_run(order, environment.keep(os.environ), apart)
     except Told:
@@ -74,11 +83,18 @@ def _carry_out(given: argparse.Namespace, stop: StopRequest) -> NoReturn:
     except Exception as error:
         sys.exit(fail(error))
     for line in opened.warnings:
-        print(f"train: warning: {line}", file=sys.stderr, flush=True)
+        screen.say(f"train: warning: {line}")
     code = agent.keep(opened, stop)
     if code == EXIT_FAILED and opened.run.read()["state"] != store.FAILED:
         code = 1
     sys.exit(code)
+
+
+def _hash_as_it_began(given: argparse.Namespace, arguments: list[str]) -> None:
+    """Be the program that the run of this node was begun with, whatever environment an engine gives it now."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # which is told below
+        name = json.loads(Path(given.submission).read_text(encoding="utf-8"))["name"]
+        hashing.begin_again(environment.hash_seed(environment.read(Path(given.runs) / name)), arguments)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -89,6 +105,23 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several nodes meet: an address of node 0")
     parser.add_argument("--tell", metavar="FILE", help="where to write the exit code if no new start can change it")
     return parser.parse_args(argv)
+
+
+def of_another_job(run: Run, stop: StopRequest) -> str:
+    """Why this job must leave the run alone; '' if it need not.
+
+    Where the answer about a job was lost, the run may have got a second one. Each would take the other for the one
+    before it, and drive it out: so that on record has the run.
+
+    Args:
+        run: of node 0, or the folder of a submission that no record lies beside.
+    """
+    until = time.monotonic() + _STALE
+    while (run.folder / "run.json").exists() and (job := slurm.another_job(run)):
+        if stop.asked or time.monotonic() > until:
+            return f"{run.folder} is the run of job {job}, and this is another one; to go on with it: train resume"
+        time.sleep(0.5)
+    return ""
 
 
 def of_another(run: Run, content: dict[str, Any]) -> str:
@@ -122,16 +155,16 @@ def succeed(run: Run, minutes: float, stop: StopRequest, node: int) -> int:
             return EXIT_STOPPED
         where = run.read().get("host") or "another machine"
         if time.monotonic() > until:
-            print(
+            screen.say(
                 f"train: node {node}: gave up after {minutes:g} minutes of waiting for {where}, which has {run.name} "
-                f"still; end its agent there, then: train resume {run.name}", file=sys.stderr, flush=True,
+                f"still; end its agent there, then: train resume {run.name}"
             )  # fmt: skip
             return 1
         if not run.stop_asked():
             run.ask_stop(store.PLACED)
         if not is_told:
             is_told = True
-            print(f"train: node {node}: {where} has {run.name} still; waiting for its end", file=sys.stderr, flush=True)
+            screen.say(f"train: node {node}: {where} has {run.name} still; waiting for its end")
     return 0
 
 
@@ -177,7 +210,7 @@ def _fail(folder: Path, node: int, error: BaseException) -> int:
         said, code = one_line(f"unexpected {type(error).__name__}: {error}"), 1
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
-    print(f"train: node {node}: {said}", file=sys.stderr, flush=True)
+    screen.say(f"train: node {node}: {said}")
     run = Run(folder)
     with contextlib.suppress(OSError, Refused):
         values: dict[str, Any] = {"state": store.FAILED} if run.read()["total_steps"] is None else {}

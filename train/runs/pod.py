@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from train import own
+from train import hashing, own, screen
 from train.cluster import address
 from train.cluster.address import Place
 from train.cluster.submission import runs_of
@@ -31,12 +31,12 @@ def main() -> None:
     try:
         command = command_of(Path(sys.argv[1]), os.environ)
     except Refused as error:
-        print(f"train: {error}", file=sys.stderr, flush=True)
+        screen.say(f"train: {error}")
         sys.exit(EXIT_REFUSED)
     except TimeoutError as error:
-        print(f"train: {error}", file=sys.stderr, flush=True)
+        screen.say(f"train: {error}")
         sys.exit(1)  # which Kubernetes starts again, some times
-    os.execv(sys.executable, own.command("train.runs.placed", *command))
+    os.execve(sys.executable, own.command("train.runs.placed", *command), hashing.fixed(os.environ))
 
 
 def _leave(number: int, frame: object) -> None:
@@ -94,7 +94,7 @@ def _wait_for_name(place: Place, minutes: float) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"train: {text}", file=sys.stderr, flush=True)
+    screen.say(f"train: {text}")
 
 
 if __name__ == "__main__":

@@ -17,48 +17,68 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+_LIBRARIES = (
+    "_asyncio", "_bisect", "_blake2", "_bz2", "_contextvars", "_csv", "_datetime", "_decimal", "_elementtree",
+    "_hashlib", "_heapq", "_lzma", "_opcode", "_pickle", "_posixsubprocess", "_queue", "_random", "_sha2", "_sha512",
+    "_socket", "_ssl", "_typing", "array", "binascii", "cmath", "fcntl", "math", "pyexpat", "select", "unicodedata",
+    "zlib",
+)  # fmt: skip
+"""The shared libraries of Python's that are loaded for BESIDE. One lock lets one be loaded at a time, so each of them
+would wait for all of torch's."""
 BESIDE = ("asyncio", "multiprocessing.reduction", "unittest.mock", "sympy", "networkx")
 """What torch and its compiler import of others' modules, written in Python: that needs no torch, whose libraries a
 second core loads meanwhile."""
+_loading: list[threading.Thread] = []
+"""Who loads torch's libraries, if somebody does."""
 CHECKS = ("train.runs.readmit",)
 """What a request is checked with: torch, and none of its compiler."""
-_LITTER = "torch.distributed.nn.jit.instantiator"
-"""Of torch; makes a temporary folder as it is imported, and takes it away at exit."""
+_LITTER = ("torch.distributed.nn.jit.instantiator", "torch._dynamo")
+"""Of torch; one makes a temporary folder as it is imported, and takes it away at exit. Of newer ones the other is the
+first to ask where such go, which makes a file there to see, and takes it away."""
 RANKS = (
-    _LITTER, "torch.distributed.checkpoint", "torch.utils.tensorboard", "train.engine.finish", "train.engine.setup",
-    "train.parallel.ddp", "train.runs.worker", "threadpoolctl",
+    *_LITTER, "torch.distributed.checkpoint", "torch.utils.tensorboard", "train.engine.finish",
+    "train.engine.setup", "train.parallel.ddp", "train.runs.worker", "threadpoolctl",
 )  # fmt: skip
-"""What a rank needs besides, which takes longer: torch's optimizers load the compiler."""
+"""What a rank needs besides, which takes longer: torch's optimizers load the compiler, of newer ones the first step."""
 
 
 def load(modules: tuple[str, ...]) -> None:
     """Import these. What they leave in memory is kept out of collections, here and in forked processes."""
-    with _uncollected():
-        if "torch" not in sys.modules:
-            _load_beside()
+    with uncollected():
+        if not _loading:
+            begin()
+        while _loading:
+            _loading.pop().join()
         for name in modules:
-            if name == _LITTER:
+            if name in _LITTER:
                 _load_whole(name)
             else:
                 importlib.import_module(name)
 
 
-def _load_beside() -> None:
-    """Load the shared libraries of torch on a thread, a third of its import, and import meanwhile what is not torch's.
+def begin() -> None:
+    """Load the shared libraries of torch on a thread, a third of its import, which finds them loaded then; and import
+    meanwhile what is not torch's.
 
-    Torch finds them loaded then. Nothing that links Python is among them, whose making could want the lock of the
-    interpreter, while who holds it waits for the lock of the loader.
+    Nothing that links Python is among them, whose making could want the lock of the interpreter, while who holds it
+    waits for the lock of the loader. Nobody may fork this process before `load` has come back, for a library would be
+    loaded in part there; to execute another program is no harm.
     """
     torch = find_spec("torch")
-    if torch is None or not torch.submodule_search_locations:
+    if "torch" in sys.modules or torch is None or not torch.submodule_search_locations:
         return
-    folder = Path(torch.submodule_search_locations[0]) / "lib"
-    thread = threading.Thread(target=_open_libraries, args=(folder,))
-    thread.start()
-    for name in BESIDE:
+    with uncollected():
+        _import_where_there(_LIBRARIES)
+        folder = Path(torch.submodule_search_locations[0]) / "lib"
+        _loading.append(threading.Thread(target=_open_libraries, args=(folder,), daemon=True))
+        _loading[-1].start()
+        _import_where_there(BESIDE)
+
+
+def _import_where_there(names: tuple[str, ...]) -> None:
+    for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    thread.join()
 
 
 def _open_libraries(folder: Path) -> None:
@@ -72,7 +92,7 @@ def _open_libraries(folder: Path) -> None:
 
 def _load_whole(name: str) -> None:
     """Import this, where torch has it. The end of a session waits for that: a process that left between the making of
-    a folder and the note that it is to be removed would leave it behind."""
+    a file or folder and its removal, or the note of it, would leave it behind."""
     ended = []
     # not masked: libraries have threads, and one of those would take it
     before = signal.signal(signal.SIGHUP, lambda *_: ended.append(True))
@@ -86,15 +106,17 @@ def _load_whole(name: str) -> None:
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Imports leave little garbage, and looking for it takes a sixth of their time. Frozen, it is not looked at again,
     nor copied by a fork for having been looked at."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def is_clean() -> bool:

@@ -13,12 +13,13 @@ from train.engine import build
 from train.engine.opened import config_of, data_differs, task_of
 from train.errors import Refused
 from train.parallel import cards, choose
-from train.parallel.precision import Precision
+from train.parallel.precision import ON_GPU_ALONE, Precision
 from train.parallel.world import NoGPU, pick_device
 from train.record import feed
 from train.record import manifest as manifests
+from train.record.durable import write_atomically
 from train.record.metrics import evaluations
-from train.record.store import Run, write_atomically
+from train.record.store import Run
 from train.runs import imports
 from train.runs.admit import check_best, check_ranks, check_sync_batchnorm, checked_model
 from train.runs.request import ALONE, parsed, settings_types
@@ -105,13 +106,18 @@ def _edited(run: Run, record: dict[str, Any]) -> list[str]:
 
 def _device_again(run: Run, config: Config, ranks: int) -> torch.device:
     """Where a run goes on: on GPUs if it began on them, unless its user says otherwise."""
+    on_cpu = f"to go on on the CPU, with other bits: train resume {run.name} --device cpu"
+    if config.precision in ON_GPU_ALONE:
+        on_cpu = f"its precision {config.precision} needs one, so resume it where there is one"
     try:
         device = pick_device(config, ranks, 0)
     except NoGPU:
-        raise NoGPU(
-            f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; "
-            f"to go on on the CPU, with other bits: train resume {run.name} --device cpu"
-        ) from None
+        raise NoGPU(f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; {on_cpu}") from None
+    if device.type == "cpu" and config.precision in ON_GPU_ALONE:
+        raise Refused(
+            f"{run.name} computes in {config.precision}, which a CPU has not, and a resume may not change that; "
+            "resume it where there is a GPU"
+        )
     config.device = "cuda" if device.type == "cuda" else "cpu"
     if device.type == "cuda":
         cards.check(cards.here())

@@ -10,6 +10,7 @@ its files; that they have changed is told.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def warnings(run: Run, record: dict[str, Any]) -> list[str]:
     lines = []
     how = differs(run, record)
     if how:
-        other = "" if how == "is gone" else f"; for the one of now: train resume {run.name} --script {record['script']}"
+        path = shlex.quote(record["script"])
+        other = "" if how == "is gone" else f"; for the one of now: train resume {run.name} --script {path}"
         lines.append(f"{record['script']} {how}; {run.name} goes on with its own copy{other}")
     said = imports.changed(record.get("script_imports"), "script")
     if said:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, nearest
-from train.record import store
+from train.record import folders, store
 from train.record.store import Run
 from train.runs import submitted
 
@@ -35,9 +35,9 @@ def matching(runs: Path, names: list[str], must: bool = True) -> list[Run]:
     found: dict[str, Run] = {}
     for name in names:
         if not is_pattern(name) or (Run(runs / name).folder / "run.json").exists():
-            matched = [store.find(runs, name)]
+            matched = [folders.find(runs, name)]
         else:
-            matched = [run for run in store.every(runs) if fnmatch.fnmatchcase(run.name, name)]
+            matched = [run for run in folders.every(runs) if fnmatch.fnmatchcase(run.name, name)]
         if must and not matched:
             raise Refused(f"no run in {runs} matches {name}; train ls lists the runs")
         found |= {run.name: run for run in matched}
@@ -53,6 +53,7 @@ def remove(runs: list[Run]) -> list[str]:
     every = [*runs, *(other for run in runs for other in submitted.others(run))]
     with contextlib.ExitStack() as held:
         for run in runs:
+            held.enter_context(submitted.not_handed_over(run))  # it must not have a new job when it is gone
             submitted.check_gone(run)
         for run in every:
             lock = run.acquire()
@@ -62,7 +63,7 @@ def remove(runs: list[Run]) -> list[str]:
             held.callback(lock.release)
         stays = [line for run in runs if (line := submitted.forget(run))]
         for run in reversed(every):
-            store.bury(run)
+            folders.bury(run)
     return stays
 
 

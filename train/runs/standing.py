@@ -37,7 +37,8 @@ def is_far(record: dict[str, Any]) -> bool:
 
 def words_of(record: dict[str, Any]) -> str:
     """What it is there: `job 7 of slurm`."""
-    return f"job {record['submitted']['job']} of {record['submitted']['engine']}"
+    job, name = record["submitted"]["job"], record["submitted"]["engine"]
+    return f"job {job} of {name}" if job is not None else f"a run without a known job of {name}"
 
 
 def effective(runs: Iterable[Run], tell: Tell) -> list[dict[str, Any]]:
@@ -142,7 +143,8 @@ def _gone(record: dict[str, Any]) -> dict[str, Any]:
     """A record whose engine has no such job; where it has not begun, somebody waits for it in vain."""
     if record["state"] != store.CREATED:
         return record
-    reason = f"{words_of(record)} is gone; train resume {record['name']} hands the run over again"
+    what = f"{words_of(record)} is gone" if record["submitted"]["job"] is not None else "it has no job that is known"
+    reason = f"{what}; train resume {record['name']} hands the run over again"
     return record | {"state": store.INTERRUPTED, "reason": reason}
 
 
@@ -214,7 +216,7 @@ def of_job(record: dict[str, Any]) -> Standing | None:
         except Silent as error:
             if not left:
                 raise Refused(
-                    f"{name} does not answer here ({error}), and {record['name']} is job {job} there; try again, or "
+                    f"{name} does not answer here ({error}), and {record['name']} is {words_of(record)}; try again, or "
                     "go to where it does"
                 ) from None
             time.sleep(LOOK_EVERY)

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from train.cluster.engines import engine
-from train.cluster.submission import FILE, Engine, of_others, to_json
+from train.cluster.submission import FILE, Engine, Standing, Unanswered, of_others, to_json
 from train.errors import EXIT_FINISHED, Refused
-from train.record import store
+from train.record import durable, store
 from train.record.store import Run
 from train.runs import followed, logs, supervise
 from train.runs.standing import LOOK_EVERY, Tell, is_far, is_submitted, of_job, shown, words_of
@@ -21,14 +21,30 @@ def _engine_of(record: dict[str, Any]) -> Engine:
     return engine(record["submitted"]["engine"])
 
 
+def _standing(run: Run) -> Standing | None:
+    """How its job stands; of_job. Where that is gone it may have another, which nobody has heard of: that is then its
+    job, on record too.
+
+    Raises:
+        Refused: the engine does not say.
+    """
+    record = run.read()
+    standing = of_job(record)
+    if standing is None or standing.ended is not None:
+        _engine_of(record).adopt(run)
+        standing = of_job(run.read())
+    return standing
+
+
 def stop(run: Run, now: bool, tell: Tell) -> None:
     """Let it save and end, or take it out of the queue; return when the engine has done with it.
 
     Raises:
-        Refused: the engine does not say how it stands.
+        Refused: the engine does not say how it stands, or is being given the run just now.
     """
+    run.check_not_handed_over()
+    standing = _standing(run)
     record = run.read()
-    standing = of_job(record)
     while standing is not None and standing.ended is None:
         _engine_of(record).halt(run, standing, now)
         time.sleep(LOOK_EVERY)
@@ -52,8 +68,13 @@ def resume(run: Run, flags: dict[str, str]) -> str:
     Raises:
         Refused: it is there still, or the engine does not take it.
     """
+    with run.handing_over():  # two at once would give it two jobs
+        return _resume(run, flags)
+
+
+def _resume(run: Run, flags: dict[str, str]) -> str:
+    standing = _standing(run)
     record = run.read()
-    standing = of_job(record) if record["submitted"]["job"] is not None else None
     if standing is not None and standing.ended is None:
         raise Refused(f"{run.name} is {words_of(record)} ({standing.words}) already")
     path = run.folder / FILE
@@ -71,13 +92,16 @@ def resume(run: Run, flags: dict[str, str]) -> str:
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
     was: dict[str, Any] = {name: record.get(name) for name in ("state", "reason", "stopped_by", "ended")}
-    store.write_atomically(path, to_json(content))
+    durable.write_atomically(path, to_json(content))
     run.update(state=store.CREATED, reason="being handed over", stopped_by=None, ended=None)
     lock.release()
     try:
         _engine_of(record).again(run)
+    except Unanswered as error:
+        run.note(reason=str(error))
+        raise
     except BaseException:
-        store.write_atomically(path, before)
+        durable.write_atomically(path, before)
         run.update(**was)
         raise
     return f"{words_of(run.read())}; how it stands: train show {run.name}"
@@ -91,6 +115,11 @@ def _keys(record: dict[str, Any]) -> tuple[str, ...]:
     return ("flags",) if record["total_steps"] is None else ("changes",)
 
 
+def not_handed_over(run: Run) -> contextlib.AbstractContextManager[None]:
+    """While this is held, nobody hands the run to its engine. Raises Refused: somebody does just now."""
+    return run.handing_over() if is_submitted(_record(run)) else contextlib.nullcontext()
+
+
 def check_gone(run: Run) -> None:
     """Raises Refused: an engine would still start the run, or may, for all that is known here.
 
@@ -101,13 +130,13 @@ def check_gone(run: Run) -> None:
     if not is_submitted(record):
         return
     try:
-        standing = of_job(record)
+        standing = _standing(run)
     except Refused:
         if is_far(record) or not _has_ended(record):
             raise
         return
     if standing is not None and standing.ended is None:
-        raise Refused(f"{run.name} is {words_of(record)} still; first: train stop {run.name}")
+        raise Refused(f"{run.name} is {words_of(run.read())} still; first: train stop {run.name}")
 
 
 def _has_ended(record: dict[str, Any]) -> bool:

@@ -13,14 +13,13 @@ import errno
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from train import faults, signals
+from train import faults, screen, signals
 from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Refused, one_line
 from train.record import outcome, store
 from train.record.outcome import Kind
@@ -72,7 +71,7 @@ def write(run: Run, attempt: int, decision: Decision) -> None:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"train: {text}", file=sys.stderr, flush=True)
+        screen.say(f"train: {text}")
 
 
 @dataclasses.dataclass
@@ -123,7 +122,7 @@ class Supervisor:
             self._wait(decision.wait)
         self.run.clear_stop()
         if self.nodes is not None:
-            self.nodes.leave()
+            self.nodes.leave(goes_on=decision.end == "stopped" and self._leaves())
         return decision.code
 
     def _gather(self) -> Decision | None:
@@ -138,11 +137,11 @@ class Supervisor:
             asked = self._asked()
             decision: Decision | None = None
             if asked is not None:
-                nodes.ask_stop(asked)
+                self._ask_others(asked)
                 reason = f"stopped ({asked.words}) while {words}; the last checkpoint is of step {self._newest()}"
                 decision = Decision("stopped", store.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
             elif nodes.refused:
-                decision = Decision("failed", store.FAILED, nodes.refused, nodes.refused)
+                decision = verdict.refused(nodes.refused)
             elif (ended := self._ended_without_this_node()) is not None:
                 decision = ended
             elif nodes.closed:
@@ -184,8 +183,15 @@ class Supervisor:
         self.say(decision.reason or f"{self.run.name} has {decision.state}")
 
     def _listen_to_others(self) -> None:
-        """Take in what is said at the table."""
+        """Take in what is said at the table.
+
+        Raises:
+            Refused: this node has nothing to be one with: the others would save no checkpoint any more, for each has
+                all, and come to an end that is not recorded here. To them it is gone.
+        """
         assert self.nodes is not None
+        if self.run.is_gone():
+            raise Refused(f"{self.run.folder} was removed; what the others have goes on without this machine, or waits")
         self.nodes.tick()
         for line in self.nodes.remarks:
             self.say(line)
@@ -204,10 +210,24 @@ class Supervisor:
         if guard is not None and nodes.ended:
             guard.end()
         if asked is not None:
-            nodes.ask_stop(asked)
+            self._ask_others(asked)
         elif nodes.regroup and not self._is_regrouping:
             self._is_regrouping = True
             self.processes.signal(signal.SIGTERM)  # they save, and end
+
+    def _ask_others(self, asked: Asked) -> None:
+        """Let the other nodes stop as this one does, unless they go on without it."""
+        assert self.nodes is not None
+        if not self._leaves():
+            self.nodes.ask_stop(asked)
+
+    def _leaves(self) -> bool:
+        """Whether this node alone is to stop: of a run that may go on with fewer a signal, or its keeper's end, says
+        that this machine goes away. `train stop` and Ctrl-C are a user's word, on whatever machine, for the run."""
+        nodes, stop = self.nodes, self.stop
+        if nodes is None or not nodes.settings.is_elastic or nodes.is_stopping:
+            return False
+        return stop.by in (signals.SIGNAL, signals.KEEPER) and not (stop.now or stop.interrupts)
 
     def _begin(self) -> int:
         self._kept, self._began = self._newest_kept(), time.monotonic()
@@ -265,7 +285,8 @@ class Supervisor:
         wanted, by = self.run.stop_asked(), ""
         if self.road is Road.LAUNCHED and self.stop.interrupts > 1:
             wanted, by = store.NOW, signals.CTRL_C  # twice in the attached terminal waits for nothing
-        if wanted == store.NOW or (wanted and not self.stop.asked):
+        is_for_all = self._leaves() and store.BY.get(wanted) == signals.USER
+        if wanted == store.NOW or (wanted and (not self.stop.asked or is_for_all)):
             by = by or store.BY.get(wanted, signals.USER)
             self.stop.ask(by, store.WHO.get(wanted, wanted), now=wanted == store.NOW)
 
@@ -365,7 +386,7 @@ class Supervisor:
         asked = self._asked()
         if asked is None:
             return None
-        self.nodes.ask_stop(asked)
+        self._ask_others(asked)
         return asked if asked.now else None
 
     def end_at_once(self) -> NoReturn:
@@ -418,6 +439,7 @@ class Supervisor:
             shortage=shortage.of_run(self.run, self.processes.ranks) if killed_at else "",
             refused_at=memory.refused_at(),
             asked=self._asked(),
+            leaves=self._leaves(),
             saved=newest,
             is_ready=bool((record.get("attempts") or [{}])[-1].get("ready")),
             progress=self._newest_kept() > self._kept or ran_well,

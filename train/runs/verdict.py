@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from train import signals
-from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED
+from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
 from train.record import store
 from train.record.outcome import Kind, Outcome, first_fault
-from train.runs import cause, likely, memory, scripts
+from train.runs import cause, likely, memory, newcomers, scripts
 
 LAST_LINES = 8
 """Lines of a dead rank's log that run.json keeps."""
@@ -105,7 +105,15 @@ class Facts:
     lost: str = ""
     """Nodes that are gone, with all their ranks, in words."""
     regroup: str = ""
-    """Why ranks were stopped to be begun again, with more nodes."""
+    """Why ranks were stopped to be begun again, with more nodes or fewer."""
+    came: str = ""
+    """Nodes that wait to join, in words."""
+    node: str = ""
+    """This node among several, in words."""
+    newcomers: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """Ranks of nodes that the others can go on without, and have trained before they came: with the node, in words."""
+    leaves: bool = False
+    """Whether this node alone was asked to stop, and the others go on without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +170,7 @@ class Decision:
 
 def decide(facts: Facts) -> Decision:
     """What becomes of a run whose attempt is over; where a machine may be behind it, with the check for that."""
-    decision = _decide(facts)
+    decision = _without_newcomers(facts, _decide(facts))
     if decision.end not in (store.FAILED, "died") or decision.reason is None:  # it goes on, or who started it tells
         return decision
     hint = likely.hint("\n".join([decision.why, *_raised(facts, decision.why)]))
@@ -170,6 +178,26 @@ def decide(facts: Facts) -> Decision:
         return decision
     said = decision.said and f"{decision.said}; {hint}"
     return dataclasses.replace(decision, why=f"{decision.why}; {hint}", reason=f"{decision.reason}; {hint}", said=said)
+
+
+def _without_newcomers(facts: Facts, decision: Decision) -> Decision:
+    """What becomes of a run that a machine ends which has just joined it: there it ends, and the others go on."""
+    if decision.again or decision.end not in (store.FAILED, "died"):
+        return decision
+    names = newcomers.at_fault(facts, decision.rank)
+    if not names:
+        return decision
+    why = f"{' and '.join(names)} cannot do the work and was refused: {decision.why}"
+    if facts.node not in names:
+        said = f"{why}; the others go on"
+        return Decision("died", None, why, rank=decision.rank, again=True, deaths=facts.deaths, said=said)
+    return refused(f"{why}; when that is mended: train resume {facts.name}", decision.rank)
+
+
+def refused(why: str, rank: int | None = None) -> Decision:
+    """That this node cannot be one of its run, which goes on or waits without it."""
+    figures = {store.REFUSED: True}
+    return Decision(store.FAILED, store.FAILED, why, why, rank=rank, figures=figures, said=why, code=EXIT_REFUSED)
 
 
 def _raised(facts: Facts, why: str) -> list[str]:
@@ -181,7 +209,9 @@ def _raised(facts: Facts, why: str) -> list[str]:
 
 def _decide(facts: Facts) -> Decision:
     told, asked = facts.outcomes.get(0), facts.asked
-    if told is not None and told.kind in (Kind.FINISHED, Kind.STOPPED) and facts.regroup and not (asked or facts.lost):
+    # all that were in it know that it has finished; who waits to join does not, and is to have the result
+    is_to_regroup = told is not None and (told.kind is Kind.STOPPED or (told.kind is Kind.FINISHED and facts.came))
+    if is_to_regroup and facts.regroup and not (asked or facts.lost):
         return Decision("stopped", None, facts.regroup, again=True, deaths=facts.deaths, said=facts.regroup)
     if told is not None and told.kind is not Kind.DIED and not facts.lost:
         return _as_told(facts, told)
@@ -220,7 +250,8 @@ def _as_told(facts: Facts, told: Outcome) -> Decision:
     if told.kind is Kind.STOPPED:
         # ranks know of a signal, or of another rank; who supervises them may know whose it was
         asked = facts.asked or Asked(signals.SIGNAL, told.reason)
-        decision = _stopped(facts, asked, f"stopped after step {told.step} ({asked.words})")
+        others = "; this node has left, the run is not over" if facts.leaves else ""
+        decision = _stopped(facts, asked, f"stopped after step {told.step} ({asked.words}){others}")
         return dataclasses.replace(decision, figures=told.figures | {"step": told.step})
     return Decision(store.FAILED, store.FAILED, told.reason, told.reason, recurs=told.recurs)
 

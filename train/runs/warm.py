@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import NoReturn
 
 _LIBRARIES = (
-    "torch", "torch.distributed.checkpoint", "torch.utils.tensorboard", "torch.utils.flop_counter", "numpy", "pydantic",
-    "tomli_w", "safetensors.torch", "psutil", "threadpoolctl",
+    "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard", "torch.utils.flop_counter",
+    "numpy", "pydantic", "tomli_w", "safetensors.torch", "psutil", "threadpoolctl",
 )  # fmt: skip
 READ_AT_LOADING = (
     "PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "NPY_", "NUMPY_", "ATEN_",

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from train import faults
+from train import faults, screen
 from train.checkpoint import shared
 from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.seat import Seat, seat_of_environment
@@ -56,7 +56,7 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
     if end.kind in (Kind.FAILED, Kind.REFUSED) and (seat.rank == seat.lead or not _is_told(logs, seat)):
         with contextlib.suppress(OSError):  # the terminal may be gone
             said = filter(None, [end.reason, likely.hint(end.reason)])
-            print(f"train: {'; '.join(said)}", file=sys.stderr, flush=True)
+            screen.say(f"train: {'; '.join(said)}")
     return end
 
 

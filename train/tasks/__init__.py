@@ -99,7 +99,7 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
     if path.parent == Path(__file__).parent:
         module: Any = importlib.import_module(f"train.tasks.{path.stem}")
     else:
-        if str(beside) not in sys.path:
+        if sys.path[:1] != [str(beside)]:  # it may be there already, behind what is installed
             sys.path.insert(0, str(beside))
         module = _execute(path)
     for function, form in (

@@ -12,8 +12,10 @@ import torch
 
 from tests.ports import free_port
 from tests.train.conftest import PATIENCE, Station
+from train.bench import loop
 from train.bench.collective import KILOBYTES, bus_rate
 from train.bench.turns import ratio
+from train.record.store import Run
 
 
 def table(text: str) -> list[list[str]]:
@@ -117,6 +119,15 @@ def test_recovery_compares_a_death_with_plain_torchrun(station: Station) -> None
     assert ours[1] == "1" and float(ours[2]) > 0
     assert (ours[5], ours[6], ours[8]) == ("0", "0", "1 of 1 equal")
     assert os.listdir(station.runs) == []
+
+
+@pytest.mark.bench
+def test_the_engine_of_loop_has_memory_for_its_snapshots(tmp_path: Path) -> None:
+    """Its table speaks of every default feature, and by default a launched run keeps its state in memory."""
+    subject = loop.Subject("resnet18", 16, 4, 5, 2)
+    cost = loop._cost(tmp_path, subject, loop.TRAIN, 0)
+    said = Run(tmp_path / "turn-0").logs(1) / "rank0.log"
+    assert "snapshots in memory: 2 x " in said.read_text() and len(cost.seconds) == 1
 
 
 @pytest.mark.bench

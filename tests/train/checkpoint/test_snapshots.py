@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.train.parallel.test_strategies import ODD
 from tests.train.tiers import later
 from train.checkpoint.shared import ENVIRONMENT, Owned
-from train.record import store
+from train.record import folders, store
 from train.runs import admit
 from train.runs.processes import Guard, forked
 from train.runs.processes.forked import Forked
@@ -111,7 +111,7 @@ class Kept:
             del merged["epochs"]
         prepared = admit.prepare(Request(str(task), {key: str(value) for key, value in merged.items()}, ranks=ranks))
         record = prepared.record | {"max_restarts": restarts, "started": begun}
-        run = store.create(self.engine.station.runs, name, prepared.files, record)
+        run = folders.create(self.engine.station.runs, name, prepared.files, record)
         (run.folder / "script").write_text("\n".join(script))
         lock, memory = run.acquire(), memory_of(run, ranks) or Owned()
         assert lock is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
+import functools
 import multiprocessing
 import os
 import signal
@@ -16,7 +18,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from train.checkpoint.saver import Saver
 from train.checkpoint.state import load, state_of
+from train.config import Config
+from train.parallel.world import World
+from train.record.folders import create
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
@@ -30,39 +36,81 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def trained(kind: str, look: bool) -> torch.Tensor:
-    """The weights after three steps; `look`: at the state before the first, as after a step that fp16 left out."""
+WAYS: dict[str, Any] = {
+    **{f"{kind} {name}": (kind, options) for kind in ("Adam", "AdamW", "SGD") for name, options in {
+        "fused": {"fused": True, "weight_decay": 0.1}, "in turn": {"foreach": False, "weight_decay": 0.1},
+    }.items()},
+    **{f"{kind} with decay": (kind, {"weight_decay": 0.1}) for kind in (
+        "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD",
+    )},
+    "Adam, the largest": ("Adam", {"weight_decay": 0.1, "amsgrad": True, "maximize": True}),
+    "NAdam, decoupled": ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "RMSprop, centred": ("RMSprop", {"weight_decay": 0.1, "momentum": 0.9, "centered": True}),
+    "momentum with decay": ("SGD", {"weight_decay": 0.1, "momentum": 0.9}),
+    "momentum, damped": ("SGD", {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "momentum of Nesterov": ("SGD", {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}),
+    "averages": ("ASGD", {"t0": 1.0}),
+    "signs": ("Rprop", {}),
+}  # fmt: skip
+"""Of torch's optimizers, each with what may make its first step another than the later ones."""
+KINDS |= {name: functools.partial(getattr(torch.optim, of), lr=0.1, **options) for name, (of, options) in WAYS.items()}
+
+
+def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    optimizer = KINDS[kind](model.parameters())
-    if look:
-        state_of(model, optimizer)
-    for _ in range(3):
+    return model, KINDS[kind](model.parameters())
+
+
+def after(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and all that the optimizer keeps, after so many steps more."""
+    for _ in range(steps):
         model(torch.ones(3, 4)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.weight.detach()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_look_at_the_state_before_the_first_step_changes_no_step(kind: str) -> None:
-    assert torch.equal(trained(kind, look=True), trained(kind, look=False))
+    """As after a step that fp16 left out."""
+    looked_at, plain = made(kind), made(kind)
+    before = copy.deepcopy(plain[1].state_dict())
+    state_of(*looked_at)
+    assert equal(looked_at[1].state_dict()["state"], before["state"])
+    assert looked_at[1].state_dict()["param_groups"] == before["param_groups"]
+    assert equal(after(1, *looked_at), after(1, *plain))
+    assert equal(after(2, *looked_at), after(2, *plain))
 
 
-@pytest.mark.parametrize("kind", ["adam", "nadam", "momentum"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_from_before_the_first_step_continues_as_nothing_had_been(kind: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    dcp.save(state_of(model, KINDS[kind](model.parameters())), checkpoint_id=tmp_path / "step", no_dist=True)
-    torch.manual_seed(1)
-    model = nn.Linear(4, 2)
-    optimizer = KINDS[kind](model.parameters())
+    dcp.save(state_of(*made(kind)), checkpoint_id=tmp_path / "step", no_dist=True)
+    model, optimizer = made(kind)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
     load(tmp_path / "step", model, optimizer)
-    for _ in range(3):
-        model(torch.ones(3, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(model.weight.detach(), trained(kind, look=False))
+    assert equal(after(3, model, optimizer), after(3, *made(kind)))
+
+
+def test_room_is_made_once_there_is_a_state_or_none_is_to_come(tmp_path: Path) -> None:
+    for kind, steps in (("adam", 1), ("plain", 15)):
+        saver = Saver(create(tmp_path, kind, {}, {}), World(0, 1, 0, torch.device("cpu")), Config(), 1, print)
+        model, optimizer = made(kind)
+        saver.prepare(model, optimizer)  # as after a step that fp16 left out
+        assert not saver.is_prepared and not optimizer.state
+        for _ in range(steps):
+            assert not saver.is_prepared
+            after(1, model, optimizer)
+            saver.prepare(model, optimizer)
+        assert saver.is_prepared
 
 
 def _read_beside_one_that_dies(rank: int, folder: Path) -> None:

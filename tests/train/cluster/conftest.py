@@ -36,11 +36,11 @@ class Machines:
 
     def launch(
         self, name: str, node: int, *arguments: object, nnodes: object = None, nproc: int = 1,
-        env: dict[str, str] | None = None, task: object = "digits",
+        env: dict[str, str] | None = None, task: object = "digits", fields: tuple[object, ...] = FIELDS,
     ) -> Any:  # fmt: skip
         """Launch a node, and return at once what it said."""
         return self.stations[node](
-            "launch", task, "--name", name, "--nproc", nproc, *FIELDS, "--nnodes", nnodes or len(self.stations),
+            "launch", task, "--name", name, "--nproc", nproc, *fields, "--nnodes", nnodes or len(self.stations),
             "--node-rank", node, "--rendezvous", self.rendezvous, *arguments, env=env,
         )  # fmt: skip
 

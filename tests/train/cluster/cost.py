@@ -27,7 +27,7 @@ RANKS, STEADY, MUST = 8, 10.0, {"torch": "2.7.1", "config": {f"field{number}": n
 
 
 def hello(node: int, nodes: int) -> dict[str, Any]:
-    return same.hello("a", node, RANKS, nodes, nodes, Path("/runs/a"), MUST, {}) | {"host": f"host{node}"}
+    return same.hello("a", node, RANKS, nodes, nodes, Path("/runs/a"), MUST, {}, False) | {"host": f"host{node}"}
 
 
 def report(node: int) -> dict[str, Any]:

@@ -147,6 +147,11 @@ def test_a_cluster_without_trainer_is_named(station: Station, cluster: Cluster) 
         (("--env", "NCCL_DEBUG"), "give NAME=VALUE"),
         (("--env", ""), "give NAME=VALUE"),
         (("--env", "PET_NNODES=3"), "Kubeflow Trainer or the pod itself sets it"),
+        (("--env-from", "PET_NNODES=many"), "Kubeflow Trainer or the pod itself sets it"),
+        (("--env-from", "WANDB_API_KEY"), "--env-from WANDB_API_KEY: give NAME=VALUE"),
+        (("--env-from", "WANDB_API_KEY=My Secret"), "give the name of a Secret"),
+        (("--env-from", "WANDB_API_KEY=tools/"), "give the name of a Secret"),
+        (("--env", "A=1", "--env-from", "A=tools"), "both give A"),
         (("--namespace", "My_Space"), "--namespace My_Space"),
         (("--queue", "-"), "--queue -"),
         (("--init", "weights.safetensors"), "pods cannot read this machine's files"),
@@ -167,6 +172,21 @@ def test_what_does_not_fit_is_refused_before_a_cluster_is_asked(
     station: Station, arguments: tuple[object, ...], words: str
 ) -> None:
     assert words in refused(station, *SUBMIT, *arguments, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ["WANDB_API_KEY=9e3779b97f4a7c15", "HF=hf_9e3779b97f4a7c15f39c", "HTTPS_PROXY=http://me:9e3779b97f4a7c15@proxy:1"],
+)
+def test_a_secret_is_not_written_where_others_read_it(station: Station, pair: str) -> None:
+    name = pair.partition("=")[0]
+    line = refused(station, *SUBMIT, "--env", f"NCCL_IB_PKEY=2,{pair}", "--dry-run")
+    assert f"--env {name}: reads like a secret" in line and f"--env-from {name}=NAME" in line
+    slurm = ("submit", "digits", "--on", "slurm", "--name", "first", "--nproc", 1, "--dry-run")
+    line += refused(station, *slurm, "--sbatch", f"export=ALL,{pair}")
+    assert f"export={name} reads like a secret" in line
+    assert "9e3779b97f4a7c15" not in line
+    assert not station.runs.exists()
 
 
 def test_weights_to_begin_with_lie_where_pods_see_them(station: Station) -> None:

@@ -29,7 +29,7 @@ ALL = (
     "--on", "kubernetes", "--name", "all", "--nodes", 64, "--gpus-per-node", 8, "--time", "2-12:00:00", "--warn", 300,
     "--cpus-per-task", 96, "--mem", "1.5T", "--shm", "256Gi", "--container", "registry.example/trainstation:1",
     "--namespace", "research", "--runs-claim", "fast", "--data-claim", "big", "--queue", "night",
-    "--env", "NCCL_DEBUG=INFO,NCCL_IB_HCA==mlx5_0", "--dry-run",
+    "--env", "NCCL_DEBUG=INFO,NCCL_IB_HCA==mlx5_0", "--env-from", "WANDB_API_KEY=tools,HF_TOKEN=hub/token", "--dry-run",
 )  # fmt: skip
 
 
@@ -74,6 +74,10 @@ def test_everything_that_a_submission_renders_is_what_is_published(station: Stat
     assert job["trainer"]["image"] == "registry.example/trainstation:1"
     assert job["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "96", "memory": "1.5Ti"}
     assert job["trainer"]["env"][1] == {"name": "NCCL_IB_HCA", "value": "=mlx5_0"}
+    assert job["trainer"]["env"][2:] == [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for name, secret, key in (("WANDB_API_KEY", "tools", "WANDB_API_KEY"), ("HF_TOKEN", "hub", "token"))
+    ]
     assert job["activeDeadlineSeconds"] == 60 * 3600
     (patched,) = job["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = patched["template"]["spec"]["template"]["spec"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
+import time
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.train.cluster.conftest import FIELDS, Machines, consumed
+from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone, wait_until
 from tests.train.conftest import Station
+from train.cluster.table import LOST
+from train.record import manifest as manifests
 
 
 def test_two_nodes_wait_for_each_other_and_train_as_one_machine_does(machines: Machines, like_alone: Any) -> None:
@@ -59,13 +62,32 @@ def test_a_node_that_stands_still_is_given_up_and_comes_back(machines: Machines,
     machines.launch_all("a", "--steps", 900)
     machines.stations[0].wait_for_step("a", 100)
     pids = machines.stations[1].record("a")["pids"]
-    stopped = [pids["agent"], *pids["ranks"]]
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
+    agent = psutil.Process(pids["agent"])
+    stopped = [agent, *map(psutil.Process, pids["ranks"])]
+    if (parent := agent.parent()) is not None and "tmux" in parent.name():  # the agent started cold
+        stopped.insert(0, parent)  # it would let its child go on at once
+    for process in stopped:
+        process.suspend()
     machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
-    for pid in reversed(stopped):
-        os.kill(pid, signal.SIGCONT)
+    for process in reversed(stopped):
+        process.resume()
     like_alone(machines, "a", 2, 900)
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_agent_whose_disk_does_not_answer_for_a_while_is_not_taken_for_gone(
+    machines: Machines, like_alone: Any, node: int
+) -> None:
+    machines.launch_all("a", "--steps", 500)
+    machines.stations[node].wait_for_step("a", 50)
+    asked = machines.stations[node].run("a").folder / "stop"
+    os.mkfifo(asked)  # which the agent looks for all the time: opening it waits until somebody opens the other end
+    time.sleep(LOST + 8)
+    answers = asked.rename(machines.stations[node].folder / "answers")
+    os.close(os.open(answers, os.O_WRONLY | os.O_NONBLOCK))
+    like_alone(machines, "a", 2, 500)
+    assert [len(station.record("a")["attempts"]) for station in machines.stations] == [1, 1]
 
 
 @pytest.mark.minutes
@@ -85,6 +107,46 @@ def test_a_node_with_a_new_disk_dies_when_it_has_the_state_of_the_other_and_has_
     attempts = run.read()["attempts"]
     assert [one["reason"] for one in attempts[1:]] == ["rank 1 died of SIGKILL", ""], attempts
     assert attempts[-1]["from_step"] >= 50
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("snapshots", ["true", "false"], ids=["memory", "disk"])
+def test_a_machine_with_a_new_disk_has_the_best_checkpoint_too(machines: Machines, snapshots: str) -> None:
+    best = ("--checkpoint.best", "max:loss", "--checkpoint.keep", 1)  # the first that was evaluated
+    machines.launch_all("a", "--steps", 300, *best, "--checkpoint.snapshots", snapshots)
+    machines.wait("a", 0, lambda record: record.get("saved_step", 0) >= 50, "step 50 saved")
+    machines.kill("a", 1)
+    machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
+    shutil.rmtree(machines.stations[1].run("a").folder)  # another machine
+    assert machines.launch("a", 1, "--steps", 300, *best, "--checkpoint.snapshots", snapshots).returncode == 0
+    first, second = machines.ends("a")
+    assert first["state"] == second["state"] == "finished"
+    assert first["best"] == second["best"] and first["best"]["step"] < 50, (first["best"], second["best"])
+    assert first["checkpoints"] == second["checkpoints"] == [first["best"]["step"], 300]
+    runs = [station.run("a") for station in machines.stations]
+    one, other = (manifests.verify(run.checkpoint(first["best"]["step"])) for run in runs)
+    assert one["save"] == other["save"]
+    for station in machines.stations:
+        station.ok("export", "a", "--checkpoint", "best", "--to", "best.safetensors")
+    exported = [(station.folder / "best.safetensors").read_bytes() for station in machines.stations]
+    assert exported[0] == exported[1]
+
+
+@pytest.mark.minutes
+def test_a_machine_whose_run_folder_is_removed_is_gone_and_another_takes_its_place(
+    machines: Machines, alone: Any
+) -> None:
+    machines.launch_all("a", "--steps", 500)
+    machines.stations[0].wait_for_step("a", 60)
+    folder = machines.stations[1].run("a").folder
+    pids = machines.stations[1].record("a")["pids"]
+    folder.rename(folder.with_name("removed"))
+    machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
+    wait_until(lambda: not any(map(psutil.pid_exists, [pids["agent"], *pids["ranks"]])), "the end of its processes")
+    assert machines.launch("a", 1, "--steps", 500).returncode == 0
+    for record in machines.ends("a"):
+        assert record["state"] == "finished", record["reason"]
+        assert record["weights_sha256"] == alone(2, 500).record(name_alone(2, 500))["weights_sha256"]
 
 
 @pytest.mark.minutes
@@ -130,6 +192,25 @@ def test_a_stop_while_a_node_waits_ends_it(machines: Machines) -> None:
     machines.stations[0].ok("stop", "a")
     record = machines.stations[0].wait_for_end("a")
     assert (record["state"], record["stopped_by"]) == ("stopped", "user")
+
+
+@pytest.mark.minutes
+def test_a_new_node_0_computes_as_the_others_do_whatever_it_would_choose_by_itself(
+    machines: Machines, alone: Any
+) -> None:
+    at = FIELDS.index("--cpu_threads")
+    unset = FIELDS[:at] + FIELDS[at + 2 :]
+    machines.launch_all("a", "--steps", 500, fields=unset, env={"OMP_NUM_THREADS": "1"})
+    machines.wait("a", 1, lambda record: record.get("saved_step", 0) >= 50, "step 50 saved")
+    machines.kill("a", 0)
+    machines.wait_for_reason("a", 1, "waiting for node 0 of 2")
+    shutil.rmtree(machines.stations[0].run("a").folder)  # another machine
+    assert machines.launch("a", 0, "--steps", 500, fields=unset, env={"OMP_NUM_THREADS": "2"}).returncode == 0
+    for station, record in zip(machines.stations, machines.ends("a"), strict=True):
+        assert record["state"] == "finished", record["reason"]
+        assert "cpu_threads = 1\n" in (station.run("a").folder / "config.toml").read_text()
+        assert record["weights_sha256"] == alone(2, 500).record(name_alone(2, 500))["weights_sha256"]
+    assert machines.stations[0].record("a")["attempts"][0]["from_step"] >= 50
 
 
 @pytest.mark.minutes

@@ -20,7 +20,7 @@ from tests.train.tiers import later
 from train import screen
 from train.cluster import kubectl, manifests, trainjob
 from train.cluster.submission import Silent
-from train.record import store
+from train.record import folders
 from train.record.store import Run
 from train.record.whole import is_whole
 from train.runs.monitor.engines import ASK_EVERY
@@ -51,7 +51,7 @@ ODD = [
 
 @pytest.mark.parametrize("text", [*ODD[:4], *later(*ODD[4:])])
 def test_what_no_cluster_says_is_no_answer(home: Home, text: str) -> None:
-    run = store.create(home.runs, "first", {}, {"submitted": TAKEN, "task": "digits", "world_size": 1, "nproc": 1})
+    run = folders.create(home.runs, "first", {}, {"submitted": TAKEN, "task": "digits", "world_size": 1, "nproc": 1})
     answers(home, text)
     listed = home.ok("ls")
     (line,) = listed.stderr.splitlines()
@@ -128,7 +128,7 @@ def test_a_place_among_nodes_is_taken_as_it_was_written_or_not_at_all() -> None:
 @pytest.mark.parametrize("change", [*({"submitted": one} for one in DAMAGED), {"cluster": PLACES[3]}])
 def test_a_damaged_record_hides_no_other_run(station: Station, change: dict[str, Any]) -> None:
     for name in ("bad", "good"):
-        store.create(station.runs, name, {}, {"task": "digits", "state": "stopped"})
+        folders.create(station.runs, name, {}, {"task": "digits", "state": "stopped"})
     path = station.runs / "bad" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     listed = station.ok("ls")

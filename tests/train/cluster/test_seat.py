@@ -15,7 +15,7 @@ import pytest
 
 from tests.ports import free_port
 from train.cluster import address
-from train.record import store
+from train.record import folders
 from train.runs.nodes import Nodes, Settings, _report
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Facts, Road
@@ -35,7 +35,7 @@ class Seats:
         """A node comes."""
         given = dataclasses.replace(Settings(2, 2, node, self.rendezvous), **settings)
         files: dict[str, str | bytes] = {"config.toml": config}
-        run = store.create(self.folder / f"node{node}", "a", files, {"world_size": 2, "chosen": ["cpu_threads"]})
+        run = folders.create(self.folder / f"node{node}", "a", files, {"world_size": 2, "chosen": ["cpu_threads"]})
         listening = None if node else address.listen(given.place)
         self.nodes.append(Nodes(run, 1, given, listening))
         self.nodes[-1].ready()
@@ -107,3 +107,20 @@ def test_a_node_that_is_told_late_that_a_round_begins_again_waits_no_longer_than
     supervisor = Supervisor(one.run, MagicMock(), Road.LAUNCHED, StopRequest(()), look, lambda _: None, one)
     decision = supervisor._gather()
     assert decision is not None and decision.state is None and "gave up" in decision.why
+
+
+def test_an_agent_that_waits_for_a_disk_is_there_and_one_that_never_comes_back_is_given_up(
+    seats: Seats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("table", "member"):
+        monkeypatch.setattr(f"train.cluster.{module}.LOST", 5.0)
+    zero, one = seats.come(0), seats.come(1)
+    seats.begin()
+    seats.nodes.remove(one)  # nobody looks after it any more
+    until = time.monotonic() + 10.0
+    seats.until(lambda: time.monotonic() > until, "twice the time after which one is lost that says nothing")
+    assert not zero.ended
+    monkeypatch.setattr("train.cluster.member.HUNG", 1.0)
+    seats.until(lambda: zero.ended, "that it is given up")
+    seats.nodes.append(one)
+    seats.until(lambda: one.told, "that it finds out")

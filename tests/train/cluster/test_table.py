@@ -16,7 +16,7 @@ SAME = {"torch": "2.7.1", "python": "3.11", "code": "abc", "task": "t", "data": 
 def hello(node: int, least: int = 2, most: int = 2, **more: Any) -> dict[str, Any]:
     one = {
         "is": "hello", "run": "a", "node": node, "nproc": 1, "least": least, "most": most, "chosen": {"cpu_threads": 1},
-        "host": f"host{node}", "home": f"/runs{node}/a", "same": SAME,
+        "has_begun": False, "host": f"host{node}", "home": f"/runs{node}/a", "same": SAME,
     }  # fmt: skip
     return one | more
 
@@ -184,6 +184,26 @@ def test_what_no_user_has_set_may_differ_and_is_node_0s() -> None:
     room = Room()
     room.come(10, 0)
     assert room.come(11, 1, chosen={"cpu_threads": 8})[0][1]["chosen"] == {"cpu_threads": 1}
+
+
+def test_what_no_user_has_set_stays_as_the_run_has_begun_with_it_when_node_0_is_new() -> None:
+    room = Room()
+    room.come(10, 0)
+    assert room.come(11, 1, chosen={"cpu_threads": 8}, has_begun=True)[0][1]["chosen"] == {"cpu_threads": 8}
+    room.gone(10), room.over(11)
+    room.say(11, "ready")
+    assert room.come(12, 0)[0][1]["chosen"] == {"cpu_threads": 8}  # node 1 has not come again since
+
+
+def test_the_same_data_added_up_in_another_order_are_the_same_data() -> None:
+    def data(total: float, exact: str = "e") -> dict[str, Any]:
+        fact = {"of": "float32 9x8", "sums": [total, 2.0], "norm": 3.0, "not numbers": 0}
+        return {"same": SAME | {"data": {"digest": f"{total}", "exact": exact, "sums": {"training set: images": fact}}}}
+
+    assert same.difference(hello(0, **data(1.0)), hello(1, **data(1.0000000001))) == ""
+    assert "another data set" in same.difference(hello(0, **data(1.0)), hello(1, **data(1.01)))
+    assert "another data set" in same.difference(hello(0, **data(1.0)), hello(1, **data(1.0, "f")))
+    assert "another data set" in same.difference(hello(0, **data(1.0)), hello(1))
 
 
 def test_who_asks_is_told_and_changes_nothing(room: Room) -> None:

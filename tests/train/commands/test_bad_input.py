@@ -129,6 +129,26 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["launch", "digits", "--optim.name", "sdg"], ["did you mean sgd"]),
         (["launch", "digits", "--epochs", "1", "--steps", "2"], ["replace each other"]),
         (["launch", "digits", "--max-restarts", "-1"], ["at least 0"]),
+        (["launch", "digits", "--max-restarts", "9" * 5000], ["--max-restarts 999", "at most"]),
+        (["launch", "digits", *NODES, "1:100000000"], ["--nnodes 1:100000000", "at most 10000"]),
+        (["launch", "digits", *NODES, "9" * 5000], ["--nnodes 999", "at most 10000"]),
+        (["launch", "digits", *NODES, "2", "--wait-minutes", "1e300"], ["--wait-minutes 1e300", "at most"]),
+        (["launch", "digits", "--parallel.timeout_minutes", "1e13"], ["timeout_minutes 1e13", "less than or equal"]),
+        (["launch", "digits", "--parallel.timeout_minutes", "0"], ["timeout_minutes 0", "greater than 0"]),
+        (["launch", "digits", "--schedule.warmup_epochs", "1e308"], ["warmup_epochs 1e308", "less than or equal"]),
+        (["launch", "digits", "--schedule.step_epochs", "5e-324"], ["step_epochs 5e-324", "greater than or equal"]),
+        (["submit", "digits", "--on", "slurm", "--nproc", "1", "--nodes", "9" * 17], ["--nodes 999", "at most 10000"]),
+        (["launch", "digits", "--optim.lr", "1e308"], ["optim.lr 1e308", "less than or equal"]),
+        (["launch", "digits", "--optim.lr", "-0.0"], ["optim.lr -0.0", "greater than 0"]),
+        (["launch", "digits", "--optim.weight_decay", "1e308"], ["weight_decay 1e308", "less than or equal"]),
+        (["launch", "digits", "--seed", str(2**128)], ["--seed 3402", "less than"]),
+        (["launch", "digits", "--epochs", "1000000000000000000"], ["--epochs 1000", "less than or equal"]),
+        (["launch", "digits", "--cpu_threads", "1000000"], ["cpu_threads 1000000", "less than or equal"]),
+        (["launch", "digits", "--data.workers", "1000000"], ["workers 1000000", "less than or equal"]),
+        (["launch", "digits", "--seed", "1\n2\x1b[2J"], [r"--seed 1\n2\x1b[2J: should be"]),
+        (["launch", "digits", "--data.root", "\udc80"], ["--data.root", "is no UTF-8"]),
+        (["launch", "digits", *NODES, "2", "--rendezvous", "a:" + "9" * 5000], ["--rendezvous a:999"]),
+        (["submit", "digits", "--on", "slurm", "--nproc", "1", "--time", "9" * 5000], ["--time 999", "give minutes"]),
         (["launch", "digits", "--name", ""], ["--name is empty"]),
         (["launch", "digits", "--name="], ["--name is empty"]),
         (["launch", "digits", "--name", "a/b"], ["legal run name"]),
@@ -270,12 +290,20 @@ SETTINGS = "from dataclasses import field\n@dataclass\nclass Settings:\n"
             TASK
             + "class I(IterableDataset):\n    def __iter__(self): yield 1\n    def __len__(self): return 3\n"
             + "def datasets(config): return I(), None",
-            ["map-style"],
+            ["map-style", "make a list once"],
         ),
         (TASK + "def model(): return nn.Linear(4, 2)", ["model() failed", "positional argument"]),
         (TASK + "def model(config): return 5", ["torch.nn.Module"]),
         (TASK + "def model(config): return nn.ReLU()", ["no parameter to train"]),
+        (
+            TASK + "from torch.utils.data import DataLoader\ndef datasets(config): return DataLoader([1]), None",
+            ["training set", "return its data set itself"],
+        ),
         (TASK + "def optimizer(model, config): return 5", ["torch.optim.Optimizer"]),
+        (
+            TASK + "def optimizer(model, config): return [torch.optim.SGD([p], 0.1) for p in model.parameters()]",
+            ["got list", "several groups"],
+        ),
     ],
     ids=lambda value: value.removeprefix(TASK)[:50].replace("\n", " ") if isinstance(value, str) else None,
 )
@@ -389,9 +417,9 @@ def test_a_runs_folder_that_cannot_be_written_is_refused(station: Station, comma
 
 
 def test_a_run_of_somebody_else_is_refused_in_one_line(station: Station) -> None:
-    from train.record import store
+    from train.record import folders, store
 
-    run = store.create(station.runs, "theirs", {}, {"state": store.STOPPED, "world_size": 1})
+    run = folders.create(station.runs, "theirs", {}, {"state": store.STOPPED, "world_size": 1})
     (run.folder / "lock").chmod(0o444)
     for arguments in (["rm", "theirs"], ["resume", "theirs"]):
         done = subprocess.run(

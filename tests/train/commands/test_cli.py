@@ -202,6 +202,29 @@ def test_a_reader_who_has_seen_enough_is_no_error(finished: Station) -> None:
         assert (done.returncode, done.stderr) == (0, ""), command
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_run_needs_no_standard_error(station: Station, closed: str) -> None:
+    run = (
+        f"{sys.executable} -m train run digits --name quiet --steps 2 --cpu_threads 1 --log.tensorboard false {closed}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", run], cwd=station.folder, env=station.environment(), stdout=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert station.record("quiet")["state"] == store.FINISHED
+
+
+@pytest.mark.parametrize("command", ["run digits --steps 1", "launch digits --steps 1", "resume a", "eval a"])
+def test_a_current_folder_that_is_gone_is_said_to_be(station: Station, command: str) -> None:
+    gone = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m train {command} --runs {station.runs}"
+    done = subprocess.run(
+        ["bash", "-c", gone], cwd=station.folder, env=station.environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "train: the current folder is gone; go to one that is there: cd\n"
+    assert not station.runs.exists()
+
+
 SLOW = """
 import time
 import torch

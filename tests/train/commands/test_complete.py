@@ -11,7 +11,7 @@ import pytest
 
 from train import config, tasks
 from train.commands import COMMANDS
-from train.record import store
+from train.record import folders
 
 FILE = Path(__file__).parents[3] / "docker/rootfs/usr/local/share/bash-completion/completions/train"
 ASK = """
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs, files, and the commands that bash calls."""
     folder = tmp_path_factory.mktemp("complete")
     for runs, name in (("runs", "alpha"), ("runs", "beta"), ("elsewhere", "gamma")):
-        store.create(folder / runs, name, {}, {"world_size": 1})
+        folders.create(folder / runs, name, {}, {"world_size": 1})
     for step in (20, 40):
         (folder / f"runs/alpha/checkpoints/step-{step:08}").mkdir(parents=True)
     (folder / "mine.py").write_text(TASK)

@@ -216,3 +216,18 @@ def test_long_texts_are_no_names_of_files(tmp_path: Path) -> None:
     texts = [word * 100 for word in ("good ", "bad ")]
     assert compared(tmp_path, Texts(texts), Texts(list(texts))) == []
     assert compared(tmp_path, Texts(texts), Texts([*texts[:1], "ugly"])) != []
+
+
+def test_what_has_no_order_or_no_numpy_is_looked_at_all_the_same(tmp_path: Path) -> None:
+    def mixed(last: int) -> Any:
+        made = [1, [2, last]]
+        return made, TensorDataset(torch.tensor([1.0, last]).to(torch.float8_e4m3fn))
+
+    for number in (0, 1):
+        assert compared(tmp_path / f"same{number}", mixed(3)[number], mixed(3)[number]) == []
+        (said,) = compared(tmp_path / f"other{number}", mixed(3)[number], mixed(4)[number])
+        assert "not as it was" in said
+    data: list[int] = [1]
+    assert compared(tmp_path / "own", data, data, own=({1: "x", "a": 2}, {1: "x", "a": 2})) == []
+    (said,) = compared(tmp_path / "own", data, data, own=({1: "x", "a": 2}, {1: "y", "a": 2}))
+    assert "'1'" in said

@@ -276,6 +276,21 @@ def test_samples_are_made_on_one_thread_whoever_makes_them(workers: int) -> None
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_has_arrived_before_anything_is_asked_of_the_device(workers: int) -> None:
+    seen: list[str] = []
+
+    def on_device(batch: Any) -> Any:
+        seen.append("on the device")
+        return batch
+
+    plan = Plan(55, 16, 4)
+    with Loader(range(55), None, None, workers, CPU, None, on_device=on_device) as loader:
+        for _ in loader.batches(micro_batches_of(plan, Sharing(), 0, 1), lambda: seen.append("arrived")):
+            seen.append("taken")
+    assert seen == ["arrived", "on the device", "taken"] * plan.micro_batches(0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_data_set_reaches_the_run(workers: int) -> None:
     class Broken(Noisy):
         def __getitem__(self, index: int) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of packages, limits, disk, clock, weights and network: each fails for real where it can, and passes."""
+"""Checks of packages, limits, disk, clock and network: each fails for real where it can, and passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from machines import by_name, machine, program
 
 from train import cores
-from train.doctor import clock, disk, host, limits, network, packages, weights
+from train.doctor import clock, disk, host, limits, network, packages
 from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code, show
 from train.doctor.machine import Machine
 
@@ -230,28 +230,6 @@ def test_a_clock_that_has_gone_backwards(tmp_path: Path) -> None:
     assert next(clock.checks(Machine(), tmp_path)).verdict == OK
     os.utime(record, (time.time() + 7200, time.time() + 7200))
     assert next(clock.checks(Machine(), tmp_path)).verdict == PROBLEM
-
-
-# weights
-
-
-def test_weights_of_a_wrapped_model(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-    from torch import nn
-
-    model = nn.DataParallel(nn.Linear(2, 2))
-    torch.save(model.state_dict(), tmp_path / "wrapped.pt")
-    save_file(model.state_dict(), tmp_path / "wrapped.safetensors")
-    torch.save(model.module.state_dict(), tmp_path / "plain.pt")
-    (tmp_path / "broken.pt").write_bytes(b"PK\x03\x04nothing")
-    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 9)
-    findings = list(weights.checks(tmp_path))
-    assert sorted(finding.seen.split(" in ")[1].split()[0] for finding in findings) == [
-        "wrapped.pt",
-        "wrapped.safetensors",
-    ]
-    assert all("2 of 2 names" in finding.seen for finding in findings)
 
 
 # network

@@ -143,6 +143,44 @@ def test_a_table_of_another_release_is_no_run(change: dict[str, Any]) -> None:
     assert told([json.dumps(ABOUT | change).encode() + b"\n"])[0] is None
 
 
+def listening(said: bytes) -> tuple[socket.socket, int]:
+    """A stranger who answers everybody so, and its port."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one, _ = server.accept()
+                with one, contextlib.suppress(OSError):
+                    one.recv(100)
+                    one.sendall(said)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return server, server.getsockname()[1]
+
+
+@pytest.mark.parametrize("said", ["2.0; rm -rf ~", "$(reboot)", "`reboot`\n", "", None, [1], "9" * 1000])
+def test_what_a_stranger_calls_its_version_stands_in_no_command(said: Any, station: Station) -> None:
+    same = {"config": {}, "torch": said, "python": said, "code": "1"}
+    about = ABOUT | {"same": same, "run": "a" * 5000, "most": 60_000}
+    server, port = listening(json.dumps(about).encode() + b"\n")
+    with server:
+        found = doctor(station, "--rendezvous", f"127.0.0.1:{port}")
+    for key in ("torch", "python"):
+        assert found[f"same {key}"].verdict == PROBLEM
+        assert found[f"same {key}"].remedy.startswith("train doctor  # ")
+    assert all(len(one.seen) < 3000 for one in found.values())
+
+
+def test_a_version_that_is_one_stands_in_the_command_that_mends_it(station: Station) -> None:
+    same = {"config": {}, "torch": "2.1.0+cu121", "python": "3.10.4", "code": "1"}
+    server, port = listening(json.dumps(ABOUT | {"same": same}).encode() + b"\n")
+    with server:
+        found = doctor(station, "--rendezvous", f"127.0.0.1:{port}")
+    assert found["same torch"].remedy == "pip install torch==2.1.0"
+    assert found["same python"].remedy.endswith("with Python 3.10.4")
+
+
 def test_one_that_says_a_letter_now_and_then_is_not_heard_to_its_end() -> None:
     found, seconds = told([b"{"] * 100, pause=0.5)
     assert found is None and seconds < 20

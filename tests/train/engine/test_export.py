@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 from train.checkpoint.state import weights, weights_sha256
 from train.config import from_toml
 from train.engine import build
-from train.engine.export import export
+from train.engine.export import export, load_trained
 from train.errors import Refused
+from train.record import store
+from train.record.manifest import manifest_text
 from train.runs.admit import prepare
+from train.runs.readmit import prepare_resume
 from train.runs.request import Request
 from train.tasks import load
 
@@ -90,6 +93,31 @@ def test_evaluating_alone_gives_the_recorded_figures_exactly(finished: Station) 
     assert told == {"step": 46, "samples": 360, "eval": finished.record("done")["metrics"]}
     evaluations = [line for line in finished.metrics("done") if "eval" in line]
     assert evaluations[-1]["eval"] == told["eval"]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_only_gpus_compute_is_evaluated_in_fp32_where_there_are_none_and_not_sent_to_the_cpu(
+    precision: str, device: str, finished: Station, tmp_path: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    folder = shutil.copytree(finished.runs / "done", tmp_path / "runs" / "done")
+    file, expected = folder / "config.toml", finished.record("done")["metrics"]
+    text = file.read_text().replace('precision = "fp32"', f'precision = "{precision}"')
+    file.write_text(text.replace('device = "cpu"', f'device = "{device}"'))
+    for manifest in folder.glob("checkpoints/*/manifest.json"):  # as if it had always been so
+        content = json.loads(manifest.read_text().replace('"fp32"', f'"{precision}"'))
+        manifest.write_text(manifest_text(content))
+    done = finished.ok("eval", "done", "--json", "--runs", tmp_path / "runs")
+    assert json.loads(done.stdout)["eval"] == expected
+    assert f"a CPU has no {precision}: evaluated in fp32" in done.stderr
+    target = tmp_path / "of.safetensors"
+    finished.ok("export", "done", "--runs", tmp_path / "runs", "--to", target)
+    assert load_file(target).keys() == load_trained(finished.run("done"))[2].state_dict().keys()
+    with pytest.raises(Refused, match=r"needs one|which a CPU has not") as told:
+        prepare_resume(store.Run(folder), {"epochs": "3"}, 1)
+    assert "--device cpu" not in str(told.value) and "--precision" not in str(told.value)
 
 
 NOISY = """

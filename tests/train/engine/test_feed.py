@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from train.errors import Refused
-from train.record import feed, store
+from train.record import feed, folders
 from train.record.metrics import metrics_text
 from train.record.store import Run
 
@@ -76,7 +76,7 @@ def test_every_line_is_sent_once_and_a_resume_goes_on_in_the_same_run(
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = store.create(tmp_path, "one", {"config.toml": "seed = 7\n"}, {"world_size": 1})
+    run = folders.create(tmp_path, "one", {"config.toml": "seed = 7\n"}, {"world_size": 1})
     lines_to(run, 1, 20)
     feed_once(run)
     first = json.loads((run.folder / feed.FILE).read_text())
@@ -113,7 +113,8 @@ def test_a_run_does_not_notice_a_feed_that_fails_or_a_network_that_hangs(engine_
 
 @pytest.fixture
 def engine_less(tmp_path: Path, station: Any) -> Any:
-    return store.create(tmp_path / "r", "two", {"config.toml": "seed = 7\n"}, {"world_size": 1}), station.environment()
+    run = folders.create(tmp_path / "r", "two", {"config.toml": "seed = 7\n"}, {"world_size": 1})
+    return run, station.environment()
 
 
 @pytest.mark.parametrize("project", ["a b", "x/y/z", "#", "a?", "/", "a" * 200])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.train.tiers import later
 from train.data.plan import Plan
 from train.engine import uneven
+from train.engine.quiet import quiet
+from train.errors import TrainingFailed
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -64,6 +72,41 @@ def test_a_collective_that_would_wait_for_ever_is_refused(station: Station, when
         assert part in last, done.stderr
     assert "--data.drop_last true" in last and "communicates (allgather)" in last
     assert station.record("c")["state"] == "failed"
+
+
+def _call_all(folder: Path) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/meet", world_size=1, rank=0)
+    one, other = torch.ones(2), torch.ones(2)
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(one),
+        lambda: dist.reduce(one, 0),
+        lambda: dist.broadcast(one, 0),
+        lambda: dist.all_gather([other], one),
+        lambda: dist.all_gather_into_tensor(other, one),
+        lambda: dist.all_gather_object([None], 1),
+        lambda: dist.gather(one, [other]),
+        lambda: dist.scatter(one, [other]),
+        lambda: dist.reduce_scatter(one, [other]),
+        lambda: dist.reduce_scatter_tensor(one, other),
+        lambda: dist.all_to_all([one], [other]),
+        lambda: dist.all_to_all_single(one, other),
+        dist.barrier,
+    ]
+    for number, call in enumerate(calls):
+        with pytest.raises(TrainingFailed, match="communicates"), quiet("loss", folder, "rank 1"):
+            call()
+        (folder / str(number)).touch()
+    dist.all_reduce(one)  # afterwards they are what they were
+    (folder / "done").touch()
+    os._exit(0)
+
+
+def test_every_collective_of_torch_is_refused(tmp_path: Path) -> None:
+    """torch's functions end in other methods from release to release."""
+    process = multiprocessing.get_context("fork").Process(target=_call_all, args=(tmp_path,))
+    process.start()
+    process.join(240)
+    assert (tmp_path / "done").exists(), sorted(path.name for path in tmp_path.iterdir())
 
 
 @pytest.mark.minutes

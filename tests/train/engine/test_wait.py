@@ -23,7 +23,13 @@ from train.engine.wait import DataWait, needed, verdict
 def test_so_many_processes_are_needed_that_fetching_is_as_fast_as_computing(
     workers: int, waited: float, elapsed: float, expected: int
 ) -> None:
-    assert needed(workers, waited, elapsed) == expected
+    assert needed(workers, waited, elapsed, waited) == expected
+
+
+def test_what_fetches_while_a_gpu_computes_counts_for_the_processes_that_are_needed() -> None:
+    """The host fetches for 10 s, in 6 of which the GPU computes: one process would take those 10 s too."""
+    assert needed(0, 4.0, 10.0, 10.0) == 2
+    assert "raise data.workers to 2" in verdict("a", 0, 4.0, 10.0, 10.0, 1, 16)
 
 
 @pytest.mark.parametrize(
@@ -50,19 +56,19 @@ def test_so_many_processes_are_needed_that_fetching_is_as_fast_as_computing(
 def test_the_verdict_names_the_number_that_the_machine_has_room_for(
     workers: int, waited: float, ranks: int, cores: int, said: str
 ) -> None:
-    assert verdict("a", workers, waited, 10.0, ranks, cores) == said
+    assert verdict("a", workers, waited, 10.0, waited, ranks, cores) == said
 
 
 def test_the_word_is_said_once_when_enough_was_seen_and_the_start_does_not_count() -> None:
     wait = DataWait("a", 0, 1)
-    wait.add(100.0, 100.0)
+    wait.add(100.0, 100.0, 100.0)
     assert wait.advice(is_last=False) == ""
-    wait.add(3.0, 4.0)
+    wait.add(3.0, 4.0, 3.0)
     assert wait.advice(is_last=False) == ""
-    wait.add(1.0, 2.0)
+    wait.add(1.0, 2.0, 1.0)
     assert wait.advice(is_last=False).startswith("training waits 67% for data")
-    wait.add(3.0, 4.0)
+    wait.add(3.0, 4.0, 3.0)
     assert wait.advice(is_last=True) == ""
     short = DataWait("a", 0, 1)
-    short.add(2.0, 3.0)
+    short.add(2.0, 3.0, 2.0)
     assert short.advice(is_last=True).startswith("training waits 67% for data")

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from monitored import DEPLOY, Exporter, Gpus, until
 
 from tests.ports import free_port
-from train.record import heartbeat, store
+from train.record import folders, heartbeat, store
 from train.runs import top
 from train.runs.monitor.collect import Collector
 from train.runs.monitor.figures import FIGURES
@@ -207,9 +207,10 @@ def test_a_folder_of_another_users_hides_only_itself() -> None:
         runs.chmod(0o755)
         code = (
             "import os, sys; from pathlib import Path\n"
-            "from train.runs.monitor import look; from train.record import store\n"
+            "from train.runs.monitor import look; from train.record import folders\n"
             "runs = Path(sys.argv[1]); os.setgid(65534); os.setuid(65534)\n"
-            "print([record['name'] for record in look.Runs(runs).records()], [run.name for run in store.every(runs)])\n"
+            "names = [run.name for run in folders.every(runs)]\n"
+            "print([record['name'] for record in look.Runs(runs).records()], names)\n"
         )
         command, env = [sys.executable, "-c", code, str(runs)], os.environ | {"PYTHONPATH": str(DEPLOY.parents[1])}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -256,7 +257,7 @@ def test_the_number_of_series_is_bounded(tmp_path: Path, exporters: Callable[...
     assert names == {f"run-{number:03}" for number in range(295, 300)}  # those that ended last
     assert exporter.of("train_runs", state="finished") == 300
     assert found["train_runs_left_out"][()] == 295
-    store.bury(store.Run(runs / "run-299"))
+    folders.bury(store.Run(runs / "run-299"))
     assert exporter.of("train_run_step", run="run-299") is None  # removed: gone at once
     assert exporter.of("train_run_step", run="run-294") == 5
 

@@ -101,7 +101,8 @@ def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, mon
     """Where torch has GPUs and a run does not use them, nothing may open one: it would hold memory there."""
     from train.checkpoint.saver import Saver
     from train.parallel.world import World
-    from train.record.store import Run, create
+    from train.record.folders import create
+    from train.record.store import Run
 
     def opened() -> None:
         raise AssertionError("a device was opened")

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
 
 from train.checkpoint.state import weights_of, weights_sha256
@@ -48,13 +48,14 @@ class Model(nn.Sequential):
 def _place(folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", world_size=1, rank=0)
     moved: list[Tensor] = []
-    real = _fully_shard._move_states_to_device
+    where = next(module for module in (_fully_shard, _fsdp_init) if hasattr(module, "_move_states_to_device"))
+    real = where._move_states_to_device
 
     def move(parameters: list[nn.Parameter], buffers: list[Tensor], device: torch.device) -> None:
         moved.extend([*parameters, *buffers])
         real(parameters, buffers, device)
 
-    mock.patch.object(_fully_shard, "_move_states_to_device", move).start()
+    mock.patch.object(where, "_move_states_to_device", move).start()
     digest = weights_sha256(weights_of(Model()))
     model = Model()
     whole = [*model.parameters(), *model.buffers()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from train.config import Config
 from train.errors import Refused
 from train.parallel.precision import Precision
+from train.parallel.single import as_here
 from train.parallel.strategy import Spread
 from train.parallel.world import World
 from train.runs.admit import prepare
@@ -65,12 +67,65 @@ def test_a_rank_that_has_scaled_no_loss_yet_takes_part_in_a_step_that_scales() -
     assert made.scaler.get_scale() == 65536
 
 
+@pytest.mark.parametrize("before", ["nothing", "by the older way", "by the newer way", "for everything"])
+def test_fp32_on_a_gpu_has_whole_products_and_tf32_short_ones_whatever_a_task_has_set(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all that torch itself reads says the same: it raises an error where its older and newer settings differ."""
+    backends: Any = torch.backends
+    places = [backends.cuda.matmul]
+    if hasattr(backends, "fp32_precision"):
+        places += [backends.cudnn.conv, backends.cudnn.rnn, backends.cudnn]
+    elif before in ("by the newer way", "for everything"):
+        pytest.skip("this torch has one way to say it")
+    for name, is_short in (("tf32", True), ("fp32", False), ("tf32", True), ("bf16", False)):
+        if before == "by the older way":
+            backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = not is_short
+        elif before == "by the newer way":
+            for place in places:
+                place.fp32_precision = "ieee" if is_short else "tf32"
+        elif before == "for everything":
+            monkeypatch.setattr(backends, "fp32_precision", "tf32")
+        Precision(name, torch.device("cuda"))
+        assert backends.cuda.matmul.allow_tf32 is backends.cudnn.allow_tf32 is is_short
+        if len(places) > 1:
+            assert {place.fp32_precision for place in places} == {"tf32" if is_short else "ieee"}
+        if before != "for everything":  # which the CPU's products follow too
+            assert torch.get_float32_matmul_precision() == ("high" if is_short else "highest")
+
+
 @pytest.mark.parametrize(("name", "inside"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_autocast_holds_inside_a_forward_pass_and_ends_with_it(name: str, inside: torch.dtype) -> None:
     made, layer = Precision(name, torch.device("cpu")), torch.nn.Linear(2, 2)
     with made.autocast():
         assert layer(torch.ones(1, 2)).dtype == inside
     assert layer(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_a_thread_of_dp_computes_in_the_type_of_the_run_and_not_in_that_of_a_new_thread() -> None:
+    """With the CPU's types in exchanged parts: of a new thread it is bf16 there, on a GPU fp16."""
+    layer, seen = torch.nn.Linear(2, 2), []
+
+    def in_threads(expected: torch.dtype) -> None:
+        replicas = as_here([layer, layer], "cpu")
+        # so does torch's: it knows whether, and not in what
+        is_on = torch.is_autocast_enabled("cpu")
+
+        def work(replica: Any) -> None:
+            with torch.autocast("cpu", enabled=is_on):
+                seen.append((replica(torch.ones(1, 2)).dtype, torch.get_autocast_dtype("cpu")))
+
+        threads = [threading.Thread(target=work, args=(replica,)) for replica in replicas]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [(expected, torch.bfloat16)] * 2
+        seen.clear()
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        in_threads(torch.float16)
+    in_threads(torch.float32)
 
 
 def test_the_loss_of_a_model_that_is_float64_by_itself_is_not_rounded_to_float32(engine: Any, tmp_path: Path) -> None:

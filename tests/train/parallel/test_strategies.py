@@ -51,7 +51,9 @@ def test_in_other_precisions_too_the_first_losses_are_those_of_one_process(
         engine.run(f"first-{precision}", 1, precision=precision, steps=5)
     name = f"first-{precision}-{flags['parallel__strategy']}{ranks}"
     engine.run(name, ranks, precision=precision, steps=5, **flags)
-    assert engine.losses(name) == pytest.approx(engine.losses(f"first-{precision}"), rel=1e-5)
+    # the order of a sum over three ranks is another: half a bit of bf16 then falls to the other side, in ddp too
+    rel = {"fp32": 1e-5, "bf16": 1e-3}[precision]
+    assert engine.losses(name) == pytest.approx(engine.losses(f"first-{precision}"), rel=rel)
 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(3, FSDP), (4, HSDP)], ids=["fsdp", "hsdp"])

@@ -125,11 +125,23 @@ def test_the_keeper_uses_it_whole(shows: Station) -> None:
         ("PGPASSWORD", True), ("MYSQL_PWD", True), ("GOOGLE_APPLICATION_CREDENTIALS", True), ("KEYS", True),
         ("wandbApiKey", True), ("TOKEN2", True),
         ("TOKENIZERS_PARALLELISM", False), ("KEYBOARD", False), ("PATH", False), ("PYTHONPATH", False),
-        ("AUTHOR", False),
+        ("AUTHOR", False), ("NCCL_IB_PKEY", False),
     ],
 )  # fmt: skip
 def test_which_names_read_like_secrets(name: str, expected: bool) -> None:
     assert environment.is_secret(name) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("HF_TOKEN", "abc", True), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1", False), ("A", "http://u:p@h", True),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/datasets/key.json", False), ("A", "hf_0123456789abcdefgh", True),
+        ("A", "/datasets/key", False), ("KEY", "/8cQ+w==", True),
+    ],
+)  # fmt: skip
+def test_which_variables_tell_a_secret(name: str, value: str, expected: bool) -> None:
+    assert environment.tells_secret(name, value) is expected
 
 
 @pytest.mark.parametrize(

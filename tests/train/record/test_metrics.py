@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from train.record import metrics, store
+from train.record import folders, metrics
 from train.record.metrics import Evaluation, Lines, Tail, Training, metrics_text
 from train.record.store import Run
 
@@ -27,7 +27,7 @@ def evaluation(step: int, loss: float = 0.25) -> Evaluation:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return store.create(tmp_path, "a", {}, {"world_size": 1})
+    return folders.create(tmp_path, "a", {}, {"world_size": 1})
 
 
 def write(run: Run, *lines: metrics.Line) -> None:
@@ -38,11 +38,11 @@ def write(run: Run, *lines: metrics.Line) -> None:
 
 
 def test_what_is_written_is_read_by_kind_and_in_order(run: Run) -> None:
-    assert metrics.read(run) == ([], []) and metrics.evaluations(run) == []
+    assert [*metrics.each(run)] == metrics.evaluations(run) == []
     assert metrics.last_evaluation(run) is None
     write(run, training(1), training(2), evaluation(2))
     write(run, training(3), evaluation(3))
-    assert metrics.read(run) == ([training(1), training(2), training(3)], [evaluation(2), evaluation(3)])
+    assert [*metrics.each(run)] == [training(1), training(2), evaluation(2), training(3), evaluation(3)]
     assert metrics.evaluations(run) == [evaluation(2), evaluation(3)]
     assert metrics.last_evaluation(run) == evaluation(3)
 
@@ -63,7 +63,7 @@ def test_what_is_no_whole_line_is_left_out_and_cut_off(run: Run, rubbish: bytes)
     write(run, training(3), evaluation(3))
     whole = run.metrics.read_bytes()
     run.metrics.write_bytes(whole + rubbish)
-    assert metrics.read(run) == ([training(3)], [evaluation(3)])
+    assert [*metrics.each(run)] == [training(3), evaluation(3)]
     assert metrics.evaluations(run) == [evaluation(3)]
     metrics.cut(run, 9)
     assert run.metrics.read_bytes() == whole
@@ -77,7 +77,7 @@ def test_a_cut_leaves_the_lines_of_the_steps_before_in_every_file(run: Run) -> N
             file.add(metrics.samples_text(step, [10 * step, rank]))
         file.close()
     metrics.cut(run, 2)
-    assert metrics.read(run) == ([training(1), training(2)], [evaluation(2)])
+    assert [*metrics.each(run)] == [training(1), training(2), evaluation(2)]
     assert metrics.samples_file(run, 0).read_text() == "1 10 0\n2 20 0\n"
     assert metrics.samples_file(run, 3).read_text() == "1 10 3\n2 20 3\n"
     metrics.cut(run, 0)
@@ -110,7 +110,7 @@ def test_a_tail_goes_on_behind_a_cut(run: Run) -> None:
 
 
 def test_lines_that_lie_beside_come_home_once_each_in_their_order(tmp_path: Path) -> None:
-    run = store.create(tmp_path, "r", {}, {})
+    run = folders.create(tmp_path, "r", {}, {})
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')
     metrics.samples_file(run, 1).write_text("1 5\n")
     metrics.bring_home(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,13 +15,13 @@ import pytest
 
 from train.commands import plot as command
 from train.errors import Refused
-from train.record import metrics, settings, store
+from train.record import columns, folders, settings
 from train.record.plot import plot
 from train.record.store import Run
 
 
 def made(runs: Path, name: str, steps: int = 50, evaluations: bool = True, height: float = 1.0) -> Run:
-    run = store.create(runs, name, {}, {"world_size": 1})
+    run = folders.create(runs, name, {}, {"world_size": 1})
     lines = []
     for step in range(1, steps + 1):
         lines.append(
@@ -80,8 +82,8 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     run = made(tmp_path, "a", steps=3, evaluations=False)
     with run.metrics.open("a") as file:
         file.write('{"step": 4, "lo')
-    training, evaluations = metrics.read(run)
-    assert [line["step"] for line in training] == [1, 2, 3] and evaluations == []
+    found = columns.of(run)
+    assert list(found.steps) == [1, 2, 3] and found.evaluations == {}
 
 
 def test_a_figure_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_target_that_cannot_be_is_refused(tmp_path: Path, target: str, words: 
 
 
 def test_a_run_without_metrics_is_refused_by_name(tmp_path: Path) -> None:
-    runs = [made(tmp_path / "runs", "full"), store.create(tmp_path / "runs", "fresh", {}, {"world_size": 1})]
+    runs = [made(tmp_path / "runs", "full"), folders.create(tmp_path / "runs", "fresh", {}, {"world_size": 1})]
     with pytest.raises(Refused, match="fresh has no metrics"):
         plot(runs, tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
@@ -174,4 +176,40 @@ def test_a_pipe_in_place_of_the_lines_keeps_nobody_waiting(tmp_path: Path) -> No
     run.metrics.unlink()
     os.mkfifo(run.metrics)
     with pytest.raises(OSError, match="no plain file"):
-        metrics.read(run)
+        plot([run], tmp_path / "a.png")
+
+
+def test_a_line_without_a_figure_says_nothing_of_the_time_of_the_others(tmp_path: Path) -> None:
+    run = made(tmp_path, "a")
+    with run.metrics.open("a") as file:
+        file.write('{"step": 51, "loss": 1.0, "data_wait": 0.001}\n{"step": 52, "loss": 1.0, "step_time": null}\n')
+        file.write('{"step": 3, "loss": 1.0, "data_wait": 900.0, "step_time": 0.01}\n')  # a step that was made before
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot([run], tmp_path / "a.svg")
+    assert "10% of the time" in (tmp_path / "a.svg").read_text()
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from train.record import page, plot
+from train.record.store import Run
+run, to = Run(Path(sys.argv[1])), Path(sys.argv[2])
+plot.plot([run], to) if to.suffix == ".png" else page.write(run, to)
+# of its own memory: what getrusage says counts that of the process, too, which it was forked from
+print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024)
+"""
+
+
+@pytest.mark.parametrize("target", ["long.png", "long.html"])
+def test_a_long_run_is_drawn_in_little_memory(tmp_path: Path, target: str) -> None:
+    """In MiB for 200,000 lines: as objects of Python they take some 200, and 10 as columns."""
+
+    def peak(run: Run) -> int:
+        command = [sys.executable, "-c", PEAK, str(run.folder), str(tmp_path / target)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout)
+
+    short, long = made(tmp_path, "short", steps=10), made(tmp_path, "long", steps=10)
+    text = long.metrics.read_text().splitlines()[0] + "\n"
+    long.metrics.write_text("".join(text.replace('"step": 1,', f'"step": {step},') for step in range(1, 200_001)))
+    assert peak(long) < peak(short) + 100

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from train.errors import Refused
-from train.record import heartbeat, store
+from train.record import folders, heartbeat, store
 from train.record.store import Run
 from train.record.table import listing, story
 from train.runs import select
@@ -25,7 +25,7 @@ from train.runs.top import Page
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return store.create(tmp_path / "runs", "a", {"config.toml": "x = 1\n"}, {"world_size": 1})
+    return folders.create(tmp_path / "runs", "a", {"config.toml": "x = 1\n"}, {"world_size": 1})
 
 
 def test_a_run_appears_with_all_its_files(run: Run) -> None:
@@ -51,11 +51,11 @@ whole = struct.pack("HxxxxxxP", 4, ctypes.addressof(rules))
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, whole, 0, 0) == 0
 
 from train.errors import Refused
-from train.record import store
+from train.record import folders, store
 
 runs = Path(sys.argv[1])
 run = store.Run(runs / "a")
-for ask in (run.alive, run.acquire, run.update, lambda: store.create(runs, "b", {}, {})):
+for ask in (run.alive, run.acquire, run.update, lambda: folders.create(runs, "b", {}, {})):
     try:
         print("answered", ask())
     except Refused as error:
@@ -78,14 +78,14 @@ def test_where_there_are_no_locks_a_run_is_refused_and_none_is_made(run: Run) ->
 
 def test_a_run_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        store.create(tmp_path, "a", {}, {"oops": object()})
+        folders.create(tmp_path, "a", {}, {"oops": object()})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_is_given_once(run: Run) -> None:
     before = (run.folder / "run.json").read_bytes()
     with pytest.raises(Refused, match="exists"):
-        store.create(run.folder.parent, "a", {"config.toml": "other"}, {})
+        folders.create(run.folder.parent, "a", {"config.toml": "other"}, {})
     assert (run.folder / "run.json").read_bytes() == before
     assert os.listdir(run.folder.parent) == ["a"]
 
@@ -93,7 +93,7 @@ def test_a_name_is_given_once(run: Run) -> None:
 def _create(runs: Path, barrier: object, number: int) -> None:
     barrier.wait()  # type: ignore[attr-defined]
     try:
-        store.create(runs, "same", {"who": str(number)}, {"world_size": number})
+        folders.create(runs, "same", {"who": str(number)}, {"world_size": number})
     except Refused:
         sys.exit(2)
 
@@ -212,19 +212,19 @@ def test_a_failed_change_leaves_the_record_and_no_file(run: Run) -> None:
 
 def test_a_run_has_the_name_of_its_folder(run: Run) -> None:
     moved = run.folder.rename(run.folder.with_name("renamed"))
-    assert store.find(moved.parent, "renamed").read()["name"] == "renamed"
+    assert folders.find(moved.parent, "renamed").read()["name"] == "renamed"
     with pytest.raises(Refused, match="no run a"):
-        store.find(moved.parent, "a")
+        folders.find(moved.parent, "a")
 
 
 def test_a_removed_run_leaves_nothing_and_a_living_one_stays(run: Run) -> None:
     lock = run.acquire()
     assert lock is not None
     with pytest.raises(Refused, match="train stop a"):
-        store.remove(run)
+        folders.remove(run)
     assert run.read()["state"] == store.CREATED
     lock.release()
-    store.remove(run)
+    folders.remove(run)
     assert os.listdir(run.folder.parent) == []
 
 
@@ -285,12 +285,12 @@ def test_only_published_checkpoints_count(run: Run) -> None:
 def test_fresh_names_are_legal_and_nobodys(tmp_path: Path) -> None:
     names = []
     for stem in ("my task.v2", "ü", "-", "x" * 200, "a"):
-        names += [store.fresh_name(tmp_path, stem) for _ in range(1)]
-        store.check_name(names[-1])
-    first = store.fresh_name(tmp_path, "same")
+        names += [folders.fresh_name(tmp_path, stem) for _ in range(1)]
+        folders.check_name(names[-1])
+    first = folders.fresh_name(tmp_path, "same")
     for taken in (first, re.sub(r"(\d{6})$", lambda m: f"{int(m[1]) + 1:06}", first)):
         (tmp_path / taken).mkdir()
-    assert not (tmp_path / store.fresh_name(tmp_path, "same")).exists()
+    assert not (tmp_path / folders.fresh_name(tmp_path, "same")).exists()
 
 
 def test_runs_are_listed_without_what_is_no_run(run: Run) -> None:
@@ -299,8 +299,8 @@ def test_runs_are_listed_without_what_is_no_run(run: Run) -> None:
     (runs / "file").write_text("x")
     (runs / ".creating-b-1").mkdir()
     (runs / ".creating-b-1" / "run.json").write_text("{}")
-    assert [other.name for other in store.every(runs)] == ["a"]
-    assert list(store.every(runs / "nowhere")) == []
+    assert [other.name for other in folders.every(runs)] == ["a"]
+    assert list(folders.every(runs / "nowhere")) == []
 
 
 def test_the_record_on_disk_is_plain_json(run: Run) -> None:
@@ -379,5 +379,5 @@ def test_a_run_that_lies_elsewhere_behind_a_link_is_removed_with_it(run: Run, tm
     moved.parent.mkdir()
     run.folder.rename(moved)
     run.folder.symlink_to(moved)
-    store.remove(run)
+    folders.remove(run)
     assert not moved.exists() and not os.listdir(run.folder.parent)

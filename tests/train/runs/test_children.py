@@ -17,8 +17,9 @@ import pytest
 
 from tests.train.conftest import lives
 from train.errors import Refused
-from train.record import store
+from train.record import folders, store
 from train.runs.apart import Told, call
+from train.runs.processes import flight_recorder
 from train.runs.processes.children import Children
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Road
@@ -116,6 +117,22 @@ def test_a_rank_begins_with_all_imports_made_also_after_a_death(killed: dict[str
         assert "begins with {'torch._dynamo': True, 'torch.distributed.checkpoint': True}" in log
 
 
+def test_torch_warns_ranks_of_nothing_that_is_asked_of_it_here(killed: dict[str, Any]) -> None:
+    for log in killed["logs"]:
+        said = [line for line in log.splitlines() if "deprecated" in line or "FutureWarning" in line]
+        assert not said
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_what_a_user_says_of_the_flight_recorder_stays(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(name, "0")
+    assert not [set_here for set_here in flight_recorder(tmp_path) if set_here.endswith("BUFFER_SIZE")]
+    monkeypatch.delenv(name)
+    assert [value for key, value in flight_recorder(tmp_path).items() if key.endswith("BUFFER_SIZE")] == ["2000"]
+
+
 def test_what_a_task_does_while_it_is_checked_does_not_reach_its_ranks(killed: dict[str, Any]) -> None:
     for number, log in enumerate(killed["logs"]):
         assert f"left None rank {number % 2} of 2" in log, log
@@ -136,7 +153,7 @@ def test_where_an_interpreter_has_threads_from_its_start_torchrun_starts_the_ran
     (station.folder / "whole.py").write_text(TASK)
     (station.folder / "sitecustomize.py").write_text(
         "import sys, threading\n"
-        "if 'train.runs.agent' in sys.orig_argv:\n"
+        "if 'train.runs.cold' in sys.orig_argv:\n"
         "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     path = os.pathsep.join([str(station.folder), station.environment()["PYTHONPATH"]])
@@ -261,7 +278,7 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
     from train.runs import cause
 
     station.runs.mkdir()
-    run = store.create(station.runs, "f", {"config.toml": "cpu_threads = 1\n"}, {"world_size": 2})
+    run = folders.create(station.runs, "f", {"config.toml": "cpu_threads = 1\n"}, {"world_size": 2})
     lock = run.acquire()
     assert lock is not None
     children, forks = Children(run, lock, 2), []
@@ -289,7 +306,7 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
 def test_the_id_of_a_rank_that_is_gone_is_not_signalled(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be another's: the peers are ended seconds after the death."""
     station.runs.mkdir()
-    run = store.create(station.runs, "g", {"config.toml": "cpu_threads = 1\n"}, {"world_size": 2, "max_restarts": 0})
+    run = folders.create(station.runs, "g", {"config.toml": "cpu_threads = 1\n"}, {"world_size": 2, "max_restarts": 0})
     lock = run.acquire()
     assert lock is not None
     pids, signalled = list[int](), list[int]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from train import config
 from train.errors import Refused
 from train.parallel.world import pick_device, take_device
-from train.record import environment, store
+from train.record import environment, folders
 from train.runs import opening
 from train.runs.gpus import again, count_ranks, see
 from train.runs.launch import Order
@@ -99,7 +100,7 @@ def test_a_resume_sees_what_its_run_folder_and_its_caller_say(
 ) -> None:
     """Launched with CUDA_VISIBLE_DEVICES=3,4 and --gpus 1, (the second of these)."""
     kept = environment.to_json(environment.keep({"CUDA_VISIBLE_DEVICES": "3,4"}))
-    run = store.create(tmp_path, "a", {environment.FILE: kept}, {"world_size": 1, "gpus": "4"})
+    run = folders.create(tmp_path, "a", {environment.FILE: kept}, {"world_size": 1, "gpus": "4"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", typed_with or "3,4")  # laid over, or put back
     order = Order("resume", str(tmp_path), "a", visible=typed_with, by_keeper=by_keeper)
     assert opening._ranks_again(order, run, run.read()) == (1, seen)
@@ -110,7 +111,7 @@ def test_other_ranks_go_on_with_the_gpus_that_the_run_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = {"world_size": 2, "nproc": 2, "gpus": "1,2"}
-    run = store.create(tmp_path, "a", {environment.FILE: environment.to_json(environment.keep({}))}, record)
+    run = folders.create(tmp_path, "a", {environment.FILE: environment.to_json(environment.keep({}))}, record)
     for nproc, ranks in (("1", 1), ("auto", 2), ("3", 3)):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         assert opening._ranks_again(Order("resume", str(tmp_path), "a", nproc=nproc), run, run.read()) == (ranks, "1,2")
@@ -140,3 +141,23 @@ def test_ranks_count_their_gpus_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA_DEVICE_ORDER" not in os.environ
     take_device(torch.device("cuda", 1))
     assert order == ["PCI_BUS_ID"]
+
+
+def test_the_record_of_a_script_names_the_gpu_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = [f"echo '9.0, {uuid}, card {number}'\n" for number, uuid in enumerate(HERE)]
+    (tmp_path / "nvidia-smi").write_text("".join(["#!/bin/sh\n", *cards]))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is afterwards what it was
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "script.py").touch()
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        order = Order("script", str(tmp_path / "runs"), "a", script=[str(tmp_path / "script.py")], gpus="1,2")
+        opened = opening.open_run(order, environment.keep({}), lambda check, meanwhile: check())
+        opened.lock.release()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert opened.run.read()["versions"]["gpu"] == "card 1"

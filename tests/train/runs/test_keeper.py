@@ -16,7 +16,7 @@ import pytest
 import train
 from tests.train.conftest import PATIENCE, Station
 from train.errors import Refused
-from train.record import store
+from train.record import folders, store
 from train.runs import agent, control, launch, warm
 from train.runs.keeper import _age
 
@@ -149,7 +149,7 @@ def test_a_run_that_is_interrupted_again_and_again_without_progress_is_failed(
 
 def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station: Station) -> None:
     record = {"submitted": {"engine": "slurm", "job": "7"}, "created": "2026-01-01T00:00:00+00:00"}
-    run = store.create(station.runs, "queued", {}, record)
+    run = folders.create(station.runs, "queued", {}, record)
     before = run.read()
     assert station.ok("keeper", "--once").stderr == ""
     with pytest.raises(Refused, match="handed to an engine"):
@@ -185,7 +185,7 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
 def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
     by_keeper: bool, is_taken_up: bool, tmp_path: Path
 ) -> None:
-    run = store.create(tmp_path, "a", {}, {"world_size": 1, "state": store.STOPPED, "stopped_by": "user"})
+    run = folders.create(tmp_path, "a", {}, {"world_size": 1, "state": store.STOPPED, "stopped_by": "user"})
     lock = run.acquire()
     assert lock is not None
     agent._undo(launch.Order(kind="resume", runs=str(tmp_path), name="a", by_keeper=by_keeper), run, lock)
@@ -194,7 +194,7 @@ def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
 
 @pytest.mark.parametrize("damaged", ["yesterday", "2026-01-01T00:00:00", 7, {}, "", None])
 def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path, damaged: Any) -> None:
-    run = store.create(tmp_path, "a", {}, {"world_size": 1})
+    run = folders.create(tmp_path, "a", {}, {"world_size": 1})
     made = run.folder / "run.json"
     os.utime(made, (made.stat().st_atime, made.stat().st_mtime - 100))
     assert _age(run, {"created": damaged}) > 99
@@ -204,7 +204,7 @@ def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path, damage
 
 
 def test_waiting_for_other_machines_is_no_death_and_what_was_counted_before_stays(tmp_path: Path) -> None:
-    run = store.create(tmp_path, "a", {}, {"world_size": 2, "cluster": {}})
+    run = folders.create(tmp_path, "a", {}, {"world_size": 2, "cluster": {}})
     waited = {"state": store.INTERRUPTED, "ended": store.now(), "attempts": []}
     record = run.read() | waited
     for _ in range(6):  # nobody else has come

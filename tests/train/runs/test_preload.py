@@ -26,7 +26,8 @@ def execute(text: str) -> str:
 def test_libraries_of_torch_are_loaded_before_torch_is_imported() -> None:
     said = execute(
         "assert not loaded('libtorch_cpu.so')\n"
-        "preload._load_beside()\n"
+        "preload.begin()\n"
+        "preload._loading[0].join()\n"
         "assert loaded('libtorch_cpu.so') and not loaded('libtorch_python') and 'torch' not in sys.modules\n"
         "preload.load(preload.CHECKS)\n"
         "import torch\n"
@@ -42,6 +43,16 @@ def test_what_is_imported_beside_is_what_torch_would_import() -> None:
         "preload.load(preload.RANKS)\n"
         "print(set(preload.BESIDE) - set(sys.modules))\n"
     ) in ("set()", "{'networkx'}")  # newer releases of torch go without
+
+
+def test_what_is_imported_beside_loads_no_library_that_would_wait_for_those_of_torch() -> None:
+    assert execute(
+        "def libraries(): return {line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}\n"
+        "preload._import_where_there(preload._LIBRARIES)\n"
+        "before = libraries()\n"
+        "preload._import_where_there(preload.BESIDE)\n"
+        "print(libraries() - before)\n"
+    ) == ("set()")
 
 
 def test_a_torch_without_its_libraries_is_left_to_say_so_itself() -> None:

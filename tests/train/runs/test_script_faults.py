@@ -13,10 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from tests.train.conftest import PATIENCE, Station
 from tests.train.tiers import later
 from train.record import store
+from train.record.store import Run
+from train.runs import scripts
+from train.runs.processes import elastic
 
 QUICK = ["--max-restarts", 2]
 
@@ -62,6 +66,28 @@ def test_the_rank_that_failed_is_named_though_a_peer_noticed_before_it_had_ended
     """
     record = run(station, text, "--nproc", 2)
     assert record["state"] == store.FAILED and record["reason"] == "rank 1: ValueError: bad shape"
+
+
+@pytest.mark.parametrize(
+    ("ends", "failed"),
+    [
+        ([(0, 1, 0), (1, -15, 0)], {0: 1}),
+        ([(1, 7, 0), (0, -15, 0), (2, -9, 30)], {1: 7}),
+        ([(0, -9, 0), (1, -9, 1)], {0: -9, 1: -9}),
+        ([(1, -15, 0), (0, -15, 0)], {1: -15}),
+        ([(0, 1, 0), (1, 2, 1)], {0: 1, 1: 2}),
+    ],
+    ids=["one ended", "one ended hard", "two killed", "one ended by others", "two failed"],
+)
+def test_ranks_that_torchrun_ends_after_a_failure_have_not_failed(
+    ends: list[tuple[int, int, int]], failed: dict[int, int]
+) -> None:
+    """As later releases of torch list them: rank, exit code, and seconds after the first."""
+    failures = {}
+    for rank, code, after in ends:
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+        failures[rank].timestamp = 1000 + after
+    assert elastic.failed(failures) == failed
 
 
 @pytest.mark.parametrize(
@@ -205,6 +231,16 @@ def test_an_edited_script_goes_on_with_its_copy_and_that_is_said(station: Statio
     assert "pool 2" in station.ok("logs", "a").stdout
     assert "return 1" in (station.runs / "a" / "script.until-attempt-3.py").read_text()
     assert "return 2" in (station.runs / "a" / "script.py").read_text()
+
+
+def test_the_path_of_a_script_is_quoted_where_it_stands_in_a_command(tmp_path: Path) -> None:
+    script = tmp_path / "a b; reboot.py"
+    script.write_text("new")
+    made = Run(tmp_path / "a")
+    made.folder.mkdir()
+    (made.folder / "script.py").write_text("old")
+    (said,) = scripts.warnings(made, {"script": str(script)})
+    assert said.endswith(f"train resume a --script '{script}'")
 
 
 def test_a_script_that_is_gone_goes_on_with_its_copy(station: Station) -> None:

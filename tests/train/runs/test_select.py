@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from train.errors import Refused
-from train.record import best, store
+from train.record import best, folders
 from train.record.store import Run
 from train.runs import select
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def made(runs: Path, name: str, **values: Any) -> Run:
-    return store.create(runs, name, {}, {"total_steps": 10, "state": "stopped", **values})
+    return folders.create(runs, name, {}, {"total_steps": 10, "state": "stopped", **values})
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import train
 from tests.train.tiers import later
 from train import signals
-from train.record import outcome, store
+from train.record import folders, outcome, store
 from train.record.outcome import Kind, Outcome
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def test_a_stop_of_the_keeper_is_known_from_one_of_a_user_by_a_field(station: St
     ],
 )
 def test_a_record_of_an_earlier_release_says_who_stopped_it_in_its_reason(tmp_path: Path, reason: str, by: str) -> None:
-    run = store.create(tmp_path, "a", {}, {"state": store.STOPPED, "reason": reason})
+    run = folders.create(tmp_path, "a", {}, {"state": store.STOPPED, "reason": reason})
     path = run.folder / "run.json"
     text = json.loads(path.read_text())
     del text["stopped_by"]
@@ -106,7 +106,7 @@ def test_a_record_of_an_earlier_release_says_who_stopped_it_in_its_reason(tmp_pa
 
 
 def test_a_run_that_was_not_stopped_was_stopped_by_nobody(tmp_path: Path) -> None:
-    run = store.create(tmp_path, "a", {}, {"state": store.FAILED, "reason": "the task says: (train stop)"})
+    run = folders.create(tmp_path, "a", {}, {"state": store.FAILED, "reason": "the task says: (train stop)"})
     assert run.read()["stopped_by"] is None
     run.begin_attempt(1)
     run.end_attempt(store.STOPPED, "", store.STOPPED, stopped_by=signals.USER)

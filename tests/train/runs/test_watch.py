@@ -48,19 +48,22 @@ def test_a_rank_that_stands_still_is_noticed_its_stacks_are_kept_and_the_run_goe
 def test_a_run_that_is_frozen_with_its_agent_hangs_no_more_when_it_is_let_go(station: Station) -> None:
     """As `docker pause` does, for longer than a hang takes."""
     long = [*FIELDS, "--steps", 10**6, "--watch.hang_minutes", 0.2]
-    station.ok("launch", "digits", "--name", "a", *long)
+    station.ok("launch", "digits", "--name", "a", *long, env={"TRAIN_WARM": "off"})  # the agent is tmux's own child
     station.wait_for_step("a", 5)
     agent = psutil.Process(station.record("a")["pids"]["agent"])
-    ranks = agent.children(recursive=True)
+    ranks, server = agent.children(recursive=True), agent.parent()
+    assert server is not None and "tmux" in server.name()
     for process in ranks:
         process.suspend()
     time.sleep(1)  # the agent has seen their last sign of life
+    server.suspend()  # first: it lets what stops in its panes go on at once
     agent.suspend()
     time.sleep(15)
+    assert agent.status() == psutil.STATUS_STOPPED
     at = station.record("a")["step"]
     agent.resume()
     time.sleep(1)  # in which it looks at ranks that have not moved
-    for process in ranks:
+    for process in [*ranks, server]:
         process.resume()
     station.wait_for_step("a", at + 100)
     station.ok("stop", "a")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.train.commands.test_bad_input import command, refused
 from train.cluster.submission import Standing, seconds_of, time_of
-from train.record import store
+from train.record import folders
 from train.record.store import Run
 from train.runs import control
 from train.runs.standing import seen_by
@@ -42,7 +42,7 @@ def test_a_state_is_what_folder_and_engine_say(
 
 def submitted(runs: Path) -> Run:
     record = {"submitted": {"engine": "slurm", "job": "7"}, "state": "running", "task": "digits"}
-    run = store.create(runs, "a", {}, record)
+    run = folders.create(runs, "a", {}, record)
     run.begin_attempt(2, 0)
     return run
 

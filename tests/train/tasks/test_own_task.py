@@ -179,3 +179,39 @@ def test_a_file_named_as_a_built_in_task_is_reached_by_its_path(
     assert load("digits").is_built_in
     with pytest.raises(Refused, match="no function model"):
         load("./digits.py")
+
+
+TWO_LOSSES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def datasets(config):
+    return TensorDataset(torch.rand(32, 4)), None
+
+def model(config):
+    return nn.Linear(4, 2)
+
+def loss(model, batch):
+    made = model(batch[0]).square().mean(0)
+    return made[0], made[1]
+"""
+
+
+def test_two_losses_are_not_taken_for_a_loss_and_its_count(station: Station) -> None:
+    (station.folder / "two.py").write_text(TWO_LOSSES)
+    done = station("run", "two.py", "--name", "two-losses", "--steps", 1)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert "of two losses return the sum" in done.stderr.splitlines()[-1]
+
+
+def test_what_lies_beside_a_task_goes_before_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed, beside = tmp_path / "installed", tmp_path / "beside"
+    for folder in (installed, beside):
+        folder.mkdir()
+        (folder / "twice_there.py").write_text(f"WHERE = {folder.name!r}\n")
+    (beside / "task.py").write_text(f"from twice_there import WHERE\nassert WHERE == 'beside', WHERE\n{TASK}")
+    (beside / "helper.py").write_text(HELPER)
+    monkeypatch.setattr(sys, "path", [str(installed), *sys.path, str(beside)])  # as own.py leaves the current folder
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
+    assert load(str(beside / "task.py")).name == str(beside / "task.py")

@@ -89,5 +89,11 @@ class Figures:
 
 
 def clean(label: str) -> str:
-    """A label as UTF-8 can hold it: a folder's name may be any bytes, which Python has as lone surrogates."""
-    return label.encode("utf-8", "backslashreplace").decode()
+    """A label that UTF-8 holds and a terminal shows: a folder's name may be any bytes, and a record have any words.
+
+    Escaped, not replaced: two names that differ stay two. The library escapes the ends of lines itself.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
+        for letter in label
+    )

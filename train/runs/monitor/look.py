@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
-from train.record import heartbeat, metrics, store
+from train.record import folders, heartbeat, metrics, store
 from train.record.heartbeat import Beat
 from train.record.store import Run
 from train.runs.monitor.engines import Engines
@@ -83,7 +83,7 @@ class Runs:
         found, self.damaged = {}, 0
         with contextlib.suppress(FileNotFoundError):  # before the first run
             os.scandir(self.folder).close()
-        for run in store.every(self.folder):
+        for run in folders.every(self.folder):
             if names and run.name not in names:
                 continue
             try:

@@ -16,6 +16,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
 
+from train import screen
 from train.errors import EXIT_FINISHED, Refused
 from train.runs.monitor.collect import Collector
 
@@ -27,6 +28,13 @@ _SLOWEST = 30.0
 """Seconds that a connection may take in all: one that says a letter a second would hold its place for ever."""
 _AT_ONCE = 100
 """Connections that are served at the same time; others wait to be taken."""
+
+
+class _OneLine(logging.Formatter):
+    """What went wrong may quote a request, or what somebody has written into a run folder."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return screen.printable(super().formatMessage(record))
 
 
 class _Handler(WSGIRequestHandler):
@@ -91,7 +99,9 @@ def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:
         Refused: the address or the port cannot be had.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FINISHED))
-    logging.basicConfig(stream=sys.stderr, format="train: %(message)s", level=logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("train: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(Collector(runs, recent))
     prometheus_client.ProcessCollector(registry=registry)

@@ -6,8 +6,11 @@ what follows: that is runs/supervise.py's.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -79,16 +82,28 @@ class Processes(Protocol):
         """What is known of their ends without reading files."""
 
 
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Variables of the flight recorder: their names in newer releases of torch, and before."""
+
+
 def flight_recorder(logs: Path) -> dict[str, str]:
     """What the environment of a rank says to NCCL's flight recorder; runs/watch.py asks for its trace.
 
-    Under the names of torch 2.7 and of later releases. What the user has set of its sizes stays.
+    Under the names that this torch knows: a newer one warns, on each rank, of those that it has given up. What the user
+    has set of its size, under either, stays.
     """
-    values = {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_ON_TIMEOUT": "1",
-    }  # fmt: skip
-    values = {name: os.environ.get(name, value) for name, value in values.items()}
-    for file in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
-        values[file] = str(logs / "nccl-trace-rank")
-    return values | {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(logs / "nccl-rank")}
+    which = 0 if _SIZES[0] in _header() else 1
+    values = {} if any(name in os.environ for name in _SIZES) else {_SIZES[which]: "2000"}
+    values |= {_FILES[which]: str(logs / "nccl-trace-rank"), "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(logs / "nccl-rank")}
+    return {"TORCH_NCCL_DUMP_ON_TIMEOUT": os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"), **values}
+
+
+@functools.cache
+def _header() -> str:
+    """Where torch declares its flight recorder, as it lies beside the library; '' where it does not."""
+    with contextlib.suppress(OSError):
+        for folder in getattr(find_spec("torch"), "submodule_search_locations", None) or ():
+            file = Path(folder) / "include/torch/csrc/distributed/c10d/FlightRecorder.hpp"
+            return file.read_text(encoding="utf-8")
+    return ""

@@ -1,8 +1,9 @@
 """Ranks that this process forks itself: `train launch` and `train resume` of a task.
 
-All that a rank imports has been imported here, once, and nothing here has computed, started threads, or touched a GPU:
-a fork of it is a rank that begins at once, and a restart after a death pays no import either. What a process inherits
-by being forked is undone or set in `_become_rank`.
+All that a rank imports has been imported here, once, and nothing here has computed, started threads (but one, of
+several machines, which stands still meanwhile: Nodes.still), or touched a GPU: a fork of it is a rank that begins at
+once, and a restart after a death pays no import either. What a process inherits by being forked is undone or set in
+`_become_rank`.
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ class Children:
         # no signal is lost between the fork and the first line of the child
         kept = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
         try:
-            for seat in self._seats:
-                parent, pid = os.getpid(), os.fork()
-                if pid == 0:
-                    _be(self.run, self.lock, seat, attempt, threads, parent, self._memory, self._nodes)
-                self._pids.append(pid)
+            with self._nodes.still() if self._nodes is not None else contextlib.nullcontext():
+                for seat in self._seats:
+                    parent, pid = os.getpid(), os.fork()
+                    if pid == 0:
+                        _be(self.run, self.lock, seat, attempt, threads, parent, self._memory, self._nodes)
+                    self._pids.append(pid)
         except OSError as error:  # no room for a process: the machine is busy
             self._fail(error)
         finally:

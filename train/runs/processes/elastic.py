@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import tempfile
 import threading
 import tomllib
@@ -30,6 +31,25 @@ from train.runs.processes.kept import lend, memory_of, write_lines
 
 if TYPE_CHECKING:
     import psutil
+    from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+
+def failed(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
+    """The exit codes of the ranks that failed by themselves.
+
+    Newer releases of torch (2.11 is one) list, behind those that torchrun found to have failed, the ones that it ended
+    for it: by SIGTERM, or by SIGKILL who was still there half a minute later. What those died of is no cause.
+
+    Args:
+        failures: of torchrun, by rank, in its order.
+    """
+    first = next(iter(failures.values()))
+
+    def is_ended(failure: ProcessFailure) -> bool:
+        late = failure.timestamp > first.timestamp + 1  # full seconds; those found together have the same, or the next
+        return failure.exitcode == -signal.SIGTERM or (late and failure.exitcode == -signal.SIGKILL)
+
+    return {rank: each.exitcode for rank, each in failures.items() if each is first or not is_ended(each)}
 
 
 class Elastic:
@@ -64,7 +84,7 @@ class Elastic:
         try:
             self._launch(attempt)
         except ChildFailedError as error:
-            self._exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            self._exits = failed(error.failures)
         except BaseException as error:
             self._fail(error)
             with contextlib.suppress(OSError):

@@ -1,0 +1,82 @@
+"""What may lie in a run folder that somebody has edited or made up: nothing waits for it, and the rest is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.record import best, folders, manifest, page, settings
+from train.record.manifest import Unreadable
+from train.record.store import Run
+from train.record.table import story
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run that was evaluated after each of its two checkpoints."""
+    run = folders.create(tmp_path, "a", {"config.toml": "seed = 1\n"}, {"world_size": 1, "task": "digits"})
+    lines = [{"step": step, "epoch": 1, "eval": {"loss": 1 / step, "accuracy": 0.5}} for step in (1, 2)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in (1, 2):
+        run.checkpoint(step).mkdir()
+    return run
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def text(content: str) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [pipe, Path.mkdir, text(""), text("\0"), text("checkpoint = 3"), text("[checkpoint]\nbest = 3"),
+     text("[checkpoint]\nbest = ['a']"), text("a = " + "[" * 100_000), text("a = " + "9" * 5000)],
+)  # fmt: skip
+def test_a_configuration_that_is_none_hides_nothing_else(run: Run, put: Callable[[Path], Any]) -> None:
+    (run.folder / "config.toml").unlink()
+    put(run.folder / "config.toml")
+    assert "step 2, loss 0.5000" in story(run, run.shown())
+    assert best.facts(run) == {"checkpoints": [1, 2], "best": {"step": 2, "metric": "loss", "value": 0.5}}
+    assert isinstance(settings.flat(run), dict)
+
+
+@pytest.mark.parametrize("figure", ["NaN", "-Infinity", "-1e999", "-" + "9" * 400])
+def test_a_figure_that_is_none_is_not_the_best(run: Run, figure: str) -> None:
+    line = f'{{"step": 1, "epoch": 1, "eval": {{"loss": {figure}}}}}\n'
+    run.metrics.write_text(line + run.metrics.read_text().splitlines(keepends=True)[1])
+    assert "step 2, loss 0.5000" in story(run, run.shown())
+
+
+@pytest.mark.parametrize(
+    "put",
+    [pipe, Path.mkdir, text(""), text("[5]"), text("5"), text("[" * 100_000), text('{"format": []}'),
+     text('{"format": %s}' % ("9" * 5000))],
+)  # fmt: skip
+def test_a_manifest_that_is_none_is_told_in_a_line(run: Run, put: Callable[[Path], Any]) -> None:
+    put(run.checkpoint(1) / "manifest.json")
+    with pytest.raises((ValueError, Unreadable)):
+        manifest.read_manifest(run.checkpoint(1))
+    assert "cannot be shown" not in page.html(run)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"state": "stopped", "reason": 7}, {"state": "stopped", "reason": {"a": 1}},
+     {"attempts": [{"number": 1, "started": "2026-01-01", "ready": "2026-01-01", "ended": "2026-01-02", "end": "died",
+                    "world_size": 1, "from_step": 0, "to_step": 5,
+                    "times": dict.fromkeys(("step", "seconds", "start", "data", "communication", "checkpoints",
+                                            "evaluation"), 10**400)}]}],
+)  # fmt: skip
+def test_a_record_that_says_what_cannot_be_is_shown(run: Run, damage: dict[str, Any]) -> None:
+    content = json.loads((run.folder / "run.json").read_text()) | damage
+    (run.folder / "run.json").write_text(json.dumps(content))
+    assert "a: " in story(run, run.shown())
+    assert "cannot be shown" not in page.html(run)
