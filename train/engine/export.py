@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -90,9 +91,25 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
                 from safetensors.torch import save_file
 
                 save_file(state, partial, metadata={"run": run.name, "step": str(step)})
+                _in_one_order(partial)
             else:
                 torch.save(state, partial)
     return step
+
+
+def _in_one_order(file: Path) -> None:
+    """The same words of a run and a step at the head of each file: safetensors writes them in an order by chance.
+
+    A file begins with the bytes of its head in 8 bytes, little-endian, and the head, in JSON that spaces may follow.
+    """
+    with file.open("r+b") as written:
+        size = int.from_bytes(written.read(8), "little")
+        head = json.loads(written.read(size))
+        head["__metadata__"] = dict(sorted(head["__metadata__"].items()))
+        text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode().ljust(size)
+        if len(text) == size:
+            written.seek(8)
+            written.write(text)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,14 @@ def test_exported_weights_are_the_runs_last_ones_under_the_models_own_names(
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
 
 
+def test_the_same_weights_are_the_same_file(finished: Station, tmp_path: Path) -> None:
+    found = set()
+    for number in range(6):  # one of two orders by chance would be missed once in 32
+        export(finished.run("done"), tmp_path / f"{number}.safetensors")
+        found.add((tmp_path / f"{number}.safetensors").read_bytes())
+    assert len(found) == 1
+
+
 def test_a_safetensors_file_says_where_it_comes_from(finished: Station, tmp_path: Path) -> None:
     export(finished.run("done"), tmp_path / "model.safetensors", 20)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
