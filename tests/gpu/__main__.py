@@ -31,19 +31,20 @@ if TYPE_CHECKING:
     from tests.gpu.harness import Case, Scale
 
 PARTS = {
-    "rates": ("speed", "rates", 10),
-    "steps": ("steps", "part", 40),
-    "exact": ("exact", "part", 80),
-    "memory": ("memory", "part", 20),
+    "rates": ("speed", "rates", 7),
+    "steps": ("steps", "part", 38),
+    "exact": ("exact", "part", 69),
+    "memory": ("memory", "part", 17),
     "checkpoint": ("checkpoint", "part", 50),
-    "inputs": ("inputs", "part", 30),
-    "precisions": ("speed", "precisions", 35),
-    "compiled": ("exact", "compiled", 40),
+    "inputs": ("inputs", "part", 27),
+    "precisions": ("speed", "precisions", 32),
+    "recovery": ("recovery", "part", 26),
     "ranks": ("ranks", "part", 200),
-    "speed": ("speed", "part", 175),
+    "speed": ("speed", "part", 161),
+    "compiled": ("exact", "compiled", 37),
 }
 """In the order in which they are made: module, function, and about how many seconds it takes on one H100, by estimate.
-The last one compiles four times: what is not ready when time is over is left of it."""
+The last two compile four times and twice: what is not ready when time is over is left of them."""
 MINUTES, MINUTES_FOR_RANKS = 8.0, 4.0
 """On one GPU; how many more on several."""
 DISK = 8 * 10**9

@@ -33,7 +33,7 @@ def loop(task_name: str, flags: dict[str, Any], is_over: Callable[[], bool]) -> 
     own = {name.removeprefix("task."): value for name, value in flags.items() if name.startswith("task.")}
     config = types.SimpleNamespace(task=task.Settings(**own))
     device, precision = torch.device(flags["device"]), flags.get("precision", "fp32")
-    _set_arithmetic(flags, precision, device)
+    set_arithmetic(flags, precision, device)
     torch.manual_seed(0)
     dataset = task.datasets(config)[0]
     model: nn.Module = task.model(config)
@@ -55,7 +55,7 @@ def loop(task_name: str, flags: dict[str, Any], is_over: Callable[[], bool]) -> 
     batches = _batches(dataset, flags["batch_size"], device)
     while not is_over():
         batch = [_moved(tensor, device, layout) for tensor in next(batches)]
-        with _autocast(precision, device):
+        with autocast(precision, device):
             loss = task.loss(model, batch)
         if scaler is None:
             loss.backward()
@@ -69,7 +69,7 @@ def loop(task_name: str, flags: dict[str, Any], is_over: Callable[[], bool]) -> 
         torch.cuda.synchronize()
 
 
-def _set_arithmetic(flags: dict[str, Any], precision: str, device: torch.device) -> None:
+def set_arithmetic(flags: dict[str, Any], precision: str, device: torch.device) -> None:
     if "cpu_threads" in flags:
         torch.set_num_threads(flags["cpu_threads"])
     is_exact = flags.get("deterministic", "true") == "true"
@@ -92,7 +92,7 @@ def _moved(tensor: Tensor, device: torch.device, layout: torch.memory_format) ->
     return tensor.to(device, non_blocking=True, memory_format=layout if tensor.dim() == 4 else torch.preserve_format)
 
 
-def _autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if precision not in _TYPES:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=_TYPES[precision])

@@ -142,20 +142,23 @@ def _alone(scale: Scale) -> Row:
 
 
 def _snapshot(scale: Scale) -> Row:
-    """Of the GPT, in memory that is lent to it as the agent of a launched run does: until there is one, or too long."""
-    took, stop, memory = list[float](), StopRequest(()), Owned()
-    take = Snapshots._take
+    """Of the GPT, in memory that is lent to it as a launched run's agent does: until there are two, or too long."""
+    asked, copied, steps = list[float](), list[float](), set[int]()
+    stop, memory, take = StopRequest(()), Owned(), Snapshots._take
 
     def timed(snapshots: Snapshots) -> None:
         began = time.perf_counter()
         take(snapshots)
-        took.append(time.perf_counter() - began)
-        if memory.step:
-            stop.ask(USER, "enough was seen")
+        asked.append(time.perf_counter() - began)
+        if snapshots._beside is not None and snapshots._beside.cost:
+            copied.append(snapshots._beside.cost)  # of the one before
 
     def stepped(*_: object) -> None:
-        if time.monotonic() - begun > _PATIENCE:
-            stop.ask(USER, "there is none")
+        steps.add(memory.step)
+        if len(steps) > 2:  # 0 is one of them
+            stop.ask(USER, "enough was seen")
+        elif time.monotonic() - begun > _PATIENCE:
+            stop.ask(USER, "there are no more")
 
     flags = scale.flags("gpt") | {"precision": "bf16", "steps": 1_000_000}
     lent = mock.patch.dict(os.environ, {shared.ENVIRONMENT: memory.address})
@@ -167,11 +170,14 @@ def _snapshot(scale: Scale) -> Row:
     finally:
         handle.remove()
         memory.close()
+    figures = {"asked_s": asked, "cost_s": copied, "bytes": size, "step": step}
     if not step:
         found = f"none in {_PATIENCE:.0f} s: the host may have too little memory for two states of {mebibytes(size)}"
-        return Row(_SNAPSHOT, found, UNCHECKED)
-    found = f"{1000 * took[-1]:.0f} ms for {mebibytes(size)}, as often as that is a hundredth of the time"
-    return Row(_SNAPSHOT, found, figures={"seconds": took, "bytes": size, "step": step})
+        return Row(_SNAPSHOT, found, UNCHECKED, figures=figures)
+    found = f"{mebibytes(size)}, as often as one takes a hundredth of the time; the host for {1000 * asked[-1]:.0f} ms"
+    if copied:
+        found += f", with the device for {1000 * copied[-1]:.0f} ms"
+    return Row(_SNAPSHOT, found, figures=figures)
 
 
 def _timed(scale: Scale, flags: dict[str, Any], settle: float = 2.0) -> _Timed:

@@ -7,8 +7,6 @@ from typing import Any
 
 from tests.gpu import compiler
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_flags, passing, train_forked
-from train.checkpoint import shared
-from train.checkpoint.shared import Owned
 from train.record import store
 
 STEPS = 12
@@ -25,18 +23,6 @@ def part(scale: Scale) -> Iterator[Case]:
                 flags["channels_last"] = "true"
             what = f"{task}, {precision}"
             yield Case(what, 7.6, compare, (scale, task, what, flags))
-    yield Case("digits, fp32, from memory", 7.6, _from_memory, (scale, "digits, fp32, from memory"))
-
-
-def _from_memory(scale: Scale, what: str) -> Row:
-    """Of a run without any checkpoint but the last, which has memory for snapshots as a launched run has."""
-    flags = exact_flags(scale, "digits") | {"precision": "fp32", "steps": 60}
-    del flags["checkpoint.every_steps"]
-    memory = Owned()
-    try:
-        return compare(scale, "digits", what, flags, killed=50, memory=memory)
-    finally:
-        memory.close()
 
 
 def compiled(scale: Scale) -> Iterator[Case]:
@@ -55,33 +41,29 @@ def _compiled(scale: Scale, what: str) -> Row:
 
 def compare(
     scale: Scale, task: str, what: str, flags: dict[str, Any], ranks: int = 1, is_compiled: bool = False,
-    killed: int = KILLED, memory: Owned | None = None,
 ) -> Row:  # fmt: skip
     """An undisturbed run beside one that is killed and resumed.
 
     Args:
         is_compiled: it is resumed with empty caches of the compiler, so that what was chosen before is chosen anew.
-        killed: the step in which it is.
-        memory: for snapshots of the one that is killed.
     """
     caches = [_caches(scale, name) if is_compiled else {} for name in ("before", "after")]
-    lent = {shared.ENVIRONMENT: memory.address} if memory is not None else {}
     with passing(scale, task, flags, ranks) as run:
         whole = train_forked(run, ranks, environment=caches[0])
     if whole["state"] != store.FINISHED:
         return Row(what, f"{whole['state']}: {reason(whole)}", FAILED)
     with passing(scale, task, flags, ranks) as run:
-        record = train_forked(run, ranks, f"step:{killed}:kill", caches[0] | lent)
+        record = train_forked(run, ranks, f"step:{KILLED}:kill", caches[0])
         if record["state"] != store.INTERRUPTED:
             return Row(what, f"killed, it is {record['state']}: {reason(record)}", FAILED)
-        resumed = train_forked(run, ranks, environment=caches[1] | lent)
+        resumed = train_forked(run, ranks, environment=caches[1])
     if resumed["state"] != store.FINISHED:
         return Row(what, f"resumed, it is {resumed['state']}: {reason(resumed)}", FAILED)
     start = resumed["attempts"][-1]["from_step"]
     digests = [record["weights_sha256"] for record in (whole, resumed)]
     if digests[0] != digests[1] or not start:
         return Row(what, f"resumed at step {start}: {digests[0][:12]} and {digests[1][:12]}", FAILED, "equal digests")
-    found = f"killed in step {killed}, resumed after step {start}: equal"
+    found = f"killed in step {KILLED}, resumed after step {start}: equal"
     return Row(what, found, OK, "equal digests", {"sha256": digests[0]})
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,6 +17,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_flags, passing, train_here
+from train.checkpoint import snapshot
+from train.checkpoint.shared import ENVIRONMENT, Owned
 from train.data import loader
 from train.parallel import choose, nccl
 
@@ -41,10 +45,11 @@ print(f"it has opened {opened}" if opened or torch.cuda.is_initialized() else "l
 """
 
 WORKERS, MICRO, DDP = "2 loader processes", "2 micro batches, clipped", "ddp of one rank"
+MEMORY = "snapshots in memory all the time"
 CASES = (
     ("digits", "fp32", ()), ("digits", "bf16", (WORKERS,)), ("digits", "fp16", (MICRO,)),
-    ("resnet", "fp32", ()), ("resnet", "bf16", (WORKERS,)), ("resnet", "fp16", ()),
-    ("gpt", "fp32", ()), ("gpt", "bf16", ()), ("gpt", "bf16", (MICRO,)), ("gpt", "fp16", (MICRO,)),
+    ("resnet", "fp32", ()), ("resnet", "bf16", (WORKERS,)), ("resnet", "fp16", (MEMORY,)),
+    ("gpt", "fp32", ()), ("gpt", "bf16", (MEMORY,)), ("gpt", "bf16", (MICRO,)), ("gpt", "fp16", (MICRO,)),
     ("gpt", "bf16", (DDP,)), ("gpt", "fp16", (DDP, MICRO)),
 )  # fmt: skip
 """Task, precision, and what else a step has to do. Not more micro batches: about a thousand kernels can wait for a
@@ -57,7 +62,7 @@ def part(scale: Scale) -> Iterator[Case]:
         if scale.is_gpu or precision != "fp16":  # which a CPU has not
             what = f"no wait in a step: {', '.join((task, precision, *rest))}"
             flags = _flags(scale, task, rest) | {"precision": precision}
-            yield Case(what, 2.5, _unwatched, (scale, task, what, flags, DDP in rest))
+            yield Case(what, 2.5, _unwatched, (scale, task, what, flags, rest))
     yield Case(_ON_CPU_WHAT, 8, _on_cpu, (scale,))
 
 
@@ -83,12 +88,21 @@ class Watch:
         """Whether the host came to the end of a step while the device was still held in the one before."""
         self._is_gpu = is_gpu
         self._held: Any = None
+        self.memory: Owned | None = None
+        """Where snapshots are kept, if they are."""
+        self.kept = 0
+        """The step of the newest one when nothing may wait any more."""
 
     def after_step(self, *_: object) -> None:
         self.counted += 1
+        if self.counted == LAST and self.memory is not None:
+            self.kept = self.memory.step
         if not self._is_gpu:
             return
         if self.counted == FIRST:
+            for thread in threading.enumerate():  # memory for snapshots is locked once in a run's life
+                if thread.name == "snapshot":
+                    thread.join()
             torch.cuda.set_sync_debug_mode("error")
         if self.counted == HELD:
             torch.cuda._sleep(CYCLES)
@@ -117,6 +131,8 @@ class Watch:
             return f"{self.host - self.pinned} of {self.host} tensors were not in pinned memory: such copies wait"
         if self._is_gpu and not self.is_ahead:
             return f"the host did not come through step {HELD + 1} while the device was held after step {HELD}"
+        if self.memory is not None and self.kept < FIRST:
+            return f"no snapshot was taken meanwhile: the newest is of step {self.kept}"
         return ""
 
 
@@ -139,16 +155,34 @@ def _ddp_alone(scale: Scale) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _unwatched(scale: Scale, task: str, what: str, flags: dict[str, Any], is_ddp: bool) -> Row:
+@contextlib.contextmanager
+def _memory(watch: Watch) -> Iterator[None]:
+    """Memory for snapshots, which are taken whenever the one before is there."""
+    watch.memory = Owned()
+    try:
+        with (
+            mock.patch.dict(os.environ, {ENVIRONMENT: watch.memory.address}),
+            mock.patch.object(snapshot, "SHARE", 1e9),
+        ):
+            yield
+    finally:
+        watch.memory.close()
+
+
+def _unwatched(scale: Scale, task: str, what: str, flags: dict[str, Any], rest: tuple[str, ...]) -> Row:
     """Train with every synchronisation that torch knows of an error, and once with a device that is held.
 
     torch knows of no wait for an event, no torch.cuda.synchronize and no copy from memory that is not pinned; the host
     that goes on while the device stands still has made none of them.
     """
-    watch, spread = Watch(scale.is_gpu), _ddp_alone(scale) if is_ddp else contextlib.nullcontext()
+    watch = Watch(scale.is_gpu)
+    spread = _ddp_alone(scale) if DDP in rest else contextlib.nullcontext()
+    memory = _memory(watch) if MEMORY in rest else contextlib.nullcontext()
     handle = register_optimizer_step_post_hook(watch.after_step)
     try:
-        with mock.patch.object(loader, "prepared", watch.prepared), passing(scale, task, flags) as run, spread:
+        with (
+            mock.patch.object(loader, "prepared", watch.prepared), passing(scale, task, flags) as run, spread, memory,
+        ):  # fmt: skip
             train_here(run)
     except RuntimeError as error:
         return Row(what, str(error)[:300], FAILED)

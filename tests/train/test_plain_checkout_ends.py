@@ -174,7 +174,9 @@ def test_steps_are_watched_with_all_that_can_lie_in_them(monkeypatch: pytest.Mon
     """DDP is that of a run of several ranks, and flags are taken by a run."""
     scale, used = Scale("cpu", True, 0, tmp_path), list[object]()
     cases = {case.what.partition(": ")[2]: case for case in steps.part(scale)}
-    assert {rest for _, _, all_ in steps.CASES for rest in all_} == {steps.WORKERS, steps.MICRO, steps.DDP}
+    assert {rest for _, _, all_ in steps.CASES for rest in all_} == {
+        steps.WORKERS, steps.MICRO, steps.DDP, steps.MEMORY,
+    }  # fmt: skip
     assert {precision for _, precision, _ in steps.CASES} == {"fp32", "bf16", "fp16"}
     forward = ddp._Parallel.forward
 

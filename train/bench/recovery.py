@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from train.bench import bare, perceptron
 from train.record import store
@@ -68,7 +68,7 @@ class Launched:
         self.run = store.Run(runs / name)
 
     def step(self) -> int:
-        line = _last_line(self.run.metrics)
+        line = last_line(self.run.metrics)
         return int(json.loads(line)["step"]) if line else 0
 
     def ranks(self) -> list[int]:
@@ -86,8 +86,7 @@ class Launched:
         return self.run.read()["weights_sha256"] or ""
 
     def twice(self) -> int:
-        attempts = self.run.read()["attempts"]
-        return sum(max(0, a["to_step"] - b["from_step"]) for a, b in itertools.pairwise(attempts))
+        return made_twice(self.run.read())
 
 
 class Bare:
@@ -114,7 +113,7 @@ class Bare:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def step(self) -> int:
-        return int(_last_line(self.folder / "steps.log") or 0)
+        return int(last_line(self.folder / "steps.log") or 0)
 
     def ranks(self) -> list[int]:
         import psutil
@@ -177,14 +176,14 @@ def bench(folder: Path, steps: int, times: int, every: float | None, seed: int =
     ]
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
         calm = {
-            way: _live(make(Path(name), f"calm-{n}", steps), [], random_) for n, (way, make) in enumerate(WAYS.items())
+            way: live(make(Path(name), f"calm-{n}", steps), [], random_) for n, (way, make) in enumerate(WAYS.items())
         }
         found: dict[str, list[Found]] = {way: [] for way in WAYS}
         for count in range(times):  # in turn, so that a slow moment meets both
             at = steps * random_.uniform(0.2, 0.8)
             for n, (way, make) in enumerate(WAYS.items()):
                 run = make(Path(name), f"run-{n}-{count}", steps)
-                found[way].append(_live(run, [int(at)], random_, every))
+                found[way].append(live(run, [int(at)], random_, every))
         lines += [_row(way, runs, calm[way]) for way, runs in found.items()]
     return "\n".join(lines)
 
@@ -199,7 +198,9 @@ def _row(way: str, runs: list[Found], calm: Found) -> str:
     return f"| {way} | {len(took) + hung} | {figures} | {hung} | {twice} | {ratio} | {equal} of {len(runs)} equal |"
 
 
-def _live(run: Way, at: list[int], random_: random.Random, every: float | None = None) -> Found:
+def live(
+    run: Way, at: list[int], random_: random.Random, every: float | None = None, patience: float = PATIENCE
+) -> Found:
     """Watch a run to its end, and kill one of its ranks after each of these steps, or every so many seconds."""
     found, at = Found([], 0, 0.0, 0, ""), list(at)
     try:
@@ -220,7 +221,7 @@ def _live(run: Way, at: list[int], random_: random.Random, every: float | None =
                 killed = changed = time.monotonic()
                 highest = max(highest, run.step())
                 del at[:1]
-            if now - changed > PATIENCE:
+            if now - changed > patience:
                 found.hangs += 1
                 break
             time.sleep(0.01)
@@ -231,7 +232,12 @@ def _live(run: Way, at: list[int], random_: random.Random, every: float | None =
     return found
 
 
-def _last_line(path: Path) -> str:
+def made_twice(record: dict[str, Any]) -> int:
+    """How many steps of a run were made twice."""
+    return sum(max(0, a["to_step"] - b["from_step"]) for a, b in itertools.pairwise(record["attempts"]))
+
+
+def last_line(path: Path) -> str:
     """The last whole line of a file; '' if there is none."""
     try:
         with path.open("rb") as file:

@@ -55,7 +55,11 @@ class Packed:
     """Tensors on their way into a buffer, each once, however often it is named."""
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
+    starts: list[int] = dataclasses.field(default_factory=list)
+    """Where each begins, in bytes."""
     end: int = 0
+    said: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """All but the tensors."""
     _places: dict[int, Place] = dataclasses.field(default_factory=dict)
     _parts: dict[int, Part] = dataclasses.field(default_factory=dict)
 
@@ -78,41 +82,43 @@ class Packed:
             stride = value.stride() if dense else torch.empty(value.shape, device="meta").stride()
             place = self._places[id(value)] = Place(self.end, value.dtype, tuple(value.shape), tuple(stride))
             self.tensors.append(value)
+            self.starts.append(self.end)
             self.end += -(-place.size // _ALIGN) * _ALIGN
         return place
+
+    def plain(self, lines: list[Training]) -> bytes:
+        """The plain part for `Slots.write`: where the tensors are, and what else there is to say."""
+        return pickle.dumps(self.said | {"lines": lines})
 
     def pieces(self) -> Iterator[Piece]:
         """The bytes of the tensors, each filled up to a multiple of _ALIGN."""
         for value in self.tensors:
             if not value.numel():
                 continue
-            here = value.detach().cpu()
-            if here.dim() == 4 and here.is_contiguous(memory_format=torch.channels_last):
-                here = here.permute(0, 2, 3, 1)  # as it lies in memory
-            piece = here.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            piece = as_it_lies(value).cpu().numpy().data
             yield piece
             if len(piece) % _ALIGN:
                 yield bytes(_ALIGN - len(piece) % _ALIGN)
 
 
-def settle(device: torch.device) -> None:
-    """Before the cost of a copy is measured: wait for what a GPU has yet to compute, which is not part of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def as_it_lies(value: Tensor) -> Tensor:
+    """The bytes of a tensor as a snapshot has them (uint8, of its size), where it is: a view, wherever one can be."""
+    value = value.detach()
+    if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
+        value = value.permute(0, 2, 3, 1)
+    return value.contiguous().reshape(-1).view(torch.uint8)
 
 
-def pack(
-    model: dict[str, Tensor], optimizer: torch.optim.Optimizer, precision: Precision, **plain: Any
-) -> tuple[bytes, Packed]:
-    """A state for `Slots.write`: the plain part, and the tensors.
+def pack(model: dict[str, Tensor], optimizer: torch.optim.Optimizer, precision: Precision, **said: Any) -> Packed:
+    """A state for `Slots.write`.
 
     Args:
-        plain: what else there is to say: `fingerprint`, `step`, `mark` and `lines`, as `Content` has them.
+        said: what else there is to say: `fingerprint`, `step` and `mark`, as `Content` has them.
     """
-    packed, scaler = Packed(), precision.scaler
-    state = packed.walk({"model": dict(model), "optimizer": optimizer.state_dict()})
-    state["scaler"] = scaler.state_dict() if scaler is not None else None
-    return pickle.dumps(plain | {"state": state}), packed
+    packed = Packed()
+    state = packed.walk({"model": dict(model), "optimizer": optimizer.state_dict(), "scaler": precision.scaling()})
+    packed.said = said | {"state": state}
+    return packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,4 +184,9 @@ def apply(content: Content, module: nn.Module, optimizer: torch.optim.Optimizer,
     module.load_state_dict(state)
     optimizer.load_state_dict(content.walk(content.state["optimizer"], mesh))
     if precision.scaler is not None and content.state["scaler"]:
-        precision.scaler.load_state_dict(content.state["scaler"])
+        scaling = content.walk(content.state["scaler"])
+        precision.scaler.load_state_dict({key: _number(value) for key, value in scaling.items()})
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from train.checkpoint.shared import Slots
+from train.checkpoint.packed import Packed
+from train.checkpoint.shared import Slots, begin_of_tensors
 
 SLACK = 1 << 16
 """Bytes by which the plain part of a state may grow: lines, for example."""
 _AT_ONCE = 1 << 26
 """Bytes that are reserved without a thread: it takes some hundredths of a second."""
+
+
+def needed(state: Packed) -> int:
+    """Bytes of a buffer that it goes into with whatever lines."""
+    return begin_of_tensors(len(state.plain([])) + SLACK) + state.end
 
 
 def problem(slots: Slots, size: int, left: int, ranks: int = 1) -> str:

@@ -197,6 +197,24 @@ class Slots:
         finally:
             fcntl.flock(self._buffers[0], fcntl.LOCK_UN)
 
+    def open(self, step: int) -> Draft | None:
+        """Begin to keep the state after a step, whose tensors somebody else will write, over the older one. None where
+        another writes just now, or there is a newer one."""
+        if not self._take_turn(0.0):
+            return None
+        steps = [head.step if (head := _head(fd)) else -1 for fd in self._buffers]
+        if max(steps) >= step:
+            fcntl.flock(self._buffers[0], fcntl.LOCK_UN)
+            return None
+        slot = steps.index(min(steps))
+        _wipe(self._buffers[slot])
+        faults.here("snapshot.begin")
+        return Draft(slot, step, self._buffers[slot], self._buffers[0])
+
+    def memory(self) -> list[mmap.mmap]:
+        """Both buffers, whole, to be written."""
+        return [mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED) for fd in self._buffers]
+
     def read(self, slot: int) -> tuple[bytes, mmap.mmap] | None:
         """The content of a buffer: its plain part, and where the tensors lie. None if it is not what was written.
 
@@ -236,6 +254,33 @@ class Slots:
             time.sleep(0.005)
 
 
+class Draft:
+    """A buffer whose tensors are being written. It has no valid header until it is sealed."""
+
+    def __init__(self, slot: int, step: int, fd: int, turn: int) -> None:
+        self.slot, self._step, self._fd, self._turn = slot, step, fd, turn
+
+    def seal(self, plain: bytes, memory: memoryview, tensors: int) -> None:
+        """The tensors are there.
+
+        Args:
+            memory: the buffer, whole.
+            tensors: bytes of them; where they begin follows from the length of `plain`.
+
+        Raises:
+            OSError: the memory cannot be written.
+        """
+        _pwrite_all(self._fd, [plain], _PAGE)
+        start = begin_of_tensors(len(plain))
+        checksum = zlib.crc32(memory[start : start + tensors], zlib.crc32(plain))
+        faults.here("snapshot.written")
+        _seal(self._fd, self._step, len(plain), tensors, checksum)
+
+    def close(self) -> None:
+        """Let others write; what was not sealed is none."""
+        fcntl.flock(self._turn, fcntl.LOCK_UN)
+
+
 def _head(fd: int) -> Head | None:
     text = os.pread(fd, _HEAD.size + _SEAL.size, 0)
     if len(text) < _HEAD.size + _SEAL.size or zlib.crc32(text[: _HEAD.size]) != _SEAL.unpack_from(text, _HEAD.size)[0]:
@@ -264,7 +309,11 @@ def _fill(fd: int, step: int, plain: bytes, tensors: Iterator[Piece]) -> None:
             at, batch, pieces = at + batch, 0, []
     _pwrite_all(fd, pieces, at)
     faults.here("snapshot.written")
-    head = _HEAD.pack(_MAGIC, step, len(plain), at + batch - place, checksum)
+    _seal(fd, step, len(plain), at + batch - place, checksum)
+
+
+def _seal(fd: int, step: int, plain: int, tensors: int, checksum: int) -> None:
+    head = _HEAD.pack(_MAGIC, step, plain, tensors, checksum)
     os.pwrite(fd, head + _SEAL.pack(zlib.crc32(head)), 0)
     faults.here("snapshot.sealed")
 

@@ -16,13 +16,13 @@ from collections.abc import Callable
 import torch
 
 from train.checkpoint import packed, room
+from train.checkpoint.beside import Beside, Lines
 from train.checkpoint.packed import Content
-from train.checkpoint.shared import Slots, begin_of_tensors
+from train.checkpoint.shared import Slots
 from train.checkpoint.snapshot import SHARE
 from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
-from train.record.metrics import Training
 
 log = logging.getLogger("train")
 
@@ -57,7 +57,9 @@ class Shares:
         self._slots, self._fingerprint, self._world, self._say, self._left_over = slots, fingerprint, world, say, left
         self._mark, self._due, self._problem, self._cost = mark, 0, "", 0.0
         self._since, self._from, self._has_grown = time.monotonic(), 0, False
-        self.lines: Callable[[], list[Training] | None] = list
+        is_beside = slots is not None and world.device.type == "cuda"
+        self._beside = Beside(slots, world.device) if slots is not None and is_beside else None
+        self.lines: Callable[[], Lines] = lambda: list
 
     @property
     def is_on(self) -> bool:
@@ -78,6 +80,9 @@ class Shares:
         """The state is that after this step, and its loss is in order. A collective, where a copy is due."""
         if self._slots is None or step < self._due:
             return
+        if self._beside is not None:  # the copy before, over since long: no part is to be two copies older than another
+            self._beside.wait()
+            self._cost, self._problem = self._beside.cost, self._problem or self._beside.problem
         begun = time.monotonic()
         size = self._look_for_room() if self._due == 0 else 0
         pace = (begun - self._since) / max(step - self._from, 1)
@@ -103,7 +108,6 @@ class Shares:
             is_ready = self._world.is_everywhere(self._slots.holds(self._size))
         cost = max(each.cost for each in told)
         if is_ready:
-            packed.settle(self._world.device)
             begun = time.monotonic()
             self._copy(step)
             self._cost = time.monotonic() - begun
@@ -115,11 +119,11 @@ class Shares:
         assert self._slots is not None
         self._size = 0
         try:
-            plain, found = self._pack(0, [])
+            found = self._pack(0)
         except Exception as error:  # an optimizer may hold what cannot be copied like this
             self._problem = f"no snapshots in memory: {error}"
             return 0
-        self._size = begin_of_tensors(len(plain) + room.SLACK) + found.end
+        self._size = room.needed(found)
         if self._slots.holds(self._size):  # since an attempt before
             return 0
         self._problem = room.problem(self._slots, self._size, self._left_over(), self._world.node.size)
@@ -129,23 +133,23 @@ class Shares:
         """Tell the others before the next copy that there will be none."""
         self._problem = why
 
-    def _pack(self, step: int, lines: list[Training]) -> tuple[bytes, packed.Packed]:
+    def _pack(self, step: int) -> packed.Packed:
         return packed.pack(
             self._strategy.module.state_dict(keep_vars=True), self._optimizer, self._precision,
-            fingerprint=self._fingerprint, step=step, mark=self._mark, lines=lines,
+            fingerprint=self._fingerprint, step=step, mark=self._mark,
         )  # fmt: skip
 
     def _copy(self, step: int) -> None:
         assert self._slots is not None
-        lines = self.lines()  # the same losses on all ranks, and so the same answer
-        if lines is None:
-            return
         try:
-            plain, found = self._pack(step, lines)
-            if not self._slots.holds(begin_of_tensors(len(plain)) + found.end):
+            found = self._pack(step)
+            if not self._slots.holds(room.needed(found)):
                 self._has_grown = True
-            else:
-                self._slots.write(step, plain, found.pieces())
+            elif self._beside is not None:
+                self._beside.copy(step, found, self.lines())
+            # the same losses on all ranks, and so the same answer
+            elif (lines := self.lines()()) is not None:
+                self._slots.write(step, found.plain(lines), found.pieces())
         except Exception as error:
             self._problem = f"no more snapshots in memory: {error}"
 

@@ -1,8 +1,9 @@
 """The state of the last finished step, in memory that no rank owns (shared.py): the death of a rank costs no step.
 
-It gets there in two ways. Rank 0 copies its state after a step, as often as that takes a hundredth of the time. And a
-rank whose peer has died leaves its own behind before it ends: copies of a model on several ranks are equal after every
-step, so that the state of any survivor is the state of the run. It is taken between two updates only:
+It gets there in two ways. Rank 0 copies its state after a step, as often as that takes a hundredth of the time; on a
+GPU the device does, and the host goes on (beside.py). And a rank whose peer has died leaves its own behind before it
+ends: copies of a model on several ranks are equal after every step, so that the state of any survivor is the state of
+the run. It is taken between two updates only:
 
     begin_update()                  from here on no other thread may look
     the optimizer's step, which waits for nobody
@@ -28,12 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from train.checkpoint import room
-from train.checkpoint.packed import Packed, pack, settle
+from train.checkpoint.beside import Beside, Lines
+from train.checkpoint.packed import Packed, pack
 from train.checkpoint.shared import Slots, begin_of_tensors
 from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
-from train.record.metrics import Training
 
 log = logging.getLogger("train")
 
@@ -71,8 +72,10 @@ class Snapshots:
         self._due = 0.0
         self._needed = self._room = 0
         """Bytes of the state when it was last looked at, and for which memory was asked."""
-        self.lines: Callable[[], list[Training] | None] = list
-        """Gives the lines of the last steps; None where their losses are not finite."""
+        is_beside = slots is not None and world.device.type == "cuda"
+        self._beside = Beside(slots, world.device) if slots is not None and is_beside else None
+        self.lines: Callable[[], Lines] = lambda: list
+        """Gives what reads the lines of the last steps."""
 
     @property
     def is_on(self) -> bool:
@@ -113,10 +116,15 @@ class Snapshots:
             return
         if is_first:
             self._reserve()
-        elif time.monotonic() >= self._due:
+        elif self._is_due():
             self._take()
             if self._needed > self._room:
                 self._reserve()
+
+    def _is_due(self) -> bool:
+        if self._beside is None:
+            return time.monotonic() >= self._due
+        return not self._beside.is_busy and self._beside.age >= self._beside.cost / SHARE
 
     def leave_behind(self) -> bool:
         """Before this rank ends because another has died: leave its state to those who come after. Whether it has."""
@@ -153,42 +161,53 @@ class Snapshots:
         return state
 
     def _write(self, model: dict[str, Tensor] | None, patience: float) -> bool:
-        lines = self.lines()
+        lines = self.lines()()
         if model is None or lines is None:
             return False
-        plain, packed = self._pack(model, lines)
+        packed = self._pack(model)
+        plain = packed.plain(lines)
         assert self._slots is not None
         self._needed = begin_of_tensors(len(plain)) + packed.end
         if not self._slots.holds(self._needed):
             return False
         return self._slots.write(self._at, plain, packed.pieces(), patience)
 
-    def _pack(self, model: dict[str, Tensor], lines: list[Training]) -> tuple[bytes, Packed]:
+    def _pack(self, model: dict[str, Tensor]) -> Packed:
         return pack(
-            model, self._optimizer, self._precision,
-            fingerprint=self._fingerprint, step=self._at, mark=self._mark, lines=lines,
-        )  # fmt: skip
+            model, self._optimizer, self._precision, fingerprint=self._fingerprint, step=self._at, mark=self._mark
+        )
 
     def _take(self) -> None:
         """On the first rank of a machine, between two steps."""
-        settle(self._world.device)
         began = time.monotonic()
         try:
-            self._write(self._strategy.module.state_dict(keep_vars=True), 0.0)
+            model = self._strategy.module.state_dict(keep_vars=True)
+            if self._beside is None:
+                self._write(model, 0.0)
+            else:
+                self._copy(self._beside, model)
         except Exception as error:  # an optimizer may hold what cannot be copied like this
             self._give_up(f"no snapshots in memory: {error}")
         now = time.monotonic()
         self._due = now + (now - began) * (1 / SHARE - 1)
+
+    def _copy(self, beside: Beside, model: dict[str, Tensor]) -> None:
+        if beside.problem:
+            return self._give_up(beside.problem)
+        packed = self._pack(model)
+        self._needed = room.needed(packed)
+        beside.copy(self._at, packed, self.lines())
+        return None
 
     def _reserve(self) -> None:
         """On the first rank of a machine, when the optimizer has its state: take the memory, if it is there. And again
         where there is more of it later: of layers that no step before has used, say."""
         assert self._slots is not None
         try:
-            plain, packed = self._pack(self._strategy.module.state_dict(keep_vars=True), [])
+            packed = self._pack(self._strategy.module.state_dict(keep_vars=True))
         except Exception as error:
             return self._give_up(f"no snapshots in memory: {error}")
-        size = self._room = begin_of_tensors(len(plain) + room.SLACK) + packed.end
+        size = self._room = room.needed(packed)
         if self._slots.holds(size):  # since an attempt before
             return None
         problem = room.problem(self._slots, size, self._left_over())

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from train.checkpoint.pinned import lay_open, pin, unpin
+
 log = logging.getLogger("train")
 
 _STEP = 64
@@ -155,11 +157,9 @@ class Stage:
         self._release()
         self._places = places
         self._memory = memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # a fork would make pages that a GPU writes to somebody else's
-        memory.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        flat = lay_open(memory)
         # the first touch of memory costs more than many copies into it; in CUDA's call it would hold up all that
         # training asks of the device
         flat.zero_()
@@ -167,22 +167,19 @@ class Stage:
             self._pin(flat)
 
     def _pin(self, flat: Tensor) -> None:
-        self.take_device()
-        code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+        assert self._device is not None
+        code = pin(flat, self._device)
         if code == 0:
             self._pinned = flat.data_ptr()
-        else:  # copies wait for the device then, and come to the same
+        else:
             log.warning(
                 "warning: %.0f MB of host memory cannot be pinned (CUDA error %d): checkpoints hold training up longer",
                 flat.numel() / 1e6, code,
             )  # fmt: skip
-            # CUDA keeps the error until this thread asks for its last one, as torch does after a kernel: after this one
-            with contextlib.suppress(RuntimeError):
-                torch.empty(1, device=self._device).fill_(0)
 
     def _release(self) -> None:
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            unpin(self._pinned)
             self._pinned = 0
         self._memory = None  # freed with the last tensor that lies in it
 

@@ -12,6 +12,7 @@ import torch
 
 from train import config as configuration
 from train import faults
+from train.checkpoint.beside import Lines
 from train.checkpoint.saver import CannotSave
 from train.engine import schedule
 from train.engine.account import Account
@@ -163,17 +164,23 @@ class _Loop:
         epoch = self.job.plan.epoch_of(made.number)
         return {"step": made.number, "epoch": epoch, "loss": loss, "lr": made.rate, **figures}
 
-    def lines(self) -> list[Training] | None:
-        """The lines of the last steps, which rank 0 may not have written; None where a loss is not finite."""
-        found = list(self._lines)
-        for made, values in self._readback.peek():
-            votes = dict(zip(VOTES, values, strict=True))
-            loss = self._loss(made, votes)
-            if not math.isfinite(loss):
-                return None
-            if self._is_told(made):
-                found.append(self._line(made, loss, self._meter.figures(self.job.world.device)))
-        return found
+    def lines(self) -> Lines:
+        """What reads the lines of the last steps, which rank 0 may not have written. As things stand now: it may be
+        called when training has gone on."""
+        written, pending, steps = list(self._lines), self._readback.peek(), self._readback.steps
+        figures = self._meter.figures(self.job.world.device) if any(map(self._is_told, steps)) else None
+
+        def read() -> list[Training] | None:
+            found = list(written)
+            for made, values in pending():
+                loss = self._loss(made, dict(zip(VOTES, values, strict=True)))
+                if not math.isfinite(loss):
+                    return None
+                if figures is not None and self._is_told(made):
+                    found.append(self._line(made, loss, figures))
+            return found
+
+        return read
 
     def times(self) -> Times:
         """Where the time of this attempt has gone so far, on this rank."""

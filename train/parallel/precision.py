@@ -64,3 +64,17 @@ class Precision:
         if self._autocast is None:
             return _NOTHING
         return torch.autocast(self.device.type, dtype=self._autocast)
+
+    def scaling(self) -> dict[str, Any] | None:
+        """What `scaler.state_dict()` says, with tensors where it would wait for the device; None without a scaler."""
+        scaler = self.scaler
+        if scaler is None:
+            return None
+        scale, tracker = scaler._scale, scaler._growth_tracker  # made with the first loss that is scaled
+        return {
+            "scale": scaler._init_scale if scale is None else scale,
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker,
+        }

@@ -25,6 +25,9 @@ _GRACE = 3.0
 _TOLD = 10.0
 """The same where it has said itself why it ends, and to nobody who waits for it: on a rank alone, before it had met the
 others, for example. They may be about to say so, too."""
+_KILLED = 0.2
+"""The same on GPUs where a signal has ended one of them. There they have no state to leave behind, and what they could
+say is that it is gone."""
 _SPEED = 250e6
 """Bytes in a second, at least, at which survivors leave the state behind."""
 
@@ -56,7 +59,7 @@ class OfTask:
         if not living:
             return
         if self._dead_since is None and self._watch.dead(started):
-            self._note_death(_GRACE)
+            self._note_death(_KILLED if self._on_gpus() and _were_killed(exits) else _GRACE)
         elif exits:
             self._note_death(_TOLD)
         self.hang = self.hang or self._watch.hangs() or ""
@@ -104,6 +107,12 @@ class OfTask:
         with contextlib.suppress(OSError, Refused):
             return uneven.remark(self._run.read(), behind)
         return ""
+
+
+def _were_killed(exits: Mapping[int, int]) -> bool:
+    """Whether all that are seen to have ended did so by a signal from elsewhere. By SIGABRT ranks end themselves, as
+    NCCL's watchdog does: they may not have been the first."""
+    return bool(exits) and all(code < 0 and code != -signal.SIGABRT for code in exits.values())
 
 
 class OfScript:

@@ -40,6 +40,8 @@ RANKS = (
     "train.engine.setup", "train.parallel.ddp", "train.runs.worker", "threadpoolctl",
 )  # fmt: skip
 """What a rank needs besides, which takes longer: torch's optimizers load the compiler, of newer ones the first step."""
+_DISPENSABLE = ("torch.utils.tensorboard", "threadpoolctl")
+"""Of these a checkout that was not installed may have none: docs/gpu.md."""
 
 
 def load(modules: tuple[str, ...]) -> None:
@@ -52,6 +54,8 @@ def load(modules: tuple[str, ...]) -> None:
         for name in modules:
             if name in _LITTER:
                 _load_whole(name)
+            elif name in _DISPENSABLE:
+                _import_where_there((name,))
             else:
                 importlib.import_module(name)
 

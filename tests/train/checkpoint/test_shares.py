@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import nn
 from tests.train.checkpoint.test_snapshots import ADAMW, LONGER, Kept
 from tests.train.tiers import later
 from train.checkpoint import shares
+from train.checkpoint.beside import Beside
 from train.checkpoint.shared import Owned, Slots
 from train.checkpoint.shares import Shares
 from train.config import Config
 from train.parallel.precision import Precision
 from train.parallel.strategy import Spread
 from train.parallel.world import World
+from train.record.metrics import Training
 
 CPU = torch.device("cpu")
 WAYS = {"fsdp": {"parallel__strategy": "fsdp"}, "hsdp": {"parallel__strategy": "hsdp", "parallel__shard_size": 2}}
@@ -90,6 +93,50 @@ def owned() -> Iterator[Owned]:
     made = Owned()
     yield made
     made.close()
+
+
+def test_a_part_is_copied_by_its_device_while_steps_go_on(owned: Owned) -> None:
+    """The device is a CPU here, which copies at once; what follows is later, as on a GPU."""
+    one, was_read = Alone(owned.address), threading.Event()
+    beside = one.shares._beside = Beside(one.slots, CPU)
+
+    def lines() -> list[Training]:
+        assert was_read.wait(30)
+        return []
+
+    one.shares.lines = lambda: lines
+    one.step(1)  # takes the memory, and locks it
+    one.step(5)
+    weight = one.model.weight.detach().clone()
+    for number in (6, 7, 8):
+        one.step(number)
+    assert beside.is_busy and not owned.step
+    was_read.set()
+    one.step(9)  # the next one is due, which waits for the one before
+    beside.wait()
+    assert one.slots.steps.keys() == {5, 9} and beside.cost > 0
+    one.shares._due = 10
+    one.step(10)
+    beside.wait()
+    assert one.slots.steps.keys() == {9, 10}
+    content = shares.take_up(one.slots, one.world, 10, "same")
+    assert content is not None
+    kept = content.walk(content.state["model"])
+    assert torch.equal(kept["weight"], one.model.weight) and not torch.equal(kept["weight"], weight)
+
+
+def test_a_part_that_its_device_cannot_copy_is_the_end_of_it_on_all_ranks(owned: Owned) -> None:
+    def lines() -> list[Training]:
+        raise OSError("the device is lost")
+
+    one = Alone(owned.address)
+    beside = one.shares._beside = Beside(one.slots, CPU)
+    one.step(1)
+    one.shares.lines = lambda: lines
+    one.step(5)
+    beside.wait()
+    one.step(9)
+    assert one.said[-1] == "no more snapshots in memory: the device is lost" and not one.shares.is_on
 
 
 def test_only_what_all_parts_have_is_kept() -> None:

@@ -262,7 +262,7 @@ def test_the_bell_alone_makes_a_survivor_leave_its_state(owned: Owned) -> None:
 def test_a_loss_that_is_not_finite_is_not_kept(owned: Owned) -> None:
     one = Seat(owned.address, size=2, rank=1)
     one.slots.reserve(1 << 20)
-    one.snapshots.lines = lambda: None
+    one.snapshots.lines = lambda: lambda: None
     one.step(2)
     assert not one.snapshots.leave_behind()
 

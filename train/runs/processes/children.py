@@ -182,6 +182,7 @@ def _become_rank(run: Run, lock: Lock, seat: Seat, attempt: int, threads: int, p
 
 def _limit_threads(threads: int) -> None:
     """What OMP_NUM_THREADS does to libraries that read it when they are loaded, as NumPy's did before the fork."""
-    from threadpoolctl import threadpool_limits
+    with contextlib.suppress(ImportError):  # in a checkout that was not installed: docs/gpu.md
+        from threadpoolctl import threadpool_limits
 
-    threadpool_limits(threads)
+        threadpool_limits(threads)
