@@ -19,12 +19,12 @@ from pathlib import Path
 
 _LIBRARIES = (
     "_asyncio", "_bisect", "_blake2", "_bz2", "_contextvars", "_csv", "_datetime", "_decimal", "_elementtree",
-    "_hashlib", "_heapq", "_lzma", "_opcode", "_pickle", "_posixsubprocess", "_queue", "_random", "_sha2", "_sha512",
-    "_socket", "_ssl", "_typing", "array", "binascii", "cmath", "fcntl", "math", "pyexpat", "select", "unicodedata",
-    "zlib",
+    "_hashlib", "_heapq", "_json", "_lzma", "_opcode", "_pickle", "_posixsubprocess", "_queue", "_random", "_sha2",
+    "_sha512", "_socket", "_ssl", "_typing", "_uuid", "_zoneinfo", "array", "binascii", "cmath", "fcntl", "math",
+    "mmap", "psutil", "pydantic_core", "pyexpat", "resource", "select", "termios", "unicodedata", "zlib",
 )  # fmt: skip
-"""The shared libraries of Python's that are loaded for BESIDE. One lock lets one be loaded at a time, so each of them
-would wait for all of torch's."""
+"""The shared libraries, of Python's and others', that are loaded for BESIDE and for the agent. One lock lets one be
+loaded at a time, so each of them would wait for all of torch's."""
 BESIDE = ("asyncio", "multiprocessing.reduction", "unittest.mock", "sympy", "networkx")
 """What torch and its compiler import of others' modules, written in Python: that needs no torch, whose libraries a
 second core loads meanwhile."""

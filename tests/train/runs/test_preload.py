@@ -51,6 +51,7 @@ def test_what_is_imported_beside_loads_no_library_that_would_wait_for_those_of_t
         "preload._import_where_there(preload._LIBRARIES)\n"
         "before = libraries()\n"
         "preload._import_where_there(preload.BESIDE)\n"
+        "import train.runs.agent\n"  # which is next
         "print(libraries() - before)\n"
     ) == ("set()")
 
