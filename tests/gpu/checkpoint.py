@@ -150,8 +150,8 @@ def _snapshot(scale: Scale) -> Row:
         began = time.perf_counter()
         take(snapshots)
         asked.append(time.perf_counter() - began)
-        if snapshots._beside is not None and snapshots._beside.cost:
-            copied.append(snapshots._beside.cost)  # of the one before
+        if snapshots._beside is not None and snapshots._beside.taken:
+            copied.append(snapshots._beside.taken)  # of the one before
 
     def stepped(*_: object) -> None:
         steps.add(memory.step)

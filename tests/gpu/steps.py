@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_flags, passing, train_here
-from train.checkpoint import snapshot
+from train.checkpoint import beside, snapshot
 from train.checkpoint.shared import ENVIRONMENT, Owned
 from train.data import loader
 from train.parallel import choose, nccl
@@ -99,10 +99,11 @@ class Watch:
             self.kept = self.memory.step
         if not self._is_gpu:
             return
-        if self.counted == FIRST:
-            for thread in threading.enumerate():  # memory for snapshots is locked once in a run's life
-                if thread.name == "snapshot":
+        if self.counted in (2, FIRST):  # memory for snapshots is taken, then locked, once in a run's life
+            for thread in threading.enumerate():
+                if thread.name.startswith("reserve") or thread.name == "snapshot":
                     thread.join()
+        if self.counted == FIRST:
             torch.cuda.set_sync_debug_mode("error")
         if self.counted == HELD:
             torch.cuda._sleep(CYCLES)
@@ -163,6 +164,7 @@ def _memory(watch: Watch) -> Iterator[None]:
         with (
             mock.patch.dict(os.environ, {ENVIRONMENT: watch.memory.address}),
             mock.patch.object(snapshot, "SHARE", 1e9),
+            mock.patch.object(beside, "SHARE", 1e9),
         ):
             yield
     finally:

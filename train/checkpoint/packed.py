@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import mmap
 import pickle
 from collections import OrderedDict
@@ -58,8 +59,8 @@ class Packed:
     starts: list[int] = dataclasses.field(default_factory=list)
     """Where each begins, in bytes."""
     end: int = 0
-    said: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """All but the tensors."""
+    said: bytes = b""
+    """All but the tensors, as it was when they were found."""
     _places: dict[int, Place] = dataclasses.field(default_factory=dict)
     _parts: dict[int, Part] = dataclasses.field(default_factory=dict)
 
@@ -87,8 +88,8 @@ class Packed:
         return place
 
     def plain(self, lines: list[Training]) -> bytes:
-        """The plain part for `Slots.write`: where the tensors are, and what else there is to say."""
-        return pickle.dumps(self.said | {"lines": lines})
+        """The plain part for `Slots.write`: where the tensors are, and what else there is to say. Zeros may follow."""
+        return self.said + pickle.dumps(lines)
 
     def pieces(self) -> Iterator[Piece]:
         """The bytes of the tensors, each filled up to a multiple of _ALIGN."""
@@ -117,7 +118,7 @@ def pack(model: dict[str, Tensor], optimizer: torch.optim.Optimizer, precision: 
     """
     packed = Packed()
     state = packed.walk({"model": dict(model), "optimizer": optimizer.state_dict(), "scaler": precision.scaling()})
-    packed.said = said | {"state": state}
+    packed.said = pickle.dumps(said | {"state": state})
     return packed
 
 
@@ -169,10 +170,11 @@ def read(slots: Slots, slot: int, fingerprint: str) -> Content | None:
     with contextlib.suppress(OSError, pickle.UnpicklingError, KeyError, ValueError, EOFError, AttributeError):
         found = slots.read(slot)
         if found is not None:
-            plain = pickle.loads(found[0])
-            if plain["fingerprint"] == fingerprint:
+            text = io.BytesIO(found[0])
+            said, lines = pickle.load(text), pickle.load(text)
+            if said["fingerprint"] == fingerprint:
                 start = begin_of_tensors(len(found[0]))
-                return Content(plain["step"], plain["state"], plain["lines"], found[1], start, plain["mark"])
+                return Content(said["step"], said["state"], lines, found[1], start, said["mark"])
     return None
 
 

@@ -9,13 +9,23 @@ from train.checkpoint.packed import Packed
 from train.checkpoint.shared import Slots, begin_of_tensors
 
 SLACK = 1 << 16
-"""Bytes by which the plain part of a state may grow: lines, for example."""
+"""Bytes by which the plain part of a state may grow, half of them by lines."""
 _AT_ONCE = 1 << 26
 """Bytes that are reserved without a thread: it takes some hundredths of a second."""
 
 
-def needed(state: Packed) -> int:
+def longest(state: Packed) -> int:
+    """Bytes of the plain part of a state with whatever lines."""
+    return len(state.plain([])) + SLACK // 2
+
+
+def least(state: Packed) -> int:
     """Bytes of a buffer that it goes into with whatever lines."""
+    return begin_of_tensors(longest(state)) + state.end
+
+
+def needed(state: Packed) -> int:
+    """Bytes of a buffer to take for it: those, and some by which the plain part grows with its numbers."""
     return begin_of_tensors(len(state.plain([])) + SLACK) + state.end
 
 

@@ -96,6 +96,17 @@ class Owned:
         return max(set.intersection(*({*pair} for pair in pairs)), default=0)
 
     @property
+    def is_written(self) -> bool:
+        """Whether a rank writes to one of the buffers just now."""
+        for fd in self._buffers[::2]:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        return False
+
+    @property
     def size(self) -> int:
         """Bytes of the largest buffer."""
         return max(os.fstat(fd).st_size for fd in self._buffers)

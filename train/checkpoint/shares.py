@@ -16,10 +16,9 @@ from collections.abc import Callable
 import torch
 
 from train.checkpoint import packed, room
-from train.checkpoint.beside import Beside, Lines
+from train.checkpoint.beside import SHARE, Beside, Lines
 from train.checkpoint.packed import Content
-from train.checkpoint.shared import Slots
-from train.checkpoint.snapshot import SHARE
+from train.checkpoint.shared import Slots, begin_of_tensors
 from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
@@ -86,9 +85,7 @@ class Shares:
         begun = time.monotonic()
         size = self._look_for_room() if self._due == 0 else 0
         pace = (begun - self._since) / max(step - self._from, 1)
-        told = self._world.gather(
-            _Told(self._problem, self._slots.holds(self._size), self._cost, pace, self._has_grown)
-        )
+        told = self._world.gather(_Told(self._problem, self._is_ready(), self._cost, pace, self._has_grown))
         self._since, self._from = begun, step
         problem = next((each.problem for each in told if each.problem), "")
         if problem:
@@ -105,7 +102,7 @@ class Shares:
                 room.take(self._slots, size, self._fail)
                 if self._world.is_lead:
                     self._say(f"snapshots in memory: 2 x {room.words(size)} for each rank")
-            is_ready = self._world.is_everywhere(self._slots.holds(self._size))
+            is_ready = self._world.is_everywhere(self._is_ready())
         cost = max(each.cost for each in told)
         if is_ready:
             begun = time.monotonic()
@@ -113,6 +110,17 @@ class Shares:
             self._cost = time.monotonic() - begun
         soon = math.ceil(cost * (1 / SHARE - 1) / max(1e-6, *(each.pace for each in told)))
         self._due = step + (soon if cost else _SOON)
+
+    def _is_ready(self) -> bool:
+        """Whether memory for this part is there, and is its device's where it copies. One without lets all wait: a copy
+        that others made alone would take the place of the one that all have."""
+        assert self._slots is not None
+        return self._slots.holds(self._size) and (self._beside is None or self._beside.holds(self._size))
+
+    def close(self) -> None:
+        """At the end of training."""
+        if self._beside is not None:
+            self._beside.close()
 
     def _look_for_room(self) -> int:
         """When the optimizer has its state: whether there is memory for this part. Returns the bytes to take."""
@@ -143,13 +151,18 @@ class Shares:
         assert self._slots is not None
         try:
             found = self._pack(step)
-            if not self._slots.holds(room.needed(found)):
-                self._has_grown = True
-            elif self._beside is not None:
-                self._beside.copy(step, found, self.lines())
-            # the same losses on all ranks, and so the same answer
-            elif (lines := self.lines()()) is not None:
-                self._slots.write(step, found.plain(lines), found.pieces())
+            if self._beside is not None:
+                self._has_grown = not self._slots.holds(room.least(found))
+                if not self._has_grown:
+                    self._beside.copy(step, found, self.lines())
+                return
+            lines = self.lines()()  # the same losses on all ranks, and so the same answer
+            if lines is None:
+                return
+            plain = found.plain(lines)
+            self._has_grown = not self._slots.holds(begin_of_tensors(len(plain)) + found.end)
+            if not self._has_grown:
+                self._slots.write(step, plain, found.pieces())
         except Exception as error:
             self._problem = f"no more snapshots in memory: {error}"
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from train.checkpoint import room
-from train.checkpoint.beside import Beside, Lines
+from train.checkpoint.beside import SHARE, Beside, Lines
 from train.checkpoint.packed import Packed, pack
 from train.checkpoint.shared import Slots, begin_of_tensors
 from train.parallel.precision import Precision
@@ -38,8 +38,6 @@ from train.parallel.world import World
 
 log = logging.getLogger("train")
 
-SHARE = 0.01
-"""Of the time, that may go into snapshots."""
 _PATIENCE = 20.0
 """Seconds that a survivor waits for its own update to end, and for others to have left their states behind."""
 
@@ -118,13 +116,16 @@ class Snapshots:
             self._reserve()
         elif self._is_due():
             self._take()
-            if self._needed > self._room:
+            if self._slots is not None and self._needed > self._room:
                 self._reserve()
 
     def _is_due(self) -> bool:
-        if self._beside is None:
-            return time.monotonic() >= self._due
-        return not self._beside.is_busy and self._beside.age >= self._beside.cost / SHARE
+        return time.monotonic() >= self._due and (self._beside is None or self._beside.is_due)
+
+    def close(self) -> None:
+        """At the end of training."""
+        if self._beside is not None:
+            self._beside.close()
 
     def leave_behind(self) -> bool:
         """Before this rank ends because another has died: leave its state to those who come after. Whether it has."""
@@ -195,7 +196,7 @@ class Snapshots:
         if beside.problem:
             return self._give_up(beside.problem)
         packed = self._pack(model)
-        self._needed = room.needed(packed)
+        self._needed = room.least(packed)
         beside.copy(self._at, packed, self.lines())
         return None
 

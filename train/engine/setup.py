@@ -183,6 +183,7 @@ def set_up(
         Spare(world, config.data.leaves_out) if strategy.lends_data else None,
     )  # fmt: skip
     job.snapshots.attach(strategy, optimizer, precision)
+    held.callback(job.snapshots.close)
     if world.is_lead:
         _announce(job, attempt, start, mark)
     return job, step

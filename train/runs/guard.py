@@ -26,8 +26,8 @@ _TOLD = 10.0
 """The same where it has said itself why it ends, and to nobody who waits for it: on a rank alone, before it had met the
 others, for example. They may be about to say so, too."""
 _KILLED = 0.2
-"""The same on GPUs where a signal has ended one of them. There they have no state to leave behind, and what they could
-say is that it is gone."""
+"""The same on GPUs where a signal has ended one of them, and memory has a newer state than the disk. They have none to
+leave behind, and what they could say is that it is gone. A copy that is under way is waited for, up to _GRACE."""
 _SPEED = 250e6
 """Bytes in a second, at least, at which survivors leave the state behind."""
 
@@ -59,7 +59,7 @@ class OfTask:
         if not living:
             return
         if self._dead_since is None and self._watch.dead(started):
-            self._note_death(_KILLED if self._on_gpus() and _were_killed(exits) else _GRACE)
+            self._note_death(_KILLED if _were_killed(exits) and self._on_gpus() and self._is_kept() else _GRACE)
         elif exits:
             self._note_death(_TOLD)
         self.hang = self.hang or self._watch.hangs() or ""
@@ -86,7 +86,15 @@ class OfTask:
     def is_ending(self) -> bool:
         return self._dead_since is not None
 
+    def _is_kept(self) -> bool:
+        """Whether memory has a newer state than the disk: a checkpoint that is being published counts for less."""
+        with contextlib.suppress(OSError, Refused):
+            return self._kept is not None and self._kept.step > next(iter(self._run.steps_saved()), 0)
+        return False
+
     def _grace(self) -> float:
+        if self._patience == _KILLED:
+            return _GRACE if self._kept is not None and self._kept.is_written else _KILLED
         # those that compute on GPUs, or have a part of the state only, leave nothing behind
         if self._kept is None or self._kept.parts > 1 or self._on_gpus():
             return self._patience

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,14 +37,19 @@ class Device(Seat):
 
     def copy(self) -> None:
         """Another step, and a copy of the state after it, begun."""
-        self.beside.wait()
-        self.beside.cost, self.beside._at = 0.0, 0.0
+        self.settle()
         self.step()
+
+    def settle(self) -> None:
+        """What is under way comes to its end, and another copy is due."""
+        if self.beside._thread is not None:
+            self.beside._thread.join()
+        self.beside.cost = self.beside._at = self.snapshots._due = 0.0
 
     def ready(self) -> Device:
         """Two steps and what they make ready: the memory is there, and locked."""
         self.step(2)
-        self.beside.wait()
+        self.settle()
         assert self.beside._memory
         return self
 
@@ -140,8 +146,8 @@ def test_a_state_that_grows_gets_more_memory(owned: Owned) -> None:
     assert owned.step == 3
     before = owned.size
     one.model.register_buffer("more", torch.zeros(1 << 16))
-    one.copy()  # which finds that it does not fit
-    one.copy()  # locks the memory that was taken
+    one.copy()  # which finds that it does not fit, and takes more memory
+    one.copy()  # which locks it
     one.copy()
     one.beside.wait()
     assert owned.step == 6 and owned.size > before
@@ -154,13 +160,17 @@ def test_it_is_taken_as_often_as_it_takes_a_hundredth_of_the_time(owned: Owned) 
     one = Device(owned.address).ready()
     one.copy()
     one.beside.wait()
-    one.beside.cost = 3600.0
+    one.snapshots._due, one.beside.cost = 0.0, 3600.0
     one.step(20)
     assert owned.step == 3
     one.beside._at -= 360_000.0
+    one.snapshots._due = time.monotonic() + 3600.0  # what the host has spent counts too, where nothing was copied
+    one.step(20)
+    assert owned.step == 3
+    one.snapshots._due = 0.0
     one.step()
     one.beside.wait()
-    assert owned.step == 24
+    assert owned.step == 44
 
 
 def test_a_kill_while_it_is_written_leaves_the_one_before(owned: Owned) -> None:
@@ -211,3 +221,39 @@ def test_the_scale_of_losses_is_kept_without_a_look_at_it(owned: Owned) -> None:
     assert other.take_up()
     assert other.precision.scaler.state_dict() == scaler.state_dict()
     assert list(scaler.state_dict()) == list(scaling)
+
+
+def test_at_the_end_the_memory_is_given_back_after_the_copy_that_is_under_way(owned: Owned) -> None:
+    one, was_read = Device(owned.address).ready(), threading.Event()
+
+    def lines() -> list[Any]:
+        time.sleep(0.3)
+        was_read.set()
+        return []
+
+    one.snapshots.lines = lambda: lines
+    one.copy()
+    one.snapshots.close()
+    assert was_read.is_set() and owned.step == 3
+    assert not one.beside._memory and not one.beside._pinned
+
+
+def test_a_host_without_threads_goes_on_without_copies(owned: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one = Device(owned.address).ready()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    one.copy()
+    assert one.said[-1] == "no snapshots in memory: can't start new thread" and not one.snapshots.is_on
+    one.beside.wait()
+    one.snapshots.close()
+    assert Slots(owned.address).open(9) is not None  # it is others' turn
+
+
+def test_who_owns_the_memory_sees_that_it_is_written(owned: Owned) -> None:
+    draft = Slots(owned.address).open(7)
+    assert draft is not None and owned.is_written
+    draft.close()
+    assert not owned.is_written
+    assert Slots(owned.address).open(7) is not None

@@ -106,6 +106,8 @@ def test_a_part_is_copied_by_its_device_while_steps_go_on(owned: Owned) -> None:
 
     one.shares.lines = lambda: lines
     one.step(1)  # takes the memory, and locks it
+    assert beside._thread is not None
+    beside._thread.join()
     one.step(5)
     weight = one.model.weight.detach().clone()
     for number in (6, 7, 8):
@@ -132,6 +134,8 @@ def test_a_part_that_its_device_cannot_copy_is_the_end_of_it_on_all_ranks(owned:
     one = Alone(owned.address)
     beside = one.shares._beside = Beside(one.slots, CPU)
     one.step(1)
+    assert beside._thread is not None
+    beside._thread.join()
     one.shares.lines = lambda: lines
     one.step(5)
     beside.wait()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from train.checkpoint.shared import Owned, Slots
 from train.record import folders
 from train.runs.guard import OfTask
 
@@ -25,13 +26,19 @@ def ranks() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def seconds_of_the_peer(
-    tmp_path: Path, ranks: list[subprocess.Popen[bytes]], device: str, number: int, code: int | None = None
-) -> float:
+    tmp_path: Path, ranks: list[subprocess.Popen[bytes]], device: str, number: int, code: int | None = None,
+    step: int = 5, is_written: bool = False,
+) -> float:  # fmt: skip
     """How long one rank lives after the other has been ended by this signal, or been seen to end with this code."""
     record = {"step": 0, "epoch": 0, "world_size": 2, "device": device}
     run = folders.create(tmp_path, "a", {"config.toml": b"[watch]\n"}, record)
     run.logs(1).mkdir(parents=True)
-    looks_after = OfTask(run, run.logs(1), [0, 1])
+    kept = Owned()
+    slots = Slots(kept.address)
+    assert slots.write(step, b"", iter(()))
+    (run.checkpoints / "step-00000004").mkdir()
+    draft = slots.open(step + 1) if is_written else None
+    looks_after = OfTask(run, run.logs(1), [0, 1], kept)
     pids = [process.pid for process in ranks]
     looks_after.look(pids, pids, {}, False)
     assert not looks_after.is_ending
@@ -42,6 +49,8 @@ def seconds_of_the_peer(
         looks_after.look(pids[1:], pids, {0: -number if code is None else code}, False)
         time.sleep(0.02)
     assert ranks[1].poll() == -signal.SIGKILL
+    assert (draft is not None) == is_written
+    kept.close()
     return time.monotonic() - began
 
 
@@ -61,3 +70,12 @@ def test_others_have_the_time_to_speak(
     tmp_path: Path, ranks: list[subprocess.Popen[bytes]], device: str, number: int, code: int | None
 ) -> None:
     assert seconds_of_the_peer(tmp_path, ranks, device, number, code) >= 3.0
+
+
+def test_a_peer_may_end_what_is_not_kept_yet(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+    """A checkpoint that is newer than what memory has may be on its way to be published."""
+    assert seconds_of_the_peer(tmp_path, ranks, "cuda", signal.SIGKILL, step=4) >= 3.0
+
+
+def test_a_peer_may_end_the_copy_that_it_writes(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+    assert seconds_of_the_peer(tmp_path, ranks, "cuda", signal.SIGKILL, is_written=True) >= 3.0
