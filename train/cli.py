@@ -17,7 +17,9 @@ from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused,
 
 _COMPUTING = ("run", "eval", "export")
 """Commands that execute the code of a task in this process."""
-_STARTING = (*_COMPUTING, "launch", "resume", "submit")
+_DETACHED = ("launch", "resume")
+"""Commands of which an agent is begun (train/runs/agent.py)."""
+_STARTING = (*_COMPUTING, *_DETACHED, "submit")
 """Commands of which processes begin in the current folder; libraries of torch's end those that have none."""
 
 
@@ -74,14 +76,24 @@ def _main(arguments: list[str]) -> int:
         return EXIT_FINISHED
     if command not in COMMANDS:
         raise Refused(f"there is no command {command}{nearest(command, COMMANDS, '; train --help lists them')}")
+    if {"-h", "--help"} & set(rest[: rest.index("--")] if "--" in rest else rest):
+        from train.commands.parser import parser_of
+
+        parser_of(command).print_help()
+        return EXIT_FINISHED
+    if command not in _DETACHED:
+        return _carry_out(command, runs_first + rest, given)
+    from train.runs import ahead
+
+    with ahead.begun():  # what it is to do is read meanwhile
+        return _carry_out(command, runs_first + rest, given)
+
+
+def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     from train.commands.parser import parse, parser_of
     from train.record import environment, folders
 
-    parser = parser_of(command)
-    if {"-h", "--help"} & set(rest[: rest.index("--")] if "--" in rest else rest):
-        parser.print_help()
-        return EXIT_FINISHED
-    options = parse(parser, runs_first + rest)
+    options = parse(parser_of(command), arguments)
     if command in _STARTING:
         _check_current_folder()
     runs = folders.runs_folder(options.runs)

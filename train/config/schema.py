@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+# built when first used: then once, all of Config together. Most processes of a run only read names and types
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
 Positive = Annotated[float, Field(gt=0)]
 

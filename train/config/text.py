@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
+import itertools
 import json
 import tomllib
 import types
@@ -18,6 +21,7 @@ import pydantic
 import pydantic_core
 from pydantic import ConfigDict, TypeAdapter
 
+from train.config import schema
 from train.config.schema import ON_RESUME, Config
 from train.errors import Refused, nearest, one_line
 
@@ -27,14 +31,34 @@ NONE = "none"
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
-    """One field as a flag: its dotted name, type, default and help."""
+    """One field as a flag: its dotted name, type and default."""
 
     name: str
     annotation: Any
     default: Any
-    help: str
+    owner: str
+    """The name of its class."""
     may_change: bool
     """Whether a resume may change it."""
+
+    @property
+    def help(self) -> str:
+        """The text below it."""
+        return _texts().get((self.owner, self.name.rpartition(".")[2]), "")
+
+
+@functools.cache
+def _texts() -> dict[tuple[str, str], str]:
+    """What stands below each field of each class, read once for all: pydantic would do so for each class, in every
+    process of a run, where nobody asks for help."""
+    found = {}
+    classes = [one for one in ast.parse(inspect.getsource(schema)).body if isinstance(one, ast.ClassDef)]
+    for owner in classes:
+        for field, text in itertools.pairwise(owner.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                    found[owner.name, name] = inspect.cleandoc(said)
+    return found
 
 
 @functools.cache
@@ -52,7 +76,7 @@ def _walk(owner: Any, prefix: str) -> typing.Iterator[FieldInfo]:
             yield from _walk(hints[name], f"{prefix}{name}.")
         else:
             marks = getattr(hints[name], "__metadata__", ())
-            yield FieldInfo(prefix + name, hints[name], field.default, field.description or "", ON_RESUME in marks)
+            yield FieldInfo(prefix + name, hints[name], field.default, owner.__name__, ON_RESUME in marks)
 
 
 def is_optional(annotation: Any) -> bool:

@@ -28,6 +28,7 @@ from train.errors import Refused
 from train.record import environment
 from train.record.folders import remove
 from train.record.store import KEEPER, NOW, Run
+from train.runs import ahead
 
 _TRIES = 50
 """How often a session is asked for, ten times a second."""
@@ -138,12 +139,14 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
     """
     runs, session = Path(order.runs), session_of(order.name)
     tmux(runs)  # refuses before there is anything to clear away
-    desk = Path(tempfile.mkdtemp(prefix="train-launch-"))
+    begun = ahead.take()
+    desk = begun.desk if begun is not None else Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
     try:
         order.visible = None if order.by_keeper else os.environ.get("CUDA_VISIBLE_DEVICES")
         environ, differences = _environment(order)
-        content = {"order": dataclasses.asdict(order), "env": environ, "cwd": os.getcwd()}
+        told = begun.told() if begun is not None else None
+        content = {"order": dataclasses.asdict(order), "env": environ, "cwd": os.getcwd(), "ahead": told}
         request = desk / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
@@ -167,6 +170,8 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
                 _end_session(runs, session)
                 desk = _withdraw(desk, order)
             shutil.rmtree(desk, ignore_errors=True)
+            if begun is not None:
+                begun.end()
 
 
 def _environment(order: Order) -> tuple[dict[str, str], list[str]]:

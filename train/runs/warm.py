@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -69,7 +69,12 @@ def socket_of(environ: Mapping[str, str], make: bool = False) -> Path | None:
         return None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
         return None
-    return folder / hashlib.sha256("\n".join(_identity(environ)).encode()).hexdigest()[:24]
+    return folder / digest(environ)
+
+
+def digest(environ: Mapping[str, str]) -> str:
+    """Equal for two processes that are alike in all that matters when libraries are loaded, in these environments."""
+    return hashlib.sha256("\n".join(_identity(environ)).encode()).hexdigest()[:24]
 
 
 def _identity(environ: Mapping[str, str]) -> list[str]:
@@ -99,15 +104,20 @@ def enter(desk: str, environ: dict[str, str], cwd: str) -> None:
         environ: the environment that the agent gets.
     """
     path = None if environ.get(OFF) == "off" else socket_of(environ)
-    if path is None:
-        return
+    if path is not None:
+        ask(path, desk, environ, cwd, _PATIENCE)
+
+
+def ask(path: Path, desk: str, environ: dict[str, str], cwd: str, patience: float) -> None:
+    """Let the agent of this order be forked by the process that this socket is of, and end with it. Returns where it
+    does not do so within `patience` seconds."""
     umask = os.umask(0)
     os.umask(umask)
     own = str(Path(__file__).parents[1] / "own.py")  # the package is the caller's, not the keeper's
     content = {"own": own, "desk": desk, "environ": environ, "cwd": cwd, "umask": umask}
     order = json.dumps(content).encode()
     with socket.socket(socket.AF_UNIX) as line:
-        line.settimeout(_PATIENCE)
+        line.settimeout(patience)
         try:
             line.connect(str(path))
             if _peer(line) != os.getuid():
@@ -185,7 +195,7 @@ def main() -> None:
                 with contextlib.suppress(TimeoutError):
                     line, _ = door.accept()
                     with line, contextlib.suppress(OSError, ValueError):
-                        _serve(line, door)
+                        serve(line, door, _begin)
         finally:
             path.unlink(missing_ok=True)
 
@@ -200,8 +210,12 @@ def _is_served(path: Path) -> bool:
     return True
 
 
-def _serve(line: socket.socket, door: socket.socket) -> None:
-    """Fork an agent for who has called."""
+def serve(line: socket.socket, door: socket.socket, begin: Callable[[str, str], None]) -> None:
+    """Fork an agent for who has called.
+
+    Args:
+        begin: becomes the agent, in the fork; gets the path of the package's own.py and the folder of the order.
+    """
     line.settimeout(_PATIENCE)
     if _peer(line) != os.getuid():
         return
@@ -219,14 +233,26 @@ def _serve(line: socket.socket, door: socket.socket) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if os.fork() == 0:
-            _be_agent(json.loads(order), line, door, files)
+            _be_agent(json.loads(order), line, door, files, begin)
     finally:
         for fd in files:
             os.close(fd)
 
 
-def _be_agent(order: dict[str, object], line: socket.socket, door: socket.socket, files: list[int]) -> NoReturn:
-    """In the fork: what `train/own.py train.runs.agent` is, with its libraries imported already."""
+def _begin(own: str, desk: str) -> None:
+    """Be what `train/own.py train.runs.agent` is, of the checkout that the order comes from."""
+    sys.argv = [own, "train.runs.agent", desk]
+    runpy.run_path(own, run_name="__main__")
+
+
+def _be_agent(
+    order: dict[str, object],
+    line: socket.socket,
+    door: socket.socket,
+    files: list[int],
+    begin: Callable[[str, str], None],
+) -> NoReturn:
+    """In the fork: an agent, with its libraries imported already."""
     code = 1
     try:
         door.close()
@@ -251,11 +277,10 @@ def _be_agent(order: dict[str, object], line: socket.socket, door: socket.socket
         os.chdir(cwd)
         time.tzset()
         tempfile.tempdir = None
-        sys.argv = [str(order["own"]), "train.runs.agent", str(order["desk"])]
         line.sendall(struct.pack("<q", os.getpid()))
         if line.recv(1) != b"!":
             os._exit(1)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        begin(str(order["own"]), str(order["desk"]))
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
