@@ -29,6 +29,6 @@ def pin(flat: Tensor, device: torch.device) -> int:
 
 
 def unpin(address: int, device: torch.device) -> None:
-    """Let go what lies there, and was locked for this GPU, which becomes the thread's: a new one would open the first."""
+    """Let go what lies there, locked for this GPU, which becomes the thread's: a new one would open the first."""
     torch.cuda.set_device(device)
     torch.cuda.cudart().cudaHostUnregister(address)
