@@ -257,6 +257,7 @@ def _steps(order: _Order, size: int, rank: int, device: Any, init: str) -> None:
     import torch
 
     from train.data import handles
+    from train.data.nested import mapped
     from train.engine import arithmetic, build, setup
     from train.engine.loss import training_loss
     from train.parallel import choose
@@ -279,6 +280,8 @@ def _steps(order: _Order, size: int, rank: int, device: Any, init: str) -> None:
     strategy.start()
     slots = min(_SLOTS, math.ceil(math.ceil(config.batch_size / size) / ranks))
     kept: list[Any] = []
+    if device.type == "cuda":  # a run copies its next batch meanwhile: data/copies.py
+        kept.append(mapped(batch, lambda one: one.clone() if isinstance(one, torch.Tensor) else one))
     for _ in range(2):
         votes = torch.zeros(len(VOTES), dtype=strategy.votes_type, device=device)
         strategy.begin(slots * ranks)
