@@ -45,8 +45,8 @@ class Copies:
 
     def takes(self, value: Tensor) -> bool:
         """Whether a tensor of this batch is to be copied so; if not, it may be as any other is."""
-        is_large = value.layout == torch.strided and value.nbytes >= LEAST
-        return is_large and self._is_ahead and value.device.type == "cpu"
+        is_plain = type(value) is Tensor and value.layout == torch.strided  # of others nobody knows whose memory it is
+        return is_plain and self._is_ahead and value.nbytes >= LEAST and value.device.type == "cpu"
 
     def copy(self, value: Tensor) -> Tensor:
         """The tensor on the GPU, of its own type and layout, for whatever is computed there from now on."""

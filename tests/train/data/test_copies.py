@@ -93,7 +93,14 @@ def test_a_large_tensor_is_copied_on_a_stream_of_its_own_and_used_when_it_is_the
     assert gpu.said == ["copying copies", "computing waits for copying", "kept from others until computing has used it"]
 
 
-@pytest.mark.parametrize("value", [SMALL, torch.zeros(LEAST, device="meta"), torch.zeros(1 << 11, 1 << 11).to_sparse()])
+class Own(Tensor):
+    """Some library's kind of tensor."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [SMALL, LARGE.as_subclass(Own), torch.zeros(LEAST, device="meta"), torch.zeros(1 << 11, 1 << 11).to_sparse()],
+)
 def test_others_are_copied_as_they_were(value: Tensor) -> None:
     copies = Copies(HERE)
     copies.begin()
