@@ -248,8 +248,9 @@ def _tried(order: _Order, size: int, rank: int, folder: Path) -> _Tried:
 
 
 def _is_full(text: str) -> bool:
-    """Whether a library says in words of its own that a GPU is full: NCCL, cuBLAS, cuDNN."""
-    return any(words in text for words in ("out of memory", "ALLOC_FAILED"))
+    """Whether a library says in words of its own that a GPU is full: NCCL, cuBLAS, Triton; and torch of cuDNN, whose
+    engines it tries one after the other, and passes over those whose workspace it does not get (Conv_v8.cpp)."""
+    return any(words in text for words in ("out of memory", "ALLOC_FAILED", "unable to find an engine"))
 
 
 def _steps(order: _Order, size: int, rank: int, device: Any, init: str) -> None:
