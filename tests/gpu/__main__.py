@@ -36,7 +36,7 @@ PARTS = {
     "exact": ("exact", "part", 69),
     "memory": ("memory", "part", 17),
     "checkpoint": ("checkpoint", "part", 50),
-    "inputs": ("inputs", "part", 27),
+    "inputs": ("inputs", "part", 29),
     "precisions": ("speed", "precisions", 32),
     "recovery": ("recovery", "part", 26),
     "ranks": ("ranks", "part", 200),

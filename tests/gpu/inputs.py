@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.gpu import waits
+from tests.gpu import overlap, waits
 from tests.gpu.harness import UNCHECKED, Case, Row, Scale, mebibytes
 from train.data.loader import Loader
 from train.data.plan import MicroBatch
@@ -76,6 +76,7 @@ def part(scale: Scale) -> Iterator[Case]:
     yield Case(_WHAT, 14, _beside, (scale,))
     if scale.is_gpu:
         yield Case("pinned memory to the device", 1, _copies, (scale,))
+    yield from overlap.cases(scale)
     yield from waits.cases(scale)
 
 

@@ -168,7 +168,7 @@ class Beside:
     def _unlock(self) -> None:
         """Before the memory is gone: another one may come to lie where it was."""
         while self._pinned:
-            unpin(self._pinned.pop())
+            unpin(self._pinned.pop(), self._device)
         self._memory = []
 
     def _finish(

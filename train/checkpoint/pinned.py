@@ -28,6 +28,7 @@ def pin(flat: Tensor, device: torch.device) -> int:
     return code
 
 
-def unpin(address: int) -> None:
-    """Let go what lies there."""
+def unpin(address: int, device: torch.device) -> None:
+    """Let go what lies there, locked for this GPU, which becomes the thread's: a new one would open the first."""
+    torch.cuda.set_device(device)
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -105,8 +105,8 @@ class Stage:
         self._rank, self._size = rank, size
         self._places: dict[Path, _Place] = {}
         self._memory: mmap.mmap | None = None
-        self._pinned = 0
-        """Address of the memory, where it is pinned; else 0."""
+        self._pinned: tuple[int, torch.device] | None = None
+        """Address of the memory, where it is pinned, and for which GPU."""
         self._device: torch.device | None = None
         """The GPU that the state lies on."""
         self._lock = threading.Lock()
@@ -170,7 +170,7 @@ class Stage:
         assert self._device is not None
         code = pin(flat, self._device)
         if code == 0:
-            self._pinned = flat.data_ptr()
+            self._pinned = flat.data_ptr(), self._device
         else:
             log.warning(
                 "warning: %.0f MB of host memory cannot be pinned (CUDA error %d): checkpoints hold training up longer",
@@ -178,9 +178,9 @@ class Stage:
             )  # fmt: skip
 
     def _release(self) -> None:
-        if self._pinned:
-            unpin(self._pinned)
-            self._pinned = 0
+        if self._pinned is not None:
+            unpin(*self._pinned)
+            self._pinned = None
         self._memory = None  # freed with the last tensor that lies in it
 
     def _copied(self, value: Any, path: Path) -> Any:

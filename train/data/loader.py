@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from train.data import handles
+from train.data.copies import Copies
 from train.data.fetch import Bad, gatherer
 from train.data.generators import Seed, owned
 from train.data.nested import mapped
@@ -96,6 +97,7 @@ class Loader:
         self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
         self._on_device = on_device
         self._own = owned(on_device) if on_device is not None else []
+        self._copies = Copies(device) if device.type == "cuda" else None
         if workers:
             handles.check()
         self._sampler = _Sampler()
@@ -142,8 +144,11 @@ class Loader:
                 micro = planned._replace(indices=planned.indices[~left_out])
             yield (
                 micro,
-                prepared(batch, micro.seed, self._device, self._dtype, self._channels_last, self._on_device, self._own),
-            )
+                prepared(
+                    batch, micro.seed, self._device, self._dtype, self._channels_last, self._on_device, self._own,
+                    self._copies,
+                ),
+            )  # fmt: skip
 
     def _fetched(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:
         if not self._loader.num_workers:
@@ -192,25 +197,37 @@ def prepared(
     channels_last: bool,
     on_device: OnDevice | None,
     own: Sequence[Seed] = (),
+    copies: Copies | None = None,
 ) -> Any:
     """A fetched batch as loss and metrics get it; see Loader.
 
     Args:
         seed: of the micro batch.
         own: generators that `on_device` can reach, see generators.py.
+        copies: to a GPU, of large tensors; None: as the others'.
     """
+    if copies is not None:
+        copies.begin()
     if on_device is not None and batch is not None:
-        batch = to_device(batch, device)
+        batch = to_device(batch, device, copies=copies)
         seed_compute(seed, device, "on device", own)
         batch = on_device(batch)
-    return to_device(batch, device, dtype, channels_last)
+    return to_device(batch, device, dtype, channels_last, copies)
 
 
-def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None, channels_last: bool = False) -> Any:
+def to_device(
+    batch: Any,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+    copies: Copies | None = None,
+) -> Any:
     """The batch with every tensor in it (in lists, tuples, dicts, named tuples) moved to the device."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if copies is not None and copies.takes(value):
+                value = copies.copy(value)  # as it is; what else becomes of it is computed
             kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
             if value.device == device and value.dtype == kind and not (channels_last and value.dim() == 4):
                 return value

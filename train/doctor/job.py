@@ -30,6 +30,7 @@ from train.doctor.examine import examine
 from train.doctor.finding import Finding, ok, problem, warning
 from train.doctor.machine import Machine
 from train.errors import one_line
+from train.parallel import nccl, numbered
 
 DEADLINE = 30.0
 """Seconds in which a rank has to come, to answer, and to reduce, unless the user gives others."""
@@ -109,6 +110,7 @@ def _spawned(place: Place, runs: str, json_: bool) -> None:
 
 def _rank(place: Place, runs: Path, json_: bool) -> int:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a reduction that hangs ends by its deadline
+    numbered.as_nvidia_smi_does()
     try:
         store = _meet(place)
     except (dist.DistError, RuntimeError, OSError) as error:
@@ -141,13 +143,13 @@ def _meet(place: Place) -> dist.TCPStore:
 def _facts(place: Place, runs: Path) -> dict[str, Any]:
     """What a rank tells of itself."""
     has_gpu = torch.cuda.device_count() > place.local_rank
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    library = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     own = examine(Machine(), runs) if place.local_rank == 0 else []
     return {
         "host": socket.gethostname(),
         "gpu": torch.cuda.get_device_name(place.local_rank) if has_gpu else "",
         "torch": torch.__version__,
-        "nccl": nccl,
+        "nccl": library,
         "python": platform.python_version(),
         "code": code_digest(),
         "findings": [dataclasses.asdict(each) for each in own if each.remedy],
@@ -302,6 +304,7 @@ def _reduce(place: Place, board: dist.Store, backend: str) -> dict[str, Any]:
     try:
         device = torch.device("cpu")
         if backend == "nccl":
+            nccl.prepare(deterministic=True)  # as for a run: without, it may fail where that would not, and be faster
             torch.cuda.set_device(place.local_rank)
             device = torch.device("cuda", place.local_rank)
         limit = datetime.timedelta(seconds=place.deadline)

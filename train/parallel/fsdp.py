@@ -103,7 +103,15 @@ class Sharded(Spread):
         With the two-dimensional mesh given to it, fully_shard would do the same by itself, but not on a CPU.
         """
         assert isinstance(unit, FSDPModule)
-        unit.set_all_reduce_hook(lambda gradients: dist.all_reduce(gradients, group=group))
+
+        def add(gradients: Tensor) -> None:
+            dist.all_reduce(gradients, group=group)
+            if gradients.is_cuda:
+                # torch has made them on another stream than this one, and keeps those alone from being written over
+                # there that it adds by itself: of a unit that is used twice these are free as soon as they are added
+                gradients.record_stream(torch.cuda.current_stream(gradients.device))
+
+        unit.set_all_reduce_hook(add)
 
     def watch(self) -> None:
         for unit in self.module.modules():

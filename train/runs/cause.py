@@ -17,11 +17,13 @@ NO_GPU = "No CUDA GPUs are available"
 OF_OTHERS = (
     "gloo", "Gloo", "NCCL", "Connection", "CUDA error", "Socket", "Wait timeout", "DataLoader worker (pid",
     "cuDNN error", NO_GPU, "CUDA driver initialization failed", "cudaGetDeviceCount", "CUDA unknown error",
+    "CUDA driver error", "Triton Error [CUDA]",  # who starts a compiled kernel is told what one before it has met
 )  # fmt: skip
 """What torch's RuntimeErrors about networks, devices and other processes have in their texts."""
 _OF_PROGRAM = (
     "device-side assert", "no kernel image", "invalid device function", "invalid configuration argument",
-    "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_BAD_PARAM", "CUBLAS_STATUS_INVALID_VALUE",
+    "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_BAD_PARAM", "CUBLAS_STATUS_INVALID_VALUE", "kernel image is invalid",
+    "PTX was compiled with an unsupported toolchain",
 )  # fmt: skip
 """What errors of a device have in their texts that come again: an index out of range, code for another card."""
 _BUSY = re.compile(

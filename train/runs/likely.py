@@ -62,6 +62,11 @@ TABLE = (
         ("GPU memory",),
     ),
     Likely(
+        r"unable to find an engine to execute this computation",  # torch tells no other reason: Conv_v8.cpp
+        "too little memory of the GPU for cuDNN, or bf16 on a card before Ampere (8.0), which takes fp16",
+        ("GPU memory", "compute capability"),
+    ),
+    Likely(
         r"[Uu]ncorrectable ECC|ECC error|hardware stack error",
         "a GPU whose memory fails",
         ("GPU memory errors", "GPUs"),

@@ -248,8 +248,9 @@ def _tried(order: _Order, size: int, rank: int, folder: Path) -> _Tried:
 
 
 def _is_full(text: str) -> bool:
-    """Whether a library says in words of its own that a GPU is full: NCCL, cuBLAS, cuDNN."""
-    return any(words in text for words in ("out of memory", "ALLOC_FAILED"))
+    """Whether a library says in words of its own that a GPU is full: NCCL, cuBLAS, Triton; and torch of cuDNN, whose
+    engines it tries one after the other, and passes over those whose workspace it does not get (Conv_v8.cpp)."""
+    return any(words in text for words in ("out of memory", "ALLOC_FAILED", "unable to find an engine"))
 
 
 def _steps(order: _Order, size: int, rank: int, device: Any, init: str) -> None:
@@ -257,6 +258,7 @@ def _steps(order: _Order, size: int, rank: int, device: Any, init: str) -> None:
     import torch
 
     from train.data import handles
+    from train.data.nested import mapped
     from train.engine import arithmetic, build, setup
     from train.engine.loss import training_loss
     from train.parallel import choose
@@ -279,6 +281,8 @@ def _steps(order: _Order, size: int, rank: int, device: Any, init: str) -> None:
     strategy.start()
     slots = min(_SLOTS, math.ceil(math.ceil(config.batch_size / size) / ranks))
     kept: list[Any] = []
+    if device.type == "cuda":  # a run copies its next batch meanwhile: data/copies.py
+        kept.append(mapped(batch, lambda one: one.clone() if isinstance(one, torch.Tensor) else one))
     for _ in range(2):
         votes = torch.zeros(len(VOTES), dtype=strategy.votes_type, device=device)
         strategy.begin(slots * ranks)

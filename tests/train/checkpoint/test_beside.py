@@ -156,6 +156,37 @@ def test_a_state_that_grows_gets_more_memory(owned: Owned) -> None:
     assert other.take_up() and other.bits() == one.bits()
 
 
+def test_each_thread_that_locks_memory_or_lets_it_go_uses_the_gpu_of_its_rank(
+    owned: Owned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins on the first GPU, and would open it, on every rank."""
+    used = list[tuple[str, Any]]()
+    current = threading.local()
+
+    class Runtime:
+        """What torch has of CUDA's, which locks nothing and remembers which GPU it was asked on."""
+
+        def cudaHostRegister(self, *_: int) -> int:
+            used.append(("lock", getattr(current, "gpu", 0)))
+            return 0
+
+        def cudaHostUnregister(self, _: int) -> int:
+            used.append(("let go", getattr(current, "gpu", 0)))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "gpu", device.index))
+    slots = Slots(owned.address)
+    beside = Beside(slots, torch.device("cuda", 1))
+    for size in (1 << 12, 1 << 16):  # the state grows
+        slots.reserve(size)
+        assert not beside.holds(size)  # locked by a thread
+        assert beside._thread is not None
+        beside._thread.join()
+        assert beside.holds(size)
+    assert used == [(what, 1) for what in ("lock", "lock", "let go", "let go", "lock", "lock")]
+
+
 def test_it_is_taken_as_often_as_it_takes_a_hundredth_of_the_time(owned: Owned) -> None:
     one = Device(owned.address).ready()
     one.copy()

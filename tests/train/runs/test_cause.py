@@ -30,11 +30,17 @@ OWN = {
     "the same in the words of torch 2.8 and later": "class AcceleratorError(RuntimeError): pass\n"
     "raise AcceleratorError('CUDA error: device-side assert triggered')",
     "a card without kernels": "raise RuntimeError('CUDA error: no kernel image is available for execution')",
+    "a compiled kernel for another card": "raise RuntimeError('Triton Error [CUDA]: device kernel image is invalid')",
+    "one of a compiler too new for the driver": "raise RuntimeError('CUDA error: the provided PTX was compiled with an "
+    "unsupported toolchain.')",
     "what cuDNN cannot do": "raise RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED')",
 }
 PASSING = {
     "a peer that is gone": "raise RuntimeError('[gloo/transport/tcp/pair.cc] Connection closed by peer')",
     "a device": "raise RuntimeError('CUDA error: an illegal memory access was encountered')",
+    "a device, when Triton starts a kernel": "raise RuntimeError('Triton Error [CUDA]: uncorrectable ECC error "
+    "encountered')",
+    "a device, when torch's compiler starts one": "raise RuntimeError('CUDA driver error: unspecified launch failure')",
     "cuDNN, of a device": "raise RuntimeError('cuDNN error: CUDNN_STATUS_EXECUTION_FAILED')",
     "GPUs that are gone": "raise RuntimeError('No CUDA GPUs are available')",
     "a driver that does not start": "raise RuntimeError('Unexpected error from cudaGetDeviceCount(). Error 802')",

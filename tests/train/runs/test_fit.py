@@ -115,6 +115,20 @@ def test_a_tenth_of_what_there_is_stays_free(room: Room, margin: float, holds: b
     assert room.holds(Use(900, 2000), margin) is holds
 
 
+@pytest.mark.parametrize(
+    ("said", "is_full"),
+    [
+        ("RuntimeError: NCCL Error 1: unhandled cuda error 'out of memory'", True),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        # cuDNN's engines whose workspace does not fit are passed over in silence
+        ("RuntimeError: GET was unable to find an engine to execute this computation", True),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_a_full_gpu_is_known_by_what_libraries_say_of_it(said: str, is_full: bool) -> None:
+    assert trial._is_full(said) is is_full
+
+
 @pytest.fixture(scope="module")
 def bare(shared_station: Station) -> int:
     """The address space of a rank that has only imported what it trains with."""

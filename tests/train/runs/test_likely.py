@@ -20,6 +20,9 @@ RECORDED = {
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB": (
         "--only 'GPU memory'"
     ),
+    "RuntimeError: GET was unable to find an engine to execute this computation": (
+        "--only 'GPU memory,compute capability'"
+    ),
     "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that dataloader's "
     "workers are out of shared memory. Please try to raise your shared memory limit.": "--only 'shared memory'",
     "RuntimeError: unable to allocate shared memory(shm) for file </torch_17_33_0>: No space left on device (28)": (
