@@ -186,9 +186,18 @@ class Snapshots:
         plain = packed.plain(lines)
         assert self._slots is not None
         self._needed = begin_of_tensors(len(plain)) + packed.end
-        if not self._slots.holds(self._needed):
+        if not self._slots.holds(self._needed) and not (patience and self._finds_room(packed)):
             return False
         return self._slots.write(self._at, plain, packed.pieces(), patience)
+
+    def _finds_room(self, packed: Packed) -> bool:
+        """Of a survivor: whether there is memory that rank 0 had not come to take, in its first step, say."""
+        assert self._slots is not None
+        size = room.needed(packed)
+        if room.problem(self._slots, size, self._left_over()):
+            return False
+        self._slots.reserve(size)
+        return True
 
     def _pack(self, model: dict[str, Tensor]) -> Packed:
         return pack(

@@ -307,6 +307,18 @@ def test_the_bell_alone_makes_a_survivor_leave_its_state(owned: Owned) -> None:
     assert owned.step == 2
 
 
+def test_a_survivor_takes_the_memory_that_rank_0_had_not_come_to_take(owned: Owned) -> None:
+    full = Seat(owned.address, size=2, rank=1, room=1)
+    full.step()
+    assert not full.snapshots.leave_behind() and owned.size == 0
+    one = Seat(owned.address, size=2, rank=1)
+    one.step()
+    assert one.snapshots.leave_behind()
+    other = Seat(owned.address)
+    assert other.take_up() and other.done == 1
+    assert other.bits() == one.bits()
+
+
 def test_a_loss_that_is_not_finite_is_not_kept(owned: Owned) -> None:
     one = Seat(owned.address, size=2, rank=1)
     one.slots.reserve(1 << 20)
