@@ -1,9 +1,9 @@
 """`train bench recovery`: what the death of a rank costs, beside plain torchrun and torch.save.
 
 Two ranks train the same model on the same machine, in turn: as `train launch` starts them, and as torch's tutorials do
-it (bare.py). One of them, drawn at random, gets SIGKILL. Told are the seconds until a step ends that had never been
-made, how many steps were made twice, and whether the weights at the end are those of a run that nothing met. With
-`--every S` a rank is killed every so many seconds, and the whole time counts.
+it (bare.py). One of them, drawn at random, gets SIGKILL. Told are the seconds until ranks that were started after it
+end a step that had never been made, how many steps were made twice, and whether the weights at the end are those of a
+run that nothing met. With `--every S` a rank is killed every so many seconds, and the whole time counts.
 """
 
 from __future__ import annotations
@@ -154,12 +154,13 @@ class Found:
     """What became of one run."""
 
     recoveries: list[float]
-    """Seconds from each kill to a step that had never been made."""
+    """Seconds from each kill to a step that had never been made, by ranks that were started after it."""
     hangs: int
     seconds: float
     """From the first step to the end."""
     twice: int
     digest: str
+    kills: int = 0
 
 
 def bench(folder: Path, steps: int, times: int, every: float | None, seed: int = 0) -> str:
@@ -195,7 +196,8 @@ def _row(way: str, runs: list[Found], calm: Found) -> str:
     done = [run.seconds / calm.seconds for run in runs if run.digest]
     ratio = f"{statistics.median(done):.2f}" if done else "-"
     twice = sum(run.twice for run in runs)
-    return f"| {way} | {len(took) + hung} | {figures} | {hung} | {twice} | {ratio} | {equal} of {len(runs)} equal |"
+    kills = sum(run.kills for run in runs)
+    return f"| {way} | {kills} | {figures} | {hung} | {twice} | {ratio} | {equal} of {len(runs)} equal |"
 
 
 def live(
@@ -204,22 +206,23 @@ def live(
     """Watch a run to its end, and kill one of its ranks after each of these steps, or every so many seconds."""
     found, at = Found([], 0, 0.0, 0, ""), list(at)
     try:
-        began = changed = time.monotonic()
-        killed: float | None = None
-        highest = 0
+        began = changed = next_at = time.monotonic()
+        killed, old, highest = 0.0, list[int](), 0
         while run.lives():
-            now, highest_now = time.monotonic(), run.step()
-            if highest_now > highest:
+            now, step = time.monotonic(), run.step()
+            if step > highest:
                 if not highest:
                     began = next_at = now
-                if killed is not None:
+                if killed and not old:
                     found.recoveries.append(now - killed)
-                    killed, next_at = None, now
-                highest, changed = highest_now, now
-            is_due = highest and killed is None and (now - next_at > every if every else bool(at) and highest >= at[0])
-            if is_due and _kill(run, random_):
-                killed = changed = time.monotonic()
-                highest = max(highest, run.step())
+                    killed, next_at = 0.0, now
+                highest, changed = step, now
+            # those who outlive a rank may end the step that it died in, which is no recovery
+            old = old if any(map(_lives, old)) else []
+            is_due = highest and not killed and (now - next_at > every if every else bool(at) and highest >= at[0])
+            if is_due and (ranks := _kill(run, random_)):
+                killed, old, changed = time.monotonic(), ranks, time.monotonic()
+                found.kills += 1
                 del at[:1]
             if now - changed > patience:
                 found.hangs += 1
@@ -248,11 +251,20 @@ def last_line(path: Path) -> str:
     return lines[-2].decode() if len(lines) > 1 else ""
 
 
-def _kill(run: Way, random_: random.Random) -> bool:
+def _kill(run: Way, random_: random.Random) -> list[int]:
+    """Kill one of the ranks. Returns those that there were; []: none has been hit."""
     ranks = run.ranks()
     if not ranks:
-        return False
+        return []
     with contextlib.suppress(ProcessLookupError):
         os.kill(random_.choice(ranks), signal.SIGKILL)
-        return True
+        return ranks
+    return []
+
+
+def _lives(pid: int) -> bool:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False

@@ -11,7 +11,8 @@ the run. It is taken between two updates only:
 
 In the middle of a step, where a rank waits for a peer that is gone, weights and optimizer are still those after the
 step before. Buffers are not: a forward has changed them, and no rank's but the first one's count. What the ranks agreed
-on in the last step (`Strategy.agreed`) takes their place.
+on in the last step (`Strategy.agreed`) takes their place. What a module keeps as its extra state (`get_extra_state`) a
+forward has changed, too: a copy of it is made after each step, of models that have one.
 
 A snapshot is for ranks that the same supervisor starts again: same configuration, on any number of ranks.
 """
@@ -19,6 +20,7 @@ A snapshot is for ranks that the same supervisor starts again: same configuratio
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 import time
@@ -67,6 +69,8 @@ class Snapshots:
         self._at = 0
         """The step whose state this rank holds; 0: none that is worth keeping."""
         self._agreed: Mapping[int, Tensor] = {}
+        self._extra: dict[str, Any] | None = {}
+        """What else the model's state had after that step; None: it cannot be copied."""
         self._due = 0.0
         self._needed = self._room = 0
         """Bytes of the state when it was last looked at, and for which memory was asked."""
@@ -90,6 +94,8 @@ class Snapshots:
         self._strategy, self._optimizer, self._precision = strategy, optimizer, precision
         # found now: in the middle of a step a forward may have put another tensor in the place of a buffer
         state = strategy.module.state_dict(keep_vars=True)
+        owned = {id(value) for values in (strategy.module.parameters(), strategy.module.buffers()) for value in values}
+        self._extras = [name for name, value in state.items() if id(value) not in owned]
         self._buffers = {name: id(value) for name, value in state.items() if _is_buffer(value)}
         if self._serves:
             threading.Thread(target=self._wait_for_death, daemon=True, name="bell").start()
@@ -108,6 +114,8 @@ class Snapshots:
         self._at = step
         if self._serves:
             self._agreed = self._strategy.agreed
+            if self._extras:
+                self._extra = self._copied()
         self._holder = None
         self._lock.release()
         if not self._world.is_lead:
@@ -147,13 +155,22 @@ class Snapshots:
             self._slots.wait_for_bell()
             self.leave_behind()
 
-    def _left(self) -> dict[str, Tensor] | None:
+    def _copied(self) -> dict[str, Any] | None:
+        """A copy of what the model's state has besides parameters and buffers."""
+        with contextlib.suppress(Exception):  # it may hold anything
+            state = self._strategy.module.state_dict(keep_vars=True)
+            return copy.deepcopy({name: state[name] for name in self._extras})
+        return None
+
+    def _left(self) -> dict[str, Any] | None:
         """The model's state with the buffers that the ranks agreed on; None where that is not known."""
-        agreed, state = self._agreed, {}
-        if self._strategy.has_moved():
+        agreed, extra, state = self._agreed, self._extra, dict[str, Any]()
+        if extra is None or self._strategy.has_moved():
             return None
         for name, value in self._strategy.module.state_dict(keep_vars=True).items():
-            if _is_buffer(value):
+            if name in extra:
+                state[name] = extra[name]
+            elif _is_buffer(value):
                 if self._buffers.get(name) not in agreed:
                     return None
                 state[name] = agreed[self._buffers[name]]
@@ -169,9 +186,18 @@ class Snapshots:
         plain = packed.plain(lines)
         assert self._slots is not None
         self._needed = begin_of_tensors(len(plain)) + packed.end
-        if not self._slots.holds(self._needed):
+        if not self._slots.holds(self._needed) and not (patience and self._finds_room(packed)):
             return False
         return self._slots.write(self._at, plain, packed.pieces(), patience)
+
+    def _finds_room(self, packed: Packed) -> bool:
+        """Of a survivor: whether there is memory that rank 0 had not come to take, in its first step, say."""
+        assert self._slots is not None
+        size = room.needed(packed)
+        if room.problem(self._slots, size, self._left_over()):
+            return False
+        self._slots.reserve(size)
+        return True
 
     def _pack(self, model: dict[str, Tensor]) -> Packed:
         return pack(

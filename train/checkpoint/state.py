@@ -127,7 +127,10 @@ def load(
         raise ValueError(f"the model does not fit the checkpoint {folder.name}: {reason_of(error)}") from error
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
-        state["optim"]["state"].update({name: {} for name in unused})
+        if unused or state["optim"]["state"]:  # torch asks for all, where there are any
+            for group in state["optim"]["param_groups"]:
+                for name in group["params"]:  # in a group without momentum, say, there is none
+                    state["optim"]["state"].setdefault(name, {})
         for group, own in zip(state["optim"]["param_groups"], optimizer.param_groups, strict=True):
             group.update({name: own[name] for name in _KERNELS if name in own})
         with _unwatched(optimizer):

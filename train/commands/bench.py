@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import signal
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,11 @@ SUBJECTS = {
 """What can be measured, each by the function `bench` of a module of its name, and how often by default."""
 
 _STRATEGIES = ("dp", "ddp", "fsdp", "hsdp")
+_TAKEN_BY = {
+    "device": ("checkpoint",), "every": ("recovery",), "mb": ("checkpoint",), "nproc": ("collective", "scaling"),
+    "steps": ("recovery",),
+}  # fmt: skip
+"""Flags that some subjects take."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -62,9 +69,11 @@ def run(options: Namespace, runs: Path) -> int:
     made = [folder for folder in (runs, *runs.parents) if not folder.exists()]
     runs.mkdir(parents=True, exist_ok=True)
     module = importlib.import_module(f"train.bench.{options.subject}")
+    for kind in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does, they leave nothing behind
+        signal.signal(kind, lambda at, _: sys.exit(128 + at))
     try:
         print(module.bench(runs, times=times, **own))
-    except (Refused, KeyboardInterrupt):
+    except (Refused, KeyboardInterrupt, SystemExit):
         with contextlib.suppress(OSError):  # somebody else has something there by now
             for folder in made:
                 folder.rmdir()
@@ -85,8 +94,9 @@ def _own(options: Namespace) -> dict[str, Any]:
         raise Refused(f"--strategies, --to and --json are for train bench scaling, not {subject}; leave them out")
     if subject != "scaling" and (options.nnodes or options.node_rank or options.rendezvous or options.wait_minutes):
         raise Refused(f"--nnodes is for train bench scaling, not {subject}; leave it out")
-    if subject != "checkpoint" and options.device:
-        raise Refused(f"--device is for train bench checkpoint, not {subject}; leave it out")
+    for name, takers in _TAKEN_BY.items():
+        if getattr(options, name) is not None and subject not in takers:
+            raise Refused(f"--{name} is for train bench {' and '.join(takers)}, not {subject}; leave it out")
     match subject:
         case "checkpoint":
             megabytes = [number("mb", text, 1) or 1 for text in options.mb or ["100", "1000"]]

@@ -1,4 +1,7 @@
-"""Numbers that a model keeps as plain attributes: no checkpoint holds them, and a resume begins with the first ones."""
+"""Numbers that a model keeps as plain attributes: no checkpoint holds them, and a resume begins with the first ones.
+
+Unless a module tells them as its extra state (`get_extra_state`), which is a part of the model's.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ def numbers(model: nn.Module) -> Numbers:
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, part in model.named_modules()
+        if type(part).get_extra_state is nn.Module.get_extra_state
         for name, value in vars(part).items()
         if type(value) in (int, float)
     }

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
+import signal
+import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from tests.ports import free_port
 from tests.train.conftest import PATIENCE, Station
-from train.bench import loop
+from train.bench import loop, recovery
 from train.bench.collective import KILOBYTES, bus_rate
 from train.bench.turns import ratio
 from train.record.store import Run
@@ -119,6 +124,66 @@ def test_recovery_compares_a_death_with_plain_torchrun(station: Station) -> None
     assert ours[1] == "1" and float(ours[2]) > 0
     assert (ours[5], ours[6], ours[8]) == ("0", "0", "1 of 1 equal")
     assert os.listdir(station.runs) == []
+
+
+@pytest.mark.bench
+def test_one_that_is_terminated_leaves_nothing_behind(station: Station) -> None:
+    bench = station.start("bench", "recovery", "--steps", 100_000)
+    deadline = time.monotonic() + PATIENCE
+    while not [*station.runs.glob(".bench-*/*/metrics.jsonl")] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (run,) = (Run(path.parent) for path in station.runs.glob(".bench-*/*/run.json"))
+    ranks = run.read()["pids"]["ranks"]
+    bench.terminate()
+    assert bench.wait(PATIENCE) == 128 + signal.SIGTERM
+    assert len(ranks) == 2 and not any(map(psutil.pid_exists, ranks))
+    assert not station.runs.exists()
+
+
+class _Outlived:
+    """A run of two processes: one that outlives the other ends the step it was in; others come after 0.4 s."""
+
+    def __init__(self) -> None:
+        self.began, self.was_ended, self.made = time.monotonic(), 0.0, 1
+        self.processes = self._started()
+
+    def _started(self) -> list[subprocess.Popen[bytes]]:
+        return [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+
+    def step(self) -> int:
+        if time.monotonic() - self.began > 0.2 and self.made == 1 and not self.was_ended:
+            self.made = 2
+        if not self.was_ended and any(process.poll() is not None for process in self.processes):
+            self.made, self.was_ended = 3, time.monotonic()
+        elif self.made == 3 and time.monotonic() - self.was_ended > 0.4:
+            self.end()
+            self.processes, self.made = self._started(), 4
+        elif self.made == 4 and time.monotonic() - self.was_ended > 0.6:
+            self.made = 5
+        return self.made
+
+    def ranks(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+    def lives(self) -> bool:
+        return self.made < 5
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def digest(self) -> str:
+        return ""
+
+    def twice(self) -> int:
+        return 0
+
+
+def test_the_step_that_a_rank_died_in_is_no_recovery() -> None:
+    found = recovery.live(_Outlived(), [2], random.Random(0))
+    assert len(found.recoveries) == 1 and found.recoveries[0] > 0.3
+    assert (found.kills, found.hangs) == (1, 0)
 
 
 @pytest.mark.bench

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -216,6 +217,53 @@ def test_a_survivor_in_the_middle_of_a_step_leaves_the_state_of_the_step_before(
     assert other.bits() == wanted
 
 
+class Counting(Net):
+    """Keeps what is neither a parameter nor a buffer in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, torch.zeros(2)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls, self.seen = state["calls"], state["seen"]
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        return super().forward(pictures)
+
+
+class Telling(Counting):
+    """The same, as a tensor that is made when the state is asked for."""
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls, self.seen = int(state), torch.full((2,), float(state))
+
+
+@pytest.mark.parametrize("net", [Counting, Telling])
+def test_extra_state_that_a_forward_has_changed_is_left_as_it_was_after_the_step(
+    owned: Owned, monkeypatch: pytest.MonkeyPatch, net: type[Counting]
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Net", net)
+    one = Seat(owned.address, size=2)
+    one.slots.reserve(1 << 20)
+    one.step(3)
+    one.snapshots._due = time.monotonic() + 3600
+    one.forward().backward()
+    assert one.model.get_extra_state() is not None and one.model.calls == 4  # type: ignore[attr-defined]
+    assert one.snapshots.leave_behind()
+    other = Seat(owned.address)
+    assert other.take_up() and other.done == 3
+    model = other.model
+    assert isinstance(model, Counting) and (model.calls, model.seen.tolist()) == (3, [3.0, 3.0])
+
+
 def test_running_statistics_that_the_ranks_did_not_agree_on_are_not_left(owned: Owned) -> None:
     one = Seat(owned.address, size=2, rank=1)
     one.slots.reserve(1 << 20)
@@ -257,6 +305,18 @@ def test_the_bell_alone_makes_a_survivor_leave_its_state(owned: Owned) -> None:
     while not owned.step and time.monotonic() < deadline:
         time.sleep(0.01)
     assert owned.step == 2
+
+
+def test_a_survivor_takes_the_memory_that_rank_0_had_not_come_to_take(owned: Owned) -> None:
+    full = Seat(owned.address, size=2, rank=1, room=1)
+    full.step()
+    assert not full.snapshots.leave_behind() and owned.size == 0
+    one = Seat(owned.address, size=2, rank=1)
+    one.step()
+    assert one.snapshots.leave_behind()
+    other = Seat(owned.address)
+    assert other.take_up() and other.done == 1
+    assert other.bits() == one.bits()
 
 
 def test_a_loss_that_is_not_finite_is_not_kept(owned: Owned) -> None:

@@ -189,6 +189,21 @@ def test_what_an_optimizer_makes_in_later_steps_is_read_back(kind: Any, momentum
             assert torch.equal(fresh.state[same][key], value), key
 
 
+def test_a_group_of_parameters_without_a_state_beside_one_with_is_read_back(tmp_path: Path) -> None:
+    def two_groups() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "momentum": 0.9}]
+        return model, torch.optim.SGD(groups, lr=0.1)
+
+    model, optimizer = two_groups()
+    after(2, model, optimizer)
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / "step", no_dist=True)
+    again, fresh = two_groups()
+    load(tmp_path / "step", again, fresh)
+    assert equal(after(2, again, fresh), after(2, model, optimizer))
+
+
 def test_a_buffer_that_a_model_lacks_is_not_left_out_in_silence(tmp_path: Path) -> None:
     model = nn.BatchNorm1d(2)
     dcp.save(state_of(model, None), checkpoint_id=tmp_path / "step", no_dist=True)

@@ -187,6 +187,8 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["bench", "scaling", "--to", "none/x.png"], ["there is no folder none"]),
         (["bench", "loop", "--json"], ["train bench scaling, not loop"]),
         (["bench", "loop", "--nnodes", "2"], ["train bench scaling, not loop"]),
+        (["bench", "recovery", "--nproc", "3"], ["--nproc is for train bench collective and scaling, not recovery"]),
+        (["bench", "start", "--every", "3"], ["--every is for train bench recovery, not start"]),
         (["bench", "scaling", *NODES, "1:2"], ["--nnodes 1:2", "one number"]),
         (["bench", "scaling", *NODES, "2", "--nproc", "1,2"], ["--nproc 1,2", "of each machine"]),
         (["bench", "scaling", *NODES, "2", "--strategies", "dp"], ["one process"]),
