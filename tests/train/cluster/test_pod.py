@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from tests.train.cluster.conftest import FIELDS, consumed
 from tests.train.cluster.pods import Pods
 from tests.train.conftest import PATIENCE, Station
+from train.runs import submitted
 
 
 @pytest.fixture
@@ -93,6 +95,22 @@ def test_a_killed_pod_comes_back_and_all_go_on(two: Pods, alone: Any) -> None:
     pods[0] = two.start(0)
     assert [two.end(node, pod) for node, pod in enumerate(pods)] == [0, 0], two.log(0) + two.log(1)
     finished_like(two, alone(2, 500), "2-500")
+
+
+@pytest.mark.minutes
+def test_fields_of_a_resume_reach_a_node_whose_folder_is_gone(two: Pods) -> None:
+    file = two.submission / "submission.json"
+    content = json.loads(file.read_text())
+    for steps in ("20", "40"):
+        file.unlink()  # as a resume leaves it
+        fields = {key: submitted.laid_over(content.get(key, {}), {"steps": steps}) for key in ("flags", "changes")}
+        file.write_text(json.dumps(content | fields))
+        assert [two.end(node, pod) for node, pod in enumerate(two.start_all())] == [0, 0], two.log(0) + two.log(1)
+        if steps == "20":
+            shutil.rmtree(two.stations[1].runs / "a")
+    first, second = (one.record("a") for one in two.stations)
+    assert (len(first["attempts"]), len(second["attempts"]), first["step"], second["step"]) == (2, 1, 40, 40)
+    assert first["weights_sha256"] == second["weights_sha256"]
 
 
 def test_one_node_needs_no_rendezvous_a_task_goes_along_and_another_run_of_that_name_is_refused(
