@@ -116,13 +116,37 @@ def test_fields_of_a_resume_reach_a_node_whose_folder_is_gone(two: Pods) -> None
 def test_one_node_needs_no_rendezvous_a_task_goes_along_and_another_run_of_that_name_is_refused(
     station: Station,
 ) -> None:
-    (station.folder / "task.py").write_bytes((Path(__file__).parent / "task.py").read_bytes())
+    """And a claim that does not answer is no wrong request, which would end the job for good."""
+    claim = station.folder / "claim"
+    reads = (
+        "datasets(config):\n"
+        "    import pathlib\n"
+        "    beside = pathlib.Path(__file__).parent\n"
+        "    if (beside / 'lock').exists() and not (beside / 'well').exists():  # the first rank\n"
+        "        (beside / 'well').touch()\n"
+        "        pathlib.Path('/proc/self/mem').read_bytes()\n"
+        f"    pathlib.Path({str(claim)!r}).read_bytes()\n"
+    )
+    text = (Path(__file__).parent / "task.py").read_text()
+    (station.folder / "task.py").write_text(text.replace("datasets(config):\n", reads, 1))
     pods = Pods.of(station, "task.py", "--steps", 5, "--batch_size", 8, "--cpu_threads", 1)
     (station.folder / "task.py").unlink()
+    claim.symlink_to("/proc/self/mem")  # EIO
     try:
+        assert pods.end(0, pods.start(0)) == 1
+        assert "node 0: datasets() failed" in pods.log(0) and "Input/output error" in pods.log(0)
+        claim.unlink()
+        claim.touch()
         assert pods.end(0, pods.start(0)) == 0, pods.log(0)
         before = pods.stations[0].record("a")
-        assert before["state"] == "finished"
+        assert before["state"] == "finished" and len(before["attempts"]) == 2
+        assert "rank 0: datasets() failed" in before["attempts"][0]["reason"]
+        record = pods.volume / "a/run.json"
+        record.rename(record.with_name("kept"))
+        record.symlink_to("/proc/self/mem")
+        assert pods.end(0, pods.start(0)) == 1
+        assert f"cannot read {record}: Input/output error" in pods.log(0)
+        record.with_name("kept").rename(record)
         Pods.of(station, "digits", "--steps", 6).close()  # another run under that name, in the same volume
         assert pods.end(0, pods.start(0)) == 2
         assert "has a run of an earlier submission; submit under another --name" in pods.log(0)
