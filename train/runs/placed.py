@@ -4,8 +4,8 @@
 
 It creates the run in DIR, or goes on with it, for the engine starts the same command again after whatever happened.
 SIGTERM, SIGUSR1 and SIGUSR2 let all nodes save and stop. It exits with 0 finished, 2 refused, 3 failed, 75 stopped with
-a checkpoint, 1 interrupted: the others never came, or ranks died too often. With anything else it was killed itself. In
-both cases the same command goes on where the newest checkpoint is.
+a checkpoint, 1 interrupted: the others never came, the GPUs are gone, what its folder or data lie on does not answer.
+With anything else it was killed itself. In both cases the same command goes on where the newest checkpoint is.
 """
 
 from __future__ import annotations
