@@ -45,16 +45,27 @@ def _plain(text: str) -> str:
 
 
 class Refused(Exception):
-    """The request is wrong. The message is one line that names the remedy."""
+    """The request is wrong. The message is one line that names the remedy.
 
-    def __init__(self, message: object) -> None:
+    Args:
+        passes: of one that another process has met: that it came of what `may_pass`.
+    """
+
+    def __init__(self, message: object, passes: bool = False) -> None:
         super().__init__(shortened(_plain(str(message))))
+        self.passes = passes
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[str, bool]]:
+        """It travels between ranks; what it came of does not."""
+        return type(self), (str(self), may_pass(self))
 
 
 def may_pass(error: BaseException | None) -> bool:
     """Whether an error, or one that it came of, is the system's and may be gone when the same is tried again."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        if isinstance(error, Refused) and error.passes:
             return True
         error = error.__cause__ or error.__context__
     return False
