@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import socket
 from collections.abc import Iterable
 
 EXIT_FINISHED = 0
@@ -14,6 +16,13 @@ EXIT_STOPPED = 75
 """Stopped early with a checkpoint (EX_TEMPFAIL of sysexits.h): resume to continue."""
 EXIT_INTERRUPTED = 130
 """Ended by Ctrl-C, nothing saved: 128 and the number of SIGINT, as shells have it."""
+
+_PASSING = {
+    errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNABORTED,
+    errno.ECONNREFUSED, errno.ECONNRESET, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+    errno.EINTR, errno.EBUSY, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, socket.EAI_AGAIN,
+}  # fmt: skip
+"""What the system says of a disk, a network or a table of names that may answer, or have room, when asked again."""
 
 _LONGEST_WORD, _LONGEST_LINE = 160, 1200
 """Characters of a message that are shown: what a user gives may be of any length, and is quoted in it."""
@@ -36,10 +45,30 @@ def _plain(text: str) -> str:
 
 
 class Refused(Exception):
-    """The request is wrong. The message is one line that names the remedy."""
+    """The request is wrong. The message is one line that names the remedy.
 
-    def __init__(self, message: object) -> None:
+    Args:
+        passes: of one that another process has met: that it came of what `may_pass`.
+    """
+
+    def __init__(self, message: object, passes: bool = False) -> None:
         super().__init__(shortened(_plain(str(message))))
+        self.passes = passes
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[str, bool]]:
+        """It travels between ranks; what it came of does not."""
+        return type(self), (str(self), may_pass(self))
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came of, is the system's and may be gone when the same is tried again."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        if isinstance(error, Refused) and error.passes:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class TrainingFailed(Exception):

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import Dataset
 
 from train.data import likeness
-from train.errors import Refused
+from train.errors import Refused, may_pass
 
 FORMAT = 1
 FACTS, LISTING = "data.json", "data.files.gz"
@@ -323,7 +323,9 @@ def _sizes(paths: list[str]) -> list[int]:
     for path in paths:
         try:
             sizes.append(os.stat(path).st_size)  # noqa: PTH116, as above
-        except OSError:
+        except OSError as error:
+            if may_pass(error):  # it is not the file's
+                raise
             sizes.append(-1)
     return sizes
 

@@ -129,17 +129,20 @@ def newest_valid(run: Run) -> tuple[int, dict[str, Any], list[Unused]] | None:
             starting over would throw away what may be there.
     """
     unused: list[Unused] = []
+    unread: Unreadable | None = None
     for step in run.steps_saved():
         folder = run.checkpoint(step)
         try:
             return step, verify(folder), unused
         except Unreadable as error:
+            unread = unread or error
             unused.append(Unused(f"checkpoint {folder.name} is not used: {error}", UNREADABLE))
         except ValueError as error:
             unused.append(Unused(f"checkpoint {folder.name} is damaged and not used: {error}", DAMAGED))
     for line in unused:
         if line.prefix == UNREADABLE:
-            raise Refused(f"{line}, nor is there an older one; look at the disk, owner and mode of {run.checkpoints}")
+            where = f"the disk, owner and mode of {run.checkpoints}"
+            raise Refused(f"{line}, nor is there an older one; look at {where}") from unread
     return (0, {}, unused) if unused else None
 
 

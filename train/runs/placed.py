@@ -4,8 +4,8 @@
 
 It creates the run in DIR, or goes on with it, for the engine starts the same command again after whatever happened.
 SIGTERM, SIGUSR1 and SIGUSR2 let all nodes save and stop. It exits with 0 finished, 2 refused, 3 failed, 75 stopped with
-a checkpoint, 1 interrupted: the others never came, or ranks died too often. With anything else it was killed itself. In
-both cases the same command goes on where the newest checkpoint is.
+a checkpoint, 1 interrupted: the others never came, the GPUs are gone, what its folder or data lie on does not answer.
+With anything else it was killed itself. In both cases the same command goes on where the newest checkpoint is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from train import hashing, screen
 from train.cluster import slurm
-from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, one_line
+from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass, one_line
 from train.record import durable, environment, store
 from train.record.store import Run
 from train.runs import agent, control, gpus
@@ -205,7 +205,7 @@ def order_of(content: dict[str, Any], beside: Path, runs: Path, node: int, rende
 def _fail(folder: Path, node: int, error: BaseException) -> int:
     """Say why this node cannot begin, where its user will look. Returns an exit code."""
     if isinstance(error, Refused):
-        said, code = str(error), EXIT_REFUSED
+        said, code = str(error), 1 if may_pass(error) else EXIT_REFUSED
     else:
         said, code = one_line(f"unexpected {type(error).__name__}: {error}"), 1
         with contextlib.suppress(OSError):
@@ -213,7 +213,8 @@ def _fail(folder: Path, node: int, error: BaseException) -> int:
     screen.say(f"train: node {node}: {said}")
     run = Run(folder)
     with contextlib.suppress(OSError, Refused):
-        values: dict[str, Any] = {"state": store.FAILED} if run.read()["total_steps"] is None else {}
+        is_for_good = not may_pass(error) and run.read()["total_steps"] is None
+        values: dict[str, Any] = {"state": store.FAILED} if is_for_good else {}
         run.note(**values, reason=said, ended=store.now())
     return code
 

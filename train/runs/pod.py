@@ -21,7 +21,10 @@ from train import hashing, own, screen
 from train.cluster import address
 from train.cluster.address import Place
 from train.cluster.submission import runs_of
-from train.errors import EXIT_REFUSED, EXIT_STOPPED, Refused
+from train.errors import EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
+
+_AGAIN = 1
+"""What Kubernetes starts a pod again after, some times."""
 
 
 def main() -> None:
@@ -32,10 +35,10 @@ def main() -> None:
         command = command_of(Path(sys.argv[1]), os.environ)
     except Refused as error:
         screen.say(f"train: {error}")
-        sys.exit(EXIT_REFUSED)
+        sys.exit(_AGAIN if may_pass(error) else EXIT_REFUSED)
     except TimeoutError as error:
         screen.say(f"train: {error}")
-        sys.exit(1)  # which Kubernetes starts again, some times
+        sys.exit(_AGAIN)
     os.execve(sys.executable, own.command("train.runs.placed", *command), hashing.fixed(os.environ))
 
 

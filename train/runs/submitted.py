@@ -66,8 +66,11 @@ def resume(run: Run, flags: dict[str, str]) -> str:
     """Hand it to its engine again. Returns a line that says what became of it.
 
     Raises:
-        Refused: it is there still, or the engine does not take it.
+        Refused: a value is wrong, it is there still, or the engine does not take it.
     """
+    from train import config
+
+    config.check_flags(flags)  # what is handed over once stays, until it is given anew
     with run.handing_over():  # two at once would give it two jobs
         return _resume(run, flags)
 
@@ -86,8 +89,8 @@ def _resume(run: Run, flags: dict[str, str]) -> str:
         problem = True
     if problem:
         raise Refused(f"{path} is damaged; restore it, or submit the run anew under another name")
-    for key in _keys(record) if flags else ():
-        content[key] = content.get(key, {}) | flags
+    if flags:  # which nodes have a record that fields change, and which begin with what they are given, nodes know
+        content |= {key: laid_over(content.get(key, {}), flags) for key in ("flags", "changes")}
     lock = run.acquire()
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -107,12 +110,11 @@ def _resume(run: Run, flags: dict[str, str]) -> str:
     return f"{words_of(run.read())}; how it stands: train show {run.name}"
 
 
-def _keys(record: dict[str, Any]) -> tuple[str, ...]:
-    """Where in a submission fields belong that a resume is given: what nobody has checked yet is not changed but given.
-    Of a run that is kept in the cluster its nodes know which."""
-    if is_far(record):
-        return ("flags", "changes")
-    return ("flags",) if record["total_steps"] is None else ("changes",)
+def laid_over(fields: dict[str, str], flags: dict[str, str]) -> dict[str, str]:
+    """Fields as text, and others that were given later over them; steps and epochs replace each other."""
+    other = {"steps": "epochs", "epochs": "steps"}
+    replaced = {other[name] for name, text in flags.items() if name in other and text != "none"}
+    return {name: text for name, text in fields.items() if name not in replaced} | flags
 
 
 def not_handed_over(run: Run) -> contextlib.AbstractContextManager[None]:

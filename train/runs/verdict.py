@@ -184,7 +184,7 @@ def _without_newcomers(facts: Facts, decision: Decision) -> Decision:
     """What becomes of a run that a machine ends which has just joined it: there it ends, and the others go on."""
     if decision.again or decision.end not in (store.FAILED, "died"):
         return decision
-    names = newcomers.at_fault(facts, decision.rank)
+    names = newcomers.at_fault(facts, decision.rank, decision.recurs)
     if not names:
         return decision
     why = f"{' and '.join(names)} cannot do the work and was refused: {decision.why}"
@@ -212,7 +212,8 @@ def _decide(facts: Facts) -> Decision:
     # all that were in it know that it has finished; who waits to join does not, and is to have the result
     is_to_regroup = told is not None and (told.kind is Kind.STOPPED or (told.kind is Kind.FINISHED and facts.came))
     if is_to_regroup and facts.regroup and not (asked or facts.lost):
-        return Decision("stopped", None, facts.regroup, again=True, deaths=facts.deaths, said=facts.regroup)
+        deaths = 0 if facts.progress else facts.deaths
+        return Decision("stopped", None, facts.regroup, again=True, deaths=deaths, said=facts.regroup)
     if told is not None and told.kind is not Kind.DIED and not facts.lost:
         return _as_told(facts, told)
     if facts.lost and not asked:  # whatever the others say: a run has ended when all its nodes know how

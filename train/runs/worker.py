@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from train import faults, screen
 from train.checkpoint import shared
-from train.errors import Refused, TrainingFailed, one_line
+from train.errors import Refused, TrainingFailed, may_pass, one_line
 from train.parallel.seat import Seat, seat_of_environment
 from train.record import heartbeat, outcome
 from train.record.heartbeat import Heart
@@ -83,7 +83,11 @@ def _train(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> 
                 raise
             heart.beat(heartbeat.ENDING, heart.step)
             kind = Kind.REFUSED if isinstance(error, Refused) else Kind.FAILED
-            return Outcome(seat.rank, kind, heart.step, reason, recurs=True, traceback=traceback.format_exc())
+            passes = kind is Kind.REFUSED and may_pass(error)  # what its data or its folder lie on does not answer
+            return Outcome(
+                seat.rank, Kind.DIED if passes else kind, heart.step, reason, recurs=not passes, is_of_system=passes,
+                traceback=traceback.format_exc(),
+            )  # fmt: skip
 
 
 def _reason_of(error: BaseException, run: Run) -> str:

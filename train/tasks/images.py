@@ -139,7 +139,8 @@ def _named(name: str, root: Path, train: bool, transform: Any) -> Any:
         except (RuntimeError, ValueError, OSError, TypeError) as error:
             problem = problem or error
     said = one_line(problem).replace("You can use download=True to download it", "").strip()[:300]
-    raise Refused(f"--data.name {name}: not usable from {root}: {said}; nothing is downloaded: put its files there")
+    advice = "nothing is downloaded: put its files there"
+    raise Refused(f"--data.name {name}: not usable from {root}: {said}; {advice}") from problem
 
 
 @functools.lru_cache(maxsize=2)

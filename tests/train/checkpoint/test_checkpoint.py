@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from train.engine.export import export, load_trained
-from train.errors import Refused
+from train.errors import Refused, may_pass
 from train.record import manifest as manifests
 from train.record.store import Run
 
@@ -135,12 +136,18 @@ def test_what_the_disk_does_not_give_out_is_not_used_and_not_thrown_away(saved: 
     assert manifests.verify(kept)["step"] == 10
 
 
-def test_when_no_checkpoint_can_be_read_nothing_starts_over(copied: Run) -> None:
+@pytest.mark.parametrize(
+    ("manifest", "words", "passes"), [("manifest.json", "symbolic links", False), ("/proc/self/mem", "Input/", True)]
+)
+def test_when_no_checkpoint_can_be_read_nothing_starts_over(
+    copied: Run, manifest: str, words: str, passes: bool
+) -> None:
     for step in copied.steps_saved():
         (copied.checkpoint(step) / "manifest.json").unlink()
-        (copied.checkpoint(step) / "manifest.json").symlink_to("manifest.json")
-    with pytest.raises(Refused, match="symbolic links"):
+        (copied.checkpoint(step) / "manifest.json").symlink_to(manifest)
+    with pytest.raises(Refused, match=words) as refused:
         manifests.newest_valid(copied)
+    assert may_pass(refused.value) == may_pass(pickle.loads(pickle.dumps(refused.value))) == passes
     assert copied.steps_saved() == [10, 8, 6]
 
 

@@ -5,6 +5,7 @@ The Slurm is three shell scripts and a folder with a file for each job; see test
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tests.train.cluster.conftest import wait_until
 from tests.train.commands.test_bad_input import command, refused
 from tests.train.conftest import PATIENCE
 from train.cluster import slurm
-from train.record import store
+from train.record import folders, store
 from train.record.store import Run
 from train.runs import placed
 
@@ -141,6 +142,26 @@ def test_what_slurm_does_not_take_leaves_all_as_it_was(there: Slurm) -> None:
     assert there.record() == before and '"steps"' not in (there.runs / "a" / "submission.json").read_text()
     refused(there.says(*SUBMIT[:-1], "b"), "no such partition")
     assert [path.name for path in there.runs.iterdir()] == ["a"]
+
+
+def test_fields_of_a_resume_reach_every_node_whether_it_has_a_record_or_not(there: Slurm) -> None:
+    assert there.says(*SUBMIT, "--nodes", 2, "--epochs", 3)[0] == 0
+    nodes = [there.runs, there.runs / ".nodes/1"]
+    folders.create(nodes[1], "a", {}, {})
+    for has_begun, steps in ((0, 700), (1, 900)):
+        for node, runs in enumerate(nodes):
+            Run(runs / "a").update(total_steps=5 if node == has_begun else None)
+        for name, value in (("epochs", 4), ("steps", steps)):  # of which the later one holds
+            assert there.says("stop", "a")[0] == 0
+            assert there.says("resume", "a", f"--{name}", value)[0] == 0
+        content = json.loads((nodes[0] / "a/submission.json").read_text())
+        for node, runs in enumerate(nodes):
+            order = placed.order_of(content, nodes[0] / "a", runs, node, "a:1")
+            assert order is not None and order.kind == ("resume" if node == has_begun else "new")
+            assert (order.flags or order.request["flags"]) == {"steps": str(steps)}
+    assert there.says("stop", "a")[0] == 0
+    refused(there.says("resume", "a", "--steps", "x"), "steps")
+    assert json.loads((nodes[0] / "a/submission.json").read_text()) == content
 
 
 def test_a_hand_over_that_its_user_breaks_off_leaves_no_job(there: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from tests.train.cluster.conftest import FIELDS, consumed
 from tests.train.cluster.pods import Pods
 from tests.train.conftest import PATIENCE, Station
+from train.runs import submitted
 
 
 @pytest.fixture
@@ -95,16 +97,56 @@ def test_a_killed_pod_comes_back_and_all_go_on(two: Pods, alone: Any) -> None:
     finished_like(two, alone(2, 500), "2-500")
 
 
+@pytest.mark.minutes
+def test_fields_of_a_resume_reach_a_node_whose_folder_is_gone(two: Pods) -> None:
+    file = two.submission / "submission.json"
+    content = json.loads(file.read_text())
+    for steps in ("20", "40"):
+        file.unlink()  # as a resume leaves it
+        fields = {key: submitted.laid_over(content.get(key, {}), {"steps": steps}) for key in ("flags", "changes")}
+        file.write_text(json.dumps(content | fields))
+        assert [two.end(node, pod) for node, pod in enumerate(two.start_all())] == [0, 0], two.log(0) + two.log(1)
+        if steps == "20":
+            shutil.rmtree(two.stations[1].runs / "a")
+    first, second = (one.record("a") for one in two.stations)
+    assert (len(first["attempts"]), len(second["attempts"]), first["step"], second["step"]) == (2, 1, 40, 40)
+    assert first["weights_sha256"] == second["weights_sha256"]
+
+
 def test_one_node_needs_no_rendezvous_a_task_goes_along_and_another_run_of_that_name_is_refused(
     station: Station,
 ) -> None:
-    (station.folder / "task.py").write_bytes((Path(__file__).parent / "task.py").read_bytes())
+    """And a claim that does not answer is no wrong request, which would end the job for good."""
+    claim = station.folder / "claim"
+    reads = (
+        "datasets(config):\n"
+        "    import pathlib\n"
+        "    beside = pathlib.Path(__file__).parent\n"
+        "    if (beside / 'lock').exists() and not (beside / 'well').exists():  # the first rank\n"
+        "        (beside / 'well').touch()\n"
+        "        pathlib.Path('/proc/self/mem').read_bytes()\n"
+        f"    pathlib.Path({str(claim)!r}).read_bytes()\n"
+    )
+    text = (Path(__file__).parent / "task.py").read_text()
+    (station.folder / "task.py").write_text(text.replace("datasets(config):\n", reads, 1))
     pods = Pods.of(station, "task.py", "--steps", 5, "--batch_size", 8, "--cpu_threads", 1)
     (station.folder / "task.py").unlink()
+    claim.symlink_to("/proc/self/mem")  # EIO
     try:
+        assert pods.end(0, pods.start(0)) == 1
+        assert "node 0: datasets() failed" in pods.log(0) and "Input/output error" in pods.log(0)
+        claim.unlink()
+        claim.touch()
         assert pods.end(0, pods.start(0)) == 0, pods.log(0)
         before = pods.stations[0].record("a")
-        assert before["state"] == "finished"
+        assert before["state"] == "finished" and len(before["attempts"]) == 2
+        assert "rank 0: datasets() failed" in before["attempts"][0]["reason"]
+        record = pods.volume / "a/run.json"
+        record.rename(record.with_name("kept"))
+        record.symlink_to("/proc/self/mem")
+        assert pods.end(0, pods.start(0)) == 1
+        assert f"cannot read {record}: Input/output error" in pods.log(0)
+        record.with_name("kept").rename(record)
         Pods.of(station, "digits", "--steps", 6).close()  # another run under that name, in the same volume
         assert pods.end(0, pods.start(0)) == 2
         assert "has a run of an earlier submission; submit under another --name" in pods.log(0)

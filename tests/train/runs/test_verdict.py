@@ -240,6 +240,9 @@ def test_ranks_that_made_room_for_another_machine_are_begun_again() -> None:
     for told in (stopped, finished):
         decision = decide(facts(LAUNCHED, (told,), regroup="node 2 (c) came", came="node 2 (c)", deaths=1))
         assert decision.again and decision.state is None and decision.deaths == 1
+        # one that comes and is lost, again and again, while the others train in between
+        further = facts(LAUNCHED, (told,), regroup="node 2 (c) came", came="node 2 (c)", deaths=3, progress=True)
+        assert decide(further).deaths == 0
     assert decide(facts(LAUNCHED, (stopped,), regroup="node 2 (c) came", asked=USER)).state == "stopped"
     assert decide(facts(LAUNCHED, (finished,), regroup="node 2 (c) came")).state == "finished"  # and is gone again
 
@@ -277,6 +280,13 @@ too_many = "13 ranks have only 12 micro batches"
         (facts(LAUNCHED, exits={1: SEGV}, is_ready=False, **JOINED | {"deaths": 3}), True),
         (facts(LAUNCHED, tuple(Outcome(rank, Kind.REFUSED, 0, too_many, recurs=True) for rank in (0, 1)),
                is_ready=False, **JOINED), True),
+        # it is not reached, and the others see that first; or it never comes, and they wait
+        (facts(LAUNCHED, (died(0, LOST, False), died(1, LOST, False, 2.0)), exits={0: 1, 1: 1}, is_ready=False,
+               **JOINED | {"deaths": 3}), True),
+        (facts(LAUNCHED, exits={0: KILL}, hang="no progress", is_ready=False, **JOINED | {"deaths": 3}), True),
+        (facts(LAUNCHED, (died(0, LOST, False),), exits={0: 1}, **JOINED | {"deaths": 3}), False),  # it has trained
+        (facts(LAUNCHED, lost="node 2 (c)", is_ready=False, **JOINED | {"deaths": 3}), False),
+        (facts(LAUNCHED, (refused,), exits={0: 1}, is_ready=False, **JOINED), False),
         (facts(LAUNCHED, (nan, nan_1), **JOINED), False),  # all have met it
         (facts(LAUNCHED, (died(0, "ValueError: bad", True),), exits={0: 1}, **JOINED), False),
         (facts(LAUNCHED, (absent,), exits={1: 1}, is_ready=False), False),  # nobody has trained before
