@@ -214,9 +214,12 @@ def test_a_run_needs_no_standard_error(station: Station, closed: str) -> None:
     assert station.record("quiet")["state"] == store.FINISHED
 
 
-@pytest.mark.parametrize("command", ["run digits --steps 1", "launch digits --steps 1", "resume a", "eval a"])
+@pytest.mark.parametrize(
+    "command", ["run digits --steps 1", "launch digits --steps 1", "resume a", "eval a", "ls", "doctor"]
+)
 def test_a_current_folder_that_is_gone_is_said_to_be(station: Station, command: str) -> None:
-    gone = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m train {command} --runs {station.runs}"
+    runs = "" if command in ("ls", "doctor") else f"--runs {station.runs}"
+    gone = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m train {command} {runs}"
     done = subprocess.run(
         ["bash", "-c", gone], cwd=station.folder, env=station.environment(), capture_output=True, text=True, check=False
     )
