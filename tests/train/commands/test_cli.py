@@ -184,6 +184,14 @@ def test_stop_and_resume_of_a_finished_run_say_so_and_exit_0(finished: Station) 
     assert finished.record("done") == before
 
 
+def test_a_resume_of_all_says_that_there_is_nothing_to_resume(station: Station) -> None:
+    done = station.ok("resume", "--all")
+    assert (done.stdout, done.stderr) == (
+        "",
+        f"no run in {station.runs} was interrupted; one that was stopped or has failed: train resume NAME\n",
+    )
+
+
 def test_a_resume_refuses_what_would_change_the_result_and_changes_nothing(finished: Station) -> None:
     before = (finished.runs / "done" / "config.toml").read_bytes(), finished.record("done")
     done = finished("resume", "done", "--epochs", 3, "--optim.lr", 0.5)
