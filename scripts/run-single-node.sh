@@ -14,8 +14,8 @@ if [ $# -eq 0 ] || [ "${1#-}" != "$1" ]; then
 fi
 if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
     train=(train)
-elif [ -x .venv/bin/train ]; then
-    train=(.venv/bin/train)
+elif [ -x .venv/bin/python ]; then
+    train=(.venv/bin/python -m train) # of this checkout, also where .venv is a link to that of another
 else
     echo "run-single-node: no environment here: make setup, or make up and make shell" >&2
     exit 2

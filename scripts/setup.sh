@@ -105,6 +105,17 @@ if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
     exit 0
 fi
 
+# A link is somebody's choice, as for a second worktree: it stays, and so does what it leads to.
+if [ -L .venv ]; then
+    place=$(readlink .venv)
+    .venv/bin/python -c '' 2>/dev/null || die ".venv is a link to $place, where no environment is: make setup there, or rm .venv"
+    cmp -s requirements.lock "$(cat .venv/.home 2>/dev/null)/requirements.lock" ||
+        say ".venv is a link to $place, whose packages may not be those of requirements.lock here; make setup is for there."
+    look_for_tmux
+    install_missing
+    exit 0
+fi
+
 # --- one at a time, and nothing twice
 
 exec 9>>.venv.lock

@@ -69,8 +69,8 @@ case $rank in '' | *[!0-9]* | ?????*) refuse "--rank $rank: give a number from 0
 
 if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
     train=(train)
-elif [ -x .venv/bin/train ]; then
-    train=(.venv/bin/train)
+elif [ -x .venv/bin/python ]; then
+    train=(.venv/bin/python -m train) # of this checkout, also where .venv is a link to that of another
 else
     refuse "no environment here: make setup, or make up and make shell"
 fi

@@ -21,6 +21,7 @@ _DETACHED = ("launch", "resume")
 """Commands of which an agent is begun (train/runs/agent.py)."""
 _STARTING = (*_COMPUTING, *_DETACHED, "submit")
 """Commands of which processes begin in the current folder; libraries of torch's end those that have none."""
+_GONE = "the current folder is gone; go to one that is there: cd"
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -42,11 +43,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = EXIT_FINISHED
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
-        where = f": {error.filename}" if error.filename else ""
-        problem = shortened(f"{error.strerror or one_line(error)}{where}")
-        remedy = "; give a shorter one" if error.errno == errno.ENAMETOOLONG else "; look at its owner and mode"
-        # a library's own, without a number, is about what is in the file
-        screen.say(f"train: {problem}{remedy if error.errno else ''}")
+        screen.say(f"train: {_said_of(error)}")
         code = EXIT_REFUSED
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
         what = shortened(ascii(error.object), 100)
@@ -94,8 +91,8 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     from train.record import environment, folders
 
     options = parse(parser_of(command), arguments)
-    if command in _STARTING:
-        _check_current_folder()
+    if command in _STARTING and _is_gone():
+        raise Refused(_GONE)
     runs = folders.runs_folder(options.runs)
     if command in _COMPUTING:
         kept = environment.read(runs / options.name) if options.name else None
@@ -104,12 +101,24 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     return int(module.run(options, runs))
 
 
-def _check_current_folder() -> None:
-    """Raises Refused: it was removed, or made anew, while somebody was in it."""
+def _said_of(error: OSError) -> str:
+    """What is wrong and what to do about it."""
+    if error.errno == errno.ENOENT and _is_gone():
+        return _GONE
+    where = f": {error.filename}" if error.filename else ""
+    problem = shortened(f"{error.strerror or one_line(error)}{where}")
+    remedy = "; give a shorter one" if error.errno == errno.ENAMETOOLONG else "; look at its owner and mode"
+    # a library's own, without a number, is about what is in the file
+    return f"{problem}{remedy if error.errno else ''}"
+
+
+def _is_gone() -> bool:
+    """Whether the current folder was removed, or made anew, while somebody was in it."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise Refused("the current folder is gone; go to one that is there: cd") from None
+        return True
+    return False
 
 
 def overview() -> str:

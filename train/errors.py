@@ -78,6 +78,11 @@ class TrainingFailed(Exception):
         super().__init__(shortened(str(message)))
 
 
+def is_whole(text: str) -> bool:
+    """Whether a text is decimal digits; those of other scripts, which Python reads too, are refused as in fields."""
+    return text.isascii() and text.isdecimal()
+
+
 def whole(digits: str) -> int:
     """The number that decimal digits stand for; of more than anything here can count to, just a larger one.
 

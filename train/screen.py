@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 import time
+import unicodedata
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -94,22 +95,49 @@ def say(text: str, stream: IO[str] | None = None) -> None:
     print(printable(text), file=stream or sys.stderr, flush=True)
 
 
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a printable text takes: a Chinese letter two, an accent none (UAX 11)."""
+    if text.isascii():
+        return len(text)
+    return sum(map(_columns_of_letter, text))
+
+
+def _columns_of_letter(letter: str) -> int:
+    if unicodedata.combining(letter) or unicodedata.category(letter) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+
+
 def cut(text: str, columns: int) -> str:
     """The text, or its beginning with an ellipsis where it is longer."""
-    return text if len(text) <= columns else text[: max(columns - 1, 0)] + "…"
+    if columns_of(text) <= columns:
+        return text
+    taken, end = 0, 0
+    for letter in text:
+        taken += _columns_of_letter(letter)
+        if taken >= columns:
+            break
+        end += 1
+    return text[:end] + "…"
+
+
+def _padded(text: str, columns: int) -> str:
+    return text + " " * (columns - columns_of(text))
 
 
 def wrapped(line: str, columns: int | None, indent: int) -> str:
     """A line folded to so many columns; what is without a blank, as paths are, stays whole to be copied."""
-    if columns is None or len(line) <= columns:
+    if columns is None or columns_of(line) <= columns:
         return line
     indent = indent if columns > 2 * indent else 4
     head = re.match(r" *\S+ +", line)
     begin = head[0] if head else ""
+    # textwrap counts letters: one that takes two columns gets a second one, which is taken away again
+    wide = "".join(letter + "\0" * (_columns_of_letter(letter) - 1) for letter in line[len(begin) :])
     return textwrap.fill(
-        line[len(begin) :], columns, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
+        wide, columns, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
         break_on_hyphens=False, drop_whitespace=True, replace_whitespace=False,
-    )  # fmt: skip
+    ).replace("\0", "")  # fmt: skip
 
 
 def table(rows: list[list[str]], columns: int | None, dispensable: list[int], elastic: list[int]) -> str:
@@ -121,7 +149,7 @@ def table(rows: list[list[str]], columns: int | None, dispensable: list[int], el
         elastic: columns to cut after that, the first one first; none below 8 letters.
     """
     kept = list(range(len(rows[0])))
-    widths = [max(len(row[column]) for row in rows) for column in kept]
+    widths = [max(columns_of(row[column]) for row in rows) for column in kept]
 
     def needed() -> int:
         return sum(widths[column] + 2 for column in kept) - 2
@@ -132,7 +160,7 @@ def table(rows: list[list[str]], columns: int | None, dispensable: list[int], el
                 kept.remove(column)
         for column in elastic:
             widths[column] = max(widths[column] - max(needed() - columns, 0), min(widths[column], 8))
-    return "\n".join("  ".join(cut(row[c], widths[c]).ljust(widths[c]) for c in kept).rstrip() for row in rows)
+    return "\n".join("  ".join(_padded(cut(row[c], widths[c]), widths[c]) for c in kept).rstrip() for row in rows)
 
 
 _LAYOUTS = (
@@ -192,7 +220,8 @@ class Bar:
         known = self._bar.format_dict
         columns = known["ncols"]
         for layout in map(self._filled, _LAYOUTS):
-            if not columns or len(self._bar.format_meter(**known | {"ncols": None, "bar_format": layout})) <= columns:
+            shown = self._bar.format_meter(**known | {"ncols": None, "bar_format": layout})
+            if not columns or columns_of(shown) <= columns:
                 return layout
         return self._filled(_LAYOUTS[-1]) or "{percentage:.0f}%"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import OWNER, ROOT, Station, run, until
+from conftest import OWNER, ROOT, Station, Terminal, run, until
 from traced import Opened, opened_by_root, strace_folder
 
 # Run by root it leaves a mark and a shell that makes anybody root; run by dev it does nothing.
@@ -305,6 +305,25 @@ def test_one_setting_lifts_the_protection_and_is_warned_of(mine: Station) -> Non
         mine.wait_healthy()
     finally:
         mine.make("up")
+
+
+TYPING = """
+import fcntl, sys, termios
+try:
+    fcntl.ioctl(0, termios.TIOCSTI, b"#")
+except OSError as error:
+    print("it types nothing:", error.errno, file=sys.stderr)
+from train.tasks.digits import Settings, datasets, loss, model
+"""
+
+
+def test_train_types_nothing_into_a_terminal_of_roots(mine: Station) -> None:
+    write_as_dev(mine, "/workspace/projects/typed.py", TYPING)
+    with Terminal("docker", "exec", "--interactive", "--tty", mine.container, "bash", "--norc") as terminal:
+        terminal.wait_for("# ")
+        terminal.type("train run projects/typed.py --steps 1 --name typed; echo code $?")
+        terminal.wait_for("it types nothing: 1")
+        terminal.wait_for("code 0")
 
 
 def test_what_is_handed_over_is_not_what_a_link_leads_to_by_then(tmp_path: Path) -> None:

@@ -101,3 +101,19 @@ def test_a_line_is_folded_between_words_only() -> None:
     folded = screen.wrapped(text, 40, 15).splitlines()
     assert len(folded) > 1 and all(len(line) <= 40 for line in folded) and folded[1].startswith(" " * 15)
     assert " ".join(" ".join(folded).split()) == " ".join(text.split())
+
+
+def shown_width(text: str) -> int:
+    return sum(2 if letter in "数据运行训练失败了💥" else 0 if letter == "\u0301" else 1 for letter in text)
+
+
+def test_letters_that_take_two_columns_or_none_are_counted_as_such() -> None:
+    rows = [["NAME", "STATE", "WHY"], ["数据运行", "failed", "训练失败了" * 9], ["cafe\u0301", "ok", "💥" * 40]]
+    for columns in (60, 61):
+        heading, first, second = screen.table(rows, columns, dispensable=[], elastic=[2]).splitlines()
+        for line, state in ((heading, "STATE"), (first, "failed"), (second, "ok")):
+            assert shown_width(line[: line.index(state)]) == 10
+        assert {shown_width(first), shown_width(second)} <= {columns - 1, columns}
+    folded = screen.wrapped("  task         " + "数据 " * 30, 40, indent=15).splitlines()
+    assert max(map(shown_width, folded)) == 39
+    assert "".join(folded).split() == ["task", *["数据"] * 30]

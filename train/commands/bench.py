@@ -118,7 +118,7 @@ def _own(options: Namespace) -> dict[str, Any]:
 
 
 def _scaling(options: Namespace) -> dict[str, Any]:
-    ranks = [number("nproc", text, 1) or 1 for text in options.nproc.split(",")] if options.nproc else []
+    ranks = [number("nproc", text, 1) or 1 for text in options.nproc.split(",")] if options.nproc is not None else []
     names = options.strategies.split(",") if options.strategies is not None else []
     for name in names:
         if name not in _STRATEGIES:

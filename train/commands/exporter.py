@@ -24,9 +24,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Serve until it is stopped."""
-    port = number("port", options.port, 1)
-    if port is None or port > 65535:
-        raise Refused(f"--port {options.port}: must be a whole number from 1 to 65535")
+    port = number("port", options.port, 1, 65535) or int(_PORT)
     recent = number("recent", options.recent)
     if recent is not None and recent > _MOST_RECENT:
         raise Refused(f"--recent {recent}: at most {_MOST_RECENT}; each run is some thirty series more")

@@ -12,7 +12,7 @@ from argparse import SUPPRESS, Action, Namespace
 from typing import Any, NoReturn
 
 from train.commands import COMMANDS, offers
-from train.errors import Refused, nearest, one_line, whole
+from train.errors import Refused, is_whole, nearest, one_line, whole
 
 
 class Parser(argparse.ArgumentParser):
@@ -150,7 +150,7 @@ def number(option: str, text: str | None, least: int = 0, most: int = 10**9) -> 
     """
     if text is None:
         return None
-    if not text.isdecimal() or whole(text) < least:
+    if not is_whole(text) or whole(text) < least:
         raise Refused(f"--{option} {text}: must be a whole number of at least {least}")
     if whole(text) > most:
         raise Refused(f"--{option} {text}: must be a whole number of at most {most}")

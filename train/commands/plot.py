@@ -23,9 +23,12 @@ def run(options: Namespace, runs: Path) -> int:
     from train.runs import select
 
     chosen = select.matching(runs, options.names)
-    plot(chosen, Path(options.to))
+    is_whole = plot(chosen, Path(options.to))
     for run in chosen:
         if said := verdict(run):
             screen.say(f"{run.name}: {said}")
+    if not is_whole:
+        remedy = "name another in matplotlibrc: font.sans-serif"
+        screen.say(f"some letters are boxes, for matplotlib's font has none of them; {remedy}")
     screen.say(f"wrote {options.to}")
     return EXIT_FINISHED

@@ -40,7 +40,10 @@ def run(options: Namespace, runs: Path) -> int:
         begun = _resume(options, runs, options.name)
         return shared.follow(runs, options.name) if begun and options.follow else EXIT_FINISHED
     code = EXIT_FINISHED
-    for name in [run.name for run in folders.every(runs) if resumable(run)]:
+    names = [run.name for run in folders.every(runs) if resumable(run)]
+    if not names:
+        screen.say(f"no run in {runs} was interrupted; one that was stopped or has failed: train resume NAME")
+    for name in names:
         try:
             _resume(options, runs, name)
         except Refused as error:

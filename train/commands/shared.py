@@ -74,7 +74,7 @@ def nodes_of(options: Namespace, before: dict[str, Any] | None = None) -> dict[s
     from train.cluster import address
 
     given = {"nnodes": options.nnodes, "node-rank": options.node_rank, "rendezvous": options.rendezvous}
-    if not any(given.values()) and options.wait_minutes is None:
+    if not any(value is not None for value in (*given.values(), options.wait_minutes)):
         return None
     if options.nnodes == "1":
         return {}
@@ -92,7 +92,8 @@ def nodes_of(options: Namespace, before: dict[str, Any] | None = None) -> dict[s
     except ValueError as error:
         raise Refused(error) from None
     address.resolve(place)
-    wait = wait_minutes(options.wait_minutes or str(before.get("wait_minutes", WAIT_MINUTES)))
+    kept = str(before.get("wait_minutes", WAIT_MINUTES))
+    wait = wait_minutes(kept if options.wait_minutes is None else options.wait_minutes)
     return {"least": least, "most": most, "node": node, "rendezvous": rendezvous, "wait_minutes": wait}
 
 
@@ -109,7 +110,7 @@ def wait_minutes(text: str) -> float:
 
 def _range(text: str) -> tuple[int, int]:
     """The fewest and the most machines of `--nnodes N|MIN:MAX`."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
     least, most = (whole(found[1]), whole(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
         given = f"--nnodes {text}" if text != ":" else "--nnodes is missing"

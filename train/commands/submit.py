@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from train import screen
 from train.cluster import WAIT_MINUTES
@@ -14,6 +14,8 @@ from train.commands import offers, shared
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 from train.runs.gpus import MOST_RANKS
+
+T = TypeVar("T")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -79,14 +81,14 @@ def _submission(options: Namespace, runs: Path) -> Submission:
         cpus=number("cpus-per-task", options.cpus_per_task, 1),
         memory=options.mem,
         image=options.container,
-        wait_minutes=shared.wait_minutes(options.wait_minutes or str(WAIT_MINUTES)),
+        wait_minutes=shared.wait_minutes(_or(options.wait_minutes, str(WAIT_MINUTES))),
         max_restarts=number("max-restarts", options.max_restarts),
         own=_own(options),
         is_dry=options.dry_run,
     )
 
 
-def _or(value: int | None, default: int) -> int:
+def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 

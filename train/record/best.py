@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from train.errors import Refused, whole
+from train.errors import Refused, is_whole, whole
 from train.record import plain
 from train.record.metrics import evaluations
 from train.record.store import Run
@@ -132,6 +132,6 @@ def checkpoint_named(run: Run, text: str | None) -> int | None:
             saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
             raise Refused(f"{run.name} has no evaluation at any of its checkpoints ({saved}); give --checkpoint STEP")
         return found.step
-    if not text.isdecimal() or whole(text) < 1:
+    if not is_whole(text) or whole(text) < 1:
         raise Refused(f"--checkpoint {text}: must be the step of a checkpoint, or best; see: train show {run.name}")
     return whole(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,8 +91,8 @@ def _array(column: array[float]) -> Figures:
     return np.asarray(column)
 
 
-def plot(runs: list[Run], target: Path) -> None:
-    """Draw the runs into one picture.
+def plot(runs: list[Run], target: Path) -> bool:
+    """Draw the runs into one picture. Returns whether every letter could be drawn: fonts have not all.
 
     Raises:
         Refused: the target cannot be written, or no run has metrics yet.
@@ -113,13 +114,15 @@ def plot(runs: list[Run], target: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with plt.rc_context({"text.parse_math": False}):  # a $ in a name is a $
+    # a $ in a name is a $; and of letters without a glyph matplotlib warns one by one, in words for programmers
+    with plt.rc_context({"text.parse_math": False}), warnings.catch_warnings(record=True) as warned:
         figure = _figure(drawn)
         try:
             with published(target) as partial:
                 figure.savefig(partial, dpi=120)
         finally:
             plt.close(figure)
+    return not any(str(one.message).startswith("Glyph ") for one in warned)
 
 
 def verdict(run: Run) -> str:

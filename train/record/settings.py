@@ -10,6 +10,7 @@ from typing import Any
 
 import train
 from train import config as configuration
+from train import screen
 from train.errors import shortened
 from train.record import plain
 from train.record.store import Run
@@ -106,7 +107,7 @@ def differing(runs: list[Run]) -> list[str]:
     labels = []
     for values in flats:
         words = [f"{name.removeprefix('task.')}={shortened(shown(values.get(name)), _WORD)}" for name in told]
-        labels.append("  ".join([*words, *([f"and {more} more"] if more > 0 else [])]))
+        labels.append(screen.printable("  ".join([*words, *([f"and {more} more"] if more > 0 else [])])))
     return labels
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from train.errors import Refused, whole
+from train.errors import Refused, is_whole, whole
 from train.parallel import numbered
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -43,7 +43,7 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
         return (here if gpus is not None else 1), visible
     if nproc == "auto":
         return max(here, 1), visible
-    if not nproc.isdecimal() or whole(nproc) < 1:
+    if not is_whole(nproc) or whole(nproc) < 1:
         raise Refused(f"--nproc {nproc}: give a number of ranks of at least 1, or auto for one per GPU")
     if whole(nproc) > MOST_RANKS:
         raise Refused(f"--nproc {nproc}: more ranks than any machine runs; give at most {MOST_RANKS}")
@@ -112,7 +112,7 @@ def _seeing(visible: str) -> Iterator[None]:
 def _listed(gpus: str, here: int) -> list[str]:
     """The ids in `0,2`, of `here` GPUs."""
     ids = [part.strip() for part in gpus.strip().rstrip(",").split(",")]
-    if not ids or not all(part.isdecimal() for part in ids) or len(set(ids)) < len(ids):
+    if not ids or not all(map(is_whole, ids)) or len(set(ids)) < len(ids):
         raise Refused(f"--gpus {gpus}: give a count (2), different ids with a comma (0,1 or 2,), or UUIDs")
     missing = [part for part in ids if whole(part) >= here]
     if missing:
@@ -122,7 +122,7 @@ def _listed(gpus: str, here: int) -> list[str]:
 
 def _counted(gpus: str, here: int) -> list[str]:
     """The ids of the first so many of `here` GPUs."""
-    if not gpus.strip().isdecimal() or whole(gpus.strip()) < 1:
+    if not is_whole(gpus.strip()) or whole(gpus.strip()) < 1:
         raise Refused(f"--gpus {gpus}: give a count of at least 1, ids with a comma (0,1 or 2,), or UUIDs")
     if whole(gpus.strip()) > here:
         raise Refused(

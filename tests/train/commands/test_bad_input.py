@@ -130,6 +130,13 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["launch", "digits", "--epochs", "1", "--steps", "2"], ["replace each other"]),
         (["launch", "digits", "--max-restarts", "-1"], ["at least 0"]),
         (["launch", "digits", "--max-restarts", "9" * 5000], ["--max-restarts 999", "at most"]),
+        (["launch", "digits", "--max-restarts", "\u0663"], ["at least 0"]),
+        (["launch", "digits", *NODES, "\u0663"], ["--nnodes \u0663", "1:4"]),
+        (["launch", "digits", *NODES, "2", "--wait-minutes", ""], ["--wait-minutes", "above 0"]),
+        (["launch", "digits", "--nnodes", ""], ["--nnodes is missing"]),
+        (["submit", "digits", "--on", "slurm", "--nproc", "1", "--wait-minutes="], ["--wait-minutes", "above 0"]),
+        (["bench", "scaling", "--nproc", ""], ["--nproc", "at least 1"]),
+        (["exporter", "--port", "65536"], ["--port 65536", "at most 65535"]),
         (["launch", "digits", *NODES, "1:100000000"], ["--nnodes 1:100000000", "at most 10000"]),
         (["launch", "digits", *NODES, "9" * 5000], ["--nnodes 999", "at most 10000"]),
         (["launch", "digits", *NODES, "2", "--wait-minutes", "1e300"], ["--wait-minutes 1e300", "at most"]),
@@ -469,7 +476,7 @@ def test_what_the_process_inside_tmux_refuses_reaches_launch_and_leaves_nothing(
     assert entries(temporary) == set()
 
 
-@pytest.mark.parametrize("nproc", ["0", "-1", "1.5", "two", "4097", ""])
+@pytest.mark.parametrize("nproc", ["0", "-1", "1.5", "two", "4097", "", "\u0663"])
 def test_a_number_of_ranks_must_be_one(nproc: str) -> None:
     from train.errors import Refused
     from train.runs.gpus import count_ranks
@@ -478,7 +485,7 @@ def test_a_number_of_ranks_must_be_one(nproc: str) -> None:
         count_ranks(nproc, None, cpu_only=True)
 
 
-@pytest.mark.parametrize("gpus", ["0", "-1", "x", "", ",", "0,0", "0,x", "1", "0,", "2,"])
+@pytest.mark.parametrize("gpus", ["0", "-1", "x", "", ",", "0,0", "0,x", "1", "0,", "2,", "\u0661"])
 def test_gpus_that_are_not_here_or_no_gpus_at_all_are_refused(gpus: str) -> None:
     from train.errors import Refused
     from train.runs.gpus import count_ranks

@@ -184,6 +184,14 @@ def test_stop_and_resume_of_a_finished_run_say_so_and_exit_0(finished: Station) 
     assert finished.record("done") == before
 
 
+def test_a_resume_of_all_says_that_there_is_nothing_to_resume(station: Station) -> None:
+    done = station.ok("resume", "--all")
+    assert (done.stdout, done.stderr) == (
+        "",
+        f"no run in {station.runs} was interrupted; one that was stopped or has failed: train resume NAME\n",
+    )
+
+
 def test_a_resume_refuses_what_would_change_the_result_and_changes_nothing(finished: Station) -> None:
     before = (finished.runs / "done" / "config.toml").read_bytes(), finished.record("done")
     done = finished("resume", "done", "--epochs", 3, "--optim.lr", 0.5)
@@ -214,9 +222,12 @@ def test_a_run_needs_no_standard_error(station: Station, closed: str) -> None:
     assert station.record("quiet")["state"] == store.FINISHED
 
 
-@pytest.mark.parametrize("command", ["run digits --steps 1", "launch digits --steps 1", "resume a", "eval a"])
+@pytest.mark.parametrize(
+    "command", ["run digits --steps 1", "launch digits --steps 1", "resume a", "eval a", "ls", "doctor"]
+)
 def test_a_current_folder_that_is_gone_is_said_to_be(station: Station, command: str) -> None:
-    gone = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m train {command} --runs {station.runs}"
+    runs = "" if command in ("ls", "doctor") else f"--runs {station.runs}"
+    gone = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m train {command} {runs}"
     done = subprocess.run(
         ["bash", "-c", gone], cwd=station.folder, env=station.environment(), capture_output=True, text=True, check=False
     )

@@ -42,7 +42,7 @@ def coloured(path: Path) -> int:
 
 def test_a_png_shows_the_curves_of_the_run(tmp_path: Path) -> None:
     run, target = made(tmp_path / "runs", "a"), tmp_path / "a.png"
-    plot([run], target)
+    assert plot([run], target)
     picture = matplotlib.image.imread(target)
     assert picture.shape[0] > 400 and picture.shape[1] > 400
     assert coloured(target) > 2000
@@ -213,3 +213,11 @@ def test_a_long_run_is_drawn_in_little_memory(tmp_path: Path, target: str) -> No
     text = long.metrics.read_text().splitlines()[0] + "\n"
     long.metrics.write_text("".join(text.replace('"step": 1,', f'"step": {step},') for step in range(1, 200_001)))
     assert peak(long) < peak(short) + 100
+
+
+def test_letters_that_no_font_has_are_told_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path, "linear-a", steps=10)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 10, "epoch": 1, "eval": {"\U00010600": 0.5}}\n')
+    assert plot([run], tmp_path / "a.png") is False
+    assert capfd.readouterr().err == ""

@@ -86,8 +86,10 @@ def test_strange_words_steer_no_terminal(station: Station, command: list[str], c
 
 def test_strange_words_make_no_broken_picture(station: Station) -> None:
     strange(station.runs, "odd")
-    strange(station.runs, "other")
-    station.ok("plot", "odd", "other", "--to", "a.svg")
+    config = strange(station.runs, "other").folder / "config.toml"
+    config.write_text(config.read_text().replace("end", "another end"))  # a label says in what the two differ
+    done = station.ok("plot", "odd", "other", "--to", "a.svg")
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["odd", "other", "wrote a.svg"]
     text = (station.folder / "a.svg").read_text(encoding="utf-8")
     xml.fromstring(text)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
