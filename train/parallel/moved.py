@@ -97,6 +97,8 @@ def _fingerprints(parameters: Named) -> Tensor:
 
 def _fingerprint(values: Tensor) -> Tensor:
     values = torch.view_as_real(values) if values.is_complex() else values
+    if values.itemsize == 1:  # floating point numbers of eight bits have no sums and norms: their bits tell as much
+        values = values.view(torch.uint8)
     if not values.is_floating_point():
         values = values.double()
     # summed in float64, not copied into it: a frozen model may fill the device

@@ -20,7 +20,7 @@ from train.runs import interrupt
 from train.runs.admit import Prepared, prepare
 from train.runs.processes.forked import keep_log
 from train.runs.processes.here import Here
-from train.runs.request import Request
+from train.runs.request import ALONE, Request
 from train.runs.spawn import spawn as spawn_ranks
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Road
@@ -92,7 +92,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
         leave(_rank_of_torchrun(Run(Path(told["folder"])), told["attempt"], seat, StopRequest())[1])
     code = 1
     try:
-        request.ranks = seat.size
+        request.ranks, request.nodes = shape(seat)
         made, _held = _open_under_torchrun(runs, name, request)
         stop = StopRequest()
 
@@ -113,6 +113,13 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
         traceback.print_exc()
     finally:
         leave(code)
+
+
+def shape(seat: Seat) -> tuple[int, range]:
+    """How many ranks each machine of a torchrun has, and how many machines there are: GPUs, cores and loader processes
+    are those of one. Where machines differ, as if all ranks were on this one."""
+    machines, rest = divmod(seat.size, seat.local_size)
+    return (seat.size, ALONE) if rest else (seat.local_size, range(machines, machines + 1))
 
 
 def _rank_of_torchrun(made: Run, attempt: int, seat: Seat, stop: StopRequest) -> tuple[Outcome, int]:

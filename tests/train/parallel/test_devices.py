@@ -14,9 +14,12 @@ from train.config import Config
 from train.engine import threads
 from train.engine.export import evaluate_run
 from train.errors import Refused
+from train.parallel.seat import Seat
 from train.parallel.world import NoGPU, pick_device
 from train.record.outcome import Kind, Outcome, read_all
 from train.runs import admit
+from train.runs.foreground import shape
+from train.runs.request import Request
 from train.runs.verdict import Facts, Road, decide
 
 
@@ -95,6 +98,25 @@ def test_too_many_ranks_for_the_gpus_are_refused(monkeypatch: pytest.MonkeyPatch
     assert pick_device(Config(), 2, 1) == torch.device("cuda", 1)
     with pytest.raises(Refused, match="use --nproc 2"):
         pick_device(Config(), 3, 0)
+
+
+def test_ranks_that_torchrun_starts_on_several_machines_need_the_gpus_of_theirs_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    flags = {"cpu_threads": "1", "data.workers": "0", "steps": "1", "task.count": "8", "batch_size": "8"}
+
+    def prepared(seat: Seat) -> admit.Prepared:
+        ranks, nodes = shape(seat)
+        return admit.prepare(Request("fake", dict(flags), ranks=ranks, nodes=nodes))
+
+    two_machines = prepared(Seat(0, 4, 0, 2))
+    assert two_machines.config.device == "cuda"
+    assert (two_machines.record["world_size"], two_machines.config.micro_batch_size) == (4, 2)
+    assert prepared(Seat(0, 2, 0, 2)).record["world_size"] == 2
+    with pytest.raises(Refused, match="use --nproc 2"):  # one machine; and those that differ count as one
+        prepared(Seat(0, 3, 0, 3))
+    assert shape(Seat(0, 5, 0, 3)) == (5, range(1, 2))
 
 
 def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

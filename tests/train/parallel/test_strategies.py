@@ -15,6 +15,7 @@ from train.config import Config, Optim, Parallel
 from train.data.order import order
 from train.engine.build import _takes_fused, make_optimizer
 from train.errors import Refused
+from train.parallel.moved import Marks
 
 EXACT = {"precision": "fp64"}
 FSDP = {"parallel__strategy": "fsdp", "parallel__wrap": "Linear"}
@@ -445,3 +446,12 @@ def test_an_optimizer_is_fused_on_a_gpu_where_torch_can(name: Any, strategy: Any
     parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, dtype=dtype))]
     config = Config(optim=Optim(name=name), parallel=Parallel(strategy=strategy))
     assert _takes_fused(parameters, config) is fused
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool, torch.bfloat16])
+def test_a_weight_of_any_type_is_looked_at_for_changes(dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.tensor([0.0, 1.0, 1.0]).to(dtype), requires_grad=False)
+    marks = Marks([("weight", weight)])
+    assert not marks.changed().any()
+    weight.data = torch.tensor([0.0, 1.0, 0.0]).to(dtype)  # which torch does not count
+    assert marks.changed().all()
