@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from train.data import loader
-from train.engine import loop, setup
+from train.data.nested import mapped
+from train.engine import build, loop, setup
 from train.engine.meter import Meter
 from train.parallel import strategy
 from train.parallel.exposed import Exposed
@@ -173,7 +174,7 @@ def _apply(self: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
 
 
 @contextlib.contextmanager
-def training(folder: Path, task: Path, flags: dict[str, Any], seat: Seat = _ALONE) -> Iterator[tuple[Any, Watch]]:
+def training(folder: Path, task: Path | str, flags: dict[str, Any], seat: Seat = _ALONE) -> Iterator[tuple[Any, Watch]]:
     """A run that trains on the GPU that is not there: the engine's loop, after all that sets a rank up.
 
     Left out is what takes a driver: to count GPUs, to take one and ask what it is, to pin memory, the events by which
@@ -181,14 +182,15 @@ def training(folder: Path, task: Path, flags: dict[str, Any], seat: Seat = _ALON
     several ranks the others say on the host what this one says; what they tell each other on the GPU goes nowhere.
     """
     texts = {name: str(value) for name, value in flags.items()} | {"device": "cuda"}
-    watch = Watch()
+    watch, fake = Watch(), _Fake(allow_non_fake_inputs=True)
     with _kept(), contextlib.ExitStack() as held:
         for place, name, instead in (
             (torch.cuda, "default_generators", (torch.Generator(),)),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),  # a broadcast asks, since 2.13
             (setup, "pick_device", lambda *_: GPU),
             (setup, "take_device", lambda device: None),
-            (loader, "pinned", lambda items, *_: map(watch.pinned, items)),
+            (loader, "pinned", lambda items, *_: _fetched(items, fake, watch)),
+            (build, "make_datasets", _on_host(build.make_datasets)),
             (loop, "Meter", lambda wait, _: Meter(wait, _CPU)),
             (loop, "Readback", _Sums),
             (strategy, "Exposed", lambda _: Exposed(_CPU)),
@@ -209,7 +211,7 @@ def training(folder: Path, task: Path, flags: dict[str, Any], seat: Seat = _ALON
                 prepared = admit.prepare(Request(str(task), texts, ranks=seat.size))
             run = folders.create(folder, "run", prepared.files, prepared.record)
             run.begin_attempt(1)
-            held.enter_context(_Fake(allow_non_fake_inputs=True))
+            held.enter_context(fake)
             held.enter_context(watch)
             heart = Heart(run.logs(1) / "rank0.beat")
             job, done = setup.set_up(run, seat, 1, StopRequest(()), False, heart, held)
@@ -221,6 +223,23 @@ def training(folder: Path, task: Path, flags: dict[str, Any], seat: Seat = _ALON
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _on_host(function: Any) -> Any:
+    """The same, of real tensors: what the host does with data before any of it goes to the GPU."""
+
+    def call(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments)
+
+    return call
+
+
+def _fetched(items: Iterator[Any], fake: _Fake, watch: Watch) -> Iterator[Any]:
+    """Real items, then their tensors as if they were in pinned memory."""
+    end = object()
+    while (item := _on_host(next)(items, end)) is not end:
+        yield mapped(item, lambda value: watch.pinned(fake.from_tensor(value)) if isinstance(value, Tensor) else value)
 
 
 def _join(config: Any, seat: Seat, device: torch.device) -> World:

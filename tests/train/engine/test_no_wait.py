@@ -84,7 +84,7 @@ def no_wait(loop: Any, watch: Watch) -> int:
     assert {"follow"} <= functions(watch.waits) <= ON_PURPOSE
     watch.waits.clear()
     watch.brought = 0
-    for _ in range(3):  # the first of them has one micro batch, for an epoch ends
+    for _ in range(3):  # the first of them has one micro batch where an epoch ends
         watch.kernels = 0
         loop.step()
         assert watch.waits == []
@@ -101,6 +101,26 @@ def test_no_step_waits(tmp_path: Path, case: str) -> None:
     with training(tmp_path, TASK, FLAGS | CASES[case]) as (loop, watch):
         brought = no_wait(loop, watch)
     assert brought == BROUGHT.get(case, 2 * (1 + 1) if "bad" in case else 2 * (1 + 2 + 2))
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "digits": {"channels_last": "true"},
+    "fake": {"task.count": 40, "task.size": 16},
+    "text": {"task.context": 16, "task.width": 16, "task.layers": 1, "task.heads": 2},
+}
+
+
+@pytest.mark.parametrize("task", SMALL)
+def test_neither_steps_nor_evaluations_of_a_built_in_task_wait(tmp_path: Path, task: str) -> None:
+    if task == "text":
+        (tmp_path / "some.txt").write_text("To be, or not to be. " * 100)
+    with training(tmp_path, task, FLAGS | SMALL[task] | {"data.root": tmp_path, "eval.limit_batches": 1}) as (
+        loop,
+        watch,
+    ):
+        no_wait(loop, watch)
+        loop.evaluate()
+        assert functions(watch.waits) == {"_on_host", "_summed"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
