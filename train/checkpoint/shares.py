@@ -7,6 +7,7 @@ copy. One that comes while they copy leaves some parts a copy older: each has tw
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -59,6 +60,8 @@ class Shares:
         is_beside = slots is not None and world.device.type == "cuda"
         self._beside = Beside(slots, world.device) if slots is not None and is_beside else None
         self.lines: Callable[[], Lines] = lambda: list
+        self.aside = contextlib.nullcontext()
+        """Nobody looks at the state while the task's code runs."""
 
     @property
     def is_on(self) -> bool:

@@ -12,7 +12,8 @@ the run. It is taken between two updates only:
 In the middle of a step, where a rank waits for a peer that is gone, weights and optimizer are still those after the
 step before. Buffers are not: a forward has changed them, and no rank's but the first one's count. What the ranks agreed
 on in the last step (`Strategy.agreed`) takes their place. What a module keeps as its extra state (`get_extra_state`) a
-forward has changed, too: a copy of it is made after each step, of models that have one.
+forward has changed, too: a copy of it is made after each step, of models that have one. And while the task's own code
+runs (`aside`) weights may be others for a moment, as averages are for an evaluation: nobody looks until it has ended.
 
 A snapshot is for ranks that the same supervisor starts again: same configuration, on any number of ranks.
 """
@@ -40,6 +41,9 @@ from train.parallel.world import World
 
 log = logging.getLogger("train")
 
+_FORWARD = 1.5
+"""Seconds that it waits for the task's code to end. A forward may take longer than the supervisor waits: if by torch's
+count of changes nothing has been done to the weights, they are looked at then."""
 _PATIENCE = 20.0
 """Seconds that a survivor waits for its own update to end, and for others to have left their states behind."""
 
@@ -66,6 +70,12 @@ class Snapshots:
         self._slots, self._fingerprint, self._world, self._say, self._left_over = slots, fingerprint, world, say, left
         self._lock = threading.Lock()
         self._holder: int | None = None
+        self.aside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        """To be entered while the task's code runs."""
+        self._is_aside = self._is_wanted = False
+        self._left_behind = threading.Event()
+        self._versions: list[int] = []
+        """How often each parameter had been changed after that step."""
         self._at = 0
         """The step whose state this rank holds; 0: none that is worth keeping."""
         self._agreed: Mapping[int, Tensor] = {}
@@ -97,7 +107,9 @@ class Snapshots:
         owned = {id(value) for values in (strategy.module.parameters(), strategy.module.buffers()) for value in values}
         self._extras = [name for name, value in state.items() if id(value) not in owned]
         self._buffers = {name: id(value) for name, value in state.items() if _is_buffer(value)}
+        self._parameters = list(strategy.module.parameters())
         if self._serves:
+            self.aside = _Aside(self._enter, self._exit)
             threading.Thread(target=self._wait_for_death, daemon=True, name="bell").start()
 
     def begin_update(self) -> None:
@@ -108,17 +120,18 @@ class Snapshots:
 
     def end_update(self, step: int) -> None:
         """The state is that after this step, and its loss is in order."""
-        if self._slots is None:
+        if self._holder is None:
             return
         is_first = not self._at
         self._at = step
         if self._serves:
             self._agreed = self._strategy.agreed
+            self._versions = self._changes()
             if self._extras:
                 self._extra = self._copied()
         self._holder = None
         self._lock.release()
-        if not self._world.is_lead:
+        if not self._world.is_lead or self._slots is None:
             return
         if is_first:
             self._reserve()
@@ -139,15 +152,34 @@ class Snapshots:
         """Before this rank ends because another has died: leave its state to those who come after. Whether it has."""
         if not self._serves or self._holder == threading.get_ident():
             return False
-        if not self._lock.acquire(timeout=_PATIENCE):
-            return False
+        self._is_wanted, is_locked = True, False
         try:
+            is_locked = self._lock.acquire(timeout=_FORWARD)
+            if not is_locked and not (self._is_aside and self._versions == self._changes()):
+                is_locked = self._lock.acquire(timeout=_PATIENCE)
+                if not is_locked:
+                    return False
             return bool(self._at) and self._write(self._left(), _PATIENCE)
         except Exception as error:  # whatever it is, the checkpoint on the disk is there
             log.warning("the state after step %d could not be left in memory: %s", self._at, error)
             return False
         finally:
-            self._lock.release()
+            self._left_behind.set()
+            if is_locked:
+                self._lock.release()
+
+    def _enter(self) -> None:
+        if self._is_wanted:  # nothing comes of what would follow: a peer is gone
+            self._left_behind.wait(_PATIENCE)
+        self._lock.acquire()
+        self._is_aside = True
+
+    def _exit(self) -> None:
+        self._is_aside = False
+        self._lock.release()
+
+    def _changes(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters if id(parameter) not in self._agreed]
 
     def _wait_for_death(self) -> None:
         assert self._slots is not None
@@ -246,6 +278,19 @@ class Snapshots:
     def _give_up(self, why: str) -> None:
         self._slots = None
         self._say(why)
+
+
+class _Aside(contextlib.AbstractContextManager[None]):
+    """Two functions as a context, at less cost than a generator."""
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
+
+    def __enter__(self) -> None:
+        self._enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
 
 
 def _is_buffer(value: Any) -> bool:

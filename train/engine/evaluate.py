@@ -29,6 +29,7 @@ _ASK_EVERY = 16
 """Micro batches between two looks, by all ranks, at whether a stop was asked for."""
 _LARGE = 64 << 20
 """Bytes of a buffer that holds weights rather than what an evaluation counts."""
+_NOTHING = contextlib.nullcontext()
 _OTHER_NAMES = "metrics must return the same names for every batch"
 
 
@@ -45,6 +46,7 @@ def evaluate(
     leaves_out: bool = False,
     look: Callable[[Any], None] = lambda _: None,
     moved: Sequence[nn.Parameter] | None = None,
+    aside: contextlib.AbstractContextManager[None] = _NOTHING,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
 
@@ -59,6 +61,7 @@ def evaluate(
         leaves_out: whether samples that cannot be read are left out.
         look: is shown the first batch of this rank.
         moved: the parameters that training has found to be changed by a forward; None: nobody knows yet.
+        aside: is entered while the task's code runs.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch; or it
@@ -101,7 +104,7 @@ def evaluate(
                 seed_compute(micro.seed, world.device, own=own)
                 is_risky = without and slot in (0, len(slots) - 1)
                 waits_for = f"{uneven.names(without)}, without data in an evaluation" if is_risky else ""
-                with precision.autocast(), quiet("loss or metrics", task.file, waits_for):
+                with precision.autocast(), aside, quiet("loss or metrics", task.file, waits_for):
                     figures = evaluation_figures(task, module, batch, len(micro.indices))
                 if is_own:
                     names = names or list(figures)

@@ -213,6 +213,7 @@ class _Loop:
                 job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._stream,
                 lambda: job.stop.asked, beat, job.sharing, job.config.data.leaves_out,
                 job.report.evaluated_samples, job.strategy.moved if self.done > self._begun else None,
+                job.snapshots.aside,
             )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True

@@ -127,7 +127,7 @@ def _micro_batch(
     leaving = _NOTHING if is_own else untouched(job.strategy.module)
     seed_compute(micro.seed, job.world.device, own=job.own)
     with leaving, job.strategy.micro_batch(micro.number, is_last):
-        with job.precision.autocast(), quiet("loss", job.task.file, waits_for):
+        with job.precision.autocast(), job.snapshots.aside, quiet("loss", job.task.file, waits_for):
             loss = training_loss(job.task, job.strategy.compute, batch, len(micro.indices))
         if is_own:
             votes.add(micro.number, loss)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from train.checkpoint import packed
+from train.checkpoint import packed, snapshot
 from train.checkpoint.shared import Owned, Slots
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
@@ -293,6 +293,51 @@ def test_half_an_update_is_never_left(owned: Owned) -> None:
     other = Seat(owned.address)
     assert other.take_up()
     assert other.bits() == one.bits()
+
+
+@pytest.mark.parametrize("swap", [lambda p, value: p.data.copy_(value), lambda p, value: p.detach().copy_(value)])
+def test_weights_that_the_tasks_code_has_for_a_moment_are_not_left(owned: Owned, swap: Any) -> None:
+    """Averages are swapped in for an evaluation, and out again."""
+    one = Seat(owned.address, size=2, rank=1)
+    one.slots.reserve(1 << 20)
+    one.step(2)
+    wanted = one.bits()
+    with one.snapshots.aside:
+        kept = one.model.one.weight.detach().clone()
+        swap(one.model.one.weight, kept + 1)
+        owned.ring()
+        time.sleep(0.3)
+        assert owned.step == 0
+        swap(one.model.one.weight, kept)
+    with one.snapshots.aside:  # it is the bell's turn before the next batch
+        assert owned.step == 2
+    other = Seat(owned.address)
+    assert other.take_up() and other.bits() == wanted
+
+
+def test_a_forward_that_takes_long_is_not_waited_for_where_no_weight_has_changed(
+    owned: Owned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "_FORWARD", 0.1)
+    one = Seat(owned.address, size=2, rank=1)
+    one.slots.reserve(1 << 20)
+    one.step(2)
+    with one.snapshots.aside:
+        owned.ring()
+        deadline = time.monotonic() + 30
+        while not owned.step and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert owned.step == 2
+
+
+def test_memory_that_cannot_be_had_in_the_middle_of_an_update_holds_nothing_up(owned: Owned) -> None:
+    one = Seat(owned.address, size=2)
+    one.step()
+    one.snapshots.begin_update()
+    one.snapshots._give_up("no snapshots in memory: there is none")
+    one.snapshots.end_update(2)
+    with one.snapshots.aside:
+        assert not one.snapshots.is_on
 
 
 def test_the_bell_alone_makes_a_survivor_leave_its_state(owned: Owned) -> None:
