@@ -49,6 +49,16 @@ class StopRequest:
         self.asked = True
 
 
+def _let_go_in_fork() -> None:
+    """In a fork of the task's own: multiprocessing ends its processes with SIGTERM, and waits until they have ended."""
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopRequest):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# not in the handler: Python runs it too late for a process that is about to wait for a lock
+os.register_at_fork(after_in_child=_let_go_in_fork)
+
+
 def end_with_parent(parent: int) -> None:
     """Let the kernel end this process when the one that forked it dies (prctl(2), PR_SET_PDEATHSIG)."""
     with contextlib.suppress(OSError, AttributeError):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from train.data.generators import Seed, owned, seed_owned
+from train.data.misfit import misfit
 from train.data.seeds import seed_host
 from train.errors import TrainingFailed, one_line
 
@@ -99,7 +100,8 @@ def gatherer(
     """The function that turns a micro batch's indices into a batch and those samples of it that cannot be read.
 
     With `skip` the batch is made of the others, and None without any; else it is None where there is a bad one, and
-    only the first is named. What may pass (see `passes`) is raised, as is what `collate` raises.
+    only the first is named, which may be one that does not go into a batch with the others. What may pass (see
+    `passes`) is raised, as is whatever else `collate` raises.
     """
     tensors, rows = _in_memory(dataset) if collate is None else ((), None)
     if tensors:  # indexing once is ten times faster than item by item and collation; nothing is drawn, nor seeded
@@ -139,7 +141,12 @@ def gatherer(
         else:
             try:
                 items, bad = many(indices), []
-            except Exception as error:
+                if isinstance(items, (list, tuple)) and len(items) != len(indices):  # the others would weigh wrongly
+                    raise ValueError(
+                        f"__getitems__ of {type(dataset).__name__} gives {len(items)} items for {len(indices)} "
+                        "indices; it must give one for each, in their order"
+                    )
+            except (Exception, SystemExit) as error:
                 if passes(error):
                     raise
                 seed(micro)
@@ -148,7 +155,16 @@ def gatherer(
                     raise
         if bad and not (skip and items):
             return None, bad
-        return join(items), bad
+        try:
+            return join(items), bad
+        except Exception as error:
+            if passes(error) or skip or not isinstance(items, (list, tuple)):
+                raise
+            found = misfit(join, items)
+            if found is None:
+                raise
+            place, problem = found
+            return None, [_bad(dataset, indices[place], micro.of_evaluation, problem)]
 
     return gather
 
@@ -178,7 +194,7 @@ def _one_by_one(dataset: Any, micro: MicroBatch, skip: bool) -> tuple[list[Any],
     for index in micro.indices.tolist():
         try:
             items.append(dataset[index])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if passes(error):
                 raise
             bad.append(_bad(dataset, index, micro.of_evaluation, error))
@@ -200,13 +216,15 @@ def fetcher(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Callabl
     return fetch
 
 
-def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception) -> Bad:
+def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception | SystemExit) -> Bad:
     known = isinstance(error, TrainingFailed)
     reason = one_line(error if known else f"{type(error).__name__}: {error}")[: 2 * _REASON if known else _REASON]
     try:
         file = file_of(dataset, index)
     except Exception:  # a data set that only looks like one of torch's
         file = ""
+    if isinstance(error, (StopIteration, SystemExit)):  # raised on, they would end a generator, or a loader process
+        error = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
     return Bad(index, of_evaluation, file, reason, error)
 
 

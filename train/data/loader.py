@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,16 @@ from train.data.nested import mapped
 from train.data.pinned import pinned
 from train.data.plan import MicroBatch
 from train.data.seeds import seed_compute
+from train.signals import POLITE
 
 OnDevice = Callable[[Any], Any]
 """From a batch as it was fetched, on the device now, to what loss and metrics get: a task's `on_device`."""
+
+
+_DYING = 1.0
+"""Seconds for which a worker whose connection is gone is waited for."""
+_IGNORED = (*POLITE, signal.SIGHUP)
+"""By loader processes."""
 
 
 class _Fetching(Dataset[Any]):
@@ -52,8 +60,9 @@ class _Sampler:
 
 def _start_worker(_: int, rank: int) -> None:
     """A stop signal to the process group must not reach the workers, or the save would wait for data for ever."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     # PR_SET_PDEATHSIG: a killed rank's workers go with it and release the run's lock
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != rank:  # it was killed before the line above
@@ -114,10 +123,13 @@ class Loader:
         )
         self._iterator: Any = None
         others = set(multiprocessing.active_children())
+        # until a worker ignores them, torch's handler or the rank's would end it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED if workers else ())
         try:
             if workers:
                 self._iterator = iter(self._loader)  # a first pass, over nothing, starts the workers
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
             if workers and self._iterator is None:  # no memory for another process, perhaps
                 self.close()
@@ -153,8 +165,32 @@ class Loader:
     def _fetched(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:
         if not self._loader.num_workers:
             return map(self._fetch_here, plan)  # what DataLoader would do, without 20 us of its own a batch
+        return self._fetch_there(plan)
+
+    def _fetch_there(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:
+        """In workers."""
         self._sampler.plan = plan
-        return iter(self._loader)
+        try:
+            yield from self._loader
+        except (RuntimeError, OSError, EOFError) as error:
+            how = self._death(error)
+            if not how:
+                raise
+            raise RuntimeError(how) from error
+
+    def _death(self, error: BaseException) -> str:
+        """How a worker has died, where that is behind an error: torch says no more than that one is gone, or that what
+        it has sent cannot be had any more. In torch's words for it."""
+        if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
+            return ""
+        connection.wait([worker.sentinel for worker in self._workers], _DYING)
+        for worker in self._workers:
+            code = worker.exitcode
+            if code is not None and code < 0:
+                return f"DataLoader worker (pid {worker.pid}) is killed by signal: {signal.strsignal(-code)}"
+            if code is not None:
+                return f"DataLoader worker (pid {worker.pid}) has ended by itself, with exit code {code}"
+        return ""
 
     def _fetch_here(self, micro: MicroBatch) -> Any:
         """In this process: on one thread, as a worker does, for some sums have other bits on several."""

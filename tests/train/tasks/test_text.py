@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 
+from train.errors import Refused
 from train.runs.request import Request, resolve
 from train.tasks import text
 
@@ -48,6 +52,52 @@ def test_folders_train_and_val_are_used_as_such(tmp_path: Path) -> None:
     train, held_out = made(tmp_path)
     assert bytes(train.text.tolist()).decode() == "learn " * 20
     assert bytes(held_out.text.tolist()).decode() == "check " * 10
+
+
+def test_links_are_followed_once_and_what_is_hidden_is_left_out(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for folder, content in (
+        (root / "a", "a" * 100),
+        (elsewhere, "b" * 100),
+        (root / ".git", "c"),
+        (root / "d", "d" * 100),
+    ):
+        folder.mkdir(parents=True)
+        (folder / "x.txt").write_text(content)
+    (root / "b").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(root)
+    (root / "a" / "back").symlink_to("..")
+    assert bytes(made(root)[0].text.tolist()) == b"a" * 90 + b"b" * 90 + b"d" * 90
+
+
+@pytest.mark.parametrize("place", ["a", "deep/a"])
+def test_what_cannot_be_seen_is_refused_and_not_left_out(tmp_path: Path, place: str) -> None:
+    (tmp_path / "x.txt").write_text("x" * 1000)
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(Refused, match=f"{path} is a link that leads nowhere"):
+        made(tmp_path)
+    path.unlink()
+    path.symlink_to("a")  # itself
+    with pytest.raises(Refused, match=rf"{path} cannot be read \(Too many levels"):
+        made(tmp_path)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        (root / "x.txt").write_text("x" * 1000)
+        (root / "closed").mkdir(mode=0)
+        root.chmod(0o755)
+        before = os.geteuid()
+        try:
+            if before == 0:  # who may look into everything
+                os.seteuid(65534)
+            with pytest.raises(Refused, match="closed cannot be read"):
+                made(root)
+        finally:
+            os.seteuid(before)
 
 
 def test_the_model_does_not_see_the_future() -> None:

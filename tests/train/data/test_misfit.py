@@ -1,0 +1,159 @@
+"""Data sets that do not give what a batch is made of, and loader processes that end: who is to blame is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from train.data.loader import Loader
+from train.data.misfit import misfit
+from train.data.plan import MicroBatch
+from train.runs import likely
+from train.runs.worker import failure_of
+
+CPU = torch.device("cpu")
+
+
+class Made(Dataset[Any]):
+    """Ten items, each what a function makes of its index."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def none(index: int) -> Any:
+    return None if index == 7 else torch.zeros(3)
+
+
+def none_inside(index: int) -> Any:
+    return torch.zeros(3), None if index == 7 else 1
+
+
+def longer(index: int) -> Any:
+    return torch.zeros(4 if index == 7 else 3)
+
+
+def used_up(index: int) -> Any:
+    return next(iter([] if index == 7 else [index]))
+
+
+def leaves(index: int) -> Any:
+    return sys.exit("nothing there") if index == 7 else index
+
+
+def failure(dataset: Any, indices: list[int], workers: int) -> str:
+    """The reason that a run has failed for."""
+    with Loader(dataset, None, None, workers, CPU, None) as loader:
+        with pytest.raises(Exception) as caught:
+            list(loader.batches(iter([MicroBatch(0, 0, np.array(indices), 0)])))
+        why = failure_of(caught.value, Path("own.py"))
+    assert why["recurs"]
+    return str(why["reason"]).removeprefix("own.py: ")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (none, "cannot be put into a batch: TypeError: default_collate: batch must contain"),
+        (none_inside, "cannot be put into a batch: TypeError: default_collate: batch must contain"),
+        (longer, "cannot be put into one batch with the others: RuntimeError: stack expects each tensor"),
+        (used_up, "StopIteration"),
+        (leaves, "SystemExit: nothing there"),
+    ],
+)
+@pytest.mark.parametrize("indices", [[3, 2, 7, 5], [7, 2, 3]])
+def test_the_sample_is_named_that_makes_no_batch(make: Any, said: str, indices: list[int], workers: int) -> None:
+    reason = failure(Made(make), indices, workers)
+    assert reason.startswith("sample 7 of the training set: ") and said in reason, reason
+
+
+def test_no_sample_is_named_where_none_alone_is_to_blame() -> None:
+    def join(items: list[Any]) -> Any:
+        raise ValueError("never")
+
+    assert misfit(join, [1, 2]) is None
+    found = misfit(join, [1])
+    assert found is not None and found[0] == 0
+
+    def few(items: list[Any]) -> Any:
+        if len(items) > 2:
+            raise ValueError("too many")
+
+    assert misfit(few, [1, 2, 3]) is None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_gives_fewer_items_than_it_was_asked_for_is_an_error(workers: int) -> None:
+    class Fewer(Made):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices if index != 7]
+
+    reason = failure(Fewer(torch.tensor), [3, 7, 5], workers)
+    assert "__getitems__ of Fewer gives 2 items for 3 indices" in reason
+
+
+@pytest.mark.parametrize(
+    ("ends", "said", "checks"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "is killed by signal: Killed", "memory,shared memory"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "is killed by signal: Segmentation fault", ""),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), "is killed by signal: Bus error", "'shared memory'"),
+        (lambda: os._exit(5), "has ended by itself, with exit code 5", ""),
+    ],
+)
+def test_how_a_loader_process_died_is_said(ends: Callable[[], None], said: str, checks: str) -> None:
+    with Loader(Made(lambda index: ends()), None, None, 1, CPU, None) as loader:
+        with pytest.raises(RuntimeError) as caught:
+            list(loader.batches(iter([MicroBatch(0, 0, np.array([1]), 0)])))
+        pid = loader._workers[0].pid
+    why = failure_of(caught.value, None)
+    assert why["reason"] == f"RuntimeError: DataLoader worker (pid {pid}) {said}"
+    assert not why["recurs"]
+    hint = likely.hint(why["reason"])
+    assert checks in hint if checks else not hint
+
+
+def test_a_loader_process_that_ends_with_batches_of_its_own_on_the_way_is_named() -> None:
+    with Loader(Made(lambda index: torch.full((9,), index)), None, None, 1, CPU, None) as loader:
+        stream = loader.batches(iter([MicroBatch(0, number, np.array([number]), 0) for number in range(8)]))
+        next(stream)
+        (worker,) = loader._workers
+        worker.kill()
+        worker.join()
+        with pytest.raises(RuntimeError, match=rf"worker \(pid {worker.pid}\) is killed by signal: Killed"):
+            list(stream)
+
+
+def test_a_signal_that_comes_while_loader_processes_begin_ends_none_of_them() -> None:
+    in_fork: list[int] = []
+
+    def at_once() -> None:
+        for number in in_fork:
+            os.kill(os.getpid(), number)
+
+    os.register_at_fork(after_in_child=at_once)
+    in_fork += [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP]
+    try:
+        loader = Loader(Made(int), None, None, 2, CPU, None)
+    finally:
+        in_fork.clear()
+    with loader:
+        micros = [MicroBatch(0, number, np.array([number]), 0) for number in range(4)]
+        assert [batch.item() for _, batch in loader.batches(iter(micros))] == [0, 1, 2, 3]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP}
