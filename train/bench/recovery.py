@@ -221,7 +221,7 @@ def live(
                 killed = changed = time.monotonic()
                 highest = max(highest, run.step())
                 del at[:1]
-            if now - changed > patience:
+            if now - changed > (patience if highest else max(patience, PATIENCE)):  # its start is another matter
                 found.hangs += 1
                 break
             time.sleep(0.01)
