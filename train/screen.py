@@ -13,6 +13,7 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import IO, Any
 
 _PLAIN = {"…": "...", "→": "->", "“": '"', "”": '"', "µ": "u", "·": "*"}
@@ -179,6 +180,11 @@ _LAYOUTS = (
 
 _DRAW_EVERY = 0.1
 """Seconds between two drawings of a bar."""
+
+
+def has_bar(stream: IO[str]) -> bool:
+    """Whether a bar can be drawn there: on a terminal, where tqdm is installed. A checkout alone trains without."""
+    return stream.isatty() and find_spec("tqdm") is not None
 
 
 class Bar:

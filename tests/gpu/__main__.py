@@ -1,13 +1,14 @@
 """Proof on a GPU in minutes: python -m tests.gpu [--device cpu --small] [--parts exact,speed] [--json FILE]
 
-Every part is a process of its own, so that what one of them breaks is broken for it alone; small, they share one. Where
-a case hangs or breaks its process, another process makes those after it: apart.py.
+Parts share a few processes, small all of them one. Where a case hangs, ends in an error or breaks its process, another
+process makes those after it: apart.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -18,8 +19,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,19 +34,24 @@ if TYPE_CHECKING:
 
 PARTS = {
     "rates": ("speed", "rates", 7),
+    "inputs": ("inputs", "part", 24),
     "steps": ("steps", "part", 38),
     "exact": ("exact", "part", 69),
-    "memory": ("memory", "part", 17),
-    "checkpoint": ("checkpoint", "part", 50),
-    "inputs": ("inputs", "part", 29),
-    "precisions": ("speed", "precisions", 32),
-    "recovery": ("recovery", "part", 26),
-    "ranks": ("ranks", "part", 200),
-    "speed": ("speed", "part", 161),
     "compiled": ("exact", "compiled", 37),
+    "memory": ("memory", "part", 17),
+    "recovery": ("recovery", "part", 45),
+    "checkpoint": ("checkpoint", "part", 50),
+    "precisions": ("speed", "precisions", 32),
+    "ranks": ("ranks", "part", 200),
+    "speed": ("speed", "part", 151),
 }
 """In the order in which they are made: module, function, and about how many seconds it takes on one H100, by estimate.
-The last two compile four times and twice: what is not ready when time is over is left of them."""
+The last one compiles four times: what is not ready when time is over is left of it."""
+ROUNDS = (
+    (("rates", "inputs", "steps"),), (("exact",), ("compiled",)), (("memory", "recovery", "checkpoint", "precisions"),),
+    (("ranks",),), (("speed",),),
+)  # fmt: skip
+"""One after the other: processes side by side, where nothing is timed, and the parts that each of them makes."""
 MINUTES, MINUTES_FOR_RANKS = 8.0, 4.0
 """On one GPU; how many more on several."""
 DISK = 8 * 10**9
@@ -53,6 +60,7 @@ LEFT_OUT = 3
 """The exit code where nothing failed, but something was left out for lack of time."""
 
 
+_BEGAN = time.monotonic()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch looks once in a process, at the first product
 
 
@@ -69,7 +77,7 @@ def main() -> int:
         _serve(options)
         return 0
     try:
-        found = Found(_machine(options.device), options.device, options.small)
+        found = Found(_machine(options.device), options.device, options.small, file=options.json)
         _look_for_room(options)
     except (Refused, OSError) as error:
         return _refused(str(error))
@@ -88,13 +96,57 @@ def main() -> int:
 
 
 def _all(found: Found, options: argparse.Namespace, folder: str) -> None:
-    pace = apart.Pace()
+    pace, is_over = apart.Pace(), threading.Event()
     try:
-        for names in [options.parts] if options.small else [[name] for name in options.parts]:
-            _make(names, found, options, folder, pace)
-            found.write(options.json)
+        for processes in rounds(options.parts, options.small, len(found.machine["gpus"])):
+            if len(processes) == 1:
+                _make(processes[0], found, options, folder, pace, is_over)
+            else:  # each with a pace of its own: beside the other it is no measure of what is made alone
+                works = [
+                    functools.partial(_make, parts, found, options, folder, copy.copy(pace), is_over)
+                    for parts in processes
+                ]
+                _side_by_side(works, is_over)
     except KeyboardInterrupt:
         found.is_interrupted = True
+
+
+def rounds(parts: Sequence[str], is_small: bool, gpus: int) -> list[list[list[str]]]:
+    """What is made one after the other, side by side, and by one process."""
+    if is_small:
+        return [[list(parts)]]
+    made = [[[name for name in process if name in parts] for process in one] for one in ROUNDS]
+    if gpus == 1 and "ranks" in parts:  # where all that it says is that it needs more: no process for that
+        made = [one for one in made if one != [["ranks"]]]
+        made[-1][0].insert(0, "ranks")
+    return [kept for one in made if (kept := [process for process in one if process])]
+
+
+def _side_by_side(works: Sequence[Callable[[], None]], is_over: threading.Event) -> None:
+    """Do each on a thread, until all are over.
+
+    Args:
+        is_over: set where Ctrl-C is to end them.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, when all have ended.
+    """
+
+    def until_interrupted(work: Callable[[], None]) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            work()
+
+    threads = [threading.Thread(target=until_interrupted, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        raise
 
 
 def _look_for_room(options: argparse.Namespace) -> None:
@@ -128,7 +180,17 @@ class Found:
     is_small: bool
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     is_interrupted: bool = False
-    began: float = dataclasses.field(default_factory=time.monotonic)
+    began: float = _BEGAN
+    file: str | None = None
+    """Where it is written after each row."""
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row. From any thread."""
+        with self._lock:
+            self.rows.append(row)
+            self.rows.sort(key=lambda one: list(PARTS).index(one["part"]))  # of processes side by side
+            self.write(self.file)
 
     def seconds(self) -> float:
         return time.monotonic() - self.began
@@ -144,7 +206,7 @@ class Found:
         return LEFT_OUT if any(row["late"] for row in self.rows) else 0
 
     def write(self, file: str | None) -> str:
-        """After each part: whoever ends this keeps what was found. Returns why it cannot be, '' if it can."""
+        """After each row: whoever ends this keeps what was found. Returns why it cannot be, '' if it can."""
         if not file:
             return ""
         content = {"machine": self.machine, "device": self.device, "small": self.is_small, "seconds": self.seconds(),
@@ -194,13 +256,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help=text)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--folder", default=".", help="a folder on the disk that runs are kept on")
-    text = f"a case may take so many seconds, or {apart.TIMES:g} times its estimate ({apart.PATIENCE:g})"
-    parser.add_argument("--patience", type=float, metavar="S", default=apart.PATIENCE, help=text)
+    text = f"a case may take so many seconds, or {apart.TIMES:g} times its estimate ({apart.PATIENCE:g}; on a CPU "
+    text += f"{apart.PATIENCE_ON_CPU:g})"
+    parser.add_argument("--patience", type=float, metavar="S", help=text)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--begin", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not Path(options.folder).is_dir():
         parser.error(f"--folder: there is no folder {options.folder}")
+    if options.patience is None:
+        options.patience = apart.PATIENCE if options.device == "cuda" else apart.PATIENCE_ON_CPU
     options.small |= options.device == "cpu"  # or each case would take so long there that it seems to hang
     options.parts = options.parts.split(",")
     for name in options.parts:
@@ -209,18 +274,24 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _make(names: list[str], found: Found, options: argparse.Namespace, folder: str, pace: apart.Pace) -> None:
+def _make(
+    names: list[str], found: Found, options: argparse.Namespace, folder: str, pace: apart.Pace, is_over: threading.Event
+) -> None:
     """Make parts, in one process, and add their rows."""
     print(f"tests.gpu: {', '.join(names)} …", file=sys.stderr, flush=True)
     left = options.minutes * 60 - found.seconds()
     if left < apart.START:
         words = f"no time was left of {options.minutes:g} minutes (--minutes)"
-        found.rows += [apart.row(name, "left out", words, "not checked", late=True) for name in names]
+        for name in names:
+            found.add(apart.row(name, "left out", words, "not checked", late=True))
         return
-    turn = apart.Turn(names, found.device, found.is_small, folder, time.monotonic() + left, options.patience)
+    own = Path(folder) / names[0]  # each process numbers its runs by itself
+    own.mkdir()
+    ends = time.monotonic() + left
+    turn = apart.Turn(names, found.device, found.is_small, str(own), ends, options.patience, is_over=is_over)
     if names == ["ranks"]:
         turn.environment["CUDA_VISIBLE_DEVICES"] = _first_gpus()
-    apart.make(turn, pace, found.rows.append)
+    apart.make(turn, pace, found.add)
 
 
 def _first_gpus() -> str:

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 PATIENCE, TIMES = 60.0, 3.0
 """A case hangs that takes longer than so many seconds, and than so many times its estimate."""
+PATIENCE_ON_CPU = 240.0
+"""The same seconds on a CPU, whose cores others may hold: nobody waits there for a lent device."""
 START = 5.0
 """Seconds, about, until a process makes its first case."""
 _START_LIMIT = 180.0
@@ -69,6 +72,8 @@ class Turn:
     """When there is no more time, by time.monotonic()."""
     patience: float = PATIENCE
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    is_over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    """Set where it is to end as Ctrl-C ends it."""
 
     def command(self, fd: int, begin: int) -> list[str]:
         command = [sys.executable, "-m", "tests.gpu", "--device", self.device, "--parts", ",".join(self.parts)]
@@ -144,9 +149,12 @@ class _Process:
         Raises:
             EOFError: it has ended.
             TimeoutError: its case takes too long: whether for lack of time, and after how many seconds.
+        KeyboardInterrupt: another thread was told to end.
         """
         while not self._connection.poll(0.1):
             now = time.monotonic()
+            if self._turn.is_over.is_set():
+                raise KeyboardInterrupt
             if now > self._turn.ends:
                 raise TimeoutError(True, now - self._began)
             if now - self._began > self._limit:

@@ -156,7 +156,8 @@ def made(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> Run:
     """A new run of one of the tasks here, checked as every run is."""
     texts = {name: str(value) for name, value in flags.items()}
     prepared = admit.prepare(Request(str(TASKS / f"{task}.py"), texts, ranks=ranks))
-    return folders.create(scale.folder, f"{task}-{next(_numbers)}", prepared.files, prepared.record)
+    name = f"{task}-{os.getpid()}-{next(_numbers)}"  # of a process that was ended something may be left
+    return folders.create(scale.folder, name, prepared.files, prepared.record)
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class _Measure:
 
 def part(scale: Scale) -> Iterator[Case]:
     """Batches on their way, and what is said of waiting for them."""
-    yield Case(_WHAT, 14, _beside, (scale,))
+    yield Case(_WHAT, 9, _beside, (scale,))
     if scale.is_gpu:
         yield Case("pinned memory to the device", 1, _copies, (scale,))
     yield from overlap.cases(scale)
@@ -88,7 +88,7 @@ def _beside(scale: Scale) -> Row:
     if needed > free:
         found = f"{workers} loader processes need {mebibytes(needed)} of {_SHARED}, where {mebibytes(free)} are free"
         return Row(_WHAT, found, UNCHECKED)
-    return _compared(_Measure(scale, Pictures(count, size), batch, workers), 0.3 if scale.is_small else 2.0)
+    return _compared(_Measure(scale, Pictures(count, size), batch, workers), 0.3 if scale.is_small else 1.2)
 
 
 def _compared(measure: _Measure, seconds: float) -> Row:

@@ -59,10 +59,15 @@ def _waited(scale: Scale, fetch: float, compute: float) -> tuple[float, str]:
 
 
 def _cycles_a_second() -> float:
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_CYCLES)  # the first one wakes it
-    begun.record()
-    torch.cuda._sleep(_CYCLES)
-    ended.record()
-    ended.synchronize()
-    return _CYCLES / (begun.elapsed_time(ended) / 1e3)
+    """Once its clock rises no more: that of an idle device takes some tenths of a second to come to its height."""
+    rate = 0.0
+    for _ in range(20):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        torch.cuda._sleep(_CYCLES)
+        ended.record()
+        ended.synchronize()
+        before, rate = rate, _CYCLES / (begun.elapsed_time(ended) / 1e3)
+        if before and rate < 1.02 * before:
+            break
+    return rate

@@ -6,8 +6,11 @@ PYTHONPATH finds it in no process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +80,25 @@ def test_a_run_trains_there(plain: dict[str, str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "tensorboard is not installed" in done.stderr
     assert json.loads((tmp_path / "runs" / "a" / "run.json").read_text())["state"] == "finished"
+
+
+def test_a_terminal_without_tqdm_gets_no_bar_and_the_run_ends(plain: dict[str, str], tmp_path: Path) -> None:
+    """The agent of a launched run has a terminal, that of tmux."""
+    (tmp_path / "bin" / "tmux").symlink_to(shutil.which("tmux") or "")
+    task, runs = ROOT / "tests" / "gpu" / "tasks" / "digits.py", tmp_path / "runs"
+    done = python(plain, "-m", "train", "launch", task, "--name", "a", "--steps", 3, "--follow", "--runs", runs)
+    assert done.returncode == 0, done.stderr
+    outer, inner = pty.openpty()
+    command = [sys.executable, "-m", "train", "run", str(task), "--name", "b", "--steps", "3", "--runs", str(runs)]
+    process = subprocess.Popen(command, cwd=ROOT, env=plain, stderr=inner)
+    os.close(inner)
+    said = b""
+    with contextlib.suppress(OSError):  # its other end is closed
+        while part := os.read(outer, 4096):
+            said += part
+    os.close(outer)
+    assert process.wait(60) == 0, said
+    assert b"step 3/3" in said
 
 
 @pytest.mark.bench

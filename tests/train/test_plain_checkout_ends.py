@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -97,6 +99,30 @@ def test_after_ctrl_c_there_is_a_table_and_no_process(tmp_path: Path, number: in
     assert "| exact | the rest, and all parts after it | interrupted |  | not checked |" in table
     assert json.loads(file.read_text())["rows"][-1]["found"] == "interrupted"
     assert not psutil.wait_procs(family, timeout=30)[1] and not list(tmp_path.glob(".test-gpu-*"))
+
+
+@pytest.mark.bench
+def test_processes_side_by_side_end_with_ctrl_c_and_each_row_is_written_at_once(tmp_path: Path) -> None:
+    file, is_over = tmp_path / "found.json", threading.Event()
+    found = proof.Found({"gpus": []}, "cpu", True, file=str(file))
+    ends = time.monotonic() + 300
+
+    def turn(name: str) -> apart.Turn:
+        return apart.Turn([name], "cpu", True, str(tmp_path), ends, 200.0, is_over=is_over)
+
+    def end() -> None:
+        while not file.exists() or not json.loads(file.read_text())["rows"]:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    works = [functools.partial(apart.make, turn(name), apart.Pace(), found.add) for name in ("exact", "rates")]
+    with pytest.raises(KeyboardInterrupt):
+        proof._side_by_side([*works, end], is_over)
+    assert [row["part"] for row in found.rows] == sorted(
+        (row["part"] for row in found.rows), key=list(proof.PARTS).index
+    )
+    assert found.rows[-1]["part"] == "exact" and found.rows[-1]["found"] == "interrupted"
+    assert json.loads(file.read_text())["rows"] == found.rows
 
 
 @pytest.mark.bench

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,10 @@ import pytest
 import torch
 
 from tests.gpu import __main__ as proof
-from tests.gpu import apart, compiler, dp, exact, harness, ranks, speed, steps
+from tests.gpu import apart, compiler, dp, exact, harness, ranks, recovery, speed, steps, waits
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, Stretch
+from train.bench import recovery as bench
+from train.checkpoint.shared import Owned, Slots
 from train.runs import admit
 from train.runs.request import Request
 
@@ -30,10 +35,22 @@ def rows(part: Iterator[Case]) -> dict[str, Row]:
     return {row.what: row for case in part for row in case.rows()}
 
 
-def test_the_parts_fit_into_the_minutes() -> None:
-    seconds = {name: about for name, (_, _, about) in proof.PARTS.items()}
-    assert sum(seconds.values()) <= 60 * (proof.MINUTES + proof.MINUTES_FOR_RANKS)
-    assert sum(seconds.values()) - seconds["ranks"] <= 60 * proof.MINUTES
+@pytest.mark.parametrize("gpus,minutes", [(1, proof.MINUTES), (2, proof.MINUTES + proof.MINUTES_FOR_RANKS)])
+def test_the_parts_fit_into_the_minutes_with_the_start_of_their_processes(gpus: int, minutes: float) -> None:
+    about = {name: seconds for name, (_, _, seconds) in proof.PARTS.items()}
+    if gpus == 1:
+        about["ranks"] = 0
+    made = proof.rounds(list(proof.PARTS), False, gpus)
+    assert sorted(name for one in made for parts in one for name in parts) == sorted(proof.PARTS)
+    seconds = sum(max(apart.START + sum(about[name] for name in parts) for parts in one) for one in made)
+    assert seconds + apart.START <= 60 * minutes
+
+
+def test_ranks_have_a_process_of_their_own_where_there_are_gpus_for_them() -> None:
+    assert proof.rounds(["exact", "ranks", "compiled"], False, 2) == [[["exact"], ["compiled"]], [["ranks"]]]
+    assert proof.rounds(["exact", "ranks", "speed"], False, 1) == [[["exact"]], [["ranks", "speed"]]]
+    assert proof.rounds(["ranks"], False, 1) == [[["ranks"]]]
+    assert proof.rounds(["speed", "rates"], True, 0) == [[["speed", "rates"]]]
 
 
 @pytest.mark.parametrize("name", proof.PARTS)
@@ -50,6 +67,37 @@ def test_the_cases_of_a_part_take_the_time_of_the_part(scale: Scale, name: str) 
 ])  # fmt: skip
 def test_what_was_left_out_for_lack_of_time_has_a_code_of_its_own(found: list[dict[str, Any]], code: int) -> None:
     assert proof.Found({}, "cuda", False, found).code() == code
+
+
+def test_every_second_time_ours_goes_first(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(speed, "_ours", lambda *_: made.append("ours") or (1.0, 0))
+    monkeypatch.setattr(speed, "_measured", lambda *_: made.append("theirs") or (1.0, 0))
+    monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e12)
+    monkeypatch.setattr(speed, "operations", lambda *_: 1e12)
+    speed.Beside(scale, "gpt", {"batch_size": 4}).row("gpt", turns=2)
+    assert made == ["theirs", "ours", "ours", "theirs"]
+
+
+class Rising:
+    """Events of a device whose clock rises from a third of its height."""
+
+    asked = 0
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        Rising.asked += 1
+
+    def elapsed_time(self, _: Rising) -> float:
+        return 50.0 * max(1.0, 3.0 - Rising.asked / 2)
+
+
+def test_a_clock_that_rises_is_read_at_its_height(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Rising())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    assert waits._cycles_a_second() == pytest.approx(waits._CYCLES / 0.05)
 
 
 @pytest.mark.parametrize("theirs,ours,verdict,words", [
@@ -184,3 +232,53 @@ def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
             seen.add(key)
             admit.prepare(Request(str(harness.TASKS / f"{task}.py"), texts))
     assert {"gpt"} | ({"resnet"} if kind != "compiled" else set()) <= {task for task, _ in asked}
+
+
+class Unborn:
+    """Plain torchrun that lives, and whose ranks never come to a step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._plain = folder, recovery.Plain.__new__(recovery.Plain)
+        self._plain.folder = folder
+        (folder / "log").write_text("starting\nRuntimeError: no NCCL\n")
+
+    def step(self) -> int:
+        return self._plain.step()
+
+    def ranks(self) -> list[int]:
+        return []
+
+    def lives(self) -> bool:
+        return True
+
+    def end(self) -> None:
+        pass
+
+    def digest(self) -> str:
+        return ""
+
+    def twice(self) -> int:
+        return self._plain.twice()
+
+
+def test_torchrun_that_never_makes_a_step_is_not_said_to_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "PATIENCE", 0.3)
+    way = Unborn(tmp_path)
+    began = time.monotonic()
+    found = bench.live(way, [3], random.Random(0), patience=0.01)
+    assert time.monotonic() - began >= 0.3 and (found.recoveries, found.hangs, found.twice) == ([], 1, 0)
+    assert recovery._without(way._plain) == "plain torchrun made no step: RuntimeError: no NCCL"
+
+
+def test_a_rank_is_killed_once_memory_has_a_state() -> None:
+    """Read from outside, as the memory of another process."""
+    memory, kept = Owned(), recovery.Kept.__new__(recovery.Kept)
+    kept.process = types.SimpleNamespace(pid=os.getpid())  # type: ignore[assignment]
+    slots = Slots(memory.address)
+    try:
+        assert kept._kept() == 0
+        slots.reserve(1 << 16)
+        assert slots.write(7, b"plain", iter([b"tensors"])) and kept._kept() == 7
+    finally:
+        slots.close()
+        memory.close()

@@ -224,7 +224,7 @@ def live(
                 killed, old, changed = time.monotonic(), ranks, time.monotonic()
                 found.kills += 1
                 del at[:1]
-            if now - changed > patience:
+            if now - changed > (patience if highest else max(patience, PATIENCE)):  # its start is another matter
                 found.hangs += 1
                 break
             time.sleep(0.01)

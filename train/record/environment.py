@@ -36,6 +36,9 @@ _SESSION = re.compile(
     """
 )
 """Names that describe a session, a job or a rank, not what a program needs."""
+_FOUND_BY_TORCH = re.compile(r"TORCHINDUCTOR_CACHE_DIR=.*/torchinductor_[^/]*")
+"""What torch sets in a process that asked for nothing, where its compiler is imported (from 2.11 on: in every one that
+trains)."""
 _SECRET_PART = re.compile(r"(.*(TOKEN|KEY|SECRET|PASSWORD|PASSWD)S?|PASS|PWD|PASSPHRASE|AUTH|PAT|JWT|COOKIES?|DSN)\d*")
 _SECRET_WITHIN = re.compile(r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|PRIVATE_?KEY|API_?KEY|ACCESS_?KEY|BEARER")
 _SECRET_VALUE = re.compile(
@@ -108,7 +111,7 @@ def keep(environment: Mapping[str, str]) -> Kept:
     withheld: list[str] = []
     cut: list[str] = []
     for name, value in sorted(environment.items()):
-        if _SESSION.fullmatch(name):
+        if _is_of_session(name, value):
             continue
         if is_secret(name) or _SECRET_VALUE.search(value):
             withheld.append(name)
@@ -156,7 +159,7 @@ def resumed(kept: Kept | None, own: Mapping[str, str], as_recorded: bool) -> tup
     """
     if kept is None:
         return dict(own), []
-    usual = {name: value for name, value in own.items() if not _SESSION.fullmatch(name)}
+    usual = {name: value for name, value in own.items() if not _is_of_session(name, value)}
     lost = [name for name in kept.withheld if name not in own]
     bare = [name for name in kept.cut if as_recorded and without_passwords(own.get(name, "")) != kept.values[name]]
     bare += [name for name in kept.cut if not as_recorded and name not in own]
@@ -189,6 +192,10 @@ def with_package(environment: dict[str, str], own: Mapping[str, str], root: Path
     if str(root) in mine and str(root) not in paths:
         return environment | {"PYTHONPATH": ":".join([*paths, str(root)])}
     return environment
+
+
+def _is_of_session(name: str, value: str) -> bool:
+    return bool(_SESSION.fullmatch(name) or _FOUND_BY_TORCH.fullmatch(f"{name}={value}"))
 
 
 def _list(names: Iterable[str]) -> str:

@@ -38,7 +38,7 @@ class View:
             self._show_log(record)
             return
         total = record.get("total_steps")
-        if self._bar is None and total and self.stream.isatty():
+        if self._bar is None and total and screen.has_bar(self.stream):
             self._bar = Bar(self.run.name, total, record["step"], self.stream)
         if self._bar is not None and total:
             loss, speed = record.get("loss"), record.get("samples_per_s", 0)

@@ -165,6 +165,16 @@ def test_passwords_are_cut_out_of_addresses(value: str, cut: str) -> None:
     assert environment.without_passwords(value) == cut
 
 
+def test_what_torch_sets_by_itself_is_not_kept_and_no_difference() -> None:
+    set_by_torch = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"}
+    kept = environment.keep(set_by_torch | {"DATA": "/a"})
+    assert kept.values == {"DATA": "/a"}
+    assert environment.resumed(kept, {"DATA": "/a"}, as_recorded=False)[1] == []
+    assert environment.resumed(kept, set_by_torch | {"DATA": "/a"}, as_recorded=False)[1] == []
+    chosen = {"TORCHINDUCTOR_CACHE_DIR": "/scratch/inductor"}
+    assert environment.keep(chosen).values == chosen
+
+
 def test_a_folder_without_it_is_resumed_as_before(tmp_path: Path) -> None:
     assert environment.read(tmp_path) is None
     assert environment.resumed(None, {"A": "1"}, as_recorded=True) == ({"A": "1"}, [])

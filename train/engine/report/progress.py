@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 
-from train.screen import Bar
+from train.screen import Bar, has_bar
 
 log = logging.getLogger("train")
 
@@ -20,7 +20,7 @@ class Progress:
 
     def __init__(self, name: str, total_steps: int, done: int, bar: bool) -> None:
         self.total_steps = total_steps
-        self._bar = Bar(name, total_steps, done, sys.stderr) if bar else None
+        self._bar = Bar(name, total_steps, done, sys.stderr) if bar and has_bar(sys.stderr) else None
         self._next_line = 0.0
 
     def show(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
