@@ -176,7 +176,7 @@ class Loader:
             how = self._death(error)
             if not how:
                 raise
-            raise RuntimeError(how) from error
+            raise RuntimeError(how) from None  # torch's words in the traceback would be read as another cause
 
     def _death(self, error: BaseException) -> str:
         """How a worker has died, where that is behind an error: torch says no more than that one is gone, or that what

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def test_how_a_loader_process_died_is_said(ends: Callable[[], None], said: str, 
         with pytest.raises(RuntimeError) as caught:
             list(loader.batches(iter([MicroBatch(0, 0, np.array([1]), 0)])))
         pid = loader._workers[0].pid
+    assert "exited unexpectedly" not in "".join(traceback.format_exception(caught.value))
     why = failure_of(caught.value, None)
     assert why["reason"] == f"RuntimeError: DataLoader worker (pid {pid}) {said}"
     assert not why["recurs"]
