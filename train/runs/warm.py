@@ -48,6 +48,8 @@ READ_AT_LOADING = (
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _PATIENCE = 5.0
 """Seconds within which a request must have arrived whole."""
+_LEAVING = 20
+"""Seconds that an agent has to clear away and leave once its session has been ended; others outlive it."""
 _MOST = 1 << 20
 OFF = "TRAIN_WARM"
 """A variable: set to `off`, a launch or resume starts cold, and the keeper keeps no such process."""
@@ -146,8 +148,9 @@ def _accompany(line: socket.socket, agent: int) -> NoReturn:
                 signal.pidfd_send_signal(held, number)
             else:
                 os.kill(agent, number)
-        if number == signal.SIGHUP:  # the terminal is gone
-            os._exit(0)
+        if number == signal.SIGHUP:  # the terminal is gone; who ended the session waits for an agent that leaves
+            signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+            signal.alarm(_LEAVING)
 
     for number in _SIGNALS:
         signal.signal(number, forward)

@@ -48,7 +48,10 @@ def test_a_rank_that_stands_still_is_noticed_its_stacks_are_kept_and_the_run_goe
 def test_a_run_that_is_frozen_with_its_agent_hangs_no_more_when_it_is_let_go(station: Station) -> None:
     """As `docker pause` does, for longer than a hang takes."""
     long = [*FIELDS, "--steps", 10**6, "--watch.hang_minutes", 0.2]
-    station.ok("launch", "digits", "--name", "a", *long, env={"TRAIN_WARM": "off"})  # the agent is tmux's own child
+    deep = station.folder / ("too-long-for-a-socket" * 6)
+    deep.mkdir()
+    # nobody can be begun ahead there, nor held warm: the agent is tmux's own child
+    station.ok("launch", "digits", "--name", "a", *long, env={"TRAIN_WARM": "off", "TMPDIR": str(deep)})
     station.wait_for_step("a", 5)
     agent = psutil.Process(station.record("a")["pids"]["agent"])
     ranks, server = agent.children(recursive=True), agent.parent()
