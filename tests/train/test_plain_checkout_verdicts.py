@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
+import signal
+import socket
 import threading
 import time
 import types
@@ -271,14 +274,33 @@ def test_torchrun_that_never_makes_a_step_is_not_said_to_hang(tmp_path: Path, mo
 
 
 def test_a_rank_is_killed_once_memory_has_a_state() -> None:
-    """Read from outside, as the memory of another process."""
-    memory, kept = Owned(), recovery.Kept.__new__(recovery.Kept)
-    kept.process = types.SimpleNamespace(pid=os.getpid())  # type: ignore[assignment]
-    slots = Slots(memory.address)
+    """Read from outside, as the memory of another process, which has none that other tests may have left here."""
+    here, there = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        try:
+            for entry in Path("/proc/self/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if "memfd:train-snapshot-" in str(entry.readlink()):
+                        os.close(int(entry.name))
+            memory = Owned()
+            slots = Slots(memory.address)
+            there.sendall(b".")
+            there.recv(1)
+            slots.reserve(1 << 16)
+            there.sendall(b"." if slots.write(7, b"plain", iter([b"tensors"])) else b"!")
+            there.recv(1)
+        finally:
+            os._exit(0)
+    kept = recovery.Kept.__new__(recovery.Kept)
+    kept.process = types.SimpleNamespace(pid=child)  # type: ignore[assignment]
     try:
-        assert kept._kept() == 0
-        slots.reserve(1 << 16)
-        assert slots.write(7, b"plain", iter([b"tensors"])) and kept._kept() == 7
+        here.settimeout(60)
+        assert here.recv(1) == b"." and kept._kept() == 0
+        here.sendall(b".")
+        assert here.recv(1) == b"." and kept._kept() == 7
     finally:
-        slots.close()
-        memory.close()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        here.close()
+        there.close()
