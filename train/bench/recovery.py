@@ -28,6 +28,7 @@ from train.bench import bare, perceptron
 from train.record import store
 from train.runs import launch
 from train.runs.launch import Order
+from train.runs.watch import lives
 
 RANKS, SAVE_EVERY = 2, 50
 PATIENCE = 120.0
@@ -218,7 +219,7 @@ def live(
                     killed, next_at = 0.0, now
                 highest, changed = step, now
             # those who outlive a rank may end the step that it died in, which is no recovery
-            old = old if any(map(_lives, old)) else []
+            old = old if any(map(lives, old)) else []
             is_due = highest and not killed and (now - next_at > every if every else bool(at) and highest >= at[0])
             if is_due and (ranks := _kill(run, random_)):
                 killed, old, changed = time.monotonic(), ranks, time.monotonic()
@@ -260,11 +261,3 @@ def _kill(run: Way, random_: random.Random) -> list[int]:
         os.kill(random_.choice(ranks), signal.SIGKILL)
         return ranks
     return []
-
-
-def _lives(pid: int) -> bool:
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False

@@ -79,8 +79,7 @@ def _begin(environ: dict[str, str]) -> Ahead:
         with socket.socket(socket.AF_UNIX) as door:
             door.bind(str(desk / _DOOR))
             door.listen(1)
-            room = "for the names of forks ".ljust(200, "-")  # see runs/title.py
-            command = own.command("train.runs.ahead", str(desk), str(os.getpid()), str(door.fileno()), room)
+            command = own.command("train.runs.ahead", str(desk), str(os.getpid()), str(door.fileno()), warm.ROOM)
             process = subprocess.Popen(
                 command, env=environ, pass_fds=[door.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -116,15 +115,13 @@ def enter(desk: str, told: dict[str, Any] | None, environ: dict[str, str], cwd: 
 def main() -> None:
     """Import what an agent begins with; then fork the one that is asked for, and end."""
     end_with_parent(int(sys.argv[2]))
-    from train.runs import preload
+    from train.runs import cold, preload
 
-    preload.begin()
-    with preload.uncollected():
-        from train.runs import agent
+    agent = cold.load()
     preload.load(preload.CHECKS)
 
     def begin(_: str, desk: str) -> None:
-        sys.argv = [agent.__file__, desk]
+        sys.argv = [str(agent.__file__), desk]
         try:
             agent.main()
         finally:

@@ -5,16 +5,22 @@ python -P …/train/own.py train.runs.cold FOLDER_OF_THE_ORDER
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from train.runs import preload
 
 
-def main() -> None:
-    """Become the agent (runs/agent.py)."""
+def load() -> ModuleType:
+    """Import the agent (runs/agent.py), while a thread loads the libraries of torch."""
     preload.begin()
     with preload.uncollected():
         from train.runs import agent
+    return agent
 
-    agent.main()
+
+def main() -> None:
+    """Become the agent."""
+    load().main()
 
 
 if __name__ == "__main__":

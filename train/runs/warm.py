@@ -51,6 +51,8 @@ _PATIENCE = 5.0
 _LEAVING = 20
 """Seconds that an agent has to clear away and leave once its session has been ended; others outlive it."""
 _MOST = 1 << 20
+ROOM = "for the names of forks ".ljust(200, "-")
+"""An argument that nothing reads: see runs/title.py."""
 OFF = "TRAIN_WARM"
 """A variable: set to `off`, a launch or resume starts cold, and the keeper keeps no such process."""
 
@@ -168,8 +170,7 @@ def _peer(line: socket.socket) -> int:
 
 def start(environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start such a process, in this environment. It ends with the one that calls this."""
-    room = "for the names of forks ".ljust(200, "-")  # see runs/title.py
-    command = [sys.executable, "-P", __file__, room]
+    command = [sys.executable, "-P", __file__, ROOM]
     return subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
 
 

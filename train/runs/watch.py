@@ -106,7 +106,7 @@ class Watch:
         beats = [beat for beat in self.beats() if beat and beat.pid]
         silent = set(started) - {beat.pid for beat in beats}  # still importing
         mortal = silent | {beat.pid for beat in beats if beat.phase != heartbeat.ENDING}
-        return not all(map(_lives, mortal))
+        return not all(map(lives, mortal))
 
     def dump(self, living: Iterable[int]) -> bool:
         """Write down what every rank is doing: py-spy where it is there and allowed, faulthandler otherwise.
@@ -179,7 +179,8 @@ def stack_of(pid: int, target: Path) -> bool:
     return is_there
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether this process has not ended, reaped or not."""
     import psutil
 
     try:
