@@ -44,18 +44,22 @@ def waiting(folder: str) -> list[psutil.Process]:
 
 
 def agent_and_pane(station: Station, name: str) -> tuple[psutil.Process, psutil.Process]:
+    """The agent of this run, and the process that tmux has begun in its pane: the same one where it started cold."""
     station.wait(name, lambda record: "agent" in record["pids"], "its agent")
     agent = psutil.Process(station.record(name)["pids"]["agent"])
-    leader = Path(f"/proc/{agent.pid}/fd/0").stat().st_rdev  # the pane's terminal
-    panes = [one for one in psutil.process_iter() if _terminal_of(one) == leader and one.pid != agent.pid]
-    return agent, panes[0] if panes else agent
+    terminal = Path(f"/proc/{agent.pid}/fd/0").stat().st_rdev
+    (pane,) = [one for one in psutil.process_iter() if _led_by(one) == terminal]
+    return agent, pane
 
 
-def _terminal_of(process: psutil.Process) -> int:
+def _led_by(process: psutil.Process) -> int:
+    """The device number of the terminal whose session this process leads; 0 where it leads none (a rank of an agent
+    that leads one has the same terminal)."""
     try:
-        return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[4])
+        session, terminal = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[3:5]
     except (OSError, ValueError):
         return 0
+    return int(terminal) if int(session) == process.pid else 0
 
 
 def test_an_agent_was_begun_ahead_and_leaves_nothing_behind(station: Station, cold: dict[str, str]) -> None:
