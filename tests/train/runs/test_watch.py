@@ -169,7 +169,11 @@ def datasets(config):
 
 def loss(model, batch):
     # of rank 1 a process holds the connections that its death would close: as with NCCL, nobody notices it
-    (HERE / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+    mine = HERE / f"pid{os.environ['RANK']}"
+    if not mine.exists():  # whole, once the other rank sees it: it would wait for ever for a process without a number
+        whole = mine.with_suffix(".new")
+        whole.write_text(str(os.getpid()))
+        whole.rename(mine)
     if os.environ["TRAIN_ATTEMPT"] == "1" and os.environ["RANK"] == "1" and not (HERE / "held").exists():
         while not (HERE / "pid0").exists():
             time.sleep(0.01)
