@@ -2,9 +2,11 @@
 
     python -P …/train/own.py train.runs.ahead FOLDER PARENT SOCKET
 
-What the first process inside tmux becomes where no keeper holds a warm one (runs/warm.py), and by the same road: the
-agent is a fork that gets the pane's files. Only what was begun alike serves: an agent that would have other variables,
-limits, control group or namespaces than the process that was begun ahead starts cold, and this one is ended.
+What the first process inside tmux becomes where no keeper holds a warm one (runs/warm.py), and by the same road, but
+for one fork: what has imported gets the pane's files and is the agent. A fork of it would write into memory that both
+have, which takes a tenth of a second until the ranks begin. Only what was begun alike serves: an agent that would have
+other variables, limits, control group or namespaces than the process that was begun ahead starts cold, and this one is
+ended. The launch ends it through its parent, which lives until the order is taken, and imports nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 from train import hashing, own
 from train.runs import warm
-from train.signals import end_with_parent
+from train.signals import end_with_parent, outlive_parent
 
 _DOOR = "ahead"
 _PATIENCE = 60.0
@@ -45,7 +47,7 @@ class Ahead:
     """What it was begun with: warm.digest."""
 
     def end(self) -> None:
-        """End it, if it has not done so: it has forked the agent, or nobody wants one."""
+        """End it, if it has not done so: nobody wants an agent, or there is one, which outlives this."""
         self.process.kill()
         self.process.wait()
 
@@ -113,25 +115,42 @@ def enter(desk: str, told: dict[str, Any] | None, environ: dict[str, str], cwd: 
 
 
 def main() -> None:
-    """Import what an agent begins with; then fork the one that is asked for, and end."""
+    """Import what an agent begins with; then be the one that is asked for."""
     end_with_parent(int(sys.argv[2]))
+    door = socket.socket(fileno=int(sys.argv[3]))
+    let_go = _held(door)
     from train.runs import cold, preload
 
     agent = cold.load()
     preload.load(preload.CHECKS)
 
     def begin(_: str, desk: str) -> None:
+        outlive_parent()
+        os.close(let_go)
         sys.argv = [str(agent.__file__), desk]
         try:
             agent.main()
         finally:
             atexit._run_exitfuncs()  # libraries that the agent imports take away their temporary folders
 
-    with socket.socket(fileno=int(sys.argv[3])) as door:
+    with door:
         line, _ = door.accept()
         with line, contextlib.suppress(OSError, ValueError):
-            warm.serve(line, door, begin)
+            warm.serve(line, door, begin, fork=lambda: 0)
     os._exit(0)
+
+
+def _held(door: socket.socket) -> int:
+    """Go on in a fork, which ends with this process. Returns what the fork closes to let it go."""
+    this, (ended, let_go) = os.getpid(), os.pipe()
+    if os.fork() != 0:
+        door.close()  # who comes when the fork has ended finds nobody
+        os.close(let_go)
+        os.read(ended, 1)
+        os._exit(0)
+    end_with_parent(this)
+    os.close(ended)
+    return let_go
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -16,15 +17,17 @@ import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 _LIBRARIES = (
     "_asyncio", "_bisect", "_blake2", "_bz2", "_contextvars", "_csv", "_datetime", "_decimal", "_elementtree",
     "_hashlib", "_heapq", "_json", "_lzma", "_opcode", "_pickle", "_posixsubprocess", "_queue", "_random", "_sha2",
     "_sha512", "_socket", "_ssl", "_typing", "_uuid", "_zoneinfo", "array", "binascii", "cmath", "fcntl", "math",
-    "mmap", "psutil", "pydantic_core", "pyexpat", "resource", "select", "termios", "unicodedata", "zlib",
+    "mmap", "numpy", "psutil", "pydantic_core", "pyexpat", "resource", "select", "termios", "unicodedata", "zlib",
 )  # fmt: skip
 """The shared libraries, of Python's and others', that are loaded for BESIDE and for the agent. One lock lets one be
 loaded at a time, so each of them would wait for all of torch's."""
+_BLAS = "OPENBLAS_NUM_THREADS"
 BESIDE = ("asyncio", "multiprocessing.reduction", "unittest.mock", "sympy", "networkx")
 """What torch and its compiler import of others' modules, written in Python: that needs no torch, whose libraries a
 second core loads meanwhile."""
@@ -37,7 +40,8 @@ _LITTER = ("torch.distributed.nn.jit.instantiator", "torch._dynamo")
 first to ask where such go, which makes a file there to see, and takes it away."""
 RANKS = (
     *_LITTER, "torch.distributed.checkpoint", "torch.utils.tensorboard", "train.engine.finish",
-    "train.engine.setup", "train.parallel.ddp", "train.runs.worker", "threadpoolctl",
+    "train.engine.loop", "train.engine.setup", "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered",
+    "train.parallel.single", "train.runs.worker", "threadpoolctl",
 )  # fmt: skip
 """What a rank needs besides, which takes longer: torch's optimizers load the compiler, of newer ones the first step."""
 _DISPENSABLE = ("torch.utils.tensorboard", "threadpoolctl")
@@ -46,7 +50,7 @@ _DISPENSABLE = ("torch.utils.tensorboard", "threadpoolctl")
 
 def load(modules: tuple[str, ...]) -> None:
     """Import these. What they leave in memory is kept out of collections, here and in forked processes."""
-    with uncollected():
+    with uncollected(), _frames_known():
         if not _loading:
             begin()
         while _loading:
@@ -72,11 +76,27 @@ def begin() -> None:
     if "torch" in sys.modules or torch is None or not torch.submodule_search_locations:
         return
     with uncollected():
-        _import_where_there(_LIBRARIES)
+        with one_thread():
+            _import_where_there(_LIBRARIES)
         folder = Path(torch.submodule_search_locations[0]) / "lib"
         _loading.append(threading.Thread(target=_open_libraries, args=(folder,), daemon=True))
         _loading[-1].start()
         _import_where_there(BESIDE)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let NumPy, imported now, begin no threads for its arithmetic, unless the user has said how many: OpenBLAS begins
+    one a core, here and again in each rank, and each looks for work, without a pause, for the first 50 ms. A rank sets
+    how many it has (processes/children.py)."""
+    if _BLAS in os.environ:
+        yield
+        return
+    os.environ[_BLAS] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_BLAS, None)
 
 
 def _import_where_there(names: tuple[str, ...]) -> None:
@@ -107,6 +127,26 @@ def _load_whole(name: str) -> None:
         signal.signal(signal.SIGHUP, before)
     if ended:
         os.kill(os.getpid(), signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def _frames_known() -> Iterator[None]:
+    """Give `inspect` the module of a frame by its name. torch asks for it wherever it makes an operator, and to find it
+    by its file Python looks up where each module of the process really lies: a tenth of a second, all in all."""
+    search = inspect.getmodule
+
+    def module_of(asked: Any, _filename: str | None = None) -> Any:
+        if inspect.isframe(asked):
+            module = sys.modules.get(asked.f_globals.get("__name__", ""))
+            if module is not None and getattr(module, "__file__", None) == asked.f_code.co_filename:
+                return module
+        return search(asked, _filename)
+
+    inspect.getmodule = module_of  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        inspect.getmodule = search
 
 
 @contextlib.contextmanager

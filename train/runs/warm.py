@@ -183,6 +183,8 @@ def main() -> None:
     path = socket_of(environ, make=True)
     if path is None or _is_served(path):
         return
+    # or NumPy's OpenBLAS begins a thread a core, here and again in each rank, which has as many as it is told
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
     for name in _LIBRARIES:
         importlib.import_module(name)
@@ -214,11 +216,14 @@ def _is_served(path: Path) -> bool:
     return True
 
 
-def serve(line: socket.socket, door: socket.socket, begin: Callable[[str, str], None]) -> None:
+def serve(
+    line: socket.socket, door: socket.socket, begin: Callable[[str, str], None], fork: Callable[[], int] = os.fork
+) -> None:
     """Fork an agent for who has called.
 
     Args:
         begin: becomes the agent, in the fork; gets the path of the package's own.py and the folder of the order.
+        fork: as os.fork; one that gives 0 alone makes this process the agent.
     """
     line.settimeout(_PATIENCE)
     if _peer(line) != os.getuid():
@@ -236,7 +241,7 @@ def serve(line: socket.socket, door: socket.socket, begin: Callable[[str, str], 
             order += part
         sys.stdout.flush()
         sys.stderr.flush()
-        if os.fork() == 0:
+        if fork() == 0:
             _be_agent(json.loads(order), line, door, files, begin)
     finally:
         for fd in files:
