@@ -27,10 +27,11 @@ _LIBRARIES = (
 )  # fmt: skip
 """The shared libraries, of Python's and others', that are loaded for BESIDE and for the agent. One lock lets one be
 loaded at a time, so each of them would wait for all of torch's."""
-_BLAS = "OPENBLAS_NUM_THREADS"
 BESIDE = ("asyncio", "multiprocessing.reduction", "unittest.mock", "sympy", "networkx")
 """What torch and its compiler import of others' modules, written in Python: that needs no torch, whose libraries a
 second core loads meanwhile."""
+_BLAS = "OPENBLAS_NUM_THREADS"
+"""What NumPy's OpenBLAS reads as it is loaded; runs/warm.py sets it too, which imports nothing of this package."""
 _loading: list[threading.Thread] = []
 """Who loads torch's libraries, if somebody does."""
 CHECKS = ("train.runs.readmit",)
@@ -76,7 +77,7 @@ def begin() -> None:
     if "torch" in sys.modules or torch is None or not torch.submodule_search_locations:
         return
     with uncollected():
-        with one_thread():
+        with _one_thread():
             _import_where_there(_LIBRARIES)
         folder = Path(torch.submodule_search_locations[0]) / "lib"
         _loading.append(threading.Thread(target=_open_libraries, args=(folder,), daemon=True))
@@ -85,7 +86,7 @@ def begin() -> None:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """Let NumPy, imported now, begin no threads for its arithmetic, unless the user has said how many: OpenBLAS begins
     one a core, here and again in each rank, and each looks for work, without a pause, for the first 50 ms. A rank sets
     how many it has (processes/children.py)."""
