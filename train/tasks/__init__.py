@@ -141,14 +141,16 @@ def _execute(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise Refused(f"{path} is not a Python file; give a built-in task or the path of a .py file")
-    before, null, _ = path.read_bytes().partition(b"\0")
+    source = path.read_bytes()
+    before, null, _ = source.partition(b"\0")
     if null:  # a ValueError without a line up to Python 3.11.3
         line = before.count(b"\n") + 1
         raise Refused(f"{path}, line {line}: source code string cannot contain null bytes")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        # not the loader's way: its byte code may be that of an older file of the same second and size
+        exec(compile(source, path, "exec"), module.__dict__)
     except SyntaxError as error:
         raise Refused(f"{error.filename or path}, line {error.lineno or 1}: {error.msg}") from None
     except (Exception, SystemExit) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,7 @@ def metrics(model, batch):
 '''
 HELPER = """
 import math
+import os
 import torch
 
 
@@ -169,6 +171,16 @@ def test_two_tasks_of_one_name_are_two_tasks(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "t.py").write_text(body.format(number))
     assert [load(str(tmp_path / str(number) / "t.py")).model(None) for number in (1, 2)] == [1, 2]
+
+
+def test_a_task_edited_within_a_second_is_the_edited_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes byte code for its file's by second and size."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "edited.py"
+    for value in (1, 2):
+        path.write_text(f"DEFAULTS = {{'seed': {value}}}\nmodel = datasets = loss = print\n")
+        os.utime(path, (1e9, 1e9))
+        assert load(str(path)).DEFAULTS["seed"] == value
 
 
 def test_a_file_named_as_a_built_in_task_is_reached_by_its_path(
