@@ -30,6 +30,9 @@ doctor: ## check this machine, before anything is installed: needs Python 3.8 al
 demo: setup ## train on real handwritten digits, two processes on any machine, in a minute
 	@scripts/demo.sh $(ARGS)
 
+# What hypothesis remembers lies where the station can write too.
+export HYPOTHESIS_STORAGE_DIRECTORY := tests/.hypothesis
+
 .PHONY: test
 test: setup ## run the tests; one of them: make test ARGS="-k resume"; one after the other: ARGS="-n 0"
 	@$(PY) -m pytest tests/train $(wildcard tests/notebooks) -n auto --dist loadfile $(ARGS)
@@ -79,7 +82,7 @@ lock: ## write requirements.lock; newer versions: make lock ARGS=--upgrade
 
 .PHONY: clean
 clean: ## remove .venv and caches; runs and data stay
-	@rm -rf .venv .venv.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis build ./*.egg-info
+	@rm -rf .venv .venv.lock tests/.pytest_cache .mypy_cache .ruff_cache tests/.hypothesis build ./*.egg-info
 	@find . -path ./runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 -include docker/station.mk

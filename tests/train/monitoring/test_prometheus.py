@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,7 +158,10 @@ def test_the_dashboard_is_one_by_grafanas_published_schema(grafana: Path) -> Non
     for spoil, board in zip(spoilt.values(), boards[1:], strict=True):
         spoil(board)
     script = Path(__file__).with_name("dashboards.py")
-    done = subprocess.run([grafana, script], input=json.dumps(boards), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, script], env={**os.environ, "PYTHONPATH": str(grafana)}, input=json.dumps(boards),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     found = json.loads(done.stdout)
     assert _unknown(DASHBOARD, found[0]) == []
     assert [_unknown(board, known) for board, known in zip(boards[1:], found[1:], strict=True)] == [
