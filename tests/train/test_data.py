@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.train.tiers import later
+
 if TYPE_CHECKING:
     from conftest import Station
 
@@ -128,7 +130,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("more", [(), ("--data.workers", 2), ("--spawn", 2, "--data.workers", 1)])
+@pytest.mark.parametrize("more", [(), *later((("--data.workers", 2),), (("--spawn", 2, "--data.workers", 1),))])
 def test_an_image_that_cannot_be_read_is_named_in_one_line(station: Station, damaged: Path, more: Any) -> None:
     done = station("run", "images", "--name", "a", "--data.root", damaged, *SMALL, "--epochs", 1, *more)
     assert done.returncode == 3 and "Traceback" not in done.stderr

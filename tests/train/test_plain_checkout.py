@@ -82,6 +82,7 @@ def test_a_run_trains_there(plain: dict[str, str], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs" / "a" / "run.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.minutes
 def test_a_terminal_without_tqdm_gets_no_bar_and_the_run_ends(plain: dict[str, str], tmp_path: Path) -> None:
     """The agent of a launched run has a terminal, that of tmux."""
     (tmp_path / "bin" / "tmux").symlink_to(shutil.which("tmux") or "")

@@ -57,6 +57,7 @@ def test_a_rank_killed_in_every_attempt_costs_the_steps_since_the_last_copy(
     assert f"continuing after step {steps[-1]} as it was in memory" in kept.engine.said(name)
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("place", ["written", *later("begin", "sealed")])
 @pytest.mark.parametrize("victim", [0, *later(1)])
 def test_a_rank_killed_while_they_copy_leaves_the_copy_before(kept: Kept, place: str, victim: int) -> None:

@@ -86,6 +86,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 SUBMIT = ("submit", "digits", "--on", "slurm", "--nproc", 1, "--name", "a")
 
 
+@pytest.mark.minutes
 def test_a_run_whose_slurm_does_not_answer_is_not_removed(there: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     assert there.says(*SUBMIT)[0] == 0
     there.squeue("exec sleep 600")
@@ -108,6 +109,7 @@ def test_a_job_whose_number_was_lost_is_found(there: Slurm, then: str) -> None:
     assert there.queue() == ["8"] and there.record()["submitted"] == {"engine": "slurm", "job": "8"}
 
 
+@pytest.mark.minutes
 def test_a_job_that_nobody_could_ask_for_is_found_later(there: Slurm) -> None:
     """By whatever is done next with its run."""
     there.sbatch("exit 1")
@@ -144,6 +146,7 @@ def test_what_slurm_does_not_take_leaves_all_as_it_was(there: Slurm) -> None:
     assert [path.name for path in there.runs.iterdir()] == ["a"]
 
 
+@pytest.mark.minutes
 def test_fields_of_a_resume_reach_every_node_whether_it_has_a_record_or_not(there: Slurm) -> None:
     assert there.says(*SUBMIT, "--nodes", 2, "--epochs", 3)[0] == 0
     nodes = [there.runs, there.runs / ".nodes/1"]

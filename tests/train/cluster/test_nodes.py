@@ -34,6 +34,7 @@ def test_two_nodes_wait_for_each_other_and_train_as_one_machine_does(machines: M
         assert logs == {f"rank{2 * node}.log", f"rank{2 * node + 1}.log"}  # numbered over all nodes
 
 
+@pytest.mark.minutes
 def test_two_ranks_on_each_of_two_nodes_add_in_one_order(machines: Machines, shared_station: Station) -> None:
     fields = ("--steps", 30, "--parallel.reduce", "ordered")
     machines.launch_all("a", *fields, nproc=2)
@@ -215,6 +216,7 @@ def test_the_newest_checkpoint_is_damaged_on_both_and_an_older_one_on_one(machin
     assert [run.read()["attempts"][1]["from_step"] for run in runs] == [older, older]
 
 
+@pytest.mark.minutes
 def test_a_stop_while_a_node_waits_ends_it(machines: Machines) -> None:
     assert machines.launch("a", 0, "--steps", 60).returncode == 0
     machines.wait_for_reason("a", 0, "waiting for node 1 of 2")

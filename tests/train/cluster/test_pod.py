@@ -113,6 +113,7 @@ def test_fields_of_a_resume_reach_a_node_whose_folder_is_gone(two: Pods) -> None
     assert first["weights_sha256"] == second["weights_sha256"]
 
 
+@pytest.mark.minutes
 def test_one_node_needs_no_rendezvous_a_task_goes_along_and_another_run_of_that_name_is_refused(
     station: Station,
 ) -> None:
@@ -173,6 +174,7 @@ def test_what_is_no_pod_of_a_train_job_is_refused_in_a_line(two: Pods) -> None:
     assert two.log(1) == "train: PET_NNODES is 3, and 2 nodes were submitted; submit it anew\n"
 
 
+@pytest.mark.minutes
 def test_a_training_that_fails_ends_the_job_for_good(station: Station) -> None:
     pods = Pods.of(station, "digits", "--steps", 500, *FIELDS, "--optim.lr", "1e30")
     try:

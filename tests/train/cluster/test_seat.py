@@ -109,6 +109,7 @@ def test_a_node_that_is_told_late_that_a_round_begins_again_waits_no_longer_than
     assert decision is not None and decision.state is None and "gave up" in decision.why
 
 
+@pytest.mark.minutes
 def test_an_agent_that_waits_for_a_disk_is_there_and_one_that_never_comes_back_is_given_up(
     seats: Seats, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def told(process: subprocess.Popen[str]) -> dict[str, Finding]:
     return by_name(findings)
 
 
+@pytest.mark.minutes
 def test_ranks_that_are_well_and_one_that_runs_other_code(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "train", tmp_path / "train", ignore=ignore)

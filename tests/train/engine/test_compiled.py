@@ -93,6 +93,7 @@ def test_what_a_task_compiles_has_its_own_names_and_a_graph_for_each_shape(way: 
     assert ways.record(f"{name}-plain")["step"] == ways.record(f"{name}-again")["step"] == 18
 
 
+@pytest.mark.minutes
 def test_a_killed_run_of_a_model_compiled_in_part_ends_as_if_nothing_had_happened(ways: Station) -> None:
     ways.ok("launch", "compiled_part.py", "--name", "compiled-calm", *FLAGS, "--follow")
     (ways.folder / "kill-compiled").touch()

@@ -139,6 +139,7 @@ def test_a_package_that_is_missing_is_refused_before_anything_is_created(station
     assert done.stderr.count("\n") == 1 and not (station.runs / "one").exists()
 
 
+@pytest.mark.minutes
 def test_a_real_run_is_sent(station: Any) -> None:
     pytest.importorskip("wandb")
     run = station.run("fed")

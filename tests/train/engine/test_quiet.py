@@ -53,6 +53,7 @@ def metrics(model, batch):
 QUICK = ["--spawn", 3, "--batch_size", 12, "--epochs", 2, "--log.tensorboard", "false"]
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize(
     ("when", "metric", "words"),
     [

@@ -55,6 +55,7 @@ def test_the_environment_is_read_as_torch_reads_it(
     assert threads.of_environment() == expected
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("user", ["3", *later(None, "1")])
 def test_the_one_that_torchrun_sets_is_not_the_users_wish(tmp_path: Path, user: str | None) -> None:
     code = "from train.engine import threads; open('said', 'a').write(f'{threads.of_environment()}\\n')"

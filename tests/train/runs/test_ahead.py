@@ -77,6 +77,7 @@ def test_an_agent_was_begun_ahead_and_leaves_nothing_behind(station: Station, co
     assert station.record("one")["state"] == store.STOPPED
 
 
+@pytest.mark.minutes
 def test_an_agent_that_would_have_other_limits_starts_cold(station: Station, cold: dict[str, str]) -> None:
     station.ok("launch", "digits", "--name", "first", *ENDLESS, env=cold)  # its tmux server keeps its limits
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -86,6 +86,7 @@ def test_a_killed_run_that_orders_a_set_of_strings_goes_on_with_the_same_order(
     assert words.record("words-killed")["weights_sha256"] == undisturbed
 
 
+@pytest.mark.minutes
 def test_ranks_of_a_users_own_torchrun_agree_with_a_launch(words: Station, undisturbed: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train"]
     command += ["run", "words.py", "--name", "words-torchrun", *map(str, FLAGS), "--steps", "60"]
@@ -94,6 +95,7 @@ def test_ranks_of_a_users_own_torchrun_agree_with_a_launch(words: Station, undis
     assert words.record("words-torchrun")["weights_sha256"] == undisturbed, words.logs("words-torchrun")
 
 
+@pytest.mark.minutes
 def test_what_a_user_has_set_is_recorded_and_is_that_of_resumes_and_evaluations(words: Station) -> None:
     environ = {"PYTHONHASHSEED": "7"}
     words.ok("launch", "words.py", "--name", "words-own", *FLAGS, "--steps", 20, "--follow", env=environ)

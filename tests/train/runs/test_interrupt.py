@@ -178,6 +178,7 @@ def test_ctrl_c_twice_ends_the_following_of_a_launched_run_and_not_the_run(stati
     station.ok("stop", "f")
 
 
+@pytest.mark.minutes
 def test_a_hang_where_a_rank_had_no_data_says_which(station: Station) -> None:
     write(station, loss=FUNCTIONAL)
     done = station("launch", "task.py", "--name", "w", "--nproc", 2, *QUICK, "--watch.hang_minutes", 0.05,

@@ -157,6 +157,7 @@ def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station:
     assert run.read() == before and not run.alive()
 
 
+@pytest.mark.minutes
 def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
     station: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:

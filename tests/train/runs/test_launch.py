@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE, lives
+from tests.train.tiers import later
 from train.record import store
 from train.runs import launch, warm
 
@@ -237,8 +238,9 @@ def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(start: str, shared_station
     station.ok("stop", name, "--now")
 
 
-@pytest.mark.parametrize("now", [False, True])
-@pytest.mark.parametrize("road", ["launched", "spawned"])
+@pytest.mark.parametrize(
+    ("road", "now"), [("launched", False), *later(("launched", True), ("spawned", False), ("spawned", True))]
+)
 def test_a_run_whose_folder_takes_no_request_is_stopped_all_the_same(
     now: bool, road: str, shared_station: Station
 ) -> None:

@@ -40,6 +40,7 @@ def test_libraries_of_torch_are_loaded_before_torch_is_imported() -> None:
     assert said == "True 45"
 
 
+@pytest.mark.minutes
 def test_what_is_imported_beside_is_what_torch_would_import() -> None:
     assert execute(
         "import torch\n"
@@ -49,6 +50,7 @@ def test_what_is_imported_beside_is_what_torch_would_import() -> None:
     ) in ("set()", "{'networkx'}")  # newer releases of torch go without
 
 
+@pytest.mark.minutes
 def test_what_is_imported_beside_loads_no_library_that_would_wait_for_those_of_torch() -> None:
     assert execute(
         "def libraries(): return {line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}\n"
@@ -79,6 +81,7 @@ def openblas() -> None:
         pytest.skip("this NumPy computes with another library")
 
 
+@pytest.mark.minutes
 @pytest.mark.usefixtures("openblas")
 def test_no_thread_waits_for_numpys_work_and_a_rank_has_as_many_as_it_is_told() -> None:
     said = execute(
@@ -99,6 +102,7 @@ def test_no_thread_waits_for_numpys_work_and_a_rank_has_as_many_as_it_is_told() 
     assert said.splitlines() == ["1 None", "1 1", "3 3"]
 
 
+@pytest.mark.minutes
 @pytest.mark.usefixtures("openblas")
 def test_how_many_threads_numpy_has_is_what_the_user_says() -> None:
     said = execute(

@@ -103,6 +103,7 @@ def test_a_failing_script_fails_the_run_with_its_exit_code_in_the_reason(shared_
     assert record["state"] == store.FAILED and "exited with code 7" in record["reason"]
 
 
+@pytest.mark.minutes
 def test_an_agent_leaves_nothing_of_torchrun_among_temporary_files_killed_or_not(shared_station: Station) -> None:
     station = shared_station
     snapshot, temporary = station.folder / "tidy.pt", station.folder / "temporary"

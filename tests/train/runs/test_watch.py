@@ -45,6 +45,7 @@ def test_a_rank_that_stands_still_is_noticed_its_stacks_are_kept_and_the_run_goe
     assert "loop.py" in stack or "_step" in stack, stack
 
 
+@pytest.mark.minutes
 def test_a_run_that_is_frozen_with_its_agent_hangs_no_more_when_it_is_let_go(station: Station) -> None:
     """As `docker pause` does, for longer than a hang takes."""
     long = [*FIELDS, "--steps", 10**6, "--watch.hang_minutes", 0.2]
@@ -73,6 +74,7 @@ def test_a_run_that_is_frozen_with_its_agent_hangs_no_more_when_it_is_let_go(sta
     assert [attempt["end"] for attempt in station.record("a")["attempts"]] == ["stopped"]
 
 
+@pytest.mark.minutes
 def test_hang_minutes_0_never_ends_a_run(station: Station) -> None:
     env = {"TRAIN_FAULT": "step@0:10:stop"}
     station.ok("launch", "digits", "--name", "a", *FIELDS, "--watch.hang_minutes", 0, env=env)
@@ -140,6 +142,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.minutes
 def test_a_rank_that_is_refused_alone_before_it_meets_the_others_keeps_nobody_waiting(station: Station) -> None:
     (station.folder / "alone.py").write_text(ALONE)
     flags = ["--steps", 4, "--log.tensorboard", "false", "--cpu_threads", 1, "--parallel.timeout_minutes", 1000]
@@ -188,6 +191,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.minutes
 def test_a_rank_that_dies_while_all_hash_their_weights_is_noticed_by_its_agent(station: Station) -> None:
     (station.folder / "holds.py").write_text(HOLDS)
     flags = ["--steps", 4, "--log.tensorboard", "false", "--cpu_threads", 1, "--parallel.timeout_minutes", 1000,
