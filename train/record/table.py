@@ -91,7 +91,7 @@ def story(run: Run, record: dict[str, Any]) -> str:
 
 
 def _story(run: Run, record: dict[str, Any]) -> str:
-    lines = [f"{run.name}: {with_reason(record['state'], record.get('reason'))}"]
+    lines = [f"{screen.name(run.name)}: {with_reason(record['state'], record.get('reason'))}"]
 
     def line(label: str, value: object) -> None:
         if value not in (None, "", {}, []):
