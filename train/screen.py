@@ -16,6 +16,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import IO, Any
 
+LONGEST_NAME = 64
+"""Columns of a run's name."""
+_SHORT_NAME = 24
+"""Columns of a name that is longer than that, in a table."""
 _PLAIN = {"…": "...", "→": "->", "“": '"', "”": '"', "µ": "u", "·": "*"}
 """What stands for a character that an ASCII locale cannot show."""
 
@@ -122,6 +126,11 @@ def cut(text: str, columns: int) -> str:
     return text[:end] + "…"
 
 
+def name(text: str) -> str:
+    """A run's name for a line of text: a folder's may be longer than any that a launch takes."""
+    return cut(printable(text), LONGEST_NAME)
+
+
 def _padded(text: str, columns: int) -> str:
     return text + " " * (columns - columns_of(text))
 
@@ -145,12 +154,14 @@ def table(rows: list[list[str]], columns: int | None, dispensable: list[int], el
     """Rows as aligned text. On a narrow terminal columns are left out, and what remains is cut.
 
     Args:
-        rows: the heading first.
+        rows: the heading first; names come first in each. One that is too long for a name takes no room from the rest.
         dispensable: columns in the order in which they are left out.
         elastic: columns to cut after that, the first one first; none below 8 letters.
     """
     kept = list(range(len(rows[0])))
     widths = [max(columns_of(row[column]) for row in rows) for column in kept]
+    names = [columns_of(row[0]) for row in rows]
+    widths[0] = max(length if length <= LONGEST_NAME else _SHORT_NAME for length in names)
 
     def needed() -> int:
         return sum(widths[column] + 2 for column in kept) - 2

@@ -10,6 +10,7 @@ import pytest
 from tests.train.terminal import Terminal
 from train import cli, screen
 from train.errors import Refused, shortened
+from train.record import folders
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -93,6 +94,17 @@ def test_tables_and_stories_fit_into_a_narrow_terminal(station: Station) -> None
             assert len(line) <= columns or len(line.split()) <= 2, line
     wide = station.ok("ls").stdout
     assert "a-run-with-a-rather-long-name" in wide and "STARTED" in wide and "…" not in wide
+
+
+def test_a_folder_with_an_endless_name_takes_no_column_from_the_others(station: Station) -> None:
+    run = folders.create(station.runs, "a", {}, {"world_size": 1, "state": "finished", "metrics": {"loss": 0.5}})
+    run.folder.rename(run.folder.with_name("n" * 250))
+    terminal = Terminal(station, "ls", columns=80)
+    assert terminal.end() == 0 and "RANKS" in terminal.output and "loss 0.5000" in terminal.output
+    assert max(map(len, station.ok("ls").stdout.splitlines())) < 80
+    assert max(map(len, station.ok("top", "--once").stdout.splitlines())) < 80
+    assert station.ok("show", "n" * 250).stdout.startswith("n" * 63 + "…: finished")
+    assert "n" * 250 in station.ok("ls", "--json").stdout
 
 
 def test_a_line_is_folded_between_words_only() -> None:

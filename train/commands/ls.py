@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
     """Which ones, and in which order."""
     add = parser.add_argument
     shared.add_names(parser, "*")
-    text = "only these, with commas: running, stopped, interrupted, failed, …"
+    text = "only these, with commas: running, stopped, interrupted, copy, failed, …"
     add("--state", metavar="STATE", help=text, offer=offers.words(*select.STATES))
     text = "created (the default), name, state, step (most first), loss (lowest first)"
     add("--sort", metavar="BY", help=text, offer=offers.words(*select.ORDERS))

@@ -62,7 +62,7 @@ def _summary(run: Run) -> str:
     record = run.shown()
     account = times.of(run, record)
     columns = screen.width(sys.stdout)
-    lines = [f"{run.name}: {with_reason(record['state'], record.get('reason'))}"]
+    lines = [f"{screen.name(run.name)}: {with_reason(record['state'], record.get('reason'))}"]
     parts = page.parts(account)
     lines.append(
         f"  {page.long(account.whole)} from its creation to its end, of which" if parts else "  no time is known of"

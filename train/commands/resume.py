@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     shared.add_ranks(parser)
     shared.add_nodes(parser)
     shared.add_name(parser, nargs="?")
-    add("--all", action="store_true", help="every run that was interrupted, or stopped by a signal")
+    add("--all", action="store_true", help="every run of this station that was interrupted, or stopped by a signal")
     text = "of a script's run: from now on this file, not the copy in its folder"
     add("--script", metavar="FILE", help=text, offer=offers.files("py"))
     parser.takes_fields = True
@@ -40,7 +40,10 @@ def run(options: Namespace, runs: Path) -> int:
         begun = _resume(options, runs, options.name)
         return shared.follow(runs, options.name) if begun and options.follow else EXIT_FINISHED
     code = EXIT_FINISHED
-    names = [run.name for run in folders.every(runs) if resumable(run)]
+    found = {run.name: resumable(run) for run in folders.every(runs)}
+    names = [name for name in found if found[name]]
+    for name in (name for name in found if found[name] is None):
+        screen.say(f"train: {name} is left out, for it is not known as started here; to go on: train resume {name}")
     if not names:
         screen.say(f"no run in {runs} was interrupted; one that was stopped or has failed: train resume NAME")
     for name in names:

@@ -31,6 +31,7 @@ _PATIENCE = 5.0
 _STYLE = {
     "head": "bold", "rank": "dim", "gpu": "cyan", store.RUNNING: "green", store.CREATED: "yellow",
     store.QUEUED: "yellow", store.FAILED: "red", store.INTERRUPTED: "yellow",
+    store.COPY: "yellow",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, nearest, shortened
-from train.record import durable
+from train.record import durable, station
 from train.record.durable import sync_folder, write_atomically
 from train.record.store import CREATED, Run, now
 
@@ -101,7 +101,9 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
             "git_revision": None, "created": now(), "started": None, "ended": None, "weights_sha256": None,
             "metrics": {}, "stopped_by": None,
         }  # fmt: skip
-        write_atomically(staging / "run.json", json.dumps(base | record, indent=1) + "\n")
+        base |= record
+        base |= station.mark(runs / name, base, staging)
+        write_atomically(staging / "run.json", json.dumps(base, indent=1) + "\n")
         if os.path.lexists(runs / name):
             raise Refused(f"a run named {name} exists in {runs}; choose another --name, or: train resume {name}")
         staging.rename(runs / name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import train
+from train import screen
 from train.errors import Refused, one_line
 from train.record import advice, best, figures, manifest, settings, table, times
 from train.record.manifest import Unreadable
@@ -55,7 +56,7 @@ def html(run: Run) -> str:
             return otherwise
 
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
     environment.filters |= {"long": long, "size": _size, "moment": _moment, "say": settings.shown}
     account = found("where time went", lambda: times.of(run, record), times.Account())
     content: dict[str, Any] = {
@@ -75,6 +76,13 @@ def html(run: Run) -> str:
         "version": train.__version__,
     }
     return environment.from_string(template).render(content)
+
+
+def _printable(value: Any) -> Any:
+    """A value of the page without what would turn its direction or hide parts of it; markup stays as it is."""
+    if hasattr(value, "__html__"):
+        return value
+    return "\n".join(map(screen.printable, str(value).split("\n")))
 
 
 def _say(error: Exception) -> str:

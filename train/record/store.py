@@ -22,7 +22,7 @@ from typing import Any
 
 from train import signals
 from train.errors import Refused
-from train.record import durable, heartbeat, plain, whole
+from train.record import durable, heartbeat, plain, station, whole
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER, PLACED = "polite", "now", "keeper", "placed"
@@ -43,6 +43,8 @@ TWICE = "stopped at once (Ctrl-C twice)"
 """How the reason begins where a user did not wait for a foreground run to save."""
 INTERRUPTED = "interrupted"
 """Effective only: recorded as running, but no process of the run is alive."""
+COPY = "copy"
+"""Effective only: it would be resumed by itself if this station had started it (station.py)."""
 QUEUED = "queued"
 """Effective only: the engine of a cluster that the run was handed to has not started it yet, or will again."""
 
@@ -240,6 +242,11 @@ class Run:
             if record.get("state") == RUNNING or (record.get("state") == CREATED and record["attempts"]):
                 record["state"] = INTERRUPTED
                 record["reason"] = record.get("reason") or "its processes died; train resume continues it"
+        is_resumed = record["state"] == INTERRUPTED
+        is_resumed |= record["state"] == STOPPED and record["stopped_by"] == signals.KEEPER
+        if is_resumed and not record.get("submitted") and not station.has_started(self.folder, record):
+            how = f"not known as started here: from elsewhere, copied, renamed or edited; train resume {self.name}"
+            record |= {"state": COPY, "reason": f"{how} adopts it"}
         return record
 
     def state(self) -> str:

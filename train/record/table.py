@@ -91,7 +91,7 @@ def story(run: Run, record: dict[str, Any]) -> str:
 
 
 def _story(run: Run, record: dict[str, Any]) -> str:
-    lines = [f"{run.name}: {with_reason(record['state'], record.get('reason'))}"]
+    lines = [f"{screen.name(run.name)}: {with_reason(record['state'], record.get('reason'))}"]
 
     def line(label: str, value: object) -> None:
         if value not in (None, "", {}, []):
@@ -107,6 +107,7 @@ def _story(run: Run, record: dict[str, Any]) -> str:
     for part in record.get("parts") or ():
         line("", part)
     line("ranks", record.get("world_size"))
+    line("host", record.get("host"))
     line("created", record.get("created"))
     line("ended", record.get("ended"))
     line("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items()))
@@ -130,7 +131,7 @@ def _story(run: Run, record: dict[str, Any]) -> str:
         ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
         made = _made(attempt, bool(record.get("script")))
         lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {with_reason(end, attempt.get('reason'))}")
-    if attempts and attempts[-1].get("last_lines") and record["state"] in ("failed", "interrupted"):
+    if attempts and attempts[-1].get("last_lines") and record["state"] in ("failed", "interrupted", "copy"):
         lines += [f"    | {text}" for text in attempts[-1]["last_lines"]]
     if record.get("script"):
         line("steps redone", "-")  # only the script knows

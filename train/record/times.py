@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
 from train.record import heartbeat
-from train.record.store import INTERRUPTED, RUNNING, Run, seconds_of
+from train.record.store import COPY, INTERRUPTED, RUNNING, Run, seconds_of
 
 
 class Times(TypedDict):
@@ -92,7 +92,7 @@ def of(run: Run, record: dict[str, Any] | None = None) -> Account:
     record = run.shown() if record is None else record
     attempts = [one for one in record["attempts"] if isinstance(one, dict)] if _is_list(record) else []
     seen = 0.0
-    if record["state"] == INTERRUPTED:
+    if record["state"] in (INTERRUPTED, COPY):
         signs = [heartbeat.last_sign(run.logs(len(attempts)))]
         signs += [path.stat().st_mtime for path in (run.folder / "run.json", run.metrics) if path.exists()]
         seen = max(signs)
@@ -240,7 +240,7 @@ def _notes(record: dict[str, Any], attempts: list[dict[str, Any]], went_back: fl
         notes.append("an attempt has not noted its times: it was of an earlier release, or died too soon")
     if any(times["communication"] is None for times in told):
         notes.append("communication is not told apart from computing here: fsdp, hsdp and dp do both at once")
-    if record["state"] == INTERRUPTED:
+    if record["state"] in (INTERRUPTED, COPY):
         notes.append("interrupted: told up to its last sign of life; a resume may find newer steps in memory")
     if record["state"] in (RUNNING, "created"):
         notes.append("not ended yet: told up to now")

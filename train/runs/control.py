@@ -12,7 +12,7 @@ from typing import Any
 
 from train import screen, signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
-from train.record import heartbeat, store
+from train.record import heartbeat, station, store
 from train.record.store import Run
 from train.runs import scripts, supervise
 
@@ -20,14 +20,19 @@ _PATIENCE = 15.0
 """Seconds after which one who waits for a script to stop is told how to end it."""
 
 
-def resumable(run: Run) -> bool:
-    """Whether `train resume --all` and the keeper take this run: not those that a user stopped, or that failed."""
+def resumable(run: Run) -> bool | None:
+    """Whether `train resume --all` and the keeper take this run: not those that a user stopped, or that failed.
+
+    None: they would if this station had started it.
+    """
     try:
         record = run.shown()
     except Refused:
         return False
     if record.get("submitted"):  # the engine that it was handed to starts it again, or its user
         return False
+    if record["state"] == store.COPY or (rests_by_itself(record) and not station.has_started(run.folder, record)):
+        return None
     return record["state"] == store.INTERRUPTED or rests_by_itself(record)
 
 
@@ -91,7 +96,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
                     stop_by_signal(run, now, error)
         record = run.shown()
         state = record["state"]
-        if not (state == store.INTERRUPTED or rests_by_itself(record)):
+        if not (state in (store.INTERRUPTED, store.COPY) or rests_by_itself(record)):
             break
         lock = run.acquire()
         if lock is None:  # somebody has just begun to resume it

@@ -141,6 +141,7 @@ def tell_end(run: Run, record: dict[str, Any]) -> int:
         store.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {how_to_go_on(record)}",
         store.FAILED: f"{run.name} failed{reason}",
         store.INTERRUPTED: f"{run.name} was interrupted{reason}",
+        store.COPY: f"{run.name} was interrupted{reason}",
     }.get(state, f"{run.name} is {state}")
     if not record.get("total_steps") and state == store.FINISHED:  # of a script, or where the steps are not seen
         last = f"{run.name} finished"

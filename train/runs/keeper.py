@@ -6,6 +6,7 @@ Safe beside other keepers and beside users: whoever takes a run's lock first has
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 
 from train import hashing, screen
 from train.errors import EXIT_FINISHED, Refused, one_line
-from train.record import folders, store
+from train.record import folders, station, store
 from train.record.store import Run
 from train.runs import control, launch, scripts, supervise, warm
 
@@ -72,7 +73,7 @@ class _Told:
 
 
 def keep(runs: Path, once: bool) -> int:
-    """Look after the runs until SIGTERM or SIGINT, then stop and save those of this host. Returns an exit code.
+    """Look after the runs until SIGTERM or SIGINT, then stop and save those of this station. Returns an exit code.
 
     With `once`: resume what was interrupted and return.
     """
@@ -80,6 +81,9 @@ def keep(runs: Path, once: bool) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     tell = _Told()
+    if station.station_id(make=True) is None:
+        problem = "the state folder of this user cannot be written, so no run is known as started here, nor resumed"
+        screen.say(f"{store.now()} warning: {problem}; XDG_STATE_HOME names another")
     if not once:
         screen.say(f"{store.now()} keeping the runs in {runs}")
     # each in a thread of its own: a run whose data set hangs while it is checked keeps nobody waiting
@@ -87,6 +91,8 @@ def keep(runs: Path, once: bool) -> int:
     waits: dict[str, _Wait] = {}
     held = _Warm()
     while not ended.is_set():
+        with contextlib.suppress(OSError):
+            station.show_keeper()
         for run in folders.every(runs):
             wait = waits.setdefault(run.name, _Wait())
             if wait.is_over() and not (run.name in busy and busy[run.name].is_alive()):
@@ -126,6 +132,8 @@ def _look_after(run: Run, tell: _Told, ended: threading.Event, wait: _Wait) -> N
         with _at_once:
             _resume_if_interrupted(run, tell, ended)
         wait.forget()
+    except launch.Cancelled:
+        tell(run, "not resumed, for the keeper is stopping; the next one resumes it")
     except Refused as error:
         wait.begin()
         tell(run, f"cannot be resumed: {error}")
@@ -139,7 +147,10 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
     # between its creation and its first attempt a run is nobody's for a moment
     is_stillborn = record["state"] == store.CREATED and not run.alive() and _age(run, record) > 30
     is_stillborn &= not record.get("submitted")  # that one waits for the engine that it was handed to
-    if ended.is_set() or not (control.resumable(run) or is_stillborn):
+    is_wanted = (station.has_started(run.folder, record) or None) if is_stillborn else control.resumable(run)
+    if is_wanted is None:
+        tell(run, f"left alone, for it is not known as started here; to go on with it: train resume {run.name}")
+    if ended.is_set() or not is_wanted:
         return
     count = control.count_of(run, run.read())
     if count["times"] > TIMES:
@@ -172,12 +183,18 @@ def _age(run: Run, record: dict[str, Any]) -> float:
 
 
 def _stop_all(runs: Path, tell: _Told) -> int:
-    """Stop the live runs of this host, all at once, and wait until they have saved."""
+    """Stop the live runs of this station, all at once, and wait until they have saved."""
+    own, here = station.station_id(), socket.gethostname()
 
     def stop(run: Run) -> None:
         try:
             record = run.read()
-            if not run.alive() or record.get("host") != socket.gethostname() or record.get("submitted"):
+            if not run.alive() or record.get("submitted"):
+                return
+            # a record without a station is of a user without a key, or of an earlier release
+            other = record.get(station.STATION) != own if record.get(station.STATION) else record.get("host") != here
+            if other:
+                tell(run, f"is of another station ({record.get('host')}); left alone")
                 return
             try:
                 run.stop(store.KEEPER)

@@ -36,6 +36,10 @@ _PATIENCE = 20.0
 """Seconds for a process to leave a session that is ended: it may be in the middle of its imports."""
 
 
+class Cancelled(Refused):
+    """Whoever gave the order has taken it back."""
+
+
 @dataclasses.dataclass
 class Order:
     """What the process inside tmux is to do. Everything is plain, to be written as JSON."""
@@ -206,7 +210,7 @@ def _wait(desk: Path, runs: Path, session: str, cancelled: Callable[[], bool]) -
     while not answer.exists():
         time.sleep(0.02)
         if cancelled():
-            raise Refused("given up before it began")
+            raise Cancelled("given up before it began")
         if time.monotonic() - checked > 0.5:
             checked = time.monotonic()
             if not _has_session(runs, session) and not answer.exists():

@@ -22,6 +22,7 @@ from train.cluster.member import Member
 from train.cluster.table import LOST
 from train.cluster.wire import Message
 from train.parallel.seat import Seat
+from train.record import station
 from train.record.durable import write_atomically
 from train.record.outcome import Kind, Outcome
 from train.record.store import Run
@@ -214,6 +215,7 @@ class Nodes:
             text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {int(value)}", text)
         if text != before:
             write_atomically(path, text)
+            self.run.update(lambda record: record.update(station.mark(self.run.folder, record)))
         self._member.hello |= {"chosen": self.begun["chosen"], "has_begun": True}
 
     def trouble(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from train.cluster import address
 from train.errors import Refused
-from train.record import durable, environment, folders, store
+from train.record import durable, environment, folders, station, store
 from train.record.store import Lock, Run
 from train.runs import control, gpus, preload, scripts
 from train.runs.launch import Order, session_of
@@ -169,6 +169,7 @@ def _reopen(order: Order, run: Run, kept: environment.Kept, apart: Apart) -> Ope
             if not order.by_keeper:  # what holds from now on, for the keeper too
                 kept = environment.after(environment.read(run.folder), kept)
                 durable.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
+                changes |= station.mark(run.folder, record | changes)  # after the files: a kill leaves a copy
             # nobody is to take the process ids of the attempt before for those of the next
             changes |= {"reason": "", "stopped_by": None, "ended": None, "pids": {}, "state": store.CREATED}
             run.update(lambda record: record.pop(store.REFUSED, None), **changes)
@@ -239,6 +240,8 @@ def _check_still_wanted(run: Run, record: dict[str, Any]) -> None:
         raise Refused(f"{run.name} is {record['state']}")
     if record["state"] == store.STOPPED and not control.rests_by_itself(record):
         raise Refused(f"{run.name} was stopped by its user")
+    if not station.has_started(run.folder, record):
+        raise Refused(f"{run.name} is not known as started here; its user goes on with: train resume {run.name}")
 
 
 def _outlive_terminal() -> None:

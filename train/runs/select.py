@@ -13,7 +13,10 @@ from train.record import folders, store
 from train.record.store import Run
 from train.runs import submitted
 
-STATES = (store.CREATED, store.QUEUED, store.RUNNING, store.STOPPED, store.INTERRUPTED, store.FAILED, store.FINISHED)
+STATES = (
+    store.CREATED, store.QUEUED, store.RUNNING, store.STOPPED, store.INTERRUPTED, store.COPY, store.FAILED,
+    store.FINISHED,
+)  # fmt: skip
 ORDERS = ("created", "name", "state", "step", "loss")
 """For --sort: the oldest first, by the alphabet, most steps first, the lowest loss first; what has none comes last."""
 

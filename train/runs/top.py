@@ -118,7 +118,7 @@ class Page:
 def _is_explained(record: dict[str, Any]) -> bool:
     """Whether there is a reason to show: why a run has ended, or what is said of it where its ranks are not seen."""
     unseen = look.is_alive(record) and standing.is_submitted(record) and not record["attempts"]
-    return bool(record.get("reason")) and (unseen or record["state"] in (store.FAILED, store.INTERRUPTED))
+    return bool(record.get("reason")) and (unseen or record["state"] in (store.FAILED, store.INTERRUPTED, store.COPY))
 
 
 def _visible(record: dict[str, Any]) -> list[int]:

@@ -33,6 +33,7 @@ CODES = {
     store.STOPPED: EXIT_STOPPED,
     store.FAILED: EXIT_FAILED,
     store.INTERRUPTED: EXIT_FAILED,
+    store.COPY: EXIT_FAILED,
 }
 """The exit code that stands for each end of a run."""
 

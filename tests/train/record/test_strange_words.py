@@ -96,6 +96,7 @@ def test_strange_words_make_no_broken_picture(station: Station) -> None:
     station.ok("report", "odd", "--to", "a.html")
     page = (station.folder / "a.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 6 and "cannot be shown" not in page
+    assert not [ascii(letter) for letter in page if unicodedata.category(letter) in ("Cc", "Cf") and letter != "\n"]
 
 
 def test_strange_words_in_labels_are_told_apart_and_begin_no_line(station: Station) -> None:

@@ -167,6 +167,7 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
     station.wait("a", lambda record: record["state"] == "interrupted", "its death")
     (station.folder / "desks").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(station.folder / "desks"))
+    monkeypatch.setenv("TMPDIR", str(station.folder / "desks"))
     monkeypatch.setenv(warm.OFF, "off")
 
     def is_answered() -> bool:
@@ -180,6 +181,16 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
         launch.start(launch.Order(kind="resume", runs=str(station.runs), name="a", by_keeper=True), is_answered)
     record = station.run("a").shown()
     assert (record["state"], record["stopped_by"]) == ("stopped", "keeper") and control.resumable(station.run("a"))
+
+    keeper = station.start("keeper")
+    deadline = time.monotonic() + PATIENCE
+    while not list(station.folder.glob("desks/*/request.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    keeper.send_signal(signal.SIGTERM)
+    said = keeper.communicate(timeout=PATIENCE)[0]
+    assert "a: not resumed, for the keeper is stopping" in said and "cannot be resumed" not in said
+    assert control.resumable(station.run("a"))
 
 
 @pytest.mark.parametrize(("by_keeper", "is_taken_up"), [(True, True), (False, False)])

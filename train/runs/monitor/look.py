@@ -25,6 +25,7 @@ from train.runs.monitor.engines import Engines
 ALIVE = (store.CREATED, store.QUEUED, store.RUNNING)
 STATES = (
     store.CREATED, store.QUEUED, store.RUNNING, store.STOPPED, store.FAILED, store.FINISHED, store.INTERRUPTED,
+    store.COPY,
 )  # fmt: skip
 _ENDED = (store.STOPPED, store.FAILED, store.FINISHED)
 _BEAT = re.compile(r"rank(\d{1,6})\.beat")
@@ -101,7 +102,7 @@ class Runs:
 
     def _last_change(self, record: dict[str, Any]) -> float:
         """When a run ended. One that was killed could not say so: the file of its record was written last before."""
-        if record["state"] == store.INTERRUPTED:
+        if record["state"] in (store.INTERRUPTED, store.COPY):
             with contextlib.suppress(OSError):
                 return (self.folder / record["name"] / "run.json").stat().st_mtime
         return store.seconds_of(record.get("ended") or record.get("started")) or 0.0
@@ -243,5 +244,5 @@ def resident(process: Any) -> float | None:
 
 def deaths(record: dict[str, Any], attempts: list[dict[str, Any]]) -> int:
     """How many attempts died. Of one that was killed as a whole nobody could say so before the next begins."""
-    unsaid = record["state"] == store.INTERRUPTED and bool(attempts) and attempts[-1].get("end") is None
+    unsaid = record["state"] in (store.INTERRUPTED, store.COPY) and bool(attempts) and attempts[-1].get("end") is None
     return sum(attempt.get("end") == "died" for attempt in attempts) + unsaid
