@@ -180,6 +180,7 @@ make_missing_files() {
     if ! env_value DEV_UID >/dev/null && [ "$(owner_of .)" != 0 ] && [[ $engine_options != *name=rootless* ]]; then
         remember DEV_UID "$(owner_of .)" DEV_GID "$(group_of .)"
     fi
+    choose_unknown_user
 
     make_secrets_folder
     if [ ! -s "$token" ] || [ -n "$copied_from" ]; then
@@ -209,6 +210,21 @@ make_missing_files() {
             rm -rf "$work"
         fi
     fi
+}
+# In a checkout of root's, dev inside is a user whom this machine does not know: a person of the host with dev's number
+# would read the token and write in runs. The usual number stands in the first step, for docker compose alone.
+choose_unknown_user() {
+    local usual number
+    [ "$(owner_of .)" = 0 ] || return 0
+    usual=$(sed -n 's/^unknown_user=//p' docker/rootfs/usr/local/lib/trainstation/steps/10-validate)
+    number=$(setting DEV_UID)
+    if [ -z "$number" ]; then
+        number=$usual
+        while { getent passwd "$number" || getent group "$number"; } >/dev/null 2>&1; do number=$((number + 1)); done
+        [ "$number" = "$usual" ] || remember DEV_UID "$number" DEV_GID "$number"
+    fi
+    getent passwd "$number" >/dev/null 2>&1 || number+=", whom this machine does not know"
+    say "this checkout belongs to root: inside, work is done as user $number"
 }
 wants_monitoring() { [[ ,$(setting COMPOSE_PROFILES), == *,monitoring,* ]]; }
 # Grafana has a user of its own, who reads it; the folder keeps everybody else out.
