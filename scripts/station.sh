@@ -262,6 +262,11 @@ copied_from="" moved_from="" # by find_project
 trap unmake EXIT
 command=${1:-}
 [ $# -eq 0 ] || shift
+# What make was given as ARGS: ssh hands it whole to the shell inside, for the others it is split at blanks; nothing of it
+# is evaluated here.
+if [ -n "${STATION_ARGS:-}" ]; then
+    if [ "$command" = ssh ]; then set -- "$STATION_ARGS"; else read -ra words -d '' <<<"$STATION_ARGS" || :; set -- "${words[@]}"; fi
+fi
 case $command in up | down | rebuild | shell | exec | ssh | ssh-command | logs | url | status | clean) check_own_files ;; esac
 case $command in
     up) one_at_a_time; up ;;

@@ -137,10 +137,19 @@ def test_the_ssh_line_of_an_odd_path_can_be_pasted(second: Checkout, shell: str,
 
 
 def test_the_other_ways_in_work_from_an_odd_path(second: Checkout) -> None:
-    assert second.make("ssh", "ARGS=id -un").stdout == "dev\n"
+    assert second.make("ssh", "ARGS=id -un; echo $((6 * 7))").stdout == "dev\n42\n"
     assert "health   healthy" in second.make("status").stdout
     done = run(str(second.folder / "scripts" / "train"), "ls", env=second.env)
     assert "no runs" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("target", ["ssh", "shell", "logs", "rebuild"])
+def test_what_is_meant_for_inside_runs_nothing_on_the_host(second: Checkout, target: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.parent.chmod(0o777)
+    words = f"--no-such; touch {mark} $(touch {mark}) `touch {mark}` $(shell touch {mark}) | touch {mark}"
+    second.make(target, f"ARGS={words}", check=False)
+    assert not mark.exists()
 
 
 def test_make_up_again_and_docker_compose_alone_find_the_same_station(second: Checkout) -> None:
