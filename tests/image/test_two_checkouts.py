@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import OWNER, ROOT, Station, copy_checkout, run, until
+from playwright.sync_api import expect, sync_playwright
 
 from tests.ports import free_port
 
@@ -124,6 +125,28 @@ def test_two_stations_share_nothing_and_are_both_healthy(first: Checkout, second
         (token,) = one.belongings["token"]
         assert one.make("url").stdout.strip().endswith(f"?token={token}")
         assert one.make("url").stdout.split(":")[2].split("/")[0] in one.belongings["ports"]
+
+
+def test_a_host_name_tells_the_checkout_and_the_machine(first: Checkout, second: Checkout) -> None:
+    machine = socket.gethostname().split(".")[0].lower().replace("_", "-")
+    for one in (first, second):
+        name = f"{one.setting('COMPOSE_PROJECT_NAME')}-{machine}"[:56].rstrip("-")
+        assert one.inspect("{{.Config.Hostname}}") == one.setting("STATION_HOSTNAME") == name
+        assert f"called {name}, " in one.make("status").stdout
+
+
+def test_a_browser_opens_the_printed_address_and_shows_no_station_the_cookies_of_another(
+    first: Checkout, second: Checkout
+) -> None:
+    addresses = [one.make("url").stdout.strip() for one in (first, second)]
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"]).new_context()
+        for address in addresses:
+            page = context.new_page()
+            page.goto(address)
+            expect(page.locator(".jp-LauncherCard").first).to_be_visible(timeout=60_000)
+        mine, others = ({cookie["value"] for cookie in context.cookies(address)} for address in addresses)
+    assert mine and others and not mine & others
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
