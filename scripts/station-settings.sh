@@ -108,6 +108,34 @@ put() {
 }
 secret() { put ./.secrets "$1" 600; }
 
+# Names, in .env and .git/config, of what reads like a credential; never what it is.
+credentials() {
+    local file
+    for file in .env .git/config; do
+        [ -f "$file" ] && [ -r "$file" ] || continue
+        # In a checkout of root's dev reads what everybody reads.
+        [ "$(owner_of .)" != 0 ] || [[ $(mode_of "$file") == *[4567] ]] || continue
+        awk -v file="$file" '
+            { sub(/^\357\273\277/, ""); sub(/\r$/, ""); sub(/^[ \t]*(export[ \t]+)?/, "") }
+            /^\[/ { section = $0; gsub(/[]["]/, "", section); sub(/ +/, ".", section); section = section "."; next }
+            /^[#;]/ || !match($0, /[=:]/) { next }
+            {
+                name = substr($0, 1, RSTART - 1); value = substr($0, RSTART + 1)
+                gsub(/[ \t]/, "", name); gsub(/[ \t"\047]/, "", value); upper = toupper(name)
+                secret = upper ~ /TOKEN|PASSW|SECRET|CREDENTIAL|EXTRAHEADER/ || upper ~ /_KEY$/ && upper !~ /PUBLIC_KEY$/
+                if (upper ~ /_(FILE|PATH)$/) secret = 0
+                if (value ~ /:\/\/[^\/@:]*:[^\/@]+@/ || match(value, /^https?:\/\/[^\/@]+@/) && RLENGTH > 28) secret = 1
+                if (value != "" && secret) print file ": " section name
+            }' "$file"
+    done
+}
+warn_of_credentials() {
+    local found
+    while IFS= read -r found; do
+        say "warning: $found reads like a credential, and whoever works inside can read that file (docs/security.md)"
+    done < <(credentials)
+}
+
 # remember NAME VALUE …: puts settings into .env, each in the place of what was there; one without a value is removed.
 remember() {
     local names=" " lines="" changed=""
@@ -147,6 +175,12 @@ make_secrets_folder() {
     [ ! -d .secrets ] || return 0
     if as_owner mkdir -m 700 .secrets 2>/dev/null; then made+=" .secrets/"; else [ -d .secrets ] || die ".secrets cannot be made here"; fi
 }
+# Whoever made them: the engine makes the folder 755.
+close_secrets() {
+    local opened
+    opened=$(as_owner find .secrets -maxdepth 1 \( -type d ! -perm 700 -exec chmod 700 {} \; -o -type f ! -perm 600 -exec chmod 600 {} \; \) -print 2>/dev/null) || :
+    [ -z "$opened" ] || say "secrets: .secrets was open to others; the folder is 700 now, its files are 600"
+}
 # One make up at a time. The lock is on a folder that nobody inside can see, and so cannot hold.
 one_at_a_time() {
     make_secrets_folder
@@ -183,6 +217,7 @@ make_missing_files() {
     choose_unknown_user
 
     make_secrets_folder
+    close_secrets
     if [ ! -s "$token" ] || [ -n "$copied_from" ]; then
         [ -s "$token" ] || made+=" $token"
         secret jupyter_token < <(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
@@ -227,14 +262,17 @@ choose_unknown_user() {
     say "this checkout belongs to root: inside, work is done as user $number"
 }
 wants_monitoring() { [[ ,$(setting COMPOSE_PROFILES), == *,monitoring,* ]]; }
-# Grafana has a user of its own, who reads it; the folder keeps everybody else out.
+# Grafana has a user of its own, who cannot read the file: compose copies its text into the container, from a variable
+# that it gets here alone.
 make_grafana_password() {
     local password=.secrets/grafana_password
     wants_monitoring || return 0
     if [ ! -s "$password" ] || [ -n "$copied_from" ]; then
         [ -s "$password" ] || made+=" $password"
-        put ./.secrets grafana_password 644 < <(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+        secret grafana_password < <(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     fi
+    GRAFANA_PASSWORD=$(as_owner cat "$password")
+    export GRAFANA_PASSWORD
 }
 files_are_made() {
     [ -z "$made" ] || say "made:$made"

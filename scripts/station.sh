@@ -173,6 +173,7 @@ up() {
     make_missing_files
     remember_identity
     files_are_made
+    warn_of_credentials
     if [ -z "$found" ]; then
         build
         remember_identity

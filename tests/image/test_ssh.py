@@ -179,7 +179,14 @@ def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_stati
     for path in (home, *others):
         os.chown(path, 1000, 1000)
     os.chown(mine.folder / "notebooks" / "other", 1001, 1001)
-    mine.make("up")
+    secrets = mine.folder / ".secrets"
+    secrets.chmod(0o755)  # as the engine makes it
+    (secrets / "jupyter_token").chmod(0o644)
+    mine.compose("up", "--detach", "--no-build")
+    mine.wait_healthy()
+    assert ".secrets was open to others: the folder is 700 now, its files are 600" in mine.log
+    assert {path.stat().st_mode & 0o777 for path in secrets.iterdir()} == {0o600}
+    assert secrets.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_uid for path in (home, *others)} == {52761}
     assert (mine.folder / "notebooks" / "other").stat().st_uid == 1001
     mine.make("down")
