@@ -134,6 +134,7 @@ remember_identity() {
     [ "$named_by" != environment ] || return 0
     remember COMPOSE_PROJECT_NAME "$project" STATION_CHECKOUT "$(encode "$PWD")" \
         COMPOSE_FILE "$(compose_files)" STATION_IMAGE "$image" STATION_HOSTNAME "$STATION_HOSTNAME"
+    [ -z "$shm_lowered" ] || remember SHM_SIZE "$SHM_SIZE"
     remember_ports
 }
 # Kept with the host key, where only root writes: the volumes say whose they are when all else is gone.

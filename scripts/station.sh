@@ -268,7 +268,7 @@ shell() {
 }
 
 id=""
-engine_options="" # by check_users
+engine_options="" shm_lowered="" # by check_users and check_limits
 copied_from="" moved_from="" # by find_project
 trap unmake EXIT
 command=${1:-}
