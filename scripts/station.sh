@@ -120,6 +120,19 @@ wait_healthy() {
     die "the station did not start: ${reason:-its state is $now, see make logs}"
 }
 
+# Compose makes the container anew where its image or settings have changed, which its living runs notice.
+warn_of_interruption() {
+    local name runs
+    [ -n "$id" ] && [ "$(docker inspect -f '{{.State.Running}}' "$id")" = true ] || return 0
+    name=$(docker inspect -f '{{.Name}}' "$id")
+    [[ $(compose up --detach --no-build --dry-run station 2>&1) == *"Container ${name#/}  Recreate"* ]] || return 0
+    runs=$(timeout 20 docker exec "${inside[@]}" "$id" train ls --state running --json 2>/dev/null |
+        sed -n 's/^  "name": "\(.*\)",$/\1/p' | tr '\n' ' ' | tr -d '\000-\037\177' | cut -c 1-300) || :
+    [ -n "$runs" ] || return 0
+    say "warning: the station is made anew, for its image or settings have changed: runs are saved first and go on after it: ${runs% }"
+    [ ! -t 1 ] || { say "Ctrl-C within 5 s leaves them as they are"; sleep 5; }
+}
+
 # Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.
 start() {
     local output skip="" try only=()
@@ -179,6 +192,7 @@ up() {
         remember_identity
     fi
     export STATION_IMAGE=$image
+    warn_of_interruption
     start
     id=$(station_id)
     wait_healthy "$id"

@@ -3,9 +3,13 @@ and nothing half made."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,6 +176,28 @@ def test_an_env_that_compose_cannot_read(fresh: Station) -> None:
     (fresh.folder / ".env").write_text("TZ=UTC\nthis is nothing\n")
     assert "docker compose cannot read the settings" in refused(fresh, "up")
     assert not (fresh.folder / ".secrets").exists()
+
+
+def with_apt(*words: str) -> subprocess.CompletedProcess[str]:
+    return run("bash", "-c", '. scripts/apt.sh; with_apt "$@"', "-", *words, cwd=ROOT, check=False)
+
+
+def test_what_installs_waits_for_another_apt_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "archives" / "partial").mkdir(parents=True)
+    with (tmp_path / "archives" / "lock").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        threading.Timer(3, fcntl.lockf, (lock, fcntl.LOCK_UN)).start()
+        begun = time.monotonic()
+        done = with_apt("apt-get", "-o", f"Dir::Cache={tmp_path}", "clean")
+        assert time.monotonic() - begun > 2.5
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("another apt is at work (process ") and done.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_installed_is_said_in_apts_words() -> None:
+    done = with_apt("apt-get", "install", "no-such-package-anywhere")
+    assert done.returncode == 1
+    assert done.stderr == "apt-get: E: Unable to locate package no-such-package-anywhere\n"
 
 
 @pytest.fixture
