@@ -113,7 +113,7 @@ check_limits() {
     fi
     value=$(setting CPUS 0)
     if [ "$value" != 0 ]; then
-        [[ $value =~ ^[0-9]{1,4}(\.[0-9]{1,2})?$ && $value =~ [1-9] ]] && [ "${value%.*}" -le "$most" ] ||
+        { [[ $value =~ ^[0-9]{1,4}(\.[0-9]{1,2})?$ && $value =~ [1-9] ]] && awk "BEGIN { exit ($value > $most) }"; } ||
             die "CPUS=$value: it is a number of processors, such as 1.5, and this machine has $most"
     fi
     check_number PIDS_LIMIT 32768 4194304 512
@@ -173,7 +173,7 @@ check_cluster() {
 }
 
 check_settings() {
-    local gpus bind bare key data runs free index
+    local gpus bind bare key data index
     gpus=$(setting GPUS)
     case $gpus in
         '' | all | none) ;;
@@ -224,7 +224,10 @@ check_settings() {
     # Build arguments stay readable in the image's history.
     index=$(setting PIP_INDEX_URL)
     [[ ! $index =~ ://[^/]*@ ]] || die "PIP_INDEX_URL holds a password, which the image's history would show: use an index without one"
-
+    check_runs
+}
+check_runs() {
+    local runs free
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     check_folder RUNS_DIR "$runs"
     check_place RUNS_DIR "$runs"

@@ -50,7 +50,8 @@ def become_owner(folder: str) -> None:
         raise Wrong(f"{folder_name()} has to be a folder, and no link ({os.strerror(error.errno)})") from error
     info, home = os.fstat(fd), Path("/workspace").stat()
     # The engine has just made it, as root; it becomes what the checkout's owner would have made.
-    if sys.argv[3] != "check" and info.st_uid == 0 and home.st_uid != 0 and not os.listdir(fd):
+    if sys.argv[3] != "check" and info.st_uid == 0 and not os.listdir(fd):
+        os.fchmod(fd, 0o700)
         os.fchown(fd, home.st_uid, home.st_gid)
         info = os.fstat(fd)
     os.fchdir(fd)
@@ -72,13 +73,12 @@ def close_to_others() -> None:
         except OSError:
             continue  # a link, which `check` refuses where it matters
         mode = os.fstat(fd).st_mode
-        wanted = 0o700 if name == "." else 0o600
-        if (name == "." or stat.S_ISREG(mode)) and stat.S_IMODE(mode) != wanted:
+        if (name == "." or stat.S_ISREG(mode)) and mode & 0o077:
             try:
-                os.fchmod(fd, wanted)
-                opened = opened or bool(mode & 0o077)
+                os.fchmod(fd, 0o700 if name == "." else 0o600)
+                opened = True
             except OSError as error:
-                say(f"warning: {folder_name()} stays open to others ({os.strerror(error.errno)})")
+                say(f"warning: {folder_name()}/{name} stays open to others ({os.strerror(error.errno)})")
         os.close(fd)
     if opened:
         say(f"{folder_name()} was open to others: the folder is 700 now, its files are 600")
@@ -180,7 +180,7 @@ def token() -> None:
 if __name__ == "__main__":
     try:
         become_owner(sys.argv[1])
-        if sys.argv[3] != "check":
+        if sys.argv[3] == "keys":  # the first that may change something
             close_to_others()
         {"check": check, "keys": keys, "pair": pair, "token": token}[sys.argv[3]]()
     except Wrong as wrong:
