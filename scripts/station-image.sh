@@ -76,14 +76,15 @@ logged_build() {
 }
 # Steps as BuildKit prints them where nobody watches: #7 [station runtime 3/9] RUN …
 show_steps() {
-    local line step="" seen=" " since=$SECONDS
+    local line step="" seen=" " clock since=$SECONDS
     while IFS= read -r -t 1 line || [ $? -gt 128 ]; do
+        printf -v clock '%d:%02d' $(((SECONDS - since) / 60)) $(((SECONDS - since) % 60))
         if [[ $line =~ ^#[0-9]+\ \[station\ ?([a-z]+\ [0-9]+/[0-9]+)?\]\ (.*) && $seen != *" $line "* ]]; then
             seen+="$line "
             step="${BASH_REMATCH[1]:+${BASH_REMATCH[1]}: }$(sed -E 's/--mount=[^ ]+ *//g; s/  +/ /g' <<<"${BASH_REMATCH[2]}")"
-            [ -t 1 ] || printf '  %d:%02d  %.90s\n' $(((SECONDS - since) / 60)) $(((SECONDS - since) % 60)) "$step"
+            [ -t 1 ] || printf '  %s  %.90s\n' "$clock" "$step"
         fi
-        [ ! -t 1 ] || printf '\r\033[K  %d:%02d  %.68s' $(((SECONDS - since) / 60)) $(((SECONDS - since) % 60)) "$step"
+        [ ! -t 1 ] || printf '\r\033[K  %s  %.68s' "$clock" "$step"
     done
     [ ! -t 1 ] || printf '\r\033[K'
 }
