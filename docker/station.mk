@@ -1,6 +1,10 @@
 # The station's targets; the Makefile includes this file.
 
 .PHONY: up down shell ssh ssh-command logs url status rebuild clean-station engine base test-image
+# ARGS of these four is meant for inside: it goes to the script as it was typed, through neither make nor a shell here.
+unexport ARGS
+shell ssh logs rebuild: export STATION_ARGS := $(value ARGS)
+
 up: ## start the station: JupyterLab on 8888, ssh on 2222 (GPUS=none, all, 2 or 0,1)
 	@scripts/station.sh up
 
@@ -8,16 +12,16 @@ down: ## stop it, saving runs; runs, home folder and host keys stay
 	@scripts/station.sh down
 
 shell: ## a shell inside (ARGS=--noprofile: without the files in the home folder)
-	@scripts/station.sh shell $(ARGS)
+	@scripts/station.sh shell
 
-ssh: ## log in over ssh
-	@scripts/station.sh ssh $(ARGS)
+ssh: ## log in over ssh (ARGS="a; b": run that inside)
+	@scripts/station.sh ssh
 
 ssh-command: ## the ssh command as one line, to paste or to script
 	@scripts/station.sh ssh-command
 
 logs: ## what the services print (ARGS=-f follows)
-	@scripts/station.sh logs $(ARGS)
+	@scripts/station.sh logs
 
 url: ## JupyterLab's address with its token
 	@scripts/station.sh url
@@ -26,7 +30,7 @@ status: ## is it healthy, and which runs are there
 	@scripts/station.sh status
 
 rebuild: ## build the image again and start it
-	@scripts/station.sh rebuild $(ARGS)
+	@scripts/station.sh rebuild
 
 clean-station: ## remove container, volumes and images; runs and data stay
 	@scripts/station.sh clean

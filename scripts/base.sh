@@ -21,8 +21,10 @@ fi
 [ "$(id -u)" = 0 ] || die "building a base image needs root: sudo make base"
 if ! command -v debootstrap >/dev/null || [ ! -e "$keyring" ]; then
     command -v apt-get >/dev/null || die "debootstrap is missing and this is no Debian or Ubuntu"
-    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        debootstrap debian-archive-keyring; } >/dev/null 2>&1 || die "could not install debootstrap: is the package archive reachable?"
+    # shellcheck source=scripts/apt.sh
+    . "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
+    { with_apt apt-get update && with_apt apt-get install -y --no-install-recommends debootstrap debian-archive-keyring; } ||
+        die "could not install debootstrap, see above"
 fi
 
 # The archives of main, its updates and security, as apt on this machine knows them; on Ubuntu there is none, and

@@ -24,14 +24,13 @@ command -v apt-get >/dev/null || die "this is no Debian or Ubuntu: install Docke
 # shellcheck source=/dev/null
 . /etc/os-release
 
-export DEBIAN_FRONTEND=noninteractive
-install_packages() { apt-get install -y --no-install-recommends "$@" >"$log" 2>&1 || { tail -n 5 "$log" >&2; die "could not install: $*"; }; }
+# shellcheck source=scripts/apt.sh
+. "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
+install_packages() { with_apt apt-get install -y --no-install-recommends "$@" || die "could not install $*, see above"; }
 log=$(mktemp)
 work=$(mktemp -d)
 trap 'rm -rf "$log" "$work"' EXIT
 chmod 755 "$work" # apt drops to its own user to download
-
-refresh() { apt-get update >"$log" 2>&1 || { tail -n 3 "$log" >&2; die "apt-get update failed: is the package archive reachable?"; }; }
 
 # Debian 12's docker-compose is version 1, which does not know the GPU reservations used here. Debian 13's
 # compose and buildx are single Go programs that need only the C library Debian 12 has, so they are taken from
@@ -46,16 +45,16 @@ install_from_next_release() {
         awk '$1 == "Packages" && $3 == "bookworm" && $4 == "main" {print $2; exit}')
     [ -n "$archive" ] || die "found no source for bookworm main in apt's configuration"
     echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive trixie main" >"$work/next.list"
-    apt-get "${options[@]}" update >"$log" 2>&1 || { tail -n 3 "$log" >&2; die "could not read Debian 13's package list"; }
-    (cd "$work/debs" && apt-get "${options[@]}" download docker-compose docker-buildx >"$log" 2>&1) ||
-        { tail -n 3 "$log" >&2; die "could not download docker-compose and docker-buildx"; }
+    with_apt apt-get "${options[@]}" update || die "could not read Debian 13's package list, see above"
+    (cd "$work/debs" && with_apt apt-get "${options[@]}" download docker-compose docker-buildx) ||
+        die "could not download docker-compose and docker-buildx, see above"
     # Their files stand where the old package's do; --force-overwrite lets version 2 take the place of version 1.
-    dpkg -i --force-overwrite "$work"/debs/*.deb >"$log" 2>&1 || { tail -n 5 "$log" >&2; die "dpkg refused docker-compose and docker-buildx"; }
+    with_apt dpkg -i --force-overwrite "$work"/debs/*.deb || die "dpkg refused docker-compose and docker-buildx, see above"
 }
 
 if ! { command -v dockerd && have_compose && have_buildx; } >/dev/null; then
     say "installing Docker from the packages of $PRETTY_NAME"
-    refresh
+    with_apt apt-get update || die "apt-get update failed, see above"
 fi
 if ! command -v dockerd >/dev/null; then
     needed=(docker.io iptables ca-certificates)

@@ -86,9 +86,9 @@ look_for_system_packages() {
 look_for_tmux() { command -v tmux >/dev/null || missing+=(tmux); }
 
 apt_install() {
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq
-    apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=300 "$@"
+    # shellcheck source=scripts/apt.sh
+    . scripts/apt.sh
+    with_apt apt-get update && with_apt apt-get install -y --no-install-recommends "$@"
 }
 
 install_missing() {

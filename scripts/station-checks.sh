@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154 # jupyter_set, ssh_set: from station-ports.sh
+# shellcheck shell=bash disable=SC2154,SC2034 # jupyter_set, ssh_set: from station-ports.sh; shm_lowered: for station-identity.sh
 # What can be wrong before the station starts, each in one line that says what to do. Sourced by station.sh, which
 # runs these before it makes or changes anything.
 
@@ -84,10 +84,48 @@ check_folder() {
     done
 }
 
-check_number() { # NAME DEFAULT MOST
+check_number() { # NAME DEFAULT MOST [LEAST]
     local value
     value=$(setting "$1" "$2")
-    [[ $value =~ ^[1-9][0-9]{0,8}$ ]] && [ "$value" -le "$3" ] || die "$1=$value: it is a number from 1 to $3"
+    [[ $value =~ ^[1-9][0-9]{0,8}$ ]] && [ "$value" -le "$3" ] && [ "$value" -ge "${4:-1}" ] ||
+        die "$1=$value: it is a number from ${4:-1} to $3"
+}
+
+# megabytes SIZE: of a size as compose reads it (64g, 512MB, a number of bytes); fails where it is none.
+megabytes() {
+    [[ $1 =~ ^([0-9]{1,12})([kKmMgG]?)[bB]?$ ]] || return 1
+    case ${BASH_REMATCH[2]} in
+        k | K) echo $((10#${BASH_REMATCH[1]} / 1024)) ;;
+        m | M) echo $((10#${BASH_REMATCH[1]})) ;;
+        g | G) echo $((10#${BASH_REMATCH[1]} * 1024)) ;;
+        *) echo $((10#${BASH_REMATCH[1]} / 1048576)) ;;
+    esac
+}
+# Shared memory is taken from the machine's and is not given back under pressure: it gets half of it at most.
+check_limits() {
+    local value memory=0 shm most machine
+    read -r machine most < <(docker info -f '{{.MemTotal}} {{.NCPU}}')
+    machine=$((machine / 1048576))
+    value=$(setting MEMORY 0)
+    if [ "$value" != 0 ]; then
+        memory=$(megabytes "$value") || memory=0
+        [ "$memory" -ge 1024 ] || die "MEMORY=$value: it is a size such as 64g, 1g or more"
+    fi
+    value=$(setting CPUS 0)
+    if [ "$value" != 0 ]; then
+        { [[ $value =~ ^[0-9]{1,4}(\.[0-9]{1,2})?$ && $value =~ [1-9] ]] && awk "BEGIN { exit ($value > $most) }"; } ||
+            die "CPUS=$value: it is a number of processors, such as 1.5, and this machine has $most"
+    fi
+    check_number PIDS_LIMIT 32768 4194304 512
+    value=$(setting SHM_SIZE)
+    shm=$(megabytes "${value:-16g}") || shm=0
+    [ "$shm" -gt 0 ] || die "SHM_SIZE=$value: it is a size such as 16g"
+
+    if [ "$memory" -eq 0 ] || [ "$memory" -gt "$machine" ]; then memory=$machine; fi
+    [ "$shm" -gt $((memory / 2)) ] || return 0
+    [ -z "$value" ] || say "SHM_SIZE=$value is more than half of the memory ($memory MB): it becomes $((memory / 2))m"
+    export SHM_SIZE=$((memory / 2))m
+    shm_lowered=yes # for remember_identity
 }
 
 check_monitoring() {
@@ -135,7 +173,7 @@ check_cluster() {
 }
 
 check_settings() {
-    local gpus bind bare key data runs free index
+    local gpus bind bare key data index
     gpus=$(setting GPUS)
     case $gpus in
         '' | all | none) ;;
@@ -160,6 +198,7 @@ check_settings() {
         *) die "PROTECT_CHECKOUT=$(setting PROTECT_CHECKOUT): it is true or false" ;;
     esac
     check_number MIN_FREE_MB 500 100000000
+    check_limits
     case $(setting STATION_EXPORTER on) in
         on | off) ;;
         *) die "STATION_EXPORTER=$(setting STATION_EXPORTER): it is on or off" ;;
@@ -185,7 +224,10 @@ check_settings() {
     # Build arguments stay readable in the image's history.
     index=$(setting PIP_INDEX_URL)
     [[ ! $index =~ ://[^/]*@ ]] || die "PIP_INDEX_URL holds a password, which the image's history would show: use an index without one"
-
+    check_runs
+}
+check_runs() {
+    local runs free
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     check_folder RUNS_DIR "$runs"
     check_place RUNS_DIR "$runs"

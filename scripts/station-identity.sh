@@ -84,6 +84,19 @@ volumes_are_ours() {
     [ -n "$key" ] && grep -qsF "$key" .secrets/known_hosts
 }
 
+# A name as one part of a host's name: lower-case letters, digits and hyphens, as many as asked.
+dns_label() { printf '%s' "$1" | tr '[:upper:]' '[:lower:]' | tr _ - | tr -cd 'a-z0-9-' | cut -c "1-${2:-63}" | sed 's/^-*//; s/-*$//'; }
+
+# What the station is called in prompts and in the records of runs: its project and this machine. One that is there keeps
+# its name though the machine gets another, as laptops do.
+choose_host_name() {
+    local begins now=""
+    begins=$(dns_label "$project" 40)-
+    [ -z "$id" ] || now=$(docker inspect -f '{{.Config.Hostname}}' "$id")
+    [[ $now == "$begins"?* ]] || now=$(dns_label "$begins$(uname -n | cut -d. -f1)" 56) # -second still fits behind it
+    export STATION_HOSTNAME=$now
+}
+
 find_project() {
     local name path candidate count=1
     name=$(env_value COMPOSE_PROJECT_NAME) || name=""
@@ -120,7 +133,8 @@ find_project() {
 remember_identity() {
     [ "$named_by" != environment ] || return 0
     remember COMPOSE_PROJECT_NAME "$project" STATION_CHECKOUT "$(encode "$PWD")" \
-        COMPOSE_FILE "$(compose_files)" STATION_IMAGE "$image"
+        COMPOSE_FILE "$(compose_files)" STATION_IMAGE "$image" STATION_HOSTNAME "$STATION_HOSTNAME"
+    [ -z "$shm_lowered" ] || remember SHM_SIZE "$SHM_SIZE"
     remember_ports
 }
 # Kept with the host key, where only root writes: the volumes say whose they are when all else is gone.

@@ -62,8 +62,31 @@ build() {
     say "building $image (a few minutes the first time)"
     BASE_IMAGE=$base STATION_VERSION=$([ ! -f train/__init__.py ] || sed -n 's/^__version__ = "\(.*\)"/\1/p' train/__init__.py) \
         STATION_REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown) STATION_INPUTS=$now STATION_IMAGE=$image \
-        DOCKER_BUILDKIT=1 compose build "$@" || die "the image could not be built, see above; $(why_not_built)"
+        DOCKER_BUILDKIT=1 logged_build "$@" || die "the image could not be built, see above; $(why_not_built)"
     docker tag "$image" "${image%-*}"
+}
+# Builds with a line a step, on a terminal with one line for all of them; the whole output goes to a file.
+logged_build() {
+    local log
+    log=$(mktemp "${TMPDIR:-/tmp}/trainstation-build.XXXXXX")
+    say "the whole log: $log"
+    if compose build "$@" 2>&1 </dev/null | tee "$log" | show_steps; then return; fi
+    tail -n 20 "$log" >&2
+    return 1
+}
+# Steps as BuildKit prints them where nobody watches: #7 [station runtime 3/9] RUN …
+show_steps() {
+    local line step="" seen=" " clock since=$SECONDS
+    while IFS= read -r -t 1 line || [ $? -gt 128 ]; do
+        printf -v clock '%d:%02d' $(((SECONDS - since) / 60)) $(((SECONDS - since) % 60))
+        if [[ $line =~ ^#[0-9]+\ \[station\ ?([a-z]+\ [0-9]+/[0-9]+)?\]\ (.*) && $seen != *" $line "* ]]; then
+            seen+="$line "
+            step="${BASH_REMATCH[1]:+${BASH_REMATCH[1]}: }$(sed -E 's/--mount=[^ ]+ *//g; s/  +/ /g' <<<"${BASH_REMATCH[2]}")"
+            [ -t 1 ] || printf '  %s  %.90s\n' "$clock" "$step"
+        fi
+        [ ! -t 1 ] || printf '\r\033[K  %s  %.68s' "$clock" "$step"
+    done
+    [ ! -t 1 ] || printf '\r\033[K'
 }
 why_not_built() {
     local free

@@ -108,6 +108,34 @@ put() {
 }
 secret() { put ./.secrets "$1" 600; }
 
+# Names, in .env and .git/config, of what reads like a credential; never what it is.
+credentials() {
+    local file
+    for file in .env .git/config; do
+        [ -f "$file" ] && [ -r "$file" ] || continue
+        # In a checkout of root's dev reads what everybody reads.
+        [ "$(owner_of .)" != 0 ] || [[ $(mode_of "$file") == *[4567] ]] || continue
+        awk -v file="$file" '
+            { sub(/^\357\273\277/, ""); sub(/\r$/, ""); sub(/^[ \t]*(export[ \t]+)?/, "") }
+            /^\[/ { section = $0; gsub(/[]["]/, "", section); sub(/ +/, ".", section); section = section "."; next }
+            /^[#;]/ || !match($0, /[=:]/) { next }
+            {
+                name = substr($0, 1, RSTART - 1); value = substr($0, RSTART + 1)
+                gsub(/[ \t]/, "", name); gsub(/[ \t"\047]/, "", value); upper = toupper(name)
+                secret = upper ~ /TOKEN|PASSW|SECRET|CREDENTIAL|EXTRAHEADER/ || upper ~ /_KEY$/ && upper !~ /PUBLIC_KEY$/
+                if (upper ~ /_(FILE|PATH)$/) secret = 0
+                if (value ~ /:\/\/[^\/@:]*:[^\/@]+@/ || match(value, /^https?:\/\/[^\/@]+@/) && RLENGTH > 28) secret = 1
+                if (value != "" && secret) print file ": " section name
+            }' "$file"
+    done
+}
+warn_of_credentials() {
+    local found
+    while IFS= read -r found; do
+        say "warning: $found reads like a credential, and whoever works inside can read that file (docs/security.md)"
+    done < <(credentials)
+}
+
 # remember NAME VALUE …: puts settings into .env, each in the place of what was there; one without a value is removed.
 remember() {
     local names=" " lines="" changed=""
@@ -127,25 +155,21 @@ remember() {
 }
 in_quotes() { if [[ $1 =~ ^[A-Za-z0-9_./:,-]*$ ]]; then printf '%s' "$1"; else printf "'%s'" "$1"; fi; }
 
-# The lines of a file that are public keys, options before them included; anything else would be for sshd to skip. Where
-# ssh-keygen is not there, or does not know who is calling, they need only look like one: the station looks again.
+# The lines of a file that look like public keys, options before them included. The station reads them more closely.
 public_keys() {
-    local line
-    if ! { command -v ssh-keygen && id -un; } >/dev/null 2>&1; then
-        tr -d '\r' | grep -E '(^|[ "])(ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[0-9A-Za-z+/]+=*( |$)' || :
-        return
-    fi
-    while IFS= read -r line || [ -n "$line" ]; do
-        line=${line%$'\r'}
-        case $line in '' | '#'*) continue ;; esac
-        ! ssh-keygen -l -f /dev/stdin <<<"$line" >/dev/null 2>&1 || printf '%s\n' "$line"
-    done
+    tr -d '\r' | grep -E '^([^#].*[ "])?(ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[0-9A-Za-z+/]+=*( |$)' || :
 }
 
 made="" made_runs=""
 make_secrets_folder() {
     [ ! -d .secrets ] || return 0
     if as_owner mkdir -m 700 .secrets 2>/dev/null; then made+=" .secrets/"; else [ -d .secrets ] || die ".secrets cannot be made here"; fi
+}
+# Whoever made them: the engine makes the folder 755.
+close_secrets() {
+    local opened
+    opened=$(as_owner find .secrets -maxdepth 1 \( -type d ! -perm 700 -exec chmod 700 {} \; -o -type f ! -perm 600 -exec chmod 600 {} \; \) -print 2>/dev/null) || :
+    [ -z "$opened" ] || say "secrets: .secrets was open to others; the folder is 700 now, its files are 600"
 }
 # One make up at a time. The lock is on a folder that nobody inside can see, and so cannot hold.
 one_at_a_time() {
@@ -180,8 +204,10 @@ make_missing_files() {
     if ! env_value DEV_UID >/dev/null && [ "$(owner_of .)" != 0 ] && [[ $engine_options != *name=rootless* ]]; then
         remember DEV_UID "$(owner_of .)" DEV_GID "$(group_of .)"
     fi
+    choose_unknown_user
 
     make_secrets_folder
+    close_secrets
     if [ ! -s "$token" ] || [ -n "$copied_from" ]; then
         [ -s "$token" ] || made+=" $token"
         secret jupyter_token < <(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
@@ -210,15 +236,33 @@ make_missing_files() {
         fi
     fi
 }
+# In a checkout of root's, dev inside is a user whom this machine does not know: a person of the host with dev's number
+# would read the token and write in runs. The usual number stands in the first step, for docker compose alone.
+choose_unknown_user() {
+    local usual number
+    [ "$(owner_of .)" = 0 ] || return 0
+    usual=$(sed -n 's/^unknown_user=//p' docker/rootfs/usr/local/lib/trainstation/steps/10-validate)
+    number=$(setting DEV_UID)
+    if [ -z "$number" ]; then
+        number=$usual
+        while { getent passwd "$number" || getent group "$number"; } >/dev/null 2>&1; do number=$((number + 1)); done
+        [ "$number" = "$usual" ] || remember DEV_UID "$number" DEV_GID "$number"
+    fi
+    getent passwd "$number" >/dev/null 2>&1 || number+=", whom this machine does not know"
+    say "this checkout belongs to root: inside, work is done as user $number"
+}
 wants_monitoring() { [[ ,$(setting COMPOSE_PROFILES), == *,monitoring,* ]]; }
-# Grafana has a user of its own, who reads it; the folder keeps everybody else out.
+# Grafana has a user of its own, who cannot read the file: compose copies its text into the container, from a variable
+# that it gets here alone.
 make_grafana_password() {
     local password=.secrets/grafana_password
     wants_monitoring || return 0
     if [ ! -s "$password" ] || [ -n "$copied_from" ]; then
         [ -s "$password" ] || made+=" $password"
-        put ./.secrets grafana_password 644 < <(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+        secret grafana_password < <(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     fi
+    GRAFANA_PASSWORD=$(as_owner cat "$password")
+    export GRAFANA_PASSWORD
 }
 files_are_made() {
     [ -z "$made" ] || say "made:$made"

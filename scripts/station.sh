@@ -120,6 +120,19 @@ wait_healthy() {
     die "the station did not start: ${reason:-its state is $now, see make logs}"
 }
 
+# Compose makes the container anew where its image or settings have changed, which its living runs notice.
+warn_of_interruption() {
+    local name runs
+    [ -n "$id" ] && [ "$(docker inspect -f '{{.State.Running}}' "$id")" = true ] || return 0
+    name=$(docker inspect -f '{{.Name}}' "$id")
+    [[ $(compose up --detach --no-build --dry-run station 2>&1) == *"Container ${name#/}  Recreate"* ]] || return 0
+    runs=$(timeout 20 docker exec "${inside[@]}" "$id" train ls --state running --json 2>/dev/null |
+        sed -n 's/^  "name": "\(.*\)",$/\1/p' | tr '\n' ' ' | tr -d '\000-\037\177' | cut -c 1-300) || :
+    [ -n "$runs" ] || return 0
+    say "warning: the station is made anew, for its image or settings have changed: runs are saved first and go on after it: ${runs% }"
+    [ ! -t 1 ] || { say "Ctrl-C within 5 s leaves them as they are"; sleep 5; }
+}
+
 # Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.
 start() {
     local output skip="" try only=()
@@ -152,7 +165,7 @@ start_monitoring() {
 }
 
 up() {
-    local fresh=yes had_volumes other found=""
+    local fresh=yes had_volumes other found="" address same=""
     find_station
     check_compose
     check_users
@@ -167,28 +180,39 @@ up() {
     [ -z "$moved_from" ] || say "this checkout was moved here from $moved_from: its station comes along"
     [ -z "$copied_from" ] || say "this checkout is a copy of $copied_from, whose station is left alone: it gets one of its own"
     choose_ports "$id"
+    choose_host_name
     [ -n "$mode" ] || choose_mode
     if find_image || [ "${REBUILD:-}" = no ]; then found=yes; else check_engine_disk; fi
     make_missing_files
     remember_identity
     files_are_made
+    warn_of_credentials
     if [ -z "$found" ]; then
         build
         remember_identity
     fi
     export STATION_IMAGE=$image
+    warn_of_interruption
     start
     id=$(station_id)
     wait_healthy "$id"
     claim_volumes "$id"
     keep_image
     start_monitoring
+    address=$(url)
+    case $address in
+        *.localhost:*) same="
+               (a browser that does not know such names, as Safari: http://127.0.0.1:$(where 8888 | cut -d' ' -f2))" ;;
+    esac
     cat <<TEXT
 
-  JupyterLab   $(url)
-  ssh          $(ssh_line)$grafana
+  JupyterLab   $address$same
+  TensorBoard  in JupyterLab's launcher
+  ssh          $(ssh_line)
+  a shell      make shell$grafana
 
-  A first run, in either:  train launch digits --name first --follow
+  A first notebook:        01-start-here, in notebooks/, where JupyterLab opens
+  A first run, in any:     train launch digits --name first --follow
   All commands:            make help
 TEXT
 }
@@ -204,7 +228,8 @@ url() {
     read -r host port < <(where 8888)
     token=$(as_owner cat .secrets/jupyter_token 2>/dev/null) || token=""
     [[ $token =~ ^[A-Za-z0-9_-]{16,}$ ]] || die ".secrets/jupyter_token holds no token, or is not yours to read"
-    case $host in *:*) host="[$host]" ;; esac
+    # A name of its own, for browsers send cookies to every port of a host: another station's page would get this one's.
+    case $host in 127.0.0.1) host=$(dns_label "$project").localhost ;; *:*) host="[$host]" ;; esac
     say "http://$host:$port/lab?token=$token"
 }
 
@@ -257,11 +282,16 @@ shell() {
 }
 
 id=""
-engine_options="" # by check_users
+engine_options="" shm_lowered="" # by check_users and check_limits
 copied_from="" moved_from="" # by find_project
 trap unmake EXIT
 command=${1:-}
 [ $# -eq 0 ] || shift
+# What make was given as ARGS: ssh hands it whole to the shell inside, for the others it is split at blanks; nothing of it
+# is evaluated here.
+if [ -n "${STATION_ARGS:-}" ]; then
+    if [ "$command" = ssh ]; then set -- "$STATION_ARGS"; else read -d '' -ra words <<<"$STATION_ARGS" || :; set -- "${words[@]}"; fi
+fi
 case $command in up | down | rebuild | shell | exec | ssh | ssh-command | logs | url | status | clean) check_own_files ;; esac
 case $command in
     up) one_at_a_time; up ;;
@@ -300,7 +330,7 @@ case $command in
     id) find_station; say "$id" ;;
     status)
         need_running
-        say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id"), ports $(where 8888 | cut -d' ' -f2) and $(where 2222 | cut -d' ' -f2) on $(where 8888 | cut -d' ' -f1)"
+        say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}, called {{.Config.Hostname}}' "$id"), ports $(where 8888 | cut -d' ' -f2) and $(where 2222 | cut -d' ' -f2) on $(where 8888 | cut -d' ' -f1)"
         say "health   $(docker inspect -f '{{range .State.Health.Log}}{{.Output}}{{end}}' "$id" | grep . | tail -n 1)"
         say "runs"
         docker exec "${inside[@]}" "$id" train ls

@@ -17,8 +17,9 @@ if [ ${#missing[@]} -gt 0 ]; then
     command -v apt-get >/dev/null || die "missing: ${missing[*]}"
     [ "$(id -u)" = 0 ] || die "missing: ${missing[*]}; please run: sudo apt-get install -y ${missing[*]}"
     echo "test-image: installing ${missing[*]}"
-    apt-get update -qq >/dev/null
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+    # shellcheck source=scripts/apt.sh
+    . scripts/apt.sh
+    with_apt apt-get update && with_apt apt-get install -y --no-install-recommends "${missing[@]}"
 fi
 
 # The tests' own packages, apart from the project's: a browser driver and linters are nothing a run needs.

@@ -94,6 +94,48 @@ def test_a_port_that_is_taken(fresh: Station, name: str) -> None:
     assert name in said
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("MEMORY", "lots", "it is a size such as 64g"),
+        ("MEMORY", "10m", "1g or more"),
+        ("SHM_SIZE", "big", "it is a size such as 16g"),
+        ("CPUS", "two", "it is a number of processors"),
+        ("CPUS", "9999", "this machine has"),
+        ("CPUS", "0.0", "it is a number of processors"),
+        ("PIDS_LIMIT", "3", "it is a number from 512"),
+    ],
+)
+def test_a_limit_that_cannot_be_meant(fresh: Station, name: str, value: str, words: str) -> None:
+    said = refused(fresh, **{name: value})
+    assert f"{name}={value}: " in said and words in said
+
+
+FORKS = """
+import subprocess
+begun = []
+try:
+    for _ in range(1000):
+        begun.append(subprocess.Popen(["sleep", "60"]))
+except OSError:
+    pass
+for one in begun:
+    one.kill()
+print(len(begun))
+"""
+
+
+def test_limits_hold_inside(make_station: Callable[..., Station]) -> None:
+    """Shared memory that is more than half of the memory becomes half of it, and is said."""
+    station = make_station("limited", MEMORY="2g", CPUS="1.5", PIDS_LIMIT="600", SHM_SIZE="3g")
+    said = station.make("up").stdout
+    assert "SHM_SIZE=3g is more than half of the memory (2048 MB): it becomes 1024m" in said
+    limits = "{{.HostConfig.Memory}} {{.HostConfig.NanoCpus}} {{.HostConfig.PidsLimit}} {{.HostConfig.ShmSize}}"
+    assert station.inspect(limits) == f"{2 << 30} 1500000000 600 {1 << 30}"
+    assert 400 < int(station.dev("python3", "-c", FORKS).stdout) < 600
+    station.make("down")
+
+
 def test_a_data_folder_that_is_not_there(fresh: Station) -> None:
     assert "DATASETS_DIR=/nowhere/data is no folder" in refused(fresh, DATASETS_DIR="/nowhere/data")
 

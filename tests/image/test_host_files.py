@@ -3,9 +3,13 @@ and nothing half made."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +117,37 @@ def test_a_second_name_of_a_secret_is_refused(fresh: Station, tmp_path: Path) ->
     assert "jupyter_token is known under another name too" in refused(fresh, "up")
 
 
+def test_secrets_are_closed_to_others_whoever_made_them(tmp_path: Path) -> None:
+    folder = tmp_path / ".secrets"
+    folder.mkdir()
+    (folder / "grafana_password").write_text("hush")
+    for path, mode in ((folder, 0o755), (folder / "grafana_password", 0o644)):
+        path.chmod(mode)
+        os.chown(path, OWNER, OWNER)
+    script = f"{SETTINGS}\ncd {tmp_path}\nclose_secrets; close_secrets"
+    done = run("bash", "-euo", "pipefail", "-c", script, cwd=ROOT)
+    assert done.stdout.count("was open to others") == 1
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "grafana_password")] == [0o700, 0o600]
+
+
+def test_credentials_that_dev_could_read_are_named_and_not_shown(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".env").write_text(
+        'export WANDB_API_KEY="hush"\r\nHTTP_PROXY=http://me:hush@proxy:3128\nHF_TOKEN=\n#MY_SECRET=hush\n'
+        "SSH_PUBLIC_KEY=~/.ssh/id.pub\nNO_PROXY=localhost\n"
+    )
+    (tmp_path / ".git" / "config").write_text(
+        '[remote "origin"]\n\turl = https://me:hush@host/x.git\n[remote "b"]\n\turl = ssh://git@host:22/x.git\n'
+    )
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, OWNER, OWNER)
+    script = f"{SETTINGS}\ncd {tmp_path}\nwarn_of_credentials"
+    said = run("bash", "-euo", "pipefail", "-c", script, cwd=ROOT).stdout
+    named = [line.removeprefix("warning: ").partition(" reads")[0] for line in said.splitlines()]
+    assert named == [".env: WANDB_API_KEY", ".env: HTTP_PROXY", ".git/config: remote.origin.url"]
+    assert "hush" not in said
+
+
 @pytest.mark.parametrize("name", ["runs", "datasets"])
 def test_a_folder_of_the_checkout_that_became_a_link_is_not_mounted(fresh: Station, name: str) -> None:
     """Dev could have put it there, and it could lead to the root of the host."""
@@ -141,6 +176,28 @@ def test_an_env_that_compose_cannot_read(fresh: Station) -> None:
     (fresh.folder / ".env").write_text("TZ=UTC\nthis is nothing\n")
     assert "docker compose cannot read the settings" in refused(fresh, "up")
     assert not (fresh.folder / ".secrets").exists()
+
+
+def with_apt(*words: str) -> subprocess.CompletedProcess[str]:
+    return run("bash", "-c", '. scripts/apt.sh; with_apt "$@"', "-", *words, cwd=ROOT, check=False)
+
+
+def test_what_installs_waits_for_another_apt_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "archives" / "partial").mkdir(parents=True)
+    with (tmp_path / "archives" / "lock").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        threading.Timer(3, fcntl.lockf, (lock, fcntl.LOCK_UN)).start()
+        begun = time.monotonic()
+        done = with_apt("apt-get", "-o", f"Dir::Cache={tmp_path}", "clean")
+        assert time.monotonic() - begun > 2.5
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("another apt is at work (process ") and done.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_installed_is_said_in_apts_words() -> None:
+    done = with_apt("apt-get", "install", "no-such-package-anywhere")
+    assert done.returncode == 1
+    assert done.stderr == "apt-get: E: Unable to locate package no-such-package-anywhere\n"
 
 
 @pytest.fixture

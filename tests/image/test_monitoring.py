@@ -1,6 +1,7 @@
 """The profile `monitoring` beside a station: Prometheus scrapes it over the compose network, and nothing else gets out.
 
-No registry has to answer: Prometheus' image is made of Debian's package. Grafana's and NVIDIA's are left out.
+No registry has to answer: Prometheus' image is made of Debian's package. It stands in for Grafana's, with a program
+that only waits; NVIDIA's is left out.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ def watched(
 ) -> Iterator[Station]:
     """A station with the profile, by `make up`."""
     override = tmp_path_factory.mktemp("override") / "monitoring.yml"
-    none = "profiles: !override [none]"
-    override.write_text(f"services: {{grafana: {{{none}}}, prometheus: {{image: '{prometheus_image}'}}}}\n")
+    waits = override.with_name("run.sh")
+    waits.write_text("#!/bin/sh\nexec sleep infinity\n")
+    waits.chmod(0o755)
+    grafana = {"image": prometheus_image, "user": "472", "volumes": [f"{waits}:/run.sh:ro"]}
+    override.write_text(json.dumps({"services": {"grafana": grafana, "prometheus": {"image": prometheus_image}}}))
     station = make_station(
         "watched", COMPOSE_PROFILES="monitoring", PROMETHEUS_PORT=str(free_port()), GRAFANA_PORT=str(free_port()),
         COMPOSE_FILE=f"docker-compose.yml:docker-compose.cpu.yml:{override}",
@@ -108,6 +112,17 @@ def test_the_page_and_the_log_hold_no_secret(watched: Station) -> None:
     assert watched.token not in page and password not in page
     assert password not in watched.log + watched.first_up.stdout  # type: ignore[attr-defined]
     assert (watched.folder / ".secrets").stat().st_mode & 0o077 == 0
+
+
+def test_grafanas_own_user_reads_the_password_that_nobody_else_sees(watched: Station) -> None:
+    kept = watched.folder / ".secrets" / "grafana_password"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    id_ = watched.compose("--profile", "monitoring", "ps", "--quiet", "grafana").stdout.strip()
+    assert run("docker", "exec", id_, "cat", "/run/secrets/grafana_password").stdout == kept.read_text()
+    assert kept.read_text() not in run("docker", "inspect", id_).stdout
+    alone = ("--profile", "monitoring", "up", "--detach", "--no-deps", "--force-recreate", "grafana")
+    done = run("docker", "compose", *alone, cwd=watched.folder, env=watched.env, check=False)
+    assert done.returncode and '"GRAFANA_PASSWORD" required' in done.stderr
 
 
 def test_grafana_has_no_default_password_and_images_are_pinned(watched: Station) -> None:

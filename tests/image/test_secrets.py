@@ -37,8 +37,7 @@ def test_no_host_key_and_no_certificate_of_the_builder_is_in_the_image(station: 
 def test_secret_files_are_for_their_owner_only(station: Station) -> None:
     folder = station.folder / ".secrets"
     assert folder.stat().st_mode & 0o777 == 0o700
-    for name in ("jupyter_token", "id_ed25519"):
-        assert (folder / name).stat().st_mode & 0o077 == 0
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     assert station.root("stat", "-c", "%U %a", "/run/trainstation/jupyter_token").stdout == "dev 400\n"
 
 

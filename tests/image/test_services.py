@@ -10,7 +10,10 @@ from conftest import Station, run, steps_on, until
 def test_make_up_on_a_fresh_clone_ends_healthy_and_prints_how_to_get_in(station: Station) -> None:
     printed = station.first_up.stdout
     assert station.healthy()
-    assert f"{station.url}/lab?token={station.token}" in printed
+    name = station.project.replace("_", "-")
+    assert f"http://{name}.localhost:{station.jupyter_port}/lab?token={station.token}" in printed
+    assert station.url in printed
+    assert all(words in printed for words in ("TensorBoard", "make shell", "01-start-here"))
     assert " ".join(station.ssh_words) in printed
     assert "CPU: GPUS=none says so" in printed
     assert "train launch digits" in printed

@@ -148,26 +148,45 @@ def test_what_a_run_writes_belongs_to_the_checkouts_owner(station: Station) -> N
     assert {path.stat().st_gid for path in written} == {owner if os.getuid() == 0 else os.getgid()}
 
 
-def test_a_root_owned_checkout_works_as_user_1000_and_says_so(make_station: Callable[..., Station]) -> None:
+def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_station: Callable[..., Station]) -> None:
     if os.getuid() != 0:
         pytest.fail("this test makes a checkout that belongs to root: run make test-image as root")
     mine = make_station("rootowned", owner=None)
     for path in [mine.folder, *mine.folder.rglob("*")]:
         os.chown(path, 0, 0, follow_symlinks=False)
-    mine.make("up")
-    assert mine.ssh("id -u").stdout == "1000\n"
+    said = mine.make("up").stdout
+    assert "inside, work is done as user 52761, whom this machine does not know" in said
+    assert mine.ssh("id -u").stdout == "52761\n"
     mine.ssh("touch /workspace/runs/made")
-    assert (mine.folder / "runs" / "made").stat().st_uid == 1000
-    assert "/workspace belongs to root: working as user 1000, who now owns runs/, notebooks/ and projects/" in mine.log
+    assert (mine.folder / "runs" / "made").stat().st_uid == 52761
+    assert "/workspace belongs to root: working as user 52761, who now owns runs/, notebooks/ and projects/" in mine.log
     # what JupyterLab's launcher does where it opens
     session = requests.Session()
     session.headers["Authorization"] = f"token {mine.token}"
     opens = session.get(f"{mine.url}/lab").text.partition('"preferredPath": "')[2].partition('"')[0]
     made = session.post(f"{mine.url}/api/contents/{opens}", json={"type": "notebook"})
     assert made.ok, made.text
-    assert (mine.folder / "notebooks" / "Untitled.ipynb").stat().st_uid == 1000
+    assert (mine.folder / "notebooks" / "Untitled.ipynb").stat().st_uid == 52761
     content = session.get(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb").json()["content"]
     body = {"type": "notebook", "format": "json", "content": content}
     assert session.put(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb", json=body).ok
     assert (mine.folder / "train" / "__init__.py").stat().st_uid == 0
+    mine.make("down")
+    # A station of before worked as user 1000; what is that one's becomes dev's, and nothing of anybody else's.
+    home = Path(run("docker", "volume", "inspect", "-f", "{{.Mountpoint}}", f"{mine.project}_home").stdout.strip())
+    (mine.folder / "notebooks" / "other").touch()
+    others = [mine.folder / "runs", mine.folder / "runs" / "made", mine.folder / "notebooks" / "Untitled.ipynb"]
+    for path in (home, *others):
+        os.chown(path, 1000, 1000)
+    os.chown(mine.folder / "notebooks" / "other", 1001, 1001)
+    secrets = mine.folder / ".secrets"
+    secrets.chmod(0o755)  # as the engine makes it
+    (secrets / "jupyter_token").chmod(0o644)
+    mine.compose("up", "--detach", "--no-build")
+    mine.wait_healthy()
+    assert ".secrets was open to others: the folder is 700 now, its files are 600" in mine.log
+    assert {path.stat().st_mode & 0o777 for path in secrets.iterdir()} == {0o600}
+    assert secrets.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_uid for path in (home, *others)} == {52761}
+    assert (mine.folder / "notebooks" / "other").stat().st_uid == 1001
     mine.make("down")

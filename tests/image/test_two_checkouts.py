@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import OWNER, ROOT, Station, copy_checkout, run, until
+from playwright.sync_api import expect, sync_playwright
 
 from tests.ports import free_port
 
@@ -126,6 +127,28 @@ def test_two_stations_share_nothing_and_are_both_healthy(first: Checkout, second
         assert one.make("url").stdout.split(":")[2].split("/")[0] in one.belongings["ports"]
 
 
+def test_a_host_name_tells_the_checkout_and_the_machine(first: Checkout, second: Checkout) -> None:
+    machine = socket.gethostname().split(".")[0].lower().replace("_", "-")
+    for one in (first, second):
+        name = f"{one.setting('COMPOSE_PROJECT_NAME')}-{machine}"[:56].rstrip("-")
+        assert one.inspect("{{.Config.Hostname}}") == one.setting("STATION_HOSTNAME") == name
+        assert f"called {name}, " in one.make("status").stdout
+
+
+def test_a_browser_opens_the_printed_address_and_shows_no_station_the_cookies_of_another(
+    first: Checkout, second: Checkout
+) -> None:
+    addresses = [one.make("url").stdout.strip() for one in (first, second)]
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"]).new_context()
+        for address in addresses:
+            page = context.new_page()
+            page.goto(address)
+            expect(page.locator(".jp-LauncherCard").first).to_be_visible(timeout=60_000)
+        mine, others = ({cookie["value"] for cookie in context.cookies(address)} for address in addresses)
+    assert mine and others and not mine & others
+
+
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_the_ssh_line_of_an_odd_path_can_be_pasted(second: Checkout, shell: str, tmp_path: Path) -> None:
     line = second.make("ssh-command").stdout
@@ -137,10 +160,19 @@ def test_the_ssh_line_of_an_odd_path_can_be_pasted(second: Checkout, shell: str,
 
 
 def test_the_other_ways_in_work_from_an_odd_path(second: Checkout) -> None:
-    assert second.make("ssh", "ARGS=id -un").stdout == "dev\n"
+    assert second.make("ssh", "ARGS=id -un; echo $((6 * 7))").stdout == "dev\n42\n"
     assert "health   healthy" in second.make("status").stdout
     done = run(str(second.folder / "scripts" / "train"), "ls", env=second.env)
     assert "no runs" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("target", ["ssh", "shell", "logs", "rebuild"])
+def test_what_is_meant_for_inside_runs_nothing_on_the_host(second: Checkout, target: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.parent.chmod(0o777)
+    words = f"--no-such; touch {mark} $(touch {mark}) `touch {mark}` $(shell touch {mark}) | touch {mark}"
+    second.make(target, f"ARGS={words}", check=False)
+    assert not mark.exists()
 
 
 def test_make_up_again_and_docker_compose_alone_find_the_same_station(second: Checkout) -> None:
@@ -192,8 +224,13 @@ def test_a_compose_file_of_ones_own_lies_where_dev_cannot_change_it(first: Check
     assert "notebooks/mine.yml lies in notebooks/, where user dev inside can put anything" in said
     assert "which is not there" in first.refused("up", COMPOSE_FILE="docker-compose.yml:nothing.yml")
     (first.folder / "notebooks" / "mine.yml").rename(first.folder / "docker" / "mine.yml")
+    train = ("docker", "exec", "--user", "dev", "--env", "HOME=/home/dev")
+    run(*train, first.container, "train", "launch", "digits", "--name", "lives", "--nproc", "1", "--epochs", "100000")
     try:
-        first.make("up", COMPOSE_FILE="docker-compose.yml:docker/mine.yml")
+        assert "runs are saved first" not in first.make("up").stdout  # nothing has changed
+        said = first.make("up", COMPOSE_FILE="docker-compose.yml:docker/mine.yml").stdout
+        assert "runs are saved first and go on after it: lives" in said
+        run(*train, first.container, "train", "stop", "lives", "--now", check=False)
         assert "MINE=here" in first.inspect("{{.Config.Env}}")
         assert first.setting("COMPOSE_FILE").endswith(":docker/mine.yml")
         assert "MINE: here" in first.compose("config")  # .env remembers it
@@ -357,10 +394,14 @@ def test_a_checkout_at_another_revision_has_an_image_of_its_own(
     other = checkout(tmp_path / "revision")
     (other.folder / "docker" / "rootfs" / "etc" / "tmux.conf").write_text(f"# {tmp_path}\n")
     before, running = images(), first.inspect("{{.Image}}")
-    other.make("up")
+    said = other.make("up").stdout
     image = other.inspect("{{.Config.Image}}")
     try:
         assert image not in before
+        assert "runtime 2/" in said and said.count("\n") <= 40
+        log = Path(said.partition("the whole log: ")[2].partition("\n")[0])
+        assert "exporting to image" in log.read_text()
+        log.unlink()
         assert image != first.inspect("{{.Config.Image}}")
         assert (
             run("docker", "image", "inspect", "-f", "{{.Id}}", first.inspect("{{.Config.Image}}")).stdout.strip()

@@ -28,6 +28,7 @@ def test_there_is_a_second_station_where_it_is_asked_for_and_nothing_of_it_is_pu
     assert not second.get("ports") and len(first["ports"]) == 2
     differing = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
     assert differing == {"hostname", "ports", "profiles", "volumes"}
+    assert second["hostname"] == f"{first['hostname']}-second"
     own = {one["target"]: one["source"] for one in second["volumes"] if one not in first["volumes"]}
     assert own == {"/workspace/runs": "second-runs", "/home/dev": "second-home"}
     assert {one["target"] for one in first["volumes"]} == {one["target"] for one in second["volumes"]}
