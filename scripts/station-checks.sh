@@ -93,13 +93,8 @@ check_number() { # NAME DEFAULT MOST [LEAST]
 
 # megabytes SIZE: of a size as compose reads it (64g, 512MB, a number of bytes); fails where it is none.
 megabytes() {
-    [[ $1 =~ ^([0-9]{1,12})([kKmMgG]?)[bB]?$ ]] || return 1
-    case ${BASH_REMATCH[2]} in
-        k | K) echo $((10#${BASH_REMATCH[1]} / 1024)) ;;
-        m | M) echo $((10#${BASH_REMATCH[1]})) ;;
-        g | G) echo $((10#${BASH_REMATCH[1]} * 1024)) ;;
-        *) echo $((10#${BASH_REMATCH[1]} / 1048576)) ;;
-    esac
+    [[ $1 =~ ^([0-9]{1,12}(\.[0-9]{1,3})?)([kKmMgGtT]?)[bB]?$ ]] || return 1
+    awk -v n="${BASH_REMATCH[1]}" -v unit="${BASH_REMATCH[3]:-b}" 'BEGIN { printf "%d", n * 1024 ^ (index("bkmgt", tolower(unit)) - 3) }'
 }
 # Shared memory is taken from the machine's and is not given back under pressure: it gets half of it at most.
 check_limits() {

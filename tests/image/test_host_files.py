@@ -148,6 +148,20 @@ def test_credentials_that_dev_could_read_are_named_and_not_shown(tmp_path: Path)
     assert "hush" not in said
 
 
+def test_in_roots_checkout_dev_has_a_number_that_nobody_on_the_host_has(tmp_path: Path) -> None:
+    """The usual one is a user's here and the next a group's, in a mount namespace of this test's own."""
+    checkout = copy_checkout(tmp_path / "trainstation", owner=None)
+    (checkout / ".env").write_text("TZ=UTC\n")
+    for name, line in (("passwd", "ann:x:52761:52761::/:/bin/sh\n"), ("group", "crew:x:52762:\n")):
+        (tmp_path / name).write_text(Path("/etc", name).read_text() + line)
+    mounts = "; ".join(f"mount --bind {tmp_path}/{name} /etc/{name}" for name in ("passwd", "group"))
+    script = f"{mounts}; cd {checkout}; {SETTINGS}\nchoose_unknown_user; choose_unknown_user"
+    done = run("unshare", "--mount", "bash", "-euo", "pipefail", "-c", script)
+    said = "this checkout belongs to root: inside, work is done as user 52763, whom this machine does not know\n"
+    assert done.stdout == 2 * said
+    assert (checkout / ".env").read_text() == "TZ=UTC\nDEV_UID=52763\nDEV_GID=52763\n"
+
+
 @pytest.mark.parametrize("name", ["runs", "datasets"])
 def test_a_folder_of_the_checkout_that_became_a_link_is_not_mounted(fresh: Station, name: str) -> None:
     """Dev could have put it there, and it could lead to the root of the host."""
