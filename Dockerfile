@@ -3,8 +3,9 @@
 #
 # It builds with BuildKit as old as Docker Engine 20.10's: no syntax line, which would be fetched from a registry.
 
-ARG BASE_IMAGE=debian:bookworm-slim
-# NVIDIA deletes old tags, so the digest decides; CUDA_IMAGE can name a mirror's copy.
+# Both by digest: what is built later comes from the same images. BASE_IMAGE and CUDA_IMAGE can name a mirror's copies.
+# Debian 12.15. scripts/station-image.sh and compose read the defaults here.
+ARG BASE_IMAGE=debian:bookworm-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8a701889efe6fe859fe64d6990e4b07ea4171
 ARG CUDA_IMAGE=nvidia/cuda:12.1.1-devel-ubuntu22.04@sha256:7012e535a47883527d402da998384c30b936140c05e2537158c80b8143ee7425
 
 
@@ -27,24 +28,27 @@ FROM ${BASE_IMAGE} AS system
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ARG APT_MIRROR=
 ARG EXTRA_APT=
-# What a person works with (editor, tmux, git, rsync, htop) beside what the services need. gcc and Python's headers
-# are for Triton, which compiles its launchers at run time, and for extensions; gcc 12.2 is the newest CUDA 12.1 takes.
+# What a person works with (editors, tmux, git, rsync, htop) and what an operator types beside what the services need.
+# gcc and Python's headers are for Triton, which compiles its launchers at run time, and for extensions; gcc 12.2 is the
+# newest CUDA 12.1 takes.
 # The lists and archives stay in cache mounts. Host keys that sshd's package makes must not be in a layer: every
 # station would share them.
-# Versions are Debian's to decide: one stable release, with its security fixes.
+# Versions are Debian's to decide: one stable release, with its security fixes, of today or of the day in APT_MIRROR; what
+# the base image has older is upgraded.
 # hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
     --mount=type=secret,id=ca_bundle \
+    --mount=type=bind,source=docker/debian-sources.sh,target=/run/debian-sources.sh \
     rm -f /etc/apt/apt.conf.d/docker-clean; \
     if [ -n "${APT_MIRROR}" ]; then \
-        sed -i -E "s#^URIs: .*/debian-security/?\$#URIs: ${APT_MIRROR%/}-security#; s#^URIs: .*/debian/?\$#URIs: ${APT_MIRROR%/}#" \
-            /etc/apt/sources.list.d/debian.sources; \
+        /run/debian-sources.sh "${APT_MIRROR}" >/etc/apt/sources.list.d/debian.sources; \
     fi; \
     if [ -s /run/secrets/ca_bundle ]; then \
         echo 'Acquire::https::CAInfo "/run/secrets/ca_bundle";' >/etc/apt/apt.conf.d/ca_bundle; \
     fi; \
     apt-get update; \
+    DEBIAN_FRONTEND=noninteractive apt-get upgrade -y --no-install-recommends; \
     # shellcheck disable=SC2086 # EXTRA_APT is a list
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         bash-completion ca-certificates curl g++ gcc git htop less libc6-dev make nano openssh-client openssh-server \
