@@ -155,24 +155,9 @@ def trace(make_station: Callable[..., Station]) -> list[Opened]:
     room = strace_folder(station.folder.parent / "strace")
     strace = ["/strace/ld.so", "--library-path", "/strace", "/strace/strace", "-ff", "-y", "-s", "300"]
     strace += ["-e", "trace=%file,%process,setuid,setreuid,setresuid,setfsuid"]
-    override = {
-        "services": {
-            "station": {
-                "entrypoint": [
-                    *strace,
-                    "-o",
-                    "/strace/out/start",
-                    "/usr/bin/tini",
-                    "-s",
-                    "--",
-                    "/usr/local/bin/entrypoint",
-                ],
-                "cap_add": ["SYS_PTRACE"],
-                "volumes": [f"{room}:/strace"],
-            }
-        }
-    }
-    (station.folder.parent / "traced.yml").write_text(yaml.safe_dump(override))
+    entrypoint = [*strace, "-o", "/strace/out/start", "/usr/bin/tini", "-s", "--", "/usr/local/bin/entrypoint"]
+    watched = {"entrypoint": entrypoint, "cap_add": ["SYS_PTRACE"], "volumes": [f"{room}:/strace"]}
+    (station.folder.parent / "traced.yml").write_text(yaml.safe_dump({"services": {"station": watched}}))
     station.make("up")  # makes secrets and volumes; then once more, watched
     station.make("down")
     files = [word for f in ("docker-compose.yml", "docker-compose.cpu.yml", "../traced.yml") for word in ("-f", f)]
