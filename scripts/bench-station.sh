@@ -16,7 +16,7 @@ seconds() { # seconds COMMAND…: how long it took, in seconds
     awk -v a="$begun" -v b="$EPOCHREALTIME" 'BEGIN {printf "%.1f", b - a}'
 }
 
-base=debian:bookworm-slim
+base=$(sed -n 's/^ARG BASE_IMAGE=//p' Dockerfile)
 docker image inspect "$base" >/dev/null 2>&1 || base=trainstation-base:bookworm
 scripts/station.sh up >/dev/null # whatever is missing is built before anything is measured
 scripts/station.sh down >/dev/null 2>&1

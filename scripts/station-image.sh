@@ -41,18 +41,19 @@ find_image() {
     return 1
 }
 
+default_image() { sed -n "s/^ARG $1=//p" Dockerfile; }
 build() {
     local base toolkit now
     check_buildx
     now=$(inputs)
-    base=$(setting BASE_IMAGE debian:bookworm-slim)
+    base=$(setting BASE_IMAGE "$(default_image BASE_IMAGE)")
     if ! have_image "$base"; then
-        [ "$base" = debian:bookworm-slim ] || die "BASE_IMAGE=$base is neither here nor in a registry that answers"
+        [ -z "$(setting BASE_IMAGE)" ] || die "BASE_IMAGE=$base is neither here nor in a registry that answers"
         say "no image registry answers: building the base image from Debian's package archive instead"
         scripts/base.sh
         base=trainstation-base:bookworm
     fi
-    toolkit=$(setting CUDA_IMAGE nvidia/cuda:12.1.1-devel-ubuntu22.04@sha256:7012e535a47883527d402da998384c30b936140c05e2537158c80b8143ee7425)
+    toolkit=$(setting CUDA_IMAGE "$(default_image CUDA_IMAGE)")
     if [ "$mode" = gpu ] && [ "$(setting STATION_TARGET cuda)" = cuda ] && ! have_image "$toolkit"; then
         [ -z "$(setting CUDA_IMAGE)" ] || die "CUDA_IMAGE=$toolkit is neither here nor in a registry that answers"
         say "NVIDIA's toolkit image cannot be had: building without the CUDA compiler (CUDA_IMAGE can name a mirror's copy)"
@@ -60,7 +61,7 @@ build() {
         image=trainstation:runtime-$now
     fi
     say "building $image (a few minutes the first time)"
-    BASE_IMAGE=$base STATION_VERSION=$([ ! -f train/__init__.py ] || sed -n 's/^__version__ = "\(.*\)"/\1/p' train/__init__.py) \
+    BASE_IMAGE=$base CUDA_IMAGE=$toolkit STATION_VERSION=$([ ! -f train/__init__.py ] || sed -n 's/^__version__ = "\(.*\)"/\1/p' train/__init__.py) \
         STATION_REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown) STATION_INPUTS=$now STATION_IMAGE=$image \
         DOCKER_BUILDKIT=1 logged_build "$@" || die "the image could not be built, see above; $(why_not_built)"
     docker tag "$image" "${image%-*}"

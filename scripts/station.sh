@@ -270,15 +270,16 @@ inside=(--user dev --workdir /workspace --env HOME=/home/dev --env USER=dev)
 # A login shell, unless the files in the home folder end it or hang: then one that does not read them. They are tried
 # with a command on stdin, as if in a tmux, for files that start one. With arguments nothing is tried: --noprofile reads
 # none of them.
+as_dev=/usr/local/lib/trainstation/as-dev # gives the command the whole environment
 shell() {
     local tried
-    [ $# -eq 0 ] || exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --login "$@"
-    tried=$(docker exec -i "${inside[@]}" --env TMUX=tried,0,0 "$id" timeout -s KILL 15 bash -li <<<'echo "a shell: $((40 + 2))"' 2>/dev/null) || :
+    [ $# -eq 0 ] || exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" bash --login "$@"
+    tried=$(docker exec -i "${inside[@]}" --env TMUX=tried,0,0 "$id" "$as_dev" timeout -s KILL 15 bash -li <<<'echo "a shell: $((40 + 2))"' 2>/dev/null) || :
     case $tried in
-        *'a shell: 42'*) exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --login ;;
+        *'a shell: 42'*) exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" bash --login ;;
     esac
     say "what ~/.bashrc or ~/.profile does ends the shell or hangs: this one has not read them; mend them and come again" >&2
-    exec docker exec "${terminal[@]}" "${inside[@]}" "$id" bash --noprofile --norc
+    exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" bash --noprofile --norc
 }
 
 id=""
@@ -320,7 +321,7 @@ case $command in
     shell) need_running; shell "$@" ;;
     exec)
         need_running
-        exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$@"
+        exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" "$@"
         ;;
     ssh) need_running; ssh_command; exec "${ssh_words[@]}" "$@" ;;
     ssh-command) need_running; ssh_line ;;

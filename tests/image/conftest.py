@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import shlex
 import shutil
 import subprocess
@@ -48,6 +49,14 @@ def until(what: str, true: Callable[[], object], seconds: float = HANG) -> objec
             pytest.fail(f"waited {seconds} s in vain: {what}")
         time.sleep(0.2)
     return value
+
+
+def base_image() -> str:
+    """What the station's image is built on: the image that the Dockerfile names, or the one from Debian's archive."""
+    named = re.search(r"^ARG BASE_IMAGE=(.+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert named
+    here = run("docker", "image", "inspect", named[1], check=False).returncode == 0
+    return named[1] if here else "trainstation-base:bookworm"
 
 
 class Terminal:
@@ -128,7 +137,8 @@ class Station:
 
     def dev(self, *command: str, **options: object) -> subprocess.CompletedProcess[str]:
         """Inside, as dev, by docker exec."""
-        return run("docker", "exec", "--user", "dev", "--env", "HOME=/home/dev", self.container, *command, **options)
+        who = ("--user", "dev", "--env", "HOME=/home/dev", "--workdir", "/workspace")
+        return run("docker", "exec", *who, self.container, *command, **options)
 
     @property
     def ssh_words(self) -> list[str]:

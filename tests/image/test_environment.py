@@ -39,6 +39,7 @@ def proxied(make_station: Callable[..., Station]) -> Station:
 def expected(proxied: Station) -> dict[str, str]:
     printed = proxied.root("python3", "-c", "import json, os; print(json.dumps(dict(os.environ)))").stdout
     variables = chosen(json.loads(printed))
+    variables["PATH"] += ":/home/dev/.local/bin"  # what dev installs comes last, and for root not at all
     assert variables["TRAIN_ODD"] == "a \"b\"  c\\d $e 'f'"
     assert variables["HTTPS_PROXY"] == "http://proxy.invalid:3128"
     assert variables["NO_PROXY"] == variables["no_proxy"] == "localhost,127.0.0.1,::1,here.invalid"
@@ -118,6 +119,15 @@ def test_make_shell(proxied: Station, expected: dict[str, str]) -> None:
         in_shell(line, "make", "-s", "shell", cwd=proxied.folder, env=proxied.env)
 
     assert dumped(proxied, type_it) == expected
+
+
+def test_a_command_from_the_host(proxied: Station, expected: dict[str, str]) -> None:
+    def execute(line: str) -> None:
+        run("scripts/station.sh", "exec", "bash", "-c", line, cwd=proxied.folder, env=proxied.env)
+
+    assert dumped(proxied, execute) == expected
+    done = run("scripts/station.sh", "exec", "pwd", cwd=proxied.folder, env=proxied.env)
+    assert done.stdout == "/workspace\n"
 
 
 def in_shell(line: str, *command: str, **options: object) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import requests
-from conftest import Station, run, until
+from conftest import Station, base_image, run, until
 
 from tests.ports import free_port
 
@@ -31,13 +31,11 @@ def prometheus_image(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prometheus from Debian's package; made once on this machine."""
     tag = "trainstation-test-prometheus:bookworm"
     if run("docker", "image", "inspect", tag, check=False).returncode:
-        base = "debian:bookworm-slim"
-        if run("docker", "image", "inspect", base, check=False).returncode:
-            base = "trainstation-base:bookworm"
         folder = tmp_path_factory.mktemp("prometheus")
         (folder / "Dockerfile").write_text(DOCKERFILE)
         options = {"env": os.environ | {"DOCKER_BUILDKIT": "1"}, "timeout": 600}
-        run("docker", "build", "--network", "host", "-t", tag, "--build-arg", f"BASE={base}", str(folder), **options)
+        arguments = ("--network", "host", "--build-arg", f"BASE={base_image()}")
+        run("docker", "build", *arguments, "-t", tag, str(folder), **options)
     return tag
 
 

@@ -25,6 +25,7 @@ SHELL = '[ "$(/usr/bin/id -u)" != 0 ] || { echo "$0 $BASH_SOURCE" >>/workspace/r
 MODULES = ("usercustomize", "sitecustomize", "supervisor", "pkg_resources", "json", "os", "train_evil", "secrets")
 COMMANDS = ("awk", "bash", "cat", "cut", "curl", "df", "env", "find", "grep", "id", "install", "nvidia-smi", "python3")
 COMMANDS += ("sh", "ssh-keygen", "sshd", "stat", "supervisord", "tini", "train")
+LACKING = ("emacs", "nvtop", "sl", "strace", "tcpdump")  # commands that the image has not
 STARTUP = (".bashrc", ".bash_profile", ".profile", ".bash_logout", ".ssh/rc", ".curlrc", ".inputrc", ".tmux.conf")
 
 
@@ -50,12 +51,19 @@ def planted(mine: Station) -> Iterator[Station]:
     for name in MODULES:  # as where the protection is lifted, or the container was started without compose
         (mine.folder / f"{name}.py").write_text(PYTHON)
     write_as_dev(mine, f"{site}/planted.pth", "import usercustomize\n")
-    for name in COMMANDS:
-        write_as_dev(mine, f"/home/dev/.local/bin/{name}", f"#!/usr/bin/env -S -i /bin/bash\n{SHELL}exit 0\n", "755")
+    program = f"#!/usr/bin/env -S -i /bin/bash\n{SHELL}exit 0\n"
+    for name in COMMANDS + LACKING:
+        write_as_dev(mine, f"/home/dev/.local/bin/{name}", program, "755")
+    for name in LACKING:
+        for folder in ("/tmp", "/home/dev", "/workspace/projects", "/workspace/train"):
+            write_as_dev(mine, f"{folder}/{name}", program, "755")
     for name in STARTUP:
         write_as_dev(mine, f"/home/dev/{name}", SHELL if "rc" in name or "profile" in name else "")
     yield mine
     mine.dev("bash", "-c", f"cd /home/dev && rm -rf .local {' '.join(STARTUP)} *.py /tmp/*.py /workspace/runs/*.py")
+    lacking = " ".join(LACKING)
+    for folder in ("/tmp", "/home/dev", "/workspace/projects", "/workspace/train"):
+        mine.dev("bash", "-c", f"cd {folder} && rm -f {lacking} Makefile")
     for name in MODULES:
         (mine.folder / f"{name}.py").unlink()
         (mine.folder / "train" / f"{name}.py").unlink()
@@ -90,6 +98,49 @@ class TestWhatDevLeft:
             planted.root(*command)
         assert was_root(planted) == ""
 
+    @pytest.mark.parametrize("name", LACKING)
+    def test_a_command_that_the_image_lacks_is_not_found(self, planted: Station, name: str) -> None:
+        for words in ([name], ["bash", "-c", name], ["bash", "-lc", name], ["bash", "-ic", name], ["sh", "-lc", name]):
+            done = planted.root(*words, check=False)
+            assert done.returncode in (126, 127)
+            assert "not found" in done.stdout + done.stderr
+        assert was_root(planted) == ""
+
+    def test_roots_path_is_roots_alone_and_dev_finds_what_it_has_installed(self, planted: Station) -> None:
+        for shell in ("bash -c", "bash -lc", "bash -ic", "sh -lc"):
+            path = planted.root(*shell.split(), "echo $PATH").stdout.strip()
+            look = f'for f in {path.replace(":", " ")}; do [ ! -e $f ] || stat -L -c "%n %U %a" $f; done'
+            folders = planted.root("bash", "-c", look).stdout.splitlines()
+            assert len(folders) >= 6
+            assert not [line for line in folders if line.split()[1] != "root" or int(line.split()[2], 8) & 0o022]
+        assert planted.dev("/usr/local/lib/trainstation/as-dev", "which", "sl").stdout == "/home/dev/.local/bin/sl\n"
+
+    @pytest.mark.parametrize("folder", ["/", "/workspace", "/workspace/train", "/tmp"])
+    def test_roots_python_takes_nothing_from_the_current_folder(self, planted: Station, folder: str) -> None:
+        def root(*command: str, given: str = "") -> str:
+            words = ("docker", "exec", "-i", "--workdir", folder, planted.container, *command)
+            return run(*words, input=given).stdout
+
+        where = "import json, train, train.cli; print(train.cli.__file__, json.__file__)"
+        expected = "/opt/trainstation/train/cli.py /usr/lib/python3.11/json/__init__.py\n"
+        assert root("python3", "-c", where) == expected
+        assert root("python3", given=where) == expected
+        assert root("python3", "-", given=where) == expected
+        assert root("python3", "-m", "train", "--version")
+        root("python3", "-m", "secrets")
+        assert was_root(planted) == ""
+
+    def test_tab_in_a_shell_of_roots_runs_nothing_of_devs(self, planted: Station) -> None:
+        write_as_dev(planted, "/workspace/projects/Makefile", "$(shell cp /bin/sh /workspace/runs/shell)\nall:\n")
+        words = ("docker", "exec", "-it", "--workdir", "/workspace/projects", planted.container, "bash", "-l")
+        with Terminal(*words) as terminal:
+            terminal.wait_for("# ")
+            os.write(terminal.master, b"make \t\t")
+            terminal.wait_for("Makefile")  # a file's name, as behind any word
+            terminal.type("\x15echo $((40 + 2)) $PWD")
+            terminal.wait_for("42 /workspace/projects")
+        assert was_root(planted) == ""
+
 
 def test_train_started_by_root_runs_as_dev(mine: Station) -> None:
     mine.root("train", "launch", "digits", "--name", "by-root", "--nproc", "1", "--steps", "2", "--follow")
@@ -104,24 +155,9 @@ def trace(make_station: Callable[..., Station]) -> list[Opened]:
     room = strace_folder(station.folder.parent / "strace")
     strace = ["/strace/ld.so", "--library-path", "/strace", "/strace/strace", "-ff", "-y", "-s", "300"]
     strace += ["-e", "trace=%file,%process,setuid,setreuid,setresuid,setfsuid"]
-    override = {
-        "services": {
-            "station": {
-                "entrypoint": [
-                    *strace,
-                    "-o",
-                    "/strace/out/start",
-                    "/usr/bin/tini",
-                    "-s",
-                    "--",
-                    "/usr/local/bin/entrypoint",
-                ],
-                "cap_add": ["SYS_PTRACE"],
-                "volumes": [f"{room}:/strace"],
-            }
-        }
-    }
-    (station.folder.parent / "traced.yml").write_text(yaml.safe_dump(override))
+    entrypoint = [*strace, "-o", "/strace/out/start", "/usr/bin/tini", "-s", "--", "/usr/local/bin/entrypoint"]
+    watched = {"entrypoint": entrypoint, "cap_add": ["SYS_PTRACE"], "volumes": [f"{room}:/strace"]}
+    (station.folder.parent / "traced.yml").write_text(yaml.safe_dump({"services": {"station": watched}}))
     station.make("up")  # makes secrets and volumes; then once more, watched
     station.make("down")
     files = [word for f in ("docker-compose.yml", "docker-compose.cpu.yml", "../traced.yml") for word in ("-f", f)]
@@ -168,10 +204,11 @@ def test_dev_can_write_only_where_dev_is_meant_to(mine: Station) -> None:
         "bash", "-c", f"find / \\( {pruned} \\) -prune -o ! -type l -writable -print 2>/dev/null; true", timeout=300
     )
     assert done.stdout == ""
-    found = mine.dev(
-        "bash", "-c", "find / -xdev -perm -4000 -newer /etc/hostname -print 2>/dev/null; true", timeout=300
-    )
-    assert found.stdout == ""
+
+
+def test_no_program_of_the_image_gives_rights_to_whoever_starts_it(mine: Station) -> None:
+    assert mine.root("bash", "-c", "find / -xdev -perm /6000; getcap -r / 2>/dev/null; true", timeout=300).stdout == ""
+    assert mine.dev("ping", "-c", "1", "127.0.0.1").returncode == 0
 
 
 def test_the_secrets_are_not_seen_from_inside(mine: Station) -> None:
@@ -346,67 +383,6 @@ def test_what_is_handed_over_is_not_what_a_link_leads_to_by_then(tmp_path: Path)
     assert (tmp_path / "host" / "shadow").stat().st_uid == 0
 
 
-# --- the folder with token and keys
-
-SECRETS = "/etc/trainstation/private/secrets"
-
-
-def start(workspace: Path, *options: str, mounted: bool) -> tuple[int, str]:
-    """The services, in a container as compose starts it, or with nothing but the workspace mounted."""
-    words = ["-v", f"{workspace}:/workspace"]
-    if mounted:
-        words += ["-v", f"{workspace}/.secrets:{SECRETS}", "--tmpfs", "/workspace/.secrets:mode=500"]
-    done = run("docker", "run", "--rm", *words, *options, "trainstation:runtime", check=False)
-    return done.returncode, done.stderr
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Path:
-    folder = tmp_path / "workspace"
-    (folder / ".secrets").mkdir(parents=True)
-    for path in (folder, folder / ".secrets"):
-        os.chown(path, 4321, 4321)
-    (folder / ".secrets").chmod(0o700)
-    return folder
-
-
-TARGETS = ("/etc/ld.so.preload", "/etc/shadow", "/etc/trainstation/hostkeys/ssh_host_ed25519_key", "/workspace/.env")
-
-
-@pytest.mark.parametrize("mounted", [True, False])
-@pytest.mark.parametrize("name", ["jupyter_token", "authorized_keys", "id_ed25519", "id_ed25519.pub", "known_hosts"])
-def test_a_link_among_the_secrets_is_refused_by_name(workspace: Path, name: str, mounted: bool) -> None:
-    for target in TARGETS[:: 1 if mounted else 2]:
-        link = workspace / ".secrets" / name
-        link.symlink_to(target)
-        code, said = start(workspace, mounted=mounted)
-        assert (code, said.count("\n")) == (2, 1), said
-        assert f".secrets/{name} is a link" in said
-        link.unlink()
-    assert sorted(path.name for path in workspace.rglob("*")) == [".secrets"]
-
-
-def test_a_folder_of_secrets_that_is_a_link_is_refused(workspace: Path) -> None:
-    (workspace / ".secrets").rmdir()
-    (workspace / ".secrets").symlink_to("/root")
-    code, said = start(workspace, mounted=False)
-    assert (code, said.count("\n")) == (2, 1), said
-    assert ".secrets has to be a folder, and no link" in said
-
-
-def test_a_pipe_or_a_second_name_among_the_secrets_is_refused(workspace: Path) -> None:
-    os.mkfifo(workspace / ".secrets" / "jupyter_token")
-    code, said = start(workspace, mounted=True)
-    assert (code, said.count("\n")) == (2, 1), said
-    (workspace / ".secrets" / "jupyter_token").unlink()
-    (workspace / "file").write_text("0123456789abcdef0123456789\n")
-    os.chown(workspace / "file", 4321, 4321)
-    (workspace / ".secrets" / "jupyter_token").hardlink_to(workspace / "file")
-    code, said = start(workspace, mounted=True)
-    assert (code, said.count("\n")) == (2, 1), said
-    assert "is a second name of another file" in said
-
-
 def test_only_lines_that_are_public_keys_count(mine: Station, tmp_path: Path) -> None:
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "more"))
     keys = mine.folder / ".secrets" / "authorized_keys"
@@ -421,25 +397,3 @@ def test_only_lines_that_are_public_keys_count(mine: Station, tmp_path: Path) ->
         assert "3 line(s) of .secrets/authorized_keys are no public key" in mine.log
     finally:
         keys.write_text(before)
-
-
-@pytest.mark.parametrize("mounted", [True, False])
-def test_token_and_keys_are_made_where_there_are_none(workspace: Path, mounted: bool) -> None:
-    """As docker compose without make finds it: a folder that the engine made, or none at all."""
-    name = f"station-test-{os.getpid()}-fresh"
-    options = ("-d", "--name", name)
-    if mounted:
-        os.chown(workspace / ".secrets", 0, 0)
-    else:
-        (workspace / ".secrets").rmdir()
-    try:
-        start(workspace, *options, mounted=mounted)
-        files = [
-            workspace / ".secrets" / f for f in ("authorized_keys", "id_ed25519", "id_ed25519.pub", "jupyter_token")
-        ]
-        until("they are made", lambda: all(path.exists() for path in files))
-        assert {path.stat().st_uid for path in [workspace / ".secrets", *files]} == {4321}
-        assert {path.stat().st_mode & 0o077 for path in [workspace / ".secrets", *files]} == {0}
-        assert files[0].read_text() == files[2].read_text()
-    finally:
-        run("docker", "rm", "-f", name)
