@@ -1,15 +1,15 @@
 # The station's targets; the Makefile includes this file.
 
 .PHONY: up down shell ssh ssh-command logs url status rebuild clean-station engine base sbom audit test-image
-# ARGS of these four is meant for inside: it goes to the script as it was typed, through neither make nor a shell here.
-unexport ARGS
-shell ssh logs rebuild: export STATION_ARGS := $(value ARGS)
-
 up: ## start the station: JupyterLab on 8888, ssh on 2222 (GPUS=none, all, 2 or 0,1)
 	@scripts/station.sh up
 
 down: ## stop it, saving runs; runs, home folder and host keys stay
 	@scripts/station.sh down
+
+# ARGS of these four is meant for inside: it goes to the script as it was typed, through neither make nor a shell here.
+unexport ARGS
+shell ssh logs rebuild: export STATION_ARGS := $(value ARGS)
 
 shell: ## a shell inside (ARGS=--noprofile: without the files in the home folder)
 	@scripts/station.sh shell

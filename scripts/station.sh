@@ -331,7 +331,8 @@ case $command in
     id) find_station; say "$id" ;;
     status)
         need_running
-        say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}, called {{.Config.Hostname}}' "$id"), ports $(where 8888 | cut -d' ' -f2) and $(where 2222 | cut -d' ' -f2) on $(where 8888 | cut -d' ' -f1)"
+        say "name     $(docker inspect -f '{{.Config.Hostname}}' "$id")"
+        say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id"), ports $(where 8888 | cut -d' ' -f2) and $(where 2222 | cut -d' ' -f2) on $(where 8888 | cut -d' ' -f1)"
         say "health   $(docker inspect -f '{{range .State.Health.Log}}{{.Output}}{{end}}' "$id" | grep . | tail -n 1)"
         say "runs"
         docker exec "${inside[@]}" "$id" train ls

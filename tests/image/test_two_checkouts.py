@@ -132,7 +132,7 @@ def test_a_host_name_tells_the_checkout_and_the_machine(first: Checkout, second:
     for one in (first, second):
         name = f"{one.setting('COMPOSE_PROJECT_NAME')}-{machine}"[:56].rstrip("-")
         assert one.inspect("{{.Config.Hostname}}") == one.setting("STATION_HOSTNAME") == name
-        assert f"called {name}, " in one.make("status").stdout
+        assert f"name     {name}\n" in one.make("status").stdout
 
 
 def test_a_browser_opens_the_printed_address_and_shows_no_station_the_cookies_of_another(
