@@ -17,7 +17,7 @@ from typing import Any
 
 from train import hashing, screen
 from train.errors import EXIT_FINISHED, Refused, one_line
-from train.record import folders, store
+from train.record import folders, station, store
 from train.record.store import Run
 from train.runs import control, launch, scripts, supervise, warm
 
@@ -87,16 +87,22 @@ def keep(runs: Path, once: bool) -> int:
     waits: dict[str, _Wait] = {}
     held = _Warm()
     while not ended.is_set():
+        if not once:
+            station.touch_keeper()
         for run in folders.every(runs):
             wait = waits.setdefault(run.name, _Wait())
             if wait.is_over() and not (run.name in busy and busy[run.name].is_alive()):
                 busy[run.name] = threading.Thread(target=_look_after, args=(run, tell, ended, wait), daemon=True)
                 busy[run.name].start()
                 busy[run.name].join(0.1)  # most need nothing
+                if not once:  # many that do need something take long
+                    station.touch_keeper()
         if once:
             break
         held.keep()
         ended.wait(LOOK_EVERY)
+    if not once:
+        station.keeper_ends()
     for thread in busy.values():
         thread.join()
     held.end()
