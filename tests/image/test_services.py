@@ -31,6 +31,21 @@ def test_both_services_answer_from_the_host(station: Station) -> None:
     assert station.ssh("echo here").stdout == "here\n"
 
 
+def test_proxied_pages_without_the_token_lead_to_the_login_and_leave_no_traceback(station: Station) -> None:
+    before = station.log.count("Traceback")
+    for path in ("/tensorboard/", "/proxy/9477/", "/proxy/absolute/9477/metrics"):
+        answer = requests.get(station.url + path, allow_redirects=False, timeout=30)
+        assert (answer.status_code, answer.headers["Location"][:12]) == (302, "/login?next=")
+        upgrade = {
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": "AA",
+        }
+        assert requests.get(station.url + path, headers=upgrade, timeout=30).status_code == 403
+    assert station.log.count("Traceback") == before
+
+
 @pytest.mark.parametrize("service", ["jupyter", "sshd", "keeper"])
 def test_a_killed_service_comes_back_alone_and_training_goes_on(
     station: Station, endless_run: str, service: str
@@ -106,7 +121,8 @@ def test_health_notices_a_stopped_keeper(station: Station) -> None:
     pid = str(station.service_pid("keeper"))
     station.root("kill", "-STOP", pid)
     try:
-        station.dev("touch", "--date", "31 seconds ago", "/home/dev/.local/state/trainstation/keeper")
+        for path in ("/run/supervisord.pid", "/home/dev/.local/state/trainstation/keeper"):  # time goes by
+            station.root("touch", "--date", "31 seconds ago", path)
         assert station.health().startswith("the keeper gives no sign of life")
     finally:
         station.root("kill", "-CONT", pid)
