@@ -1,6 +1,7 @@
 # JupyterLab in the station. The port is published on 127.0.0.1 unless BIND_ADDRESS says otherwise.
 import hashlib
 import os
+import shutil
 import warnings
 from pathlib import Path
 
@@ -56,13 +57,16 @@ c.ServerProxy.servers = {
 }
 c.ResourceUseDisplay.track_cpu_percent = True
 
-# Parts of the page that have nothing to show: the image has no language server, a CPU station no GPU.
-c.ServerApp.jpserver_extensions = {"jupyter_lsp": False}
-without = ["@jupyterlab/lsp-extension"]
-without += ["@jupyterlab/notebook-extension:language-server", "@jupyterlab/fileeditor-extension:language-server"]
+# Parts of the page that have nothing to show: without a language server (the image has none; one that a user installs
+# is there after the next start), and without a GPU.
+c.ServerApp.jpserver_extensions, without = {}, []
+if not any(map(shutil.which, ("pylsp", "jedi-language-server", "pyright-langserver", "basedpyright-langserver"))):
+    c.ServerApp.jpserver_extensions["jupyter_lsp"] = False
+    without += ["@jupyterlab/lsp-extension", "@jupyterlab/notebook-extension:language-server"]
+    without += ["@jupyterlab/fileeditor-extension:language-server"]
 if os.environ.get("STATION_GPUS") == "none":
     c.ServerApp.jpserver_extensions["jupyterlab_nvdashboard"] = False
-    without.append("jupyterlab-nvdashboard")
+    without += ["jupyterlab-nvdashboard"]
 
 
 def page_config(handler, config):
