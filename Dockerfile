@@ -141,7 +141,7 @@ LABEL org.opencontainers.image.title="trainstation" \
 WORKDIR /
 EXPOSE 8888 2222
 # A start is given five minutes: where training holds every core, JupyterLab takes more than one.
-HEALTHCHECK --interval=4s --timeout=10s --start-period=300s --retries=3 CMD ["/usr/local/bin/station-health"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=300s --retries=3 CMD ["/usr/local/bin/station-health"]
 # tini reaps what tmux and the services leave behind; -g is not given: a run is stopped by its keeper, not by a signal
 # that reaches all its processes at once.
 # Root starts the services and maps the user; sshd needs it, everything else runs as dev.

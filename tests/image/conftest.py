@@ -161,10 +161,15 @@ class Station:
         return done.stdout + done.stderr
 
     def healthy(self) -> bool:
+        """As the engine has it, which looks every 15 seconds."""
         return self.inspect("{{.State.Health.Status}}") == "healthy"
 
+    def health(self) -> str:
+        """What is wrong at this moment, or `healthy`; nothing while the container starts."""
+        return self.root("/usr/local/bin/station-health", check=False).stdout.strip()
+
     def wait_healthy(self) -> None:
-        until("the station is healthy", self.healthy)
+        until("the station is healthy", lambda: self.health() == "healthy")
 
     def service_pid(self, name: str) -> int:
         return int(self.root("supervisorctl", "-c", "/etc/trainstation/supervisord.conf", "pid", name).stdout)

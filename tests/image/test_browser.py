@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Station
+from conftest import Station, until
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 
@@ -61,6 +61,43 @@ def test_a_notebook_cell_prints_torchs_version(station: Station, page: Page, kep
 def test_memory_and_cpu_are_visible_in_the_page(station: Station, page: Page) -> None:
     page.goto(f"{station.url}/lab?token={station.token}&reset")
     expect(page.get_by_text("Mem:").first).to_be_visible(timeout=60_000)
+
+
+def test_the_page_shows_nothing_that_this_station_has_not(station: Station, page: Page) -> None:
+    """No panel of dead buttons for GPUs on a CPU station; no language server; nothing that fails to start."""
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text) if "plugin" in message.text else None)
+    page.goto(f"{station.url}/lab?token={station.token}&reset")
+    expect(page.locator(".jp-LauncherCard", has_text="Terminal")).to_be_visible()
+    expect(page.locator("li.lm-TabBar-tab[data-id='running-sessions'], li[title^='Running']").first).to_be_visible()
+    expect(page.locator("li[title*='GPU']")).to_have_count(0)
+    assert not errors
+
+
+def test_a_terminal_begins_in_the_checkout_where_paths_of_the_documentation_are(station: Station, page: Page) -> None:
+    page.goto(f"{station.url}/lab?token={station.token}&reset")
+    page.locator(".jp-LauncherCard", has_text="Terminal").click()
+    expect(page.locator(".lm-TabBar-tabLabel", has_text="dev@").first).to_be_visible()  # the prompt is there
+    page.keyboard.type("pwd >runs/where\n")
+    where = station.folder / "runs" / "where"
+    until("the terminal has written", lambda: where.exists() and where.read_text())
+    assert where.read_text() == "/workspace\n"
+
+
+def test_a_bookmarked_report_opens_and_other_sites_cannot_read_it(station: Station, page: Page) -> None:
+    (station.folder / "runs" / "report.html").write_text("<h1>a report</h1>")
+    bookmark = f"{station.url}/files/runs/report.html"
+    page.goto(bookmark)
+    page.fill("#password_input", station.token)  # another browser: the login page, and from there to the report
+    page.click("#login_submit")
+    expect(page.locator("h1")).to_have_text("a report")
+    page.goto(bookmark)
+    expect(page.locator("h1")).to_have_text("a report")
+    page.goto(f"data:text/html,<a href='{bookmark}'>here</a>")
+    page.click("a")
+    expect(page.get_by_text("This link comes from outside JupyterLab")).to_be_visible()
+    answer = page.context.request.get(bookmark)  # as a page of another site has it loaded, without a referer
+    assert answer.status == 403 and "a report" not in answer.text()
 
 
 def test_tensorboard_opens_behind_jupyters_token(station: Station, page: Page, kept: Path) -> None:

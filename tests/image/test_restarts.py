@@ -13,7 +13,7 @@ def test_after_a_kill_nothing_stale_is_in_the_way(station: Station) -> None:
     assert station.inspect("{{.State.Running}}") == "false"
     station.make("up")
     assert station.container == container  # the same one, with its old files
-    assert station.healthy()
+    assert station.health() == "healthy"
     assert station.ssh("tmux new-session -d -s after && tmux list-sessions").stdout.startswith("after:")
     station.ssh("train launch digits --name after-kill --nproc 1 --epochs 1 --follow")
     assert station.show("after-kill")["state"] == "finished"

@@ -170,8 +170,8 @@ def trace(make_station: Callable[..., Station]) -> list[Opened]:
     return seen
 
 
-# Folders that dev can write to, or to what lies in them. Files under /run/trainstation are root's but for one folder.
-DEVS = re.compile(r"/(workspace|home|tmp|var/tmp|dev/shm|datasets|run/trainstation/jupyter)(/|$)")
+# Folders that dev can write to, or to what lies in them. Below /run that is /run/dev alone.
+DEVS = re.compile(r"/(workspace|home|tmp|var/tmp|dev/shm|datasets|run/dev)(/|$)")
 
 
 def test_root_opens_and_executes_nothing_that_dev_can_write(trace: list[Opened]) -> None:
@@ -198,7 +198,7 @@ def test_what_root_opens_cannot_be_written_by_dev(mine: Station, trace: list[Ope
 
 def test_dev_can_write_only_where_dev_is_meant_to(mine: Station) -> None:
     """All of the image, as dev: what is not dev's home, the workspace or a place for everybody is root's."""
-    allowed = "/proc /sys /dev /tmp /var/tmp /home/dev /workspace /datasets /run/trainstation/jupyter"
+    allowed = "/proc /sys /dev /tmp /var/tmp /home/dev /workspace /datasets /run/dev"
     pruned = " -o ".join(f"-path {place}" for place in allowed.split())
     done = mine.dev(
         "bash", "-c", f"find / \\( {pruned} \\) -prune -o ! -type l -writable -print 2>/dev/null; true", timeout=300

@@ -1,6 +1,8 @@
 """JupyterLab and sshd are up, come back alone when they die, and runs do not notice."""
 
 import os
+import re
+import time
 
 import pytest
 import requests
@@ -9,7 +11,9 @@ from conftest import Station, run, steps_on, until
 
 def test_make_up_on_a_fresh_clone_ends_healthy_and_prints_how_to_get_in(station: Station) -> None:
     printed = station.first_up.stdout
-    assert station.healthy()
+    assert station.health() == "healthy"
+    until("the engine has seen it", station.healthy)
+    assert "HTTP 000" not in station.log
     name = station.project.replace("_", "-")
     assert f"http://{name}.localhost:{station.jupyter_port}/lab?token={station.token}" in printed
     assert station.url in printed
@@ -28,6 +32,21 @@ def test_make_up_again_changes_nothing(station: Station) -> None:
 def test_both_services_answer_from_the_host(station: Station) -> None:
     assert requests.get(f"{station.url}/api/status", headers={"Authorization": f"token {station.token}"}).ok
     assert station.ssh("echo here").stdout == "here\n"
+
+
+def test_proxied_pages_without_the_token_lead_to_the_login_and_leave_no_traceback(station: Station) -> None:
+    before = station.log.count("Traceback")
+    for path in ("/tensorboard/", "/proxy/9477/", "/proxy/absolute/9477/metrics"):
+        answer = requests.get(station.url + path, allow_redirects=False, timeout=30)
+        assert (answer.status_code, answer.headers["Location"][:12]) == (302, "/login?next=")
+        upgrade = {
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": "AA",
+        }
+        assert requests.get(station.url + path, headers=upgrade, timeout=30).status_code == 403
+    assert station.log.count("Traceback") == before
 
 
 @pytest.mark.parametrize("service", ["jupyter", "sshd", "keeper"])
@@ -54,14 +73,72 @@ def _answers(station: Station, service: str) -> bool:
         return False
 
 
+CONTROL = ("supervisorctl", "-c", "/etc/trainstation/supervisord.conf")
+
+
 def test_health_says_which_service_does_not_answer(station: Station) -> None:
-    control = ("supervisorctl", "-c", "/etc/trainstation/supervisord.conf")
-    station.root(*control, "stop", "jupyter")
+    station.root(*CONTROL, "stop", "jupyter")
     try:
-        until("the station is unhealthy", lambda: station.inspect("{{.State.Health.Status}}") == "unhealthy")
+        assert station.health() == "JupyterLab does not answer on port 8888"
         assert "health: JupyterLab does not answer on port 8888" in station.log
     finally:
-        station.root(*control, "start", "jupyter")
+        station.root(*CONTROL, "start", "jupyter")
+    station.wait_healthy()
+
+
+def test_keeper_and_exporter_run_again_by_themselves_once_train_is_mended(station: Station) -> None:
+    broken = [station.folder / "train" / name for name in ("runs/keeper.py", "runs/monitor/serve.py")]
+    whole = [path.read_text() for path in broken]
+    try:
+        for path, text in zip(broken, whole, strict=True):
+            path.write_text(f"{text}\ndef (\n")
+        for service in ("keeper", "exporter"):
+            station.root("kill", "-KILL", str(station.service_pid(service)))
+        until("both have failed", lambda: station.log.count(" does not run: SyntaxError: ") == 2)
+        assert re.fullmatch(r"the keeper does not run: SyntaxError: .*\(keeper.py, line \d+\)", station.health())
+        time.sleep(6)  # they have tried again
+        assert station.log.count("tried again every few seconds") == 2
+    finally:
+        for path, text in zip(broken, whole, strict=True):
+            path.write_text(text)
+            until("the mended one runs", lambda: "keeper" not in station.health(), 20)
+    until("the other one runs", lambda: station.health() == "healthy", 20)
+
+
+def test_a_checkout_without_a_keeper_is_healthy(station: Station) -> None:
+    """Older ones have none."""
+    names = station.folder / "train" / "commands" / "__init__.py"
+    text = names.read_text()
+    try:
+        names.write_text(text.replace('"keeper"', '"caretaker"'))
+        station.root("kill", "-KILL", str(station.service_pid("keeper")))
+        until("it is given up", lambda: "exited: keeper (exit status 64; expected)" in station.log)
+        station.dev("rm", "/home/dev/.local/state/trainstation/keeper")
+        assert station.health() == "healthy"
+    finally:
+        names.write_text(text)
+    station.root(*CONTROL, "start", "keeper")
+
+
+def test_health_notices_a_stopped_keeper(station: Station) -> None:
+    pid = str(station.service_pid("keeper"))
+    station.root("kill", "-STOP", pid)
+    try:
+        for path in ("/run/supervisord.pid", "/home/dev/.local/state/trainstation/keeper"):  # time goes by
+            station.root("touch", "--date", "31 seconds ago", path)
+        assert station.health().startswith("the keeper gives no sign of life")
+    finally:
+        station.root("kill", "-CONT", pid)
+    station.wait_healthy()
+
+
+def test_what_dev_writes_below_run_takes_no_room_from_root(station: Station) -> None:
+    station.dev("dd", "if=/dev/zero", "of=/run/dev/big", "bs=1M", check=False)
+    try:
+        assert station.health().startswith("/run/dev is full")
+        station.root("dd", "if=/dev/zero", "of=/run/probe", "bs=1M", "count=8")
+    finally:
+        station.root("rm", "-f", "/run/probe", "/run/dev/big")
     station.wait_healthy()
 
 

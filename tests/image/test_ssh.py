@@ -108,6 +108,17 @@ def test_sftp_puts_and_gets_files(known: Station, tmp_path: Path) -> None:
     assert back.read_text() == "over sftp\n"
 
 
+def test_a_command_begins_where_a_login_does_and_files_are_named_from_home(known: Station) -> None:
+    assert known.ssh("pwd").stdout == "/workspace\n"
+    assert known.ssh("cd && bash -c pwd").stdout == "/home/dev\n"
+    options = [word if word != "-p" else "-P" for word in known.ssh_words[1:]]
+    assert run("sftp", "-b", "-", *options, input="pwd\n").stdout.endswith("directory: /home/dev\n")
+    here, there = f"{known.folder}/pyproject.toml", options.pop()
+    for program in (["scp"], ["scp", "-O"]):
+        run(*program, *options, here, f"{there}:copied")
+        assert known.ssh("mv ~/copied ~/moved && ls ~/moved").stdout == "/home/dev/moved\n"
+
+
 def test_tcp_forwarding_works_as_editors_need_it(known: Station) -> None:
     port = free_port()
     words = known.ssh_words

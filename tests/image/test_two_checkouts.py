@@ -89,7 +89,7 @@ def checkout(station: Station, tmp_path_factory: pytest.TempPathFactory) -> Iter
         if one.folder.exists():
             one.make("clean-station", check=False)
             shutil.rmtree(one.folder)
-    assert station.healthy()
+    assert station.health() == "healthy"
     run("docker", "image", "inspect", station.inspect("{{.Image}}"))
 
 

@@ -64,14 +64,21 @@ def has_started(folder: Path, record: dict[str, Any]) -> bool:
     return digest is not None and isinstance(given, str) and given.isascii() and hmac.compare_digest(given, digest)
 
 
-def show_keeper() -> None:
-    """Give the keeper's sign of life. Raises OSError: the state folder cannot be written."""
-    state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    (state_folder() / "keeper").touch(mode=0o600)
+def touch_keeper() -> None:
+    """Give the keeper's sign of life, where the state folder can be written."""
+    with contextlib.suppress(OSError):
+        state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        (state_folder() / "keeper").touch(mode=0o600)
+
+
+def keeper_ends() -> None:
+    """Take the sign of life away: a keeper that ends as it was asked to is not missed."""
+    with contextlib.suppress(OSError):
+        (state_folder() / "keeper").unlink()
 
 
 def keeper_seen() -> float | None:
-    """When a keeper of this user gave its last sign of life, in seconds since the epoch; None: never."""
+    """When a keeper of this user gave its last sign of life, in seconds since the epoch; None: none runs."""
     with contextlib.suppress(OSError):
         return (state_folder() / "keeper").stat().st_mtime
     return None

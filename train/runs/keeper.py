@@ -6,7 +6,6 @@ Safe beside other keepers and beside users: whoever takes a run's lock first has
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -91,18 +90,22 @@ def keep(runs: Path, once: bool) -> int:
     waits: dict[str, _Wait] = {}
     held = _Warm()
     while not ended.is_set():
-        with contextlib.suppress(OSError):
-            station.show_keeper()
+        if not once:
+            station.touch_keeper()
         for run in folders.every(runs):
             wait = waits.setdefault(run.name, _Wait())
             if wait.is_over() and not (run.name in busy and busy[run.name].is_alive()):
                 busy[run.name] = threading.Thread(target=_look_after, args=(run, tell, ended, wait), daemon=True)
                 busy[run.name].start()
                 busy[run.name].join(0.1)  # most need nothing
+                if not once:  # many that do need something take long
+                    station.touch_keeper()
         if once:
             break
         held.keep()
         ended.wait(LOOK_EVERY)
+    if not once:
+        station.keeper_ends()
     for thread in busy.values():
         thread.join()
     held.end()

@@ -78,6 +78,27 @@ def test_it_tells_of_a_real_run_what_its_files_say(finished: Station, exporters:
     assert set(found) <= set(FIGURES) | {name for name in found if name.startswith("process_")}
 
 
+def test_the_keepers_sign_of_life_is_there_while_it_lives(
+    station: Station, exporters: Callable[..., Exporter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it has died or is stopped, with the time of the last one; not once it has ended as asked to."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRAIN_WARM", "off")
+    exporter = exporters(station.runs)
+    keeper = station.start("keeper")
+    seen = lambda: exporter.of("train_keeper_last_seen_timestamp_seconds")  # noqa: E731
+    try:
+        until("it is seen", seen)
+        first = seen()
+        until("it is seen again", lambda: seen() > first)
+        assert abs(time.time() - seen()) < 10
+        keeper.terminate()
+        assert keeper.wait(60) == 0
+    finally:
+        keeper.kill()
+    assert seen() is None
+
+
 def test_it_loads_no_torch(finished: Station, exporters: Callable[..., Exporter]) -> None:
     exporter = exporters(finished.runs, "--recent", "1000")
     exporter.page()

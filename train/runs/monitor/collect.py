@@ -21,7 +21,7 @@ from prometheus_client import Metric
 
 import train
 from train.errors import one_line
-from train.record import heartbeat, store
+from train.record import heartbeat, station, store
 from train.record.store import Run, seconds_of
 from train.runs.monitor import look
 from train.runs.monitor.figures import Figures
@@ -54,6 +54,7 @@ class Collector(prometheus_client.registry.Collector):
             self._try("the GPUs", lambda: self._add_gpus(figures))
             self._try("the disk", lambda: self._add_disk(figures))
             self._try("the runs", lambda: self._add_runs(figures))
+            figures.add("train_keeper_last_seen_timestamp_seconds", station.keeper_seen())
             figures.add("train_exporter_info", 1, train.__version__)
             figures.add("train_exporter_problems_total", self._problems)
             figures.add("train_exporter_look_duration_seconds", time.perf_counter() - begun)

@@ -55,6 +55,7 @@ FIGURES: dict[str, tuple[Sequence[str], str]] = {
     "train_gpu_power_limit_watts": (GPU, "Power it may take"),
     "train_gpu_ecc_errors_total": ((*GPU, "kind"), "Errors of its memory since it was made: corrected, uncorrected"),
     "train_gpu_throttled": ((*GPU, "reason"), "1 for each reason why its clocks are lower than they could be"),
+    "train_keeper_last_seen_timestamp_seconds": ((), "When this user's keeper was last seen alive, until it ends"),
     "train_exporter_info": (("version",), "1; the version of train"),
     "train_exporter_look_duration_seconds": ((), "Time that looking took for this answer"),
     "train_exporter_problems_total": ((), "Looks that failed in a way nobody foresaw; the exporter's log names them"),

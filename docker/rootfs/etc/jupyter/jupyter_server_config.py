@@ -1,11 +1,16 @@
 # JupyterLab in the station. The port is published on 127.0.0.1 unless BIND_ADDRESS says otherwise.
 import hashlib
 import os
+import shutil
 import warnings
 from pathlib import Path
 
+from jupyter_server.base.handlers import AuthenticatedFileHandler, JupyterHandler
+from jupyter_server.files.handlers import FilesHandler
 from jupyter_server.serverapp import JupyterServerAuthWarning
+from jupyter_server_proxy.handlers import ProxyHandler
 from jupyterlab_server.licenses_handler import APIHandler, LicensesHandler
+from tornado.web import HTTPError
 
 c = get_config()  # noqa: F821  (Jupyter provides it)
 
@@ -16,9 +21,13 @@ c.ServerApp.open_browser = False
 c.ServerApp.root_dir = "/workspace"
 if not os.access("/workspace", os.W_OK) and os.access("/workspace/notebooks", os.W_OK):
     # the launcher's notebooks go to where they can be saved
-    c.ServerApp.preferred_dir = "/workspace/notebooks"
+    c.FileContentsManager.preferred_dir = "notebooks"
 c.ServerApp.allow_remote_access = True  # the host's name is the user's affair: an address, a tunnel, a machine's name
 c.ServerApp.terminals_enabled = True
+# The page opens in notebooks/, and a terminal would start there; paths in the documentation are the checkout's. One
+# that was opened in another folder stays there.
+to_the_checkout = '[ "$PWD" != /workspace/notebooks ] || cd /workspace; exec bash --login'
+c.ServerApp.terminado_settings = {"shell_command": ["/bin/bash", "-c", to_the_checkout]}
 c.ServerApp.quit_button = False
 c.ServerApp.shutdown_no_activity_timeout = 0
 
@@ -48,6 +57,25 @@ c.ServerProxy.servers = {
 }
 c.ResourceUseDisplay.track_cpu_percent = True
 
+# Parts of the page that have nothing to show: without a language server (the image has none; one that a user installs
+# is there after the next start), and without a GPU.
+c.ServerApp.jpserver_extensions, without = {}, []
+if not any(map(shutil.which, ("pylsp", "jedi-language-server", "pyright-langserver", "basedpyright-langserver"))):
+    c.ServerApp.jpserver_extensions["jupyter_lsp"] = False
+    without += ["@jupyterlab/lsp-extension", "@jupyterlab/notebook-extension:language-server"]
+    without += ["@jupyterlab/fileeditor-extension:language-server"]
+if os.environ.get("STATION_GPUS") == "none":
+    c.ServerApp.jpserver_extensions["jupyterlab_nvdashboard"] = False
+    without += ["jupyterlab-nvdashboard"]
+
+
+def page_config(handler, config):
+    config["disabledExtensions"] += without
+    return config
+
+
+c.ServerApp.tornado_settings = {"page_config_hook": page_config}
+
 
 # Refused for want of a token, JupyterLab's page of licences never answers: its own finish() is a coroutine, which the
 # code that writes errors does not await. Here it answers like the rest.
@@ -58,3 +86,25 @@ def finish(self, chunk=None, *, _mime_type="application/json"):
 
 
 LicensesHandler.finish = finish
+
+
+# Without the token a proxied page answers with the way to the login page: JupyterHandler sends it, and ProxyHandler
+# would send it once more, which fails.
+async def prepare(self):
+    is_websocket = self.request.headers.get("Upgrade", "").lower() == "websocket"
+    await JupyterHandler.prepare(self, _redirect_to_login=not is_websocket)
+
+
+ProxyHandler.prepare = prepare
+
+
+# A bookmark has no referer, and a file that is asked for without one is refused, for other sites could read it so. The
+# browser says when it was the person who asked, and no page can say that; over plain HTTP to another machine it says
+# nothing.
+def check_referer(self):
+    if self.request.headers.get("Sec-Fetch-Site") != "none" and not JupyterHandler.check_referer(self):
+        raise HTTPError(403, "This link comes from outside JupyterLab: open the file in its file browser")
+    return True
+
+
+AuthenticatedFileHandler.check_referer = FilesHandler.check_referer = check_referer

@@ -1,0 +1,85 @@
+"""`train COMMAND` as a service, as user dev: where it fails, for one with an error in train/, it is tried again.
+
+The reason is printed once, and lies in /run/dev/COMMAND.failed for the health check. Nothing is to be done after a
+mend: this process is replaced by a new one every few seconds, until the command runs.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+TRY_EVERY = 5.0
+"""Seconds."""
+NO_SUCH_COMMAND = 64
+"""Exit code after which supervisord.conf starts it no more: a checkout older than the image lacks the command."""
+REASON = "TRAIN_SERVICE_REASON"
+"""Variable in which the next process finds why the last one failed."""
+
+
+class Lines:
+    """Standard error without one line, which was printed before. Remembers the last one."""
+
+    def __init__(self, stream, without):
+        self.stream, self.without = stream, without
+        self.last = self.begun = ""
+
+    def write(self, text):
+        *lines, self.begun = (self.begun + text).split("\n")
+        for line in lines:
+            self.last = line.strip() or self.last
+            if not line.strip() or line.strip() != self.without:
+                self.stream.write(f"{line}\n")
+        return len(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def carry_out(command, arguments, absent):
+    """Run the command. Returns why it failed; where this checkout has no such command, `absent` is made instead."""
+    lines = sys.stderr
+    try:
+        from train.cli import main
+
+        main([command, *arguments])
+    except SystemExit as end:
+        if not end.code:
+            raise
+        if end.code == 2 and re.search(r"no command|invalid choice", lines.last):
+            absent.touch()
+            sys.exit(NO_SUCH_COMMAND)
+        return lines.last or f"exit code {end.code}"
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if reason != lines.without:
+            traceback.print_exc(file=lines.stream)
+        return reason
+    return "it returned"
+
+
+def serve(command, *arguments):
+    """Run the command, and replace this process by a new one where it fails."""
+    before = os.environ.pop(REASON, "")
+    sys.stderr = Lines(sys.stderr, before)
+    failed, absent = Path(f"/run/dev/{command}.failed"), Path(f"/run/dev/{command}.absent")
+    absent.unlink(missing_ok=True)
+    if not before:
+        failed.unlink(missing_ok=True)
+    reason = carry_out(command, arguments, absent)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with suppress(OSError):  # no room: the log has it
+        failed.write_text(reason)
+    if reason != before:
+        print(f"trainstation: the {command} does not run: {reason}; tried again every few seconds", file=sys.stderr)
+    time.sleep(TRY_EVERY)
+    os.environ[REASON] = reason
+    os.execv(sys.executable, sys.orig_argv)
+
+
+if __name__ == "__main__":  # a process that it starts may import this file again
+    serve(*sys.argv[1:])
