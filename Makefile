@@ -3,9 +3,11 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 
-# The image carries its own Python with everything installed; anywhere else the environment is .venv.
+# The image carries its own Python with everything installed, and the checkout is read-only there for pytest's cache;
+# anywhere else the environment is .venv.
 ifeq ($(TRAINSTATION_IMAGE),1)
 PY := python3
+export PYTEST_ADDOPTS += -p no:cacheprovider
 else
 PY := .venv/bin/python
 endif
