@@ -46,11 +46,18 @@ read -r -a list <<<"$(tr ',\n\t' '   ' <<<"$hosts")"
 count=${#list[@]}
 [ "$count" -ge 1 ] || refuse "the list of hosts is empty"
 
+# Without ip (a container may lack it) hostname says all but those of the loopback.
+addresses=$(
+    ip -o addr show 2>/dev/null | awk '{sub("/.*", "", $4); print $4}'
+    hostname -I 2>/dev/null | tr ' ' '\n'
+    printf '127.0.0.1\n::1\n'
+)
+
 # Whether a host is this machine: one of its addresses is one of ours, or it has our name.
 is_here() {
     local address
     while read -r address _; do
-        ip -o addr show 2>/dev/null | awk '{sub("/.*", "", $4); print $4}' | grep -qxF "$address" && return 0
+        grep -qxF "$address" <<<"$addresses" && return 0
     done < <(getent ahosts "$1")
     [ "$1" = "$(hostname)" ] || [ "$1" = "$(hostname -f 2>/dev/null)" ]
 }

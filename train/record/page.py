@@ -31,7 +31,7 @@ def write(run: Run, target: Path) -> None:
     check(target, SUFFIXES)
     text = html(run)
     with published(target) as partial:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # words may be no UTF-8
+        partial.write_text(text, encoding="utf-8")
 
 
 def html(run: Run) -> str:
@@ -82,7 +82,8 @@ def _printable(value: Any) -> Any:
     """A value of the page without what would turn its direction or hide parts of it; markup stays as it is."""
     if hasattr(value, "__html__"):
         return value
-    return "\n".join(map(screen.printable, str(value).split("\n")))
+    text = str(value).encode(errors="backslashreplace").decode()  # words may be no UTF-8
+    return "\n".join(map(screen.printable, text.split("\n")))
 
 
 def _say(error: Exception) -> str:

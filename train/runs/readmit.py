@@ -15,7 +15,7 @@ from train.errors import Refused
 from train.parallel import cards, choose
 from train.parallel.precision import ON_GPU_ALONE, Precision
 from train.parallel.world import NoGPU, pick_device
-from train.record import feed
+from train.record import feed, station
 from train.record import manifest as manifests
 from train.record.durable import write_atomically
 from train.record.metrics import evaluations
@@ -127,6 +127,7 @@ def _device_again(run: Run, config: Config, ranks: int) -> torch.device:
 def apply_resume(run: Run, config: Config) -> None:
     """Write the changes of a resume into the run folder."""
     write_atomically(run.folder / "config.toml", configuration.to_toml(config))
+    run.update(lambda record: record.update(station.mark(run.folder, record)))
 
 
 def _check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.ports import free_port
 from train.cluster import address
-from train.record import folders
+from train.record import folders, station
 from train.runs.nodes import Nodes, Settings, _report
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Facts, Road
@@ -125,3 +125,12 @@ def test_an_agent_that_waits_for_a_disk_is_there_and_one_that_never_comes_back_i
     seats.until(lambda: zero.ended, "that it is given up")
     seats.nodes.append(one)
     seats.until(lambda: one.told, "that it finds out")
+
+
+def test_a_run_whose_node_takes_over_what_was_chosen_stays_one_that_was_started_there(seats: Seats) -> None:
+    seats.come(0)
+    second = seats.come(1, CONFIG.replace("cpu_threads = 1", "cpu_threads = 2"))
+    seats.begin()
+    second.take_over()
+    assert (second.run.folder / "config.toml").read_text() == CONFIG
+    assert station.has_started(second.run.folder, second.run.read())

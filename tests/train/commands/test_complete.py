@@ -86,7 +86,7 @@ OFFERED = {
     "train run digits --task.": {f"--task.{name}" for name in ("width", "dropout", "shift")},
     "train run --config ": {"some.toml", "bin/", "elsewhere/", "runs/"},
     "train run --init w.": {"w.pt", "w.safetensors"},
-    "train ls --state ": {"created", "queued", "running", "stopped", "interrupted", "failed", "finished"},
+    "train ls --state ": {"created", "queued", "running", "stopped", "interrupted", "copy", "failed", "finished"},
     "train submit digits --on ": {"slurm", "kubernetes"},
     "train submit digits --gpus": {"--gpus-per-node"},
     "train submit di": {"digits"},

@@ -27,6 +27,8 @@ from monitored import DEPLOY, Exporter, Gpus, until
 
 from tests.ports import free_port
 from train.record import folders, heartbeat, store
+from train.record import station as stations
+from train.record.store import Run
 from train.runs import top
 from train.runs.monitor.collect import Collector
 from train.runs.monitor.figures import FIGURES
@@ -369,9 +371,12 @@ def test_a_run_that_was_killed_is_told_of_however_long_ago_it_was_started(
 ) -> None:
     for number in range(5):
         put(tmp_path, f"ended-{number}", started="2026-01-02T00:00:00+00:00", ended="2026-01-02T01:00:00+00:00")
-    put(tmp_path, "killed", state="running", started="2026-01-01T00:00:00+00:00", ended=None)
+    killed = Run(put(tmp_path, "killed", state="running", started="2026-01-01T00:00:00+00:00", ended=None))
+    killed.update(**stations.mark(killed.folder, killed.read()))
+    shutil.copytree(killed.folder, tmp_path / "copied")
     exporter = exporters(tmp_path, "--recent", "3")
     assert exporter.of("train_run_state", run="killed", state="interrupted") == 1
+    assert exporter.of("train_run_state", run="copied", state="copy") == 1
 
 
 def test_a_run_that_failed_is_told_of_behind_whatever_has_finished_since(

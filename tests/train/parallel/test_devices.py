@@ -16,6 +16,7 @@ from train.engine.export import evaluate_run
 from train.errors import Refused
 from train.parallel.seat import Seat
 from train.parallel.world import NoGPU, pick_device
+from train.record import station
 from train.record.outcome import Kind, Outcome, read_all
 from train.runs import admit
 from train.runs.foreground import shape
@@ -29,10 +30,12 @@ def settings(engine: Engine, name: str) -> dict[str, Any]:
 
 def move(engine: Engine, name: str) -> None:
     """Make a run one that was launched where there were GPUs."""
-    file = engine.station.run(name).folder / "config.toml"
+    run = engine.station.run(name)
+    file = run.folder / "config.toml"
     text = file.read_text()
     assert 'device = "cpu"' in text
     file.write_text(text.replace('device = "cpu"', 'device = "cuda"'))
+    run.update(**station.mark(run.folder, run.read()))
 
 
 @pytest.fixture
