@@ -9,7 +9,7 @@ die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 # shellcheck source=scripts/station-settings.sh
 . scripts/station-settings.sh
 
-image=$(setting STATION_IMAGE trainstation:runtime)
+image=$(docker inspect -f '{{.Config.Image}}' "$(scripts/station.sh id)" 2>/dev/null) || image=$(setting STATION_IMAGE trainstation:runtime)
 made=$(docker image inspect -f '{{.Id}} {{.Created}}' "$image" 2>/dev/null) || die "there is no image $image yet: make up"
 
 case ${1:-list} in
