@@ -30,6 +30,7 @@ def test_without_the_token_a_login_page_is_all_there_is(station: Station, page: 
     page.goto(f"{station.url}/lab")
     assert "/login" in page.url
     expect(page.locator("#password_input")).to_be_visible()
+    expect(page.get_by_text("make url")).to_be_visible()
     page.fill("#password_input", "wrong")
     page.click("#login_submit")
     expect(page.get_by_text("Invalid credentials")).to_be_visible()

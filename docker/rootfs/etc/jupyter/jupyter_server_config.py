@@ -33,6 +33,7 @@ c.ServerApp.shutdown_no_activity_timeout = 0
 
 token = Path("/run/trainstation/jupyter_token").read_text().strip()
 c.IdentityProvider.token = token
+c.ServerApp.extra_template_paths = ["/etc/jupyter/templates"]  # the login page
 c.ServerApp.allow_unauthenticated_access = False  # also for extensions that forgot to ask for the token
 # Each of those is good for a page of warnings in the log, though the line above has settled it.
 warnings.filterwarnings("ignore", category=JupyterServerAuthWarning)
