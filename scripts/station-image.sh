@@ -75,7 +75,7 @@ logged_build() {
     tail -n 20 "$log" >&2
     return 1
 }
-# Steps as BuildKit prints them where nobody watches: #7 [station runtime 3/9] RUN …
+# BuildKit's plain output names each step as it begins: #7 [station runtime 3/9] RUN …
 show_steps() {
     local line step="" seen=" " clock since=$SECONDS
     while IFS= read -r -t 1 line || [ $? -gt 128 ]; do

@@ -107,8 +107,8 @@ def test_a_port_that_is_taken(fresh: Station, name: str) -> None:
     ],
 )
 def test_a_limit_that_cannot_be_meant(fresh: Station, name: str, value: str, words: str) -> None:
-    said = refused(fresh, **{name: value})
-    assert f"{name}={value}: " in said and words in said
+    line = refused(fresh, **{name: value})
+    assert f"{name}={value}: " in line and words in line
 
 
 FORKS = """
@@ -126,10 +126,10 @@ print(len(begun))
 
 
 def test_limits_hold_inside(make_station: Callable[..., Station]) -> None:
-    """Shared memory that is more than half of the memory becomes half of it, and is said."""
+    """Shared memory that is more than half of the memory becomes half of it, and make up says so."""
     station = make_station("limited", MEMORY="2g", CPUS="1.5", PIDS_LIMIT="600", SHM_SIZE="3g")
-    said = station.make("up").stdout
-    assert "SHM_SIZE=3g is more than half of the memory (2048 MB): it becomes 1024m" in said
+    printed = station.make("up").stdout
+    assert "SHM_SIZE=3g is more than half of the memory (2048 MB): it becomes 1024m" in printed
     limits = "{{.HostConfig.Memory}} {{.HostConfig.NanoCpus}} {{.HostConfig.PidsLimit}} {{.HostConfig.ShmSize}}"
     assert station.inspect(limits) == f"{2 << 30} 1500000000 600 {1 << 30}"
     assert 400 < int(station.dev("python3", "-c", FORKS).stdout) < 600

@@ -142,13 +142,13 @@ def test_credentials_that_dev_could_read_are_named_and_not_shown(tmp_path: Path)
     for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, OWNER, OWNER)
     script = f"{SETTINGS}\ncd {tmp_path}\nwarn_of_credentials"
-    said = run("bash", "-euo", "pipefail", "-c", script, cwd=ROOT).stdout
-    named = [line.removeprefix("warning: ").partition(" reads")[0] for line in said.splitlines()]
+    printed = run("bash", "-euo", "pipefail", "-c", script, cwd=ROOT).stdout
+    named = [line.removeprefix("warning: ").partition(" reads")[0] for line in printed.splitlines()]
     assert named == [".env: WANDB_API_KEY", ".env: HTTP_PROXY", ".git/config: remote.origin.url"]
-    assert "hush" not in said
+    assert "hush" not in printed
 
 
-def test_in_roots_checkout_dev_has_a_number_that_nobody_on_the_host_has(tmp_path: Path) -> None:
+def test_in_roots_checkout_dev_has_a_number_that_the_host_does_not_know(tmp_path: Path) -> None:
     """The usual one is a user's here and the next a group's, in a mount namespace of this test's own."""
     checkout = copy_checkout(tmp_path / "trainstation", owner=None)
     (checkout / ".env").write_text("TZ=UTC\n")
@@ -157,8 +157,8 @@ def test_in_roots_checkout_dev_has_a_number_that_nobody_on_the_host_has(tmp_path
     mounts = "; ".join(f"mount --bind {tmp_path}/{name} /etc/{name}" for name in ("passwd", "group"))
     script = f"{mounts}; cd {checkout}; {SETTINGS}\nchoose_unknown_user; choose_unknown_user"
     done = run("unshare", "--mount", "bash", "-euo", "pipefail", "-c", script)
-    said = "this checkout belongs to root: inside, work is done as user 52763, whom this machine does not know\n"
-    assert done.stdout == 2 * said
+    line = "this checkout belongs to root: inside, work is done as user 52763, whom this machine does not know\n"
+    assert done.stdout == 2 * line
     assert (checkout / ".env").read_text() == "TZ=UTC\nDEV_UID=52763\nDEV_GID=52763\n"
 
 

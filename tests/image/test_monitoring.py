@@ -112,12 +112,12 @@ def test_the_page_and_the_log_hold_no_secret(watched: Station) -> None:
     assert (watched.folder / ".secrets").stat().st_mode & 0o077 == 0
 
 
-def test_grafanas_own_user_reads_the_password_that_nobody_else_sees(watched: Station) -> None:
-    kept = watched.folder / ".secrets" / "grafana_password"
-    assert kept.stat().st_mode & 0o777 == 0o600
+def test_grafanas_own_user_alone_reads_its_password(watched: Station) -> None:
+    file = watched.folder / ".secrets" / "grafana_password"
+    assert file.stat().st_mode & 0o777 == 0o600
     id_ = watched.compose("--profile", "monitoring", "ps", "--quiet", "grafana").stdout.strip()
-    assert run("docker", "exec", id_, "cat", "/run/secrets/grafana_password").stdout == kept.read_text()
-    assert kept.read_text() not in run("docker", "inspect", id_).stdout
+    assert run("docker", "exec", id_, "cat", "/run/secrets/grafana_password").stdout == file.read_text()
+    assert file.read_text() not in run("docker", "inspect", id_).stdout
     alone = ("--profile", "monitoring", "up", "--detach", "--no-deps", "--force-recreate", "grafana")
     done = run("docker", "compose", *alone, cwd=watched.folder, env=watched.env, check=False)
     assert done.returncode and '"GRAFANA_PASSWORD" required' in done.stderr

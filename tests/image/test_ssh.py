@@ -165,8 +165,8 @@ def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_stati
     mine = make_station("rootowned", owner=None)
     for path in [mine.folder, *mine.folder.rglob("*")]:
         os.chown(path, 0, 0, follow_symlinks=False)
-    said = mine.make("up").stdout
-    assert "inside, work is done as user 52761, whom this machine does not know" in said
+    printed = mine.make("up").stdout
+    assert "inside, work is done as user 52761, whom this machine does not know" in printed
     assert mine.ssh("id -u").stdout == "52761\n"
     mine.ssh("touch /workspace/runs/made")
     assert (mine.folder / "runs" / "made").stat().st_uid == 52761
@@ -183,7 +183,7 @@ def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_stati
     assert session.put(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb", json=body).ok
     assert (mine.folder / "train" / "__init__.py").stat().st_uid == 0
     mine.make("down")
-    # A station of before worked as user 1000; what is that one's becomes dev's, and nothing of anybody else's.
+    # A station of before worked as user 1000; what is that one's becomes dev's, and nothing else does.
     home = Path(run("docker", "volume", "inspect", "-f", "{{.Mountpoint}}", f"{mine.project}_home").stdout.strip())
     (mine.folder / "notebooks" / "other").touch()
     others = [mine.folder / "runs", mine.folder / "runs" / "made", mine.folder / "notebooks" / "Untitled.ipynb"]

@@ -228,8 +228,8 @@ def test_a_compose_file_of_ones_own_lies_where_dev_cannot_change_it(first: Check
     run(*train, first.container, "train", "launch", "digits", "--name", "lives", "--nproc", "1", "--epochs", "100000")
     try:
         assert "runs are saved first" not in first.make("up").stdout  # nothing has changed
-        said = first.make("up", COMPOSE_FILE="docker-compose.yml:docker/mine.yml").stdout
-        assert "runs are saved first and go on after it: lives" in said
+        printed = first.make("up", COMPOSE_FILE="docker-compose.yml:docker/mine.yml").stdout
+        assert "runs are saved first and go on after it: lives" in printed
         run(*train, first.container, "train", "stop", "lives", "--now", check=False)
         assert "MINE=here" in first.inspect("{{.Config.Env}}")
         assert first.setting("COMPOSE_FILE").endswith(":docker/mine.yml")
@@ -394,12 +394,12 @@ def test_a_checkout_at_another_revision_has_an_image_of_its_own(
     other = checkout(tmp_path / "revision")
     (other.folder / "docker" / "rootfs" / "etc" / "tmux.conf").write_text(f"# {tmp_path}\n")
     before, running = images(), first.inspect("{{.Image}}")
-    said = other.make("up").stdout
+    printed = other.make("up").stdout
     image = other.inspect("{{.Config.Image}}")
     try:
         assert image not in before
-        assert "runtime 2/" in said and said.count("\n") <= 40
-        log = Path(said.partition("the whole log: ")[2].partition("\n")[0])
+        assert "runtime 2/" in printed and printed.count("\n") <= 40
+        log = Path(printed.partition("the whole log: ")[2].partition("\n")[0])
         assert "exporting to image" in log.read_text()
         log.unlink()
         assert image != first.inspect("{{.Config.Image}}")
