@@ -20,9 +20,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from train.errors import Refused, nearest, one_line
@@ -137,18 +135,10 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
     )
 
 
-class _FromSource(SourceFileLoader):
-    """Executes the file itself: compiled code beside it may be of a version of the same second, or a stranger's."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def _execute(path: Path) -> Any:
     # importable under this name in the processes that the task's own code starts
     name = f"task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    loader = _FromSource(name, str(path)) if path.suffix == ".py" else None
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise Refused(f"{path} is not a Python file; give a built-in task or the path of a .py file")
     source = path.read_bytes()
@@ -159,7 +149,7 @@ def _execute(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        # not the loader's way: its byte code may be that of an older file of the same second and size
+        # Not by the loader: byte code beside it may be of an older file of the same second and size, or a stranger's.
         exec(compile(source, path, "exec"), module.__dict__)
     except SyntaxError as error:
         raise Refused(f"{error.filename or path}, line {error.lineno or 1}: {error.msg}") from None
