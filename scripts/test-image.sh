@@ -35,4 +35,4 @@ if ! cmp -s tests/image/requirements.lock "$mark"; then
 fi
 
 export PATH=$PWD/$env/bin:$PATH # the linters, which the tests call by name
-exec "$env/bin/python" -m pytest tests/image --durations=10 -p no:cacheprovider "$@"
+exec "$env/bin/python" -m pytest tests/image --durations=10 "$@"
