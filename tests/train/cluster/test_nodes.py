@@ -18,6 +18,7 @@ from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone,
 from tests.train.conftest import Station
 from train.cluster.table import LOST
 from train.record import manifest as manifests
+from train.record import station as stations
 
 PTRACE_CONT, PTRACE_DETACH, PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 7, 17, 0x4206, 0x4207, 0x40000000
 """Of <sys/ptrace.h> and <sys/wait.h>."""
@@ -253,7 +254,9 @@ def test_a_keeper_that_waits_again_and_again_for_a_machine_never_fails_the_run(m
         assert record["state"] == "interrupted" and "gave up after" in record["reason"], record["reason"]
         station.ok("keeper", "--once")
     station.wait_for_end("a")
-    station.run("a").update(lambda record: record["cluster"].update(wait_minutes=30))
+    run = station.run("a")
+    run.update(lambda record: record["cluster"].update(wait_minutes=30))
+    run.update(**stations.mark(run.folder, run.read()))
     station.ok("keeper", "--once")
     assert machines.launch("a", 1, "--steps", 60).returncode == 0
     assert [record["state"] for record in machines.ends("a")] == ["finished", "finished"]
