@@ -118,7 +118,7 @@ check_limits() {
 
     if [ "$memory" -eq 0 ] || [ "$memory" -gt "$machine" ]; then memory=$machine; fi
     [ "$shm" -gt $((memory / 2)) ] || return 0
-    [ -z "$value" ] || say "SHM_SIZE=$value is more than half of the memory ($memory MB): it becomes $((memory / 2))m"
+    say "SHM_SIZE=${value:-16g} is more than half of the memory ($memory MB): it becomes $((memory / 2))m, in .env"
     export SHM_SIZE=$((memory / 2))m
     shm_lowered=yes # for remember_identity
 }

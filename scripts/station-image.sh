@@ -78,7 +78,7 @@ logged_build() {
 # BuildKit's plain output names each step as it begins: #7 [station runtime 3/9] RUN …
 show_steps() {
     local line step="" seen=" " clock since=$SECONDS
-    while IFS= read -r -t 1 line || [ $? -gt 128 ]; do
+    while IFS= read -r line; do
         printf -v clock '%d:%02d' $(((SECONDS - since) / 60)) $(((SECONDS - since) % 60))
         if [[ $line =~ ^#[0-9]+\ \[station\ ?([a-z]+\ [0-9]+/[0-9]+)?\]\ (.*) && $seen != *" $line "* ]]; then
             seen+="$line "

@@ -119,16 +119,26 @@ wait_healthy() {
     die "the station did not start: ${reason:-its state is $now, see make logs}"
 }
 
+# The names of the runs inside that are in a state.
+run_names() {
+    timeout 20 docker exec "${inside[@]}" "$id" train ls --state "$1" --json 2>/dev/null |
+        sed -n 's/^  "name": "\(.*\)",$/\1/p' | tr '\n' ' ' | tr -d '\000-\037\177' | cut -c 1-300 || :
+}
+# Runs that the keeper leaves alone: of an earlier release, of before the home volume was lost, or from elsewhere.
+warn_of_copies() {
+    local runs
+    runs=$(run_names copy)
+    [ -z "$runs" ] || say "warning: not known as started by this station, and so not resumed: ${runs% }; to go on: scripts/train resume NAME"
+}
 # Compose makes the container anew where its image or settings have changed, which its living runs notice.
 warn_of_interruption() {
     local name runs
     [ -n "$id" ] && [ "$(docker inspect -f '{{.State.Running}}' "$id")" = true ] || return 0
     name=$(docker inspect -f '{{.Name}}' "$id")
     [[ $(compose up --detach --no-build --dry-run station 2>&1) == *"Container ${name#/}  Recreate"* ]] || return 0
-    runs=$(timeout 20 docker exec "${inside[@]}" "$id" train ls --state running --json 2>/dev/null |
-        sed -n 's/^  "name": "\(.*\)",$/\1/p' | tr '\n' ' ' | tr -d '\000-\037\177' | cut -c 1-300) || :
+    runs=$(run_names running)
     [ -n "$runs" ] || return 0
-    say "warning: the station is made anew, for its image or settings have changed: runs are saved first and go on after it: ${runs% }"
+    say "warning: the station is made anew, for its image or settings have changed: runs are saved first, and the keeper resumes them after it: ${runs% }"
     [ ! -t 1 ] || { say "Ctrl-C within 5 s leaves them as they are"; sleep 5; }
 }
 
@@ -197,6 +207,7 @@ up() {
     wait_healthy "$id"
     claim_volumes "$id"
     keep_image
+    warn_of_copies
     start_monitoring
     address=$(url)
     case $address in
@@ -290,7 +301,7 @@ command=${1:-}
 # What make was given as ARGS: ssh hands it whole to the shell inside, for the others it is split at blanks; nothing of it
 # is evaluated here.
 if [ -n "${STATION_ARGS:-}" ]; then
-    if [ "$command" = ssh ]; then set -- "$STATION_ARGS"; else read -d '' -ra words <<<"$STATION_ARGS" || :; set -- "${words[@]}"; fi
+    if [ "$command" = ssh ]; then set -- "$STATION_ARGS"; else read -d '' -ra words <<<"$STATION_ARGS" || :; set -- ${words[@]+"${words[@]}"}; fi
 fi
 case $command in up | down | rebuild | shell | exec | ssh | ssh-command | logs | url | status | clean) check_own_files ;; esac
 case $command in

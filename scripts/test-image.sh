@@ -19,7 +19,8 @@ if [ ${#missing[@]} -gt 0 ]; then
     echo "test-image: installing ${missing[*]}"
     # shellcheck source=scripts/apt.sh
     . scripts/apt.sh
-    with_apt apt-get update && with_apt apt-get install -y --no-install-recommends "${missing[@]}"
+    { with_apt apt-get update && with_apt apt-get install -y --no-install-recommends "${missing[@]}"; } ||
+        die "could not install ${missing[*]}, see above"
 fi
 
 # The tests' own packages, apart from the project's: a browser driver and linters are nothing a run needs.

@@ -39,9 +39,9 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(int(cores.usable()), int(psutil.virtual_memory().total / 4e9), 8))
 
 
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="train-state-")
+os.environ["TRAIN_STATE"] = tempfile.mkdtemp(prefix="train-state-")
 """Of the tests and of all that they start: a station's key of their own, never that of who runs them."""
-atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+atexit.register(shutil.rmtree, os.environ["TRAIN_STATE"], ignore_errors=True)
 
 _held: dict[str, str] = {}
 

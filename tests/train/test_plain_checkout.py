@@ -56,7 +56,7 @@ def plain(tmp_path: Path) -> dict[str, str]:
     """The environment of a machine with nothing else."""
     (tmp_path / "sitecustomize.py").write_text(GUARD.format(allowed=[*ALLOWED, *THEIRS]))
     (tmp_path / "bin").mkdir()
-    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR", "XDG_STATE_HOME") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR", "TRAIN_STATE") if name in os.environ}
     return kept | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": str(tmp_path / "bin")}
 
 

@@ -25,14 +25,14 @@ _KEY_BYTES = 32
 
 
 def state_folder() -> Path:
-    """Where the state of this user's Trainstation lies.
+    """Where the state of this user's Trainstation lies: the same in every shell, whatever its dotfiles set.
 
     Raises:
         OSError: the user has no home folder.
     """
-    given = Path(os.environ.get("XDG_STATE_HOME") or "-")
+    given = Path(os.environ.get("TRAIN_STATE") or "-")
     try:
-        return (given if given.is_absolute() else Path.home() / ".local" / "state") / "trainstation"
+        return given if given.is_absolute() else Path.home() / ".local" / "state" / "trainstation"
     except RuntimeError as error:
         raise OSError(errno.ENOENT, str(error)) from None
 

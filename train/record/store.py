@@ -243,7 +243,7 @@ class Run:
                 record["state"] = INTERRUPTED
                 record["reason"] = record.get("reason") or "its processes died; train resume continues it"
         is_resumed = record["state"] == INTERRUPTED
-        is_resumed |= record["state"] == STOPPED and record["stopped_by"] == signals.KEEPER
+        is_resumed |= record["state"] == STOPPED and record["stopped_by"] not in (signals.USER, signals.CTRL_C)
         if is_resumed and not record.get("submitted") and not station.has_started(self.folder, record):
             how = f"not known as started here: from elsewhere, copied, renamed or edited; train resume {self.name}"
             record |= {"state": COPY, "reason": f"{how} adopts it"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from train import screen, signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
-from train.record import heartbeat, station, store
+from train.record import heartbeat, store
 from train.record.store import Run
 from train.runs import scripts, supervise
 
@@ -31,7 +31,7 @@ def resumable(run: Run) -> bool | None:
         return False
     if record.get("submitted"):  # the engine that it was handed to starts it again, or its user
         return False
-    if record["state"] == store.COPY or (rests_by_itself(record) and not station.has_started(run.folder, record)):
+    if record["state"] == store.COPY:
         return None
     return record["state"] == store.INTERRUPTED or rests_by_itself(record)
 

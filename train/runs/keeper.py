@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,10 @@ def keep(runs: Path, once: bool) -> int:
         signal.signal(number, lambda *_: ended.set())
     tell = _Told()
     if station.station_id(make=True) is None:
-        problem = "the state folder of this user cannot be written, so no run is known as started here, nor resumed"
-        screen.say(f"{store.now()} warning: {problem}; XDG_STATE_HOME names another")
+        problem = (
+            "the state folder of this user cannot be read or written, so no run is known as started here, nor resumed"
+        )
+        screen.say(f"{store.now()} warning: {problem}; TRAIN_STATE names another")
     if not once:
         screen.say(f"{store.now()} keeping the runs in {runs}")
     # each in a thread of its own: a run whose data set hangs while it is checked keeps nobody waiting
@@ -104,12 +107,22 @@ def keep(runs: Path, once: bool) -> int:
             break
         held.keep()
         ended.wait(LOOK_EVERY)
+    _join(busy.values(), not once)
+    held.end()
+    if not once or ended.is_set():
+        _stop_all(runs, tell, not once)
     if not once:
         station.keeper_ends()
-    for thread in busy.values():
-        thread.join()
-    held.end()
-    return EXIT_FINISHED if once and not ended.is_set() else _stop_all(runs, tell)
+    return EXIT_FINISHED
+
+
+def _join(threads: Iterable[threading.Thread], signs: bool) -> None:
+    """Wait for threads; meanwhile, with `signs`, give the keeper's sign of life."""
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(LOOK_EVERY)
+            if signs:
+                station.touch_keeper()
 
 
 class _Wait:
@@ -185,7 +198,7 @@ def _age(run: Run, record: dict[str, Any]) -> float:
     return time.time() - ((run.folder / "run.json").stat().st_mtime if created is None else created)
 
 
-def _stop_all(runs: Path, tell: _Told) -> int:
+def _stop_all(runs: Path, tell: _Told, signs: bool) -> None:
     """Stop the live runs of this station, all at once, and wait until they have saved."""
     own, here = station.station_id(), socket.gethostname()
 
@@ -211,6 +224,4 @@ def _stop_all(runs: Path, tell: _Told) -> int:
     waiting = [threading.Thread(target=stop, args=(run,)) for run in folders.every(runs)]
     for thread in waiting:
         thread.start()
-    for thread in waiting:
-        thread.join()
-    return EXIT_FINISHED
+    _join(waiting, signs)

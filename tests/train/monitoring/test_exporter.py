@@ -84,7 +84,7 @@ def test_the_keepers_sign_of_life_is_there_while_it_lives(
     station: Station, exporters: Callable[..., Exporter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when it has died or is stopped, with the time of the last one; not once it has ended as asked to."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRAIN_STATE", str(tmp_path))
     monkeypatch.setenv("TRAIN_WARM", "off")
     exporter = exporters(station.runs)
     keeper = station.start("keeper")

@@ -37,7 +37,7 @@ def kill_agent(station: Station, name: str) -> None:
 def test_a_run_from_elsewhere_is_executed_by_no_keeper_until_its_user_resumes_it(station: Station) -> None:
     task, seen = station.folder / "task.py", station.folder / "seen"
     shutil.copy(Path(train.__file__).parent / "tasks" / "digits.py", task)
-    station.ok("launch", task, "--name", "a", *FIELDS, env={"XDG_STATE_HOME": str(station.folder / "elsewhere")})
+    station.ok("launch", task, "--name", "a", *FIELDS, env={"TRAIN_STATE": str(station.folder / "elsewhere")})
     station.wait_for_step("a", 1)
     kill_agent(station, "a")
     station.wait("a", lambda record: record["state"] not in ("created", "running"), "its death")
@@ -63,7 +63,7 @@ def test_a_run_from_elsewhere_is_executed_by_no_keeper_until_its_user_resumes_it
 
 
 def test_a_keeper_lets_the_copy_of_a_living_run_and_runs_of_other_stations_be(station: Station) -> None:
-    station.ok("launch", "digits", "--name", "theirs", *FIELDS, env={"XDG_STATE_HOME": str(station.folder / "other")})
+    station.ok("launch", "digits", "--name", "theirs", *FIELDS, env={"TRAIN_STATE": str(station.folder / "other")})
     station.ok("launch", "digits", "--name", "mine", *FIELDS)
     for name in ("mine", "theirs"):
         station.wait_for_step(name, 1)
@@ -123,7 +123,7 @@ def test_a_run_that_is_not_as_it_was_started_rests_as_a_copy(change: Callable[[R
 
 
 def test_without_a_state_folder_runs_begin_and_the_keeper_says_why_none_is_its_own(station: Station) -> None:
-    env = {"XDG_STATE_HOME": "/dev/null"}
+    env = {"TRAIN_STATE": "/dev/null"}
     station.ok("run", "fake", "--name", "a", "--steps", 1, env=env)
     assert station.record("a")["state"] == "finished" and station.record("a")["station"] is None
     station.run("a").update(state="running")
@@ -132,7 +132,7 @@ def test_without_a_state_folder_runs_begin_and_the_keeper_says_why_none_is_its_o
 
 
 def _make(here: str, begin: Any, found: Any) -> None:
-    os.environ["XDG_STATE_HOME"] = here
+    os.environ["TRAIN_STATE"] = here
     begin.wait()
     found.put(stations.station_id(make=True))
 
