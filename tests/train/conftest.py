@@ -123,6 +123,7 @@ class Station:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         return outer | {
             "PYTHONPATH": path,
+            "TRAIN_STATE": os.environ["TRAIN_STATE"],
             "TRAIN_WARM": "off",
         }  # a keeper that lives here has nothing to do with tests
 

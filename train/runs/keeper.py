@@ -82,9 +82,7 @@ def keep(runs: Path, once: bool) -> int:
         signal.signal(number, lambda *_: ended.set())
     tell = _Told()
     if station.station_id(make=True) is None:
-        problem = (
-            "the state folder of this user cannot be read or written, so no run is known as started here, nor resumed"
-        )
+        problem = "the state folder of this user cannot be read or written, so no run is resumed"
         screen.say(f"{store.now()} warning: {problem}; TRAIN_STATE names another")
     if not once:
         screen.say(f"{store.now()} keeping the runs in {runs}")

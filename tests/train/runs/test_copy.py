@@ -140,7 +140,7 @@ def _make(here: str, begin: Any, found: Any) -> None:
 def test_processes_that_begin_at_once_make_one_key(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     begin, found = context.Barrier(8), context.SimpleQueue()
-    processes = [context.Process(target=_make, args=(str(tmp_path), begin, found)) for _ in range(8)]
+    processes = [context.Process(target=_make, args=(str(tmp_path / "state"), begin, found)) for _ in range(8)]
     for process in processes:
         process.start()
     ids = {found.get() for _ in processes}
