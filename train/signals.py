@@ -49,14 +49,28 @@ class StopRequest:
         self.asked = True
 
 
-def _let_go_in_fork() -> None:
+_mask = threading.local()
+"""The signals that the thread which forks had blocked before."""
+
+
+def _before_fork() -> None:
+    """Hold SIGTERM back until the fork is ready for it: one that came before would be lost there."""
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _after_fork_in_child() -> None:
     """In a fork of the task's own: multiprocessing ends its processes with SIGTERM, and waits until they have ended."""
     if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopRequest):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
 
 
 # not in the handler: Python runs it too late for a process that is about to wait for a lock
-os.register_at_fork(after_in_child=_let_go_in_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def end_with_parent(parent: int) -> None:

@@ -29,3 +29,21 @@ assert stop.asked and stop.reason == "SIGTERM"
 
 def test_processes_of_the_tasks_own_come_to_their_end_when_they_are_terminated() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
+
+
+EARLY = """
+import os, signal
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+from train.signals import StopRequest
+
+stop = StopRequest()
+pid = os.fork()
+if not pid:
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+
+
+def test_a_fork_that_is_terminated_as_it_begins_comes_to_its_end() -> None:
+    subprocess.run([sys.executable, "-c", EARLY], check=True, timeout=60)
