@@ -68,7 +68,7 @@ reserved() {
     local id port
     for id in $(docker ps --all --quiet --no-trunc "${is_station[@]}"); do
         [ "$id" != "$1" ] || continue
-        for port in 8888 2222; do published "$id" "$port"; done
+        for port in 8888 2222; do published "$id" "$port" 2>/dev/null || :; done # it may go at this moment
     done | awk '{printf " %s ", $2}'
 }
 
