@@ -194,9 +194,9 @@ class Config:
     device: Changeable[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to compute: auto takes the GPUs if there are any when the run is launched, and the run stays there."""
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """CPU threads per rank, fixed for the life of a run (another number gives other bits). Default: OMP_NUM_THREADS or
-    MKL_NUM_THREADS where set; else one for each GFLOP of a micro batch, at least one and at most a fair share of the
-    cores."""
+    """CPU threads per rank, fixed for the life of a run (another number gives other bits). Default:
+    OMP_NUM_THREADS where set; else 1 for a model of less than 100,000 parameters on a CPU, and the cores over the
+    ranks for others."""
     optim: Optim = dataclasses.field(default_factory=Optim)
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     parallel: Parallel = dataclasses.field(default_factory=Parallel)

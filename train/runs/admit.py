@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,6 @@ def prepare(request: Request) -> Prepared:
     is_searched = config.micro_batch_size == "auto"
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     _cut_batch(config, everywhere)
-    if config.cpu_threads is None:
-        torch.set_num_threads(1)  # or the process that measures would inherit a pool of threads without the threads
     train_set, eval_set = build.make_datasets(task, config)
     check_best(config, task, eval_set)
     sizes = _micro_batch_sizes(config, device, everywhere, len(train_set), is_searched)
@@ -79,8 +76,7 @@ def prepare(request: Request) -> Prepared:
             flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, ranks)
         config.micro_batch_size, micro_reason = fit.find(request.task, request.copy, flat, ranks, sizes)
     if config.cpu_threads is None:
-        rehearse = functools.partial(_rehearsal, task, config, precision, train_set, model)
-        config.cpu_threads, reason = threads.choose(ranks, device, rehearse)
+        config.cpu_threads, reason = threads.choose(ranks, device, model)
     files: dict[str, str | bytes] = {}
     if request.init is not None:
         from safetensors.torch import save
@@ -139,19 +135,6 @@ def checked_model(task: Task, config: Config, ranks: int, precision: Precision) 
         fsdp.check(model, config.parallel.wrap)
     recompute(model, config.parallel.recompute)
     return model
-
-
-def _rehearsal(task: Task, config: Config, precision: Precision, train_set: Any, model: Any) -> Callable[[], None]:
-    """The forward and backward of a micro batch on the CPU, to be measured. It changes model and random state."""
-    batch = build.first_samples(task, config, precision, train_set)
-    model.train()
-
-    def step() -> None:
-        with precision.autocast():
-            value = task.loss(model, batch)
-        torch.autograd.backward(value[0] if isinstance(value, tuple) else value)
-
-    return step
 
 
 @contextlib.contextmanager
