@@ -46,7 +46,6 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
             f"continue with: train resume {job.run.name}"
         ) from error
     if not done.stopped:
-        job.report.finished()
         faults.here("finished")
     job.report.say(said)
     return end

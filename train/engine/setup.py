@@ -25,7 +25,7 @@ from train.data.plan import Plan
 from train.data.sharing import Sharing
 from train.engine import arithmetic, build, opened, uneven
 from train.engine.agenda import Agenda, agenda_of
-from train.engine.report import Report
+from train.engine.loggers.loggers import Loggers
 from train.engine.skipped import Skipped
 from train.engine.spare import Spare
 from train.engine.start import Start, restore
@@ -62,7 +62,7 @@ class Job:
     """The same of the evaluation set, if there is one."""
     agenda: Agenda
     saver: Saver
-    report: Report
+    report: Loggers
     stop: StopRequest
     heart: Heart
     evaluated: int
@@ -156,7 +156,7 @@ def set_up(
     arithmetic.compile_as_asked(model, config)
     evaluations = world.on_first(lambda: metrics.evaluations(run))
     beside = lines_of(memory.address) if memory is not None else None
-    told = Report(run, world, config, total, step, bar and world.is_first, len(evaluations), beside)
+    told = Loggers(run, world, config, total, step, bar and world.is_first, beside)
     held.callback(told.close)
     if world.is_lead:
         _mend(run, told, start)
@@ -224,7 +224,7 @@ def _slots(memory: Memory | None, config: Config, seat: Seat) -> Slots | None:
         return None
 
 
-def _mend(run: Run, told: Report, start: Start) -> None:
+def _mend(run: Run, told: Loggers, start: Start) -> None:
     """Write the lines of steps that outlived rank 0 when it had not written them yet."""
     if not start.lines:
         return

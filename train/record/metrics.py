@@ -56,8 +56,6 @@ class Evaluation(TypedDict):
 
 
 Line = Training | Evaluation
-Place = tuple[int, bool]
-"""Of a line among the others: its step, and whether it is of an evaluation, which comes after the step's own line."""
 
 _JSON = json.JSONEncoder(allow_nan=False)
 
@@ -267,26 +265,29 @@ _LONGEST = 1 << 24
 """Bytes of a line: one of an evaluation that measures a hundred thousand things has a few million."""
 _LAST = 1 << 14
 """Bytes at the end of metrics.jsonl in which the last training line is looked for: a line has some 200."""
+_RECENT = 1 << 19
+"""Bytes at the end of metrics.jsonl that are its recent lines."""
 
 
 def last_training(run: Run) -> Training | None:
     """The last training line, without reading all of them."""
-    try:
-        text = plain.tail(run.metrics, _LAST)
-    except OSError:
-        return None
-    lines = _parsed(reversed(text[: text.rfind(b"\n") + 1].splitlines()))  # one or two are read, not all
+    lines = _parsed(reversed(_last_texts(run, _LAST)))  # one or two are read, not all
     return next((line for line in lines if not is_evaluation(line)), None)
 
 
-def after(run: Run, place: Place) -> list[Line]:
-    """The lines behind a place: quick where they are few."""
-    found: list[Line] = []
-    for line in _parsed(reversed(list(_texts(run)))):
-        if (line["step"], is_evaluation(line)) <= place:
-            break
-        found.append(line)
-    return found[::-1]
+def recent(run: Run) -> list[Line]:
+    """All lines of the last steps, up to some 2,000."""
+    lines = list(_parsed(_last_texts(run, _RECENT)))
+    is_part = run.metrics.exists() and run.metrics.stat().st_size > _RECENT
+    return [line for line in lines if not is_part or line["step"] > lines[0]["step"]]
+
+
+def _last_texts(run: Run, most: int) -> list[bytes]:
+    try:
+        text = plain.tail(run.metrics, most)
+    except OSError:
+        return []
+    return text[: text.rfind(b"\n") + 1].splitlines()
 
 
 class Tail:

@@ -19,12 +19,13 @@ from train import config as configuration
 from train.config import Config
 from train.data.fetch import is_indexed_at_once
 from train.engine import build, threads
+from train.engine.loggers import wandb
 from train.errors import Refused, nearest
 from train.parallel import cards, choose
 from train.parallel.precision import Precision
 from train.parallel.units import recompute
 from train.parallel.world import pick_device
-from train.record import best, feed
+from train.record import best
 from train.runs import imports
 from train.runs.request import Request, resolve
 from train.tasks import Task
@@ -55,7 +56,7 @@ def prepare(request: Request) -> Prepared:
     precision = Precision(config.precision, device)
     everywhere = ranks * request.nodes[-1]
     check_ranks(config, ranks, request.nodes, device)
-    feed.check(config.log.wandb)
+    wandb.check(config.log.wandb)
     is_searched = config.micro_batch_size == "auto"
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     _cut_batch(config, everywhere)

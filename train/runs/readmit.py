@@ -10,13 +10,14 @@ import torch
 from train import config as configuration
 from train.config import Config
 from train.engine import build
+from train.engine.loggers import wandb
 from train.engine.opened import config_of, data_differs, task_of
 from train.errors import Refused
 from train.parallel import cards, choose
 from train.parallel.precision import ON_GPU_ALONE, Precision
 from train.parallel.world import NoGPU, pick_device
-from train.record import feed, station
 from train.record import manifest as manifests
+from train.record import station
 from train.record.durable import write_atomically
 from train.record.metrics import evaluations
 from train.record.store import Run
@@ -63,7 +64,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
         raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
     check_ranks(config, local, nodes, device)
-    feed.check(config.log.wandb)
+    wandb.check(config.log.wandb)
     train_set, eval_set = build.make_datasets(task, config)
     differs = data_differs(run, task, config, train_set, eval_set)
     if differs:

@@ -15,7 +15,7 @@ _LINE_EVERY = 2.0
 """Seconds between two progress lines in a log file or pipe."""
 
 
-class Progress:
+class Console:
     """A bar, or lines in the log."""
 
     def __init__(self, name: str, total_steps: int, done: int, bar: bool) -> None:

@@ -1,8 +1,8 @@
-"""Curves of a run for Weights & Biases, sent by a process of its own: it reads what the run writes, and nothing more.
+"""Weights & Biases: a process of its own follows metrics.jsonl and sends what comes.
 
-`train/own.py train.record.feed RUN_FOLDER PROJECT` lives as long as the process whose pipe is its standard input, and a
-little longer to send the rest. Training does not import wandb, waits for nothing of it, and does not notice its end: a
-network that is slow or gone costs curves there, never a step here. Imports no torch.
+It lives as long as the rank whose pipe is its standard input, and a little longer to send the rest. The rank does not
+import wandb and waits for nothing of it: a network that is slow or gone costs curves there, never a step here. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Feed:
         """`log` takes what wandb says. Raises OSError where no process can be started."""
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                own.command("train.record.feed", str(run.folder), project),
+                own.command("train.engine.loggers.wandb", str(run.folder), project),
                 stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
 
@@ -65,7 +65,7 @@ class Feed:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        self._process.returncode = 0  # nobody waits for it, and Python need not warn of that
+        self._process.returncode = 0  # else Python warns that it was not waited for
 
 
 class _Sent:

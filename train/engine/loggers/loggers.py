@@ -1,9 +1,8 @@
-"""What a run tells while it trains: metrics.jsonl, TensorBoard, sample logs, run.json, and lines or a bar."""
+"""The loggers of one rank: metrics.jsonl, its sample log, run.json, the console, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,12 @@ import numpy.typing as npt
 
 from train import config as configuration
 from train.config import Config
-from train.engine.report.board import Board
-from train.engine.report.progress import Progress
+from train.engine.loggers.console import Console
+from train.engine.loggers.tensorboard import TensorBoard
+from train.engine.loggers.wandb import Feed
 from train.errors import nearest
 from train.parallel.world import World
 from train.record import best, metrics
-from train.record.feed import Feed
 from train.record.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
 from train.record.store import Run
 from train.record.times import Times
@@ -28,17 +27,16 @@ _PROGRESS_EVERY = 0.5
 """Seconds between two updates of run.json's progress."""
 
 
-class Report:
-    """One rank's reporting. The first of a machine writes metrics and progress; each its own sample log, if wanted."""
+class Loggers:
+    """One rank's loggers. The first of a machine writes metrics and progress; each its own sample log, if wanted."""
 
     def __init__(
         self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool,
-        evaluations: int = 0, beside: Path | None = None,
+        beside: Path | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             done: the step that this attempt continues after.
-            evaluations: how many are on record.
             beside: where lines are kept that the disk refuses; see record/metrics.py.
         """
         self.run = run
@@ -46,13 +44,12 @@ class Report:
         self._best = config.checkpoint.best  # until an evaluation was held against it
         self._samples = Lines(samples_file(run, world.rank), beside) if config.log.samples else None
         self._metrics = Lines(run.metrics, beside) if world.is_lead else None
-        tensorboard = world.is_lead and config.log.tensorboard
-        self._progress = Progress(run.name, total_steps, done, bar) if world.is_lead else None
+        self._console = Console(run.name, total_steps, done, bar) if world.is_lead else None
         self._feed = self._feeding(config.log.wandb) if world.is_first and config.log.wandb else None
-        self._board: Board | None = None
-        if tensorboard:
-            settings, after = _hyper_parameters(config, world.size), functools.partial(metrics.after, run)
-            self._board = Board(run.folder / "tensorboard", done, self.say, settings, after, evaluations)
+        self._board: TensorBoard | None = None
+        if world.is_lead and config.log.tensorboard:
+            settings = _hyper_parameters(config, world.size)
+            self._board = TensorBoard(run.folder / "tensorboard", metrics.recent(run), done, self.say, settings)
 
     def _feeding(self, project: str) -> Feed | None:
         """What sends curves away; training goes on without it."""
@@ -86,7 +83,7 @@ class Report:
         self._metrics.add(metrics_text(line))
         self._metrics.flush()
         if self._board is not None:
-            self._board.evaluation(step, figures)
+            self._board.evaluation(line)
         text = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         self.say(f"evaluation after step {step} (epoch {epoch}, {samples} samples): {text}")
         wanted, self._best = self._best, ""
@@ -99,19 +96,14 @@ class Report:
             )
 
     def evaluated_samples(self, batch: Any) -> None:
-        """A batch of an evaluation, on the device; of the first one in a run samples are shown."""
+        """A batch of an evaluation, on the device; of the first one samples are shown."""
         if self._board is not None:
             self._board.samples(batch)
 
-    def finished(self) -> None:
-        """The run has come to its end."""
-        if self._board is not None:
-            self._board.finished()
-
     def progress(self, step: int, epoch: int, loss: float, samples_per_s: float, times: Callable[[], Times]) -> None:
         """Show how far it is: to who watches, and now and then in run.json for other processes. As above."""
-        assert self._metrics is not None and self._progress is not None
-        self._progress.show(step, epoch, loss, samples_per_s)
+        assert self._metrics is not None and self._console is not None
+        self._console.show(step, epoch, loss, samples_per_s)
         now = time.monotonic()
         if now >= self._next_note:
             self._next_note = now + _PROGRESS_EVERY
@@ -126,8 +118,8 @@ class Report:
 
     def say(self, text: str) -> None:
         """A line for people, from the first rank of a machine, that does not tear the bar."""
-        if self._progress is not None:
-            self._progress.say(text)
+        if self._console is not None:
+            self._console.say(text)
 
     def sync(self) -> str:
         """Make this rank's lines durable: a published checkpoint must find those of all steps before it.
@@ -139,7 +131,7 @@ class Report:
 
     def close(self) -> None:
         """Write what is left and take the bar away."""
-        for sink in (self._metrics, self._samples, self._board, self._feed, self._progress):
+        for sink in (self._metrics, self._samples, self._board, self._feed, self._console):
             if sink is not None:
                 with contextlib.suppress(OSError):
                     sink.close()
