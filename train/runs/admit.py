@@ -62,7 +62,9 @@ def prepare(request: Request) -> Prepared:
     _cut_batch(config, everywhere)
     train_set, eval_set = build.make_datasets(task, config)
     check_best(config, task, eval_set)
-    sizes = _micro_batch_sizes(config, device, everywhere, len(train_set), is_searched)
+    sizes = _micro_batch_sizes(config, device, everywhere, len(train_set)) if is_searched else []
+    if not sizes:
+        check_sync_batchnorm(config, device, everywhere, len(train_set))
     if config.data.workers is None:
         config.data.workers = threads.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
     model = checked_model(task, config, everywhere, precision)
@@ -70,12 +72,12 @@ def prepare(request: Request) -> Prepared:
         build.make_optimizer(task, model, config)
     reason = micro_reason = ""
     if is_searched:
-        from train.runs import fit
+        from train.runs import batch_size
 
         flat = configuration.to_flat(config)
         if config.parallel.shard_size is not None:  # a try has the ranks of this machine alone
             flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, ranks)
-        config.micro_batch_size, micro_reason = fit.find(request.task, request.copy, flat, ranks, sizes)
+        config.micro_batch_size, micro_reason = batch_size.find(request.task, request.copy, flat, ranks, sizes)
     if config.cpu_threads is None:
         config.cpu_threads, reason = threads.choose(ranks, device, model)
     files: dict[str, str | bytes] = {}
@@ -220,26 +222,17 @@ def check_micro_batches(config: Config, ranks: int) -> None:
         )
 
 
-def _micro_batch_sizes(
-    config: Config, device: torch.device, ranks: int, length: int, is_searched: bool
-) -> Sequence[int]:
-    """The sizes among which that of a micro batch is chosen: up to the configured one, or only that.
-
-    Raises:
-        Refused: sync_batchnorm can have none of them.
-    """
+def _micro_batch_sizes(config: Config, device: torch.device, ranks: int, length: int) -> list[int]:
+    """The configured size and its halves down to 1, as far as sync_batchnorm can have them."""
     assert isinstance(config.micro_batch_size, int)
-    most = config.micro_batch_size
-    if not (is_searched and config.sync_batchnorm):
-        check_sync_batchnorm(config, device, ranks, length)
-        return range(1, most + 1) if is_searched else [most]
+    sizes = [config.micro_batch_size]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
     found = []
-    for size in range(1, most + 1):
+    for size in sizes:
         with contextlib.suppress(Refused):
             check_sync_batchnorm(dataclasses.replace(config, micro_batch_size=size), device, ranks, length)
             found.append(size)
-    if not found:
-        check_sync_batchnorm(config, device, ranks, length)
     return found
 
 
