@@ -59,7 +59,6 @@ def of_run(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     import tomllib
 
     from train import config as configuration
-    from train.data import likeness
     from train.record import environment
     from train.record.manifest import sha256_of
 
@@ -68,7 +67,7 @@ def of_run(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     chosen = {name: fields[name] for name in record.get("chosen", ()) if name in fields}
     must = {
         "task": record.get("task_sha256") or record.get("task"),
-        "data": likeness.brief(run.folder / "data.json"),
+        "data": sha256_of(run.folder / "data.json"),
         "init": sha256_of(run.folder / "init.safetensors"),
         "hashes": environment.hash_seed(environment.read(run.folder)),
         "config": {k: value for k, value in fields.items() if k not in configuration.LOCAL and k not in chosen},
@@ -95,13 +94,6 @@ WORDS = {
 """What must be the same, in words."""
 
 
-def are_same(key: str, mine: Any, its: Any) -> bool:
-    """Whether two machines have the same of one of WORDS."""
-    from train.data import likeness
-
-    return likeness.are_alike(mine, its) if key == "data" else bool(mine == its)
-
-
 def name_of(hello: Mapping[str, Any]) -> str:
     """A node in words."""
     return f"node {hello['node']} ({hello['host']})"
@@ -124,7 +116,7 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     mine, its = dict(first["same"]), dict(other["same"])
     fields, its_fields = mine.pop("config"), its.pop("config")
     for key in mine.keys() | its.keys():
-        if not are_same(key, mine.get(key), its.get(key)):
+        if mine.get(key) != its.get(key):
             what = WORDS.get(key, key)
             return f"{who} has another {what} than {zero}: {short(its.get(key))} instead of {short(mine.get(key))}"
     for key in sorted(fields.keys() | its_fields.keys()):
@@ -146,5 +138,5 @@ def _range(hello: Mapping[str, Any]) -> str:
 
 def short(value: Any) -> str:
     """A value in few letters: of a digest its begin."""
-    text = str((value.get("digest") if isinstance(value, dict) else value) or "none")
+    text = str(value or "none")
     return text[:12] if len(text) > 24 else text

@@ -121,7 +121,7 @@ def _version(said: Any) -> str:
 def _same(key: str, mine: Any, theirs: Mapping[str, Any], remedy: str) -> Finding:
     """Of one thing that must be the same."""
     what, its = same.WORDS[key], theirs.get(key)
-    if same.are_same(key, mine, its):
+    if mine == its:
         return ok(f"same {key}", f"{what}: {same.short(mine)}, as on node 0")
     return problem(f"same {key}", f"{what}: {same.short(mine)} here, {same.short(its)} on node 0", remedy)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from train.checkpoint.kinds import keep_types
 from train.config import SPREAD, Config
 from train.data.fetch import fetcher
-from train.data.fingerprint import Files, Fingerprint, of_sets
+from train.data.fingerprint import of_sets
 from train.data.loader import prepared
 from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan
@@ -62,14 +62,14 @@ def _instead_of(dataset: Any) -> str:
     return ": of what can only be read in turn, make a list once, or an index of where each sample begins"
 
 
-def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> Fingerprint:
+def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> dict[str, Any]:
     """What the data of a run are: what the task says of them, or what can be seen in its data sets.
 
     Raises:
         Refused: the task's own fingerprint() fails, or returns what JSON cannot hold.
     """
     own = _call(task, "fingerprint", config) if task.fingerprint is not None else None
-    if own is not None and not isinstance(own, Files):
+    if own is not None:
         _call_on(task, "fingerprint()", json.dumps, own)
     return _call_on(task, "a look at the data sets", of_sets, config.data.root, own, train_set, eval_set)
 

@@ -47,8 +47,9 @@ def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_set:
     Raises:
         Refused: what is known of the first ones is damaged.
     """
-    if not (run.folder / fingerprint.FACTS).exists():
+    then = fingerprint.recorded(run.folder)
+    if then is None or then["format"] != fingerprint.FORMAT:
         return ""
-    said = fingerprint.differences(run.folder, build.fingerprint(task, config, train_set, eval_set))
+    said = fingerprint.differences(then, build.fingerprint(task, config, train_set, eval_set))
     more = f"; and {len(said) - _SAID} more differences" if len(said) > _SAID else ""
     return one_line("; ".join(said[:_SAID]) + more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import platform
@@ -17,6 +18,7 @@ import torch
 import train
 from train import config as configuration
 from train.config import Config
+from train.data import fingerprint
 from train.data.fetch import is_indexed_at_once
 from train.engine import build, threads
 from train.engine.loggers import wandb
@@ -89,7 +91,8 @@ def prepare(request: Request) -> Prepared:
     files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
         files["task.py"] = task.file.read_bytes()
-    files |= build.fingerprint(task, config, train_set, eval_set).files()
+    data = build.fingerprint(task, config, train_set, eval_set)
+    files[fingerprint.FACTS] = json.dumps(data, indent=1) + "\n"
     plan = build.plan_of(config, len(train_set))
     source = None if task.is_built_in else Path(request.task).absolute()
     record = {

@@ -9,6 +9,7 @@ import torch
 
 from train import config as configuration
 from train.config import Config
+from train.data import fingerprint
 from train.engine import build
 from train.engine.loggers import wandb
 from train.engine.opened import config_of, data_differs, task_of
@@ -72,6 +73,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
             f"the data differ from those that {run.name} began with: {differs}; put them back as they were, "
             "or start a new run"
         )
+    if (fingerprint.recorded(run.folder) or {}).get("format", fingerprint.FORMAT) != fingerprint.FORMAT:
+        warnings.append(f"{run.name} is of an earlier version: whether its data have changed is not compared")
     if len(train_set) != record.get("samples", len(train_set)):
         raise Refused(
             f"the training set has {len(train_set)} samples now and had {record['samples']} when {run.name} "

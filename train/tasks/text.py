@@ -22,7 +22,6 @@ from torch.utils.data import Dataset
 
 from train.config import Count, Share
 from train.data.corpus import Corpus
-from train.data.fingerprint import Files
 from train.errors import Refused
 
 DEFAULTS = {
@@ -133,12 +132,12 @@ def datasets(config: Any) -> tuple[Blocks, Blocks]:
     return train, held_out
 
 
-def fingerprint(config: Any) -> Files:
-    """The files that samples are cut from."""
+def fingerprint(config: Any) -> dict[str, int]:
+    """The files that samples are cut from, with their sizes."""
     root = _root(config)
     divided = (root / "train").is_dir() and (root / "val").is_dir()
     folders = [root / "train", root / "val"] if divided else [root]
-    return Files(root, [path for folder in folders for path, _ in _files(folder)])
+    return {str(path.relative_to(root)): size for folder in folders for path, size in _files(folder)}
 
 
 class Block(nn.Module):

@@ -195,17 +195,6 @@ def test_what_no_user_has_set_stays_as_the_run_has_begun_with_it_when_node_0_is_
     assert room.come(12, 0)[0][1]["chosen"] == {"cpu_threads": 8}  # node 1 has not come again since
 
 
-def test_the_same_data_added_up_in_another_order_are_the_same_data() -> None:
-    def data(total: float, exact: str = "e") -> dict[str, Any]:
-        fact = {"of": "float32 9x8", "sums": [total, 2.0], "norm": 3.0, "not numbers": 0}
-        return {"same": SAME | {"data": {"digest": f"{total}", "exact": exact, "sums": {"training set: images": fact}}}}
-
-    assert same.difference(hello(0, **data(1.0)), hello(1, **data(1.0000000001))) == ""
-    assert "another data set" in same.difference(hello(0, **data(1.0)), hello(1, **data(1.01)))
-    assert "another data set" in same.difference(hello(0, **data(1.0)), hello(1, **data(1.0, "f")))
-    assert "another data set" in same.difference(hello(0, **data(1.0)), hello(1))
-
-
 def test_who_asks_is_told_and_changes_nothing(room: Room) -> None:
     before = copy.deepcopy(vars(room.table))
     said = room.table.about()
