@@ -74,6 +74,7 @@ def test_nothing_else_is_found(plain: dict[str, str]) -> None:
     assert done.returncode and "No module named 'sklearn'" in done.stderr
 
 
+@pytest.mark.minutes
 def test_a_run_trains_there(plain: dict[str, str], tmp_path: Path) -> None:
     task = ROOT / "tests" / "gpu" / "tasks" / "digits.py"
     done = python(plain, "-m", "train", "run", task, "--name", "a", "--steps", "6", "--runs", tmp_path / "runs")

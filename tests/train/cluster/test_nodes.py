@@ -24,6 +24,7 @@ PTRACE_CONT, PTRACE_DETACH, PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 7, 17, 0x4206
 """Of <sys/ptrace.h> and <sys/wait.h>."""
 
 
+@pytest.mark.minutes
 def test_two_nodes_wait_for_each_other_and_train_as_one_machine_does(machines: Machines, like_alone: Any) -> None:
     assert machines.launch("a", 1, "--steps", 60, nproc=2).stdout == "a\n"  # in any order
     reason = machines.wait_for_reason("a", 1, "waiting for node 0 of 2")["reason"]

@@ -210,10 +210,10 @@ def test_a_reader_who_has_seen_enough_is_no_error(finished: Station) -> None:
         assert (done.returncode, done.stderr) == (0, ""), command
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
-def test_a_run_needs_no_standard_error(station: Station, closed: str) -> None:
+def test_a_run_needs_no_standard_error(station: Station) -> None:
     run = (
-        f"{sys.executable} -m train run digits --name quiet --steps 2 --cpu_threads 1 --log.tensorboard false {closed}"
+        f"{sys.executable} -m train run digits --name quiet --steps 2 --cpu_threads 1 --log.tensorboard false"
+        " <&- >&- 2>&-"
     )
     done = subprocess.run(
         ["bash", "-c", run], cwd=station.folder, env=station.environment(), stdout=subprocess.PIPE, check=False

@@ -36,9 +36,10 @@ def test_odd_values_of_fields_are_taken_or_refused_in_a_line(tmp_path: Path) -> 
     task = load(str(file))
     assert task.Settings is not None
     own = typing.get_type_hints(task.Settings)
+    parser = parser_of("run")
     for name, value in itertools.product([*fields(), "task.sizes"], ODD):
         try:
-            flags = parse(parser_of("run"), ["digits", f"--{name}={value}"]).flags
+            flags = parse(parser, ["digits", f"--{name}={value}"]).flags
             assert flags == {name: value}
             is_own = name.startswith("task.")
             annotation = own[name.removeprefix("task.")] if is_own else fields()[name].annotation

@@ -62,6 +62,7 @@ def _led_by(process: psutil.Process) -> int:
     return int(terminal) if int(session) == process.pid else 0
 
 
+@pytest.mark.minutes
 def test_an_agent_was_begun_ahead_and_leaves_nothing_behind(station: Station, cold: dict[str, str]) -> None:
     station.ok("launch", "digits", "--name", "one", *ENDLESS, env=cold)
     for attempt in (1, 2):

@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE, lives
-from tests.train.tiers import later
 from train.record import store
-from train.runs import launch, warm
+from train.runs import launch
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -222,11 +221,9 @@ def test_a_killed_agent_leaves_no_rank_and_a_killed_rank_is_started_again(shared
     assert "died: rank" in story and "steps redone" in story
 
 
-@pytest.mark.parametrize("start", ["cold", "warm"])
-def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(start: str, shared_station: Station) -> None:
-    station, name = shared_station, f"ctrl-s-{start}"
-    env = {warm.OFF: "off"} if start == "cold" else {}
-    station.ok("launch", "slow.py", "--name", name, *LONG, "--checkpoint.every_steps", 5, env=env)
+def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(shared_station: Station) -> None:
+    station, name = shared_station, "ctrl-s"
+    station.ok("launch", "slow.py", "--name", name, *LONG, "--checkpoint.every_steps", 5)
     station.wait(name, lambda record: record["step"] >= 2 and bool(record["pids"].get("ranks")), "step 2 and its rank")
     keys = launch.tmux(station.runs, "send-keys", "-t", f"=train-{name}:", "C-s")
     subprocess.run(keys, check=True)
@@ -238,27 +235,17 @@ def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(start: str, shared_station
     station.ok("stop", name, "--now")
 
 
-@pytest.mark.parametrize(
-    ("road", "now"), [("launched", False), *later(("launched", True), ("spawned", False), ("spawned", True))]
-)
-def test_a_run_whose_folder_takes_no_request_is_stopped_all_the_same(
-    now: bool, road: str, shared_station: Station
-) -> None:
-    station, name = shared_station, f"full-{road}-{now}"
-    if road == "launched":
-        station.ok("launch", "slow.py", "--name", name, *LONG)
-    else:
-        process = station.start("run", "slow.py", "--name", name, "--spawn", 2, *LONG)
+def test_a_run_whose_folder_takes_no_request_is_stopped_all_the_same(shared_station: Station) -> None:
+    station, name = shared_station, "full"
+    station.ok("launch", "slow.py", "--name", name, *LONG)
     station.wait(name, lambda record: record["step"] >= 3 and bool(record["pids"].get("ranks")), "its ranks")
     (station.runs / name / "stop").mkdir()  # what no file can take the place of
-    done = station("stop", name, *["--now"] * now)
+    done = station("stop", name)
     assert done.returncode == 0, done
     record = station.run(name).shown()
     assert not station.run(name).alive()
     assert (record["state"], record["stopped_by"]) == (store.STOPPED, "user")
-    assert station.run(name).steps_saved()[:1] == ([] if now else [record["step"]])
-    if road == "spawned":
-        process.wait(PATIENCE)
+    assert station.run(name).steps_saved()[:1] == [record["step"]]
 
 
 def test_stop_now_does_not_save(shared_station: Station) -> None:
@@ -316,41 +303,6 @@ def test_an_interrupted_launch_leaves_nothing(station: Station) -> None:
     assert sessions(station) == [] and not station.runs.exists()
 
 
-ENDED_AS_IT_MAKES = """
-import os, signal, sys
-
-from train.runs import agent, preload
-
-make = {name: getattr(os, name) for name in ("open", "mkdir")}
-
-
-def ended(name):
-    def call(path, *rest, **more):
-        made = make[name](path, *rest, **more)
-        if str(path).startswith(sys.argv[1]):
-            os.kill(os.getpid(), signal.SIGHUP)
-        return made
-    return call
-
-
-for name in make:
-    setattr(os, name, ended(name))
-signal.signal(signal.SIGHUP, agent._leave)
-preload.load(preload.CHECKS)
-preload.load(preload.RANKS)
-sys.exit("nothing was made")
-"""
-
-
-def test_a_session_that_ends_as_a_library_makes_its_folder_leaves_nothing(tmp_path: Path) -> None:
-    environ = os.environ | {"TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", ENDED_AS_IT_MAKES, str(tmp_path)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    # the compiler's cache, which newer ones make at their import, is one for all that this user runs
-    left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")]
-    assert (done.returncode, left) == (128 + signal.SIGHUP, []), done.stderr
-
-
 def test_of_two_launches_of_one_name_one_succeeds_and_its_run_is_whole(station: Station) -> None:
     (station.folder / "slow.py").write_text(TASK)
     arguments = ["launch", "slow.py", "--name", "two", *QUICK, "--steps", 5]
@@ -371,42 +323,21 @@ def test_a_session_starts_while_the_server_of_the_last_one_is_leaving(tmp_path: 
     assert sorted(map(int, (tmp_path / "begun").read_text().split())) == list(range(60))  # none twice
 
 
-def test_a_train_py_of_the_users_is_not_taken_for_this_package(station: Station) -> None:
-    (station.folder / "train.py").write_text("open('executed', 'w').close()\nprint('mine', __name__)\n")
+def test_no_file_of_the_users_is_taken_for_a_module_of_this_package_or_of_pythons(station: Station) -> None:
+    for module in ("train", "json", "profile", "select", "sympy"):  # of the terminal's process, of torch, and others
+        (station.folder / f"{module}.py").write_text(f"open('executed-{module}', 'w').close()\n")
     (station.folder / "beside.py").write_text("HERE = 'beside'\n")
     (station.folder / "slow.py").write_text(f"from beside import HERE\n{TASK}")
     few = [*QUICK, "--steps", 3, "--task.pause", 0]
-    station.ok("launch", "slow.py", "--name", "cold", *few, env={warm.OFF: "off"})
-    station.wait_for_end("cold")
-    station.ok("resume", "cold", "--steps", 4, env={warm.OFF: "off"})
+    command = [sys.executable, "-P", "-m", "train", "launch", "slow.py", "--name", "cold", *map(str, few)]
+    subprocess.run(command, cwd=station.folder, env=station.environment(), check=True)
     assert station.wait_for_end("cold")["state"] == store.FINISHED
     station.ok("run", "slow.py", "--name", "spawned", "--spawn", 2, "--batch_size", 8, *few)
-    station.ok("run", "slow.py", "--name", "tried", "--micro_batch_size", "auto", "--batch_size", 8, *few)
-    assert not (station.folder / "executed").exists()
-    (station.folder / "train.py").write_text("import beside\nprint('mine', beside.HERE)\nraise SystemExit(1)\n")
-    script = ["--script", "train.py", "--name", "script", "--max-restarts", 0]
-    station.ok("launch", *script, env={warm.OFF: "off"})
-    assert station.wait_for_end("script")["state"] == store.FAILED
-    (station.folder / "train.py").write_text("print('edited')\n")
-    station.ok("resume", "script", env={warm.OFF: "off"})
-    assert station.wait_for_end("script")["state"] == store.FAILED
-    for attempt in (1, 2):
-        assert "mine beside\n" in (station.run("script").logs(attempt) / "rank0.log").read_text()
-
-
-def test_no_file_of_the_users_is_taken_for_a_module_of_pythons(station: Station) -> None:
-    for module in ("json", "profile", "select", "sympy"):  # of the pane, of torch, and of what is imported beside it
-        (station.folder / f"{module}.py").write_text(f"open('executed-{module}', 'w').close()\n")
-    (station.folder / "slow.py").write_text(TASK)
-    (station.folder / "helper.py").write_text("HERE = 'in the current folder'\n")
-    few = [*QUICK, "--steps", 3, "--task.pause", 0]
-    (station.folder / "other").mkdir()
-    (station.folder / "other/slow.py").write_text(f"from helper import HERE\n{TASK}")
-    for task, name in (("slow.py", "beside"), ("other/slow.py", "elsewhere")):
-        command = [sys.executable, "-P", "-m", "train", "launch", task, "--name", name, *map(str, few)]
-        subprocess.run(command, cwd=station.folder, env=station.environment(), check=True)
-        assert station.wait_for_end(name)["state"] == store.FINISHED
     assert not list(station.folder.glob("executed-*"))
+    (station.folder / "train.py").write_text("import beside\nprint('mine', beside.HERE)\n")
+    station.ok("launch", "--script", "train.py", "--name", "script")
+    assert station.wait_for_end("script")["state"] == store.FINISHED
+    assert "mine beside\n" in (station.run("script").logs(1) / "rank0.log").read_text()
 
 
 def test_a_resume_that_is_refused_has_changed_nothing(station: Station) -> None:

@@ -27,19 +27,6 @@ def execute(text: str, **variables: str | None) -> str:
     return done.stdout.strip()
 
 
-def test_libraries_of_torch_are_loaded_before_torch_is_imported() -> None:
-    said = execute(
-        "assert not loaded('libtorch_cpu.so')\n"
-        "preload.begin()\n"
-        "preload._loading[0].join()\n"
-        "assert loaded('libtorch_cpu.so') and not loaded('libtorch_python') and 'torch' not in sys.modules\n"
-        "preload.load(preload.CHECKS)\n"
-        "import torch\n"
-        "print(preload.is_clean(), int(torch.arange(10).sum()))\n"
-    )
-    assert said == "True 45"
-
-
 @pytest.mark.minutes
 def test_what_is_imported_beside_is_what_torch_would_import() -> None:
     assert execute(

@@ -93,16 +93,6 @@ def test_a_script_gets_its_arguments_logs_per_rank_and_is_restarted_after_a_kill
     assert (folder / "script.py").read_text() == SCRIPT
 
 
-def test_a_failing_script_fails_the_run_with_its_exit_code_in_the_reason(shared_station: Station) -> None:
-    done = shared_station(
-        "launch", "--script", "ddp.py", "--name", "fails", "--max-restarts", 0, "--follow", "--", "--fail"
-    )
-    assert done.returncode == 3 and done.stdout == "fails\n"
-    assert "exited with code 7" in done.stderr.splitlines()[-1]
-    record = shared_station.record("fails")
-    assert record["state"] == store.FAILED and "exited with code 7" in record["reason"]
-
-
 @pytest.mark.minutes
 def test_an_agent_leaves_nothing_of_torchrun_among_temporary_files_killed_or_not(shared_station: Station) -> None:
     station = shared_station

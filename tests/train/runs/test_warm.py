@@ -95,6 +95,7 @@ def warmth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warmth]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.minutes
 def test_a_warm_run_ends_like_a_cold_one_to_the_last_bit(warmth: Warmth) -> None:
     warmth.launch("warm", "--follow")
     warmth.launch("cold", "--follow", env={"TRAIN_WARM": "off"})
