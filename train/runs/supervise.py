@@ -24,7 +24,7 @@ from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Refused, o
 from train.record import outcome, store
 from train.record.outcome import Kind
 from train.record.store import Run
-from train.runs import interrupt, memory, shortage, verdict
+from train.runs import interrupt, memory, verdict
 from train.runs.folding import fold
 from train.runs.nodes import Nodes
 from train.runs.processes import Guard, Processes
@@ -436,7 +436,6 @@ class Supervisor:
             hang=self._hang,
             problem=self.processes.problem,
             killed_at=killed_at,
-            shortage=shortage.of_run(self.run, self.processes.ranks) if killed_at else "",
             refused_at=memory.refused_at(),
             asked=self._asked(),
             leaves=self._leaves(),

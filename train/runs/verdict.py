@@ -86,8 +86,6 @@ class Facts:
     """What torchrun itself met."""
     killed_at: str | None = None
     """The limit of memory at which the kernel has killed meanwhile."""
-    shortage: str = ""
-    """What there is to know and do about its batch, where memory was too short; "": nothing."""
     refused_at: str = ""
     """The limit at which memory can have been refused to a rank."""
     asked: Asked | None = None
@@ -319,10 +317,9 @@ def _of_memory(facts: Facts) -> Death | None:
         return None
     killed = [rank for rank, code in sorted(facts.exits.items()) if code == -signal.SIGKILL]
     lost = [rank for rank in facts.exits if any(word in facts.logs.get(rank, "")[-4000:] for word in _KILLED)]
-    advice = f"{facts.shortage}; or raise the limit" if facts.shortage else memory.ADVICE
     for ranks, whose in ((killed, "rank"), (lost, "a process of rank")):
         if ranks:
-            reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {advice}"
+            reason = f"out of memory: {whose} {ranks[0]} was killed at {facts.killed_at}; {memory.ADVICE}"
             return Death(reason, True, ranks[0])
     return None
 

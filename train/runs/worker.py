@@ -26,7 +26,6 @@ from train.record.heartbeat import Heart
 from train.record.outcome import Kind, Outcome
 from train.record.store import Run
 from train.runs import cause, likely, memory
-from train.runs.shortage import Scale
 from train.signals import StopRequest
 
 log = logging.getLogger("train")
@@ -71,12 +70,7 @@ def _train(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> 
             address = os.environ.pop(shared.ENVIRONMENT, None)  # this run's, not of one that its task may start
             kept = setup.Memory(address, memory.left) if address else None
             job, done = setup.set_up(run, seat, attempt, stop, bar, heart, held, kept)
-            scale = Scale(job)
-            try:
-                return finish.conclude(job, train(job, done), attempt)
-            except Exception as error:
-                scale.tell(error)
-                raise
+            return finish.conclude(job, train(job, done), attempt)
         except (Refused, TrainingFailed, RuntimeError) as error:
             reason = _reason_of(error, run)
             if not reason:
@@ -127,13 +121,11 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
         passing |= cause.is_of_others(text)
     passing |= isinstance(error, RuntimeError) and not of_sample and cause.is_busy(text)
     line = where(error, task_file) if task_file is not None else text
-    shortage = getattr(error, "shortage", "")
-    if isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
-        advice = f"{shortage}; or raise the limit" if shortage else memory.ADVICE
-        line = f"out of memory ({line[:300]}): {memory.refused_at()}; {advice}"
+    if isinstance(error, torch.OutOfMemoryError):
+        line = f"out of memory ({line[:300]}): {memory.ADVICE_ON_GPU}"
+    elif isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
+        line = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}"
         passing = False
-    elif shortage:
-        line = f"out of memory ({line[:300]}): {shortage}"
     return {"reason": line[:900], "recurs": not passing, "traceback": traceback.format_exc()}
 
 

@@ -166,8 +166,6 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
      {"state": "failed", "reason": "rank 1: OSError: [Errno 5] I/O"}),
     ("a spawned rank killed for memory", facts(SPAWNED, exits={0: KILL}, killed_at="1 GiB"),
      {"state": "failed", "reason": f"out of memory: rank 0 was killed at 1 GiB; {memory.ADVICE}{CHECK}"}),
-    ("one whose batch is known", facts(SPAWNED, exits={0: KILL}, killed_at="1 GiB", shortage="global batch 8"),
-     {"reason": f"out of memory: rank 0 was killed at 1 GiB; global batch 8; or raise the limit{CHECK}"}),
     ("an exception in one process", facts(ALONE, (died(0, "ValueError: bad", True),)),
      {"end": "failed", "state": "failed", "reason": "ValueError: bad", "said": "ValueError: bad", "code": 3}),
     ("the same after a request to stop", facts(ALONE, (died(0, "OSError: full", False),), asked=TERMINATED),
