@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from train.data.generators import Seed, owned, seed_owned
 from train.data.misfit import misfit
-from train.data.seeds import seed_host
+from train.data.seeding import Seed, owned, seed_host, seed_owned
 from train.errors import TrainingFailed, one_line
 
 if TYPE_CHECKING:

@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from train.data import handles
 from train.data.copies import Copies
 from train.data.fetch import Bad, gatherer
-from train.data.generators import Seed, owned
 from train.data.nested import mapped
 from train.data.pinned import pinned
 from train.data.plan import MicroBatch
-from train.data.seeds import seed_compute
+from train.data.seeding import Seed, owned, seed_compute
 from train.signals import POLITE
 
 OnDevice = Callable[[Any], Any]
@@ -239,7 +238,7 @@ def prepared(
 
     Args:
         seed: of the micro batch.
-        own: generators that `on_device` can reach, see generators.py.
+        own: generators that `on_device` can reach, see seeding.py.
         copies: to a GPU, of large tensors; None: as the others'.
     """
     if copies is not None:

@@ -22,7 +22,7 @@ from train.data.fingerprint import of_sets
 from train.data.loader import prepared
 from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan
-from train.data.seeds import seed_host
+from train.data.seeding import seed_host
 from train.engine.compiled import set_aside
 from train.errors import Refused, one_line
 from train.parallel.precision import Precision

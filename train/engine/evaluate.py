@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.data.generators import owned
 from train.data.plan import MicroBatch, Plan
-from train.data.seeds import seed_compute
+from train.data.seeding import owned, seed_compute
 from train.data.sharing import Sharing
 from train.engine import uneven
 from train.engine.loss import Figure, evaluation_figures

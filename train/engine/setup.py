@@ -19,9 +19,9 @@ from train.checkpoint.shared import Slots, lines_of
 from train.checkpoint.shares import Shares
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
-from train.data.generators import Seed, owned
 from train.data.loader import Loader
 from train.data.plan import Plan
+from train.data.seeding import Seed, owned
 from train.data.sharing import Sharing
 from train.engine import arithmetic, build, opened, uneven
 from train.engine.agenda import Agenda, agenda_of
@@ -80,7 +80,7 @@ class Job:
 
     @functools.cached_property
     def own(self) -> list[Seed]:
-        """Generators of the task's own that a training loss may draw from; see data/generators.py."""
+        """Generators of the task's own that a training loss may draw from; see data/seeding.py."""
         return owned(self.strategy.module, self.task.loss)
 
     @functools.cached_property

@@ -11,10 +11,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from train import faults
-from train.data.generators import owned
 from train.data.order import seed_of
 from train.data.plan import MicroBatch
-from train.data.seeds import seed_compute
+from train.data.seeding import owned, seed_compute
 from train.engine import counted, uneven
 from train.engine.loss import training_loss
 from train.engine.meter import Meter

@@ -24,7 +24,7 @@ from train.data.fetch import fetcher
 from train.data.loader import Loader, to_device
 from train.data.order import order
 from train.data.plan import MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
-from train.data.seeds import seed_compute
+from train.data.seeding import seed_compute
 from train.data.sharing import Sharing
 
 CPU = torch.device("cpu")
@@ -40,15 +40,14 @@ class Noisy(Dataset[Any]):
     """Items with a draw from each generator of the host, and from some of its own."""
 
     def __init__(self) -> None:
-        rng = np.random.default_rng(0)
-        self.own = [rng.random, random.Random(0).random, np.random.RandomState(0).rand]
-        self.parts = {"generator": torch.Generator()}
+        self.numpy, self.python, self.torch = np.random.default_rng(0), random.Random(0), torch.Generator()
+        self.older = np.random.RandomState(0)
 
     def __len__(self) -> int:
         return 55
 
     def __getitem__(self, index: int) -> Any:
-        own = [draw() for draw in self.own] + torch.rand(1, generator=self.parts["generator"]).tolist()
+        own = [self.numpy.random(), self.python.random(), self.older.rand(), torch.rand(1, generator=self.torch).item()]
         return index, random.random(), np.random.rand(), torch.rand(2), torch.tensor(own)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sklearn.datasets import load_digits
 
-from train.data.seeds import seed_host
+from train.data.seeding import seed_host
 from train.runs.request import Request, resolve
 
 if TYPE_CHECKING:

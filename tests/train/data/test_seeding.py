@@ -1,32 +1,22 @@
-"""Generators of a task's own, wherever it keeps them, draw the same in a run that was killed as in another."""
+"""Generators of a task's own draw the same in a run that was killed as in another."""
 
 from __future__ import annotations
 
-import functools
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
+from torchvision.transforms import Compose
 
-from train.data.generators import owned, seed_owned
+from train.data.seeding import owned, seed_owned
 
 if TYPE_CHECKING:
     from conftest import Station
 
-HELPER = """
-import numpy as np
-
-rng = np.random.RandomState(1)
-
-
-def jitter():
-    return float(rng.rand())
-"""
 TASK = """
 import os
 import random
@@ -39,21 +29,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-import GENERATORS_HELPER
-
 rng = np.random.default_rng(0)
 
 
-def shaken(strength, draw=random.Random(0).random):
-    own = torch.Generator()
-    return lambda point: point + strength * torch.rand(point.shape, generator=own) + draw()
+class Shaken:
+    def __init__(self, strength):
+        self.strength, self.draw, self.own = strength, random.Random(0), torch.Generator()
 
-
-class Slim:
-    __slots__ = ("rng",)
-
-    def __init__(self):
-        self.rng = np.random.default_rng(1)
+    def __call__(self, point):
+        return point + self.strength * torch.rand(point.shape, generator=self.own) + self.draw.random()
 
 
 class Points(Dataset):
@@ -61,8 +45,8 @@ class Points(Dataset):
 
     def __init__(self, count, late):
         self.points = torch.linspace(-1, 1, 4 * count).reshape(count, 4)
-        self.transform, self.slim = shaken(0.1), Slim()
-        self.late = None if late else self.slim.rng
+        self.transforms = [Shaken(0.1), Shaken(0.2)]
+        self.late = None if late else self.transforms[0].draw
 
     def __len__(self):
         return len(self.points)
@@ -70,8 +54,8 @@ class Points(Dataset):
     def __getitem__(self, index):
         if self.late is None:
             self.late = np.random.default_rng()
-        noise = rng.random() + self.shared.random() + self.slim.rng.random() + self.late.random()
-        return self.transform(self.points[index]) + 0.1 * noise + GENERATORS_HELPER.jitter(), index % 2
+        noise = rng.random() + self.shared.random() + self.late.random()
+        return self.transforms[1](self.transforms[0](self.points[index])) + 0.1 * noise, index % 2
 
 
 class Noise(nn.Module):
@@ -118,8 +102,7 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def draws(shared_station: Station) -> Station:
-    (shared_station.folder / "generators_helper.py").write_text(HELPER)
-    (shared_station.folder / "draws.py").write_text(TASK.replace("GENERATORS_HELPER", "generators_helper"))
+    (shared_station.folder / "draws.py").write_text(TASK)
     return shared_station
 
 
@@ -129,16 +112,14 @@ def undisturbed(draws: Station) -> dict[str, Any]:
     return draws.record("draws")
 
 
-@pytest.mark.parametrize(("workers", "ranks"), [(0, 2), (2, 2)])
 def test_a_killed_run_that_draws_from_generators_of_its_own_ends_as_if_nothing_had_happened(
-    workers: int, ranks: int, draws: Station, undisturbed: dict[str, Any]
+    draws: Station, undisturbed: dict[str, Any]
 ) -> None:
-    name = f"draws-killed-{workers}"
     (draws.folder / "kill-draws").touch()
-    draws.ok("launch", "draws.py", "--name", name, *FLAGS, "--nproc", ranks, "--data.workers", workers)
-    assert draws.wait_for_end(name)["state"] == "interrupted", draws.logs(name)
-    draws.ok("resume", name, "--follow")
-    record = draws.record(name)
+    draws.ok("launch", "draws.py", "--name", "draws-killed", *FLAGS, "--nproc", 2, "--data.workers", 2)
+    assert draws.wait_for_end("draws-killed")["state"] == "interrupted", draws.logs("draws-killed")
+    draws.ok("resume", "draws-killed", "--follow")
+    record = draws.record("draws-killed")
     assert record["metrics"] == undisturbed["metrics"]
     assert record["weights_sha256"] == undisturbed["weights_sha256"]
 
@@ -196,51 +177,48 @@ class Touchy:
     def __hash__(self) -> int:
         raise RuntimeError("hash")
 
+
+class Noise:
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+
+class Transformed(Dataset[Any]):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
     def __len__(self) -> int:
-        raise RuntimeError("len")
+        return 10
 
 
-def deep(depth: int) -> Any:
-    return [deep(depth - 1)] if depth else np.random.default_rng(0)
-
-
-def test_generators_are_found_in_whatever_an_object_holds_and_each_is_seeded() -> None:
-    blocks = [nn.Linear(2, 2) for _ in range(2000)]
-    last = nn.Identity()
-    last.generator = torch.Generator()  # type: ignore[assignment]
-    method = np.random.default_rng(0).random
+def test_generators_are_found_as_attributes_of_what_a_task_makes_and_each_is_seeded() -> None:
+    module = nn.Identity()
+    module.generator = torch.Generator()  # type: ignore[assignment]
+    noise = Compose([Noise(np.random.RandomState(0)), Noise(random.Random(0))])
     for holder, count in (
         (Touchy(), 1),
-        (deep(60), 1),
-        (functools.partial(lambda draw: draw(), method), 1),
-        (nn.Sequential(*blocks, last), 1),
-        ([[object() for _ in range(60)] for _ in range(60)], 0),
+        (nn.Sequential(*[nn.Linear(2, 2) for _ in range(2000)], nn.Sequential(module)), 1),
+        (ConcatDataset([Subset(Transformed(noise), [1]), Transformed(None)]), 2),
+        (Transformed([np.random.default_rng(number) for number in range(65)]), 0),  # as many are samples
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), 0),
+        (nn.functional.cross_entropy, 0),
         (random.shuffle, 0),  # of Python's own generator, which is seeded anyway
-        (np.random.rand, 0),
-        (Path("x"), 0),
     ):
         found = owned(holder)
         assert len(found) == count, holder
         seed_owned(found, 3)
-    seed_owned(owned(method), 5)
-    first = method()
-    seed_owned(owned(method), 5)
-    assert method() == first
 
 
-def test_what_a_task_draws_from_torch_costs_it_no_generator() -> None:
-    assert owned(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), nn.functional.cross_entropy) == []
-
-
-@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64])
-def test_a_random_state_of_any_kind_is_seeded_with_what_it_keeps_for_the_next_draw(kind: Any) -> None:
-    one = np.random.RandomState(kind(0))
-    found = owned([one])
+@pytest.mark.parametrize("make", [np.random.RandomState, np.random.default_rng, random.Random])
+def test_a_generator_is_seeded_with_what_it_keeps_for_the_next_draw(make: Any) -> None:
+    one = make(0)
+    draw = one.gauss if isinstance(one, random.Random) else one.standard_normal
+    arguments = (0, 1) if isinstance(one, random.Random) else ()
     drawn = []
     for _ in range(2):
-        one.standard_normal()  # makes two, and keeps one of them
-        seed_owned(found, 3)
-        drawn.append(one.standard_normal(3).tolist())
+        draw(*arguments)  # makes two, and may keep one of them
+        seed_owned(owned(one), 3)
+        drawn.append([draw(*arguments) for _ in range(3)])
     assert drawn[0] == drawn[1]
 
 
