@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from train.record.times import Times
+from train.record.record import Times
 
 
 class Account:

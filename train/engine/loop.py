@@ -29,7 +29,7 @@ from train.errors import TrainingFailed
 from train.parallel.strategy import VOTES
 from train.record import heartbeat
 from train.record.metrics import Speed, Training
-from train.record.times import Times
+from train.record.record import Times
 
 _EMPTY_STEPS = 10
 """Steps in a row without a sample that can be read after which a run has failed."""

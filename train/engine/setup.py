@@ -37,8 +37,8 @@ from train.parallel.units import recompute
 from train.parallel.world import World, join, pick_device, take_device
 from train.record import metrics
 from train.record.heartbeat import Heart
+from train.record.record import Times
 from train.record.store import Run
-from train.record.times import Times
 from train.signals import StopRequest
 from train.tasks import Task
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from train import signals
 from train.errors import Refused
-from train.record import durable, heartbeat, plain, station, whole
+from train.record import durable, heartbeat, plain, station
+from train.record.record import checked
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER, PLACED = "polite", "now", "keeper", "placed"
@@ -50,8 +51,6 @@ QUEUED = "queued"
 
 _NOTING = 5.0
 """Seconds that a note waits for whoever changes the record just now: far more than any disk that lives takes."""
-_ESSENTIAL = {"state", "attempts", "step", "epoch", "world_size"}
-"""Keys of run.json that are in it from the start."""
 _HANDING = "handing"
 """In the run folder, locked while the run is handed to the engine of a cluster."""
 _STEP = re.compile(r"step-(\d{8,})")
@@ -118,14 +117,15 @@ class Run:
         """
         path = self.folder / "run.json"
         try:
-            record = json.loads(plain.read(path))
+            content = json.loads(plain.read(path))
+            record = checked({"stopped_by": None, **content, "name": self.name})
         except OSError as error:
             raise Refused(f"cannot read {path}: {error.strerror}; is {self.folder} a run folder?") from None
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict) or not record.keys() >= _ESSENTIAL or not whole.is_whole(record):
-            raise Refused(f"{path} is damaged; repair it or remove the run with: train rm {self.name}")
-        return record | {"name": self.name, "stopped_by": _stopped_by(record)}
+        except (ValueError, TypeError, RecursionError) as error:
+            why = f" ({error})" if type(error) is ValueError else ""
+            raise Refused(f"{path} is damaged{why}; repair it or remove the run with: train rm {self.name}") from None
+        record["stopped_by"] = _stopped_by(record)
+        return record
 
     def update(self, change: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> None:
         """Change run.json under a lock of the folder, so that agent and rank 0 never undo each other's change."""
@@ -356,12 +356,12 @@ class Run:
 
         def change(record: dict[str, Any]) -> None:
             nonlocal number
-            number = len(record["attempts"])
+            number, ended = len(record["attempts"]), now()
             if state is not None:
-                record.update(state=state, reason=why, ended=now())
+                record.update(state=state, reason=why, ended=ended)
             record.update(pids={}, **values)
             if record["attempts"]:
-                record["attempts"][-1].update(ended=now(), end=end, reason=why, to_step=self._reached(record))
+                record["attempts"][-1].update(ended=ended, end=end, reason=why, to_step=self._reached(record))
                 if last_lines:
                     record["attempts"][-1]["last_lines"] = last_lines
 

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from train import screen
-from train.errors import Refused, one_line, shortened
+from train.errors import shortened
 from train.record import times
 from train.record.best import best
 from train.record.store import Run, seconds_of
-
-DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
-"""What a record raises, where it is shown, that somebody damaged."""
 
 
 def _ago(stamp: Any) -> str:
@@ -63,14 +60,11 @@ def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) ->
         return f"no runs in {shortened(str(runs))}; a first one: train launch digits --follow"
     rows = [["NAME", "STATE", "STEP", "RANKS", "STARTED", "RESULT"]]
     for record in records:
-        try:
-            row = [
-                record["state"], _done(record), str(record.get("world_size") or "-"), _ago(record.get("started")),
-                _figures(record) or "-",
-            ]  # fmt: skip
-        except DAMAGED:  # which must not hide the others
-            row = ["damaged", "-", "-", "-", "run.json has what it cannot have"]
-        rows.append([screen.printable(str(text)) for text in (record["name"], *row)])
+        row = [
+            record["name"], record["state"], _done(record), str(record.get("world_size") or "-"),
+            _ago(record.get("started")), _figures(record) or "-",
+        ]  # fmt: skip
+        rows.append([screen.printable(text) for text in row])
     return screen.table(rows, screen.width(sys.stdout), dispensable=[3, 4], elastic=[5, 0])
 
 
@@ -79,18 +73,7 @@ def story(run: Run, record: dict[str, Any]) -> str:
 
     Args:
         record: run.json with the effective state.
-
-    Raises:
-        Refused: run.json is damaged.
     """
-    try:
-        return _story(run, record)
-    except DAMAGED as error:
-        path, also = run.folder / "run.json", f"what there is of it: train show {run.name} --json"
-        raise Refused(f"{path} is damaged ({one_line(error)}); {also}") from None
-
-
-def _story(run: Run, record: dict[str, Any]) -> str:
     lines = [f"{screen.name(run.name)}: {with_reason(record['state'], record.get('reason'))}"]
 
     def line(label: str, value: object) -> None:

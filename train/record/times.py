@@ -8,27 +8,11 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast
+from typing import Any
 
 from train.record import heartbeat
+from train.record.record import Times
 from train.record.store import COPY, INTERRUPTED, RUNNING, Run, seconds_of
-
-
-class Times(TypedDict):
-    """What an attempt notes of itself in run.json: seconds since it was ready, by the clock of rank 0."""
-
-    step: int
-    """The last one made then, counted from 1."""
-    seconds: float
-    """In all; what is in none of the others is computing."""
-    start: float
-    """What the ranks do together before the first step."""
-    data: float
-    communication: float | None
-    """Not hidden behind computing; None: it cannot be told apart from computing."""
-    checkpoints: float
-    evaluation: float
-
 
 PARTS = {
     "compute": ("computing", "Forward, backward and optimizer, and what the engine does between them."),
@@ -56,8 +40,6 @@ PARTS = {
 """Every part: its name, and what is in it."""
 _TRAINING = ("compute", "communication", "data")
 """What steps are made of."""
-_LATEST = 1 << 40
-"""Seconds since the epoch beyond which, in a damaged record, no mark is one."""
 _BACK = 0.5
 """Seconds by which the clock may go backwards between two marks without a word: those of two processes, or machines."""
 
@@ -90,21 +72,17 @@ def of(run: Run, record: dict[str, Any] | None = None) -> Account:
         record: as `Run.shown` gives it; None: read now.
     """
     record = run.shown() if record is None else record
-    attempts = [one for one in record["attempts"] if isinstance(one, dict)] if _is_list(record) else []
+    attempts = record["attempts"]
     seen = 0.0
     if record["state"] in (INTERRUPTED, COPY):
         signs = [heartbeat.last_sign(run.logs(len(attempts)))]
         signs += [path.stat().st_mtime for path in (run.folder / "run.json", run.metrics) if path.exists()]
         seen = max(signs)
     now = datetime.datetime.now(datetime.UTC).timestamp()
-    return account(record, attempts, now, seen, next(iter(run.steps_saved()), 0))
+    return account(record, now, seen, next(iter(run.steps_saved()), 0))
 
 
-def _is_list(record: dict[str, Any]) -> bool:
-    return isinstance(record.get("attempts"), list)
-
-
-def account(record: dict[str, Any], attempts: list[dict[str, Any]], now: float, seen: float, saved: int) -> Account:
+def account(record: dict[str, Any], now: float, seen: float, saved: int) -> Account:
     """The same from what is known of it.
 
     Args:
@@ -112,23 +90,24 @@ def account(record: dict[str, Any], attempts: list[dict[str, Any]], now: float, 
         now, seen: seconds since the epoch: this moment, and the last sign of life of a run that nobody ended.
         saved: the step of the newest checkpoint.
     """
-    line = _Line(record.get("created") or (attempts[0].get("started") if attempts else None))
+    attempts = record["attempts"]
+    line = _Line(seconds_of(record.get("created") or (attempts[0].get("started") if attempts else None)))
     found = line.account
     is_script, before = bool(record.get("script")), ""
     for place, attempt in enumerate(attempts):
         is_last = place == len(attempts) - 1
         away = "start" if not before else "lost" if before == "died" else "idle"
-        line.to(attempt.get("started"), away)
+        line.to(seconds_of(attempt.get("started")), away)
         back = "lost" if before == "died" else "start"
         if attempt.get("ready"):
-            line.to(attempt["ready"], back)
-        ends = attempt.get("ended")
-        if ends is None and is_last:
+            line.to(seconds_of(attempt["ready"]), back)
+        ends = seconds_of(attempt.get("ended"))
+        if not attempt.get("ended") and is_last:
             ends = now if record["state"] in (RUNNING, "created") else seen
         before = attempt.get("end") or ("" if record["state"] == RUNNING and is_last else "died")
         seconds = line.to(ends, None)
         if attempt.get("ready"):
-            next_from = saved if is_last else _whole(attempts[place + 1].get("from_step"))
+            next_from = saved if is_last else attempts[place + 1].get("from_step")
             lives = is_last and record["state"] == RUNNING
             _training(found, attempt, seconds, before, None if lives or before == "finished" else next_from)
         elif is_script:
@@ -136,9 +115,9 @@ def account(record: dict[str, Any], attempts: list[dict[str, Any]], now: float, 
         else:
             found.parts["lost" if before == "died" else "start"] += seconds
     if attempts:
-        line.to(record.get("ended"), "start" if before in ("finished", "stopped", "failed") else "lost")
+        line.to(seconds_of(record.get("ended")), "start" if before in ("finished", "stopped", "failed") else "lost")
     else:
-        line.to(now if record["state"] == "created" else record.get("ended"), "start")
+        line.to(now if record["state"] == "created" else seconds_of(record.get("ended")), "start")
     found.whole = line.length
     found.notes += _notes(record, attempts, line.went_back)
     return found
@@ -147,18 +126,17 @@ def account(record: dict[str, Any], attempts: list[dict[str, Any]], now: float, 
 class _Line:
     """The time that has been gone through, from mark to mark; never backwards."""
 
-    def __init__(self, begin: Any) -> None:
+    def __init__(self, begin: float | None) -> None:
         self.account = Account()
-        self._begin = self._at = _seconds(begin)
+        self._begin = self._at = begin
         self.went_back = 0.0
 
     @property
     def length(self) -> float:
         return 0.0 if self._at is None or self._begin is None else self._at - self._begin
 
-    def to(self, mark: Any, part: str | None) -> float:
+    def to(self, at: float | None, part: str | None) -> float:
         """Go on to a mark, and count the way as this part, if one is named. Returns its seconds."""
-        at = _seconds(mark)
         if at is None:
             return 0.0
         if self._at is None:
@@ -180,7 +158,7 @@ def _training(found: Account, attempt: dict[str, Any], seconds: float, end: str,
     """
     own = dict.fromkeys(PARTS, 0.0)
     times = measured(attempt)
-    begin, to = _whole(attempt.get("from_step")), _whole(attempt.get("to_step"))
+    begin, to = attempt.get("from_step"), attempt.get("to_step")
     after = seconds
     if times is None:
         own["unknown"], after = seconds, 0.0
@@ -218,15 +196,9 @@ def _lose(found: Account, own: dict[str, float], steps: int, made: int) -> None:
 
 
 def measured(attempt: dict[str, Any]) -> Times | None:
-    """What an attempt has noted of its times; None: nothing, or nothing that can be so."""
-    times = attempt.get("times")
-    if not isinstance(times, dict):
-        return None
-    names = [name for name in Times.__annotations__ if not (name == "communication" and times.get(name) is None)]
-    values = [times.get(name) for name in names]
-    if not all(isinstance(value, (int, float)) and 0 <= value < _LATEST for value in values):
-        return None
-    return cast(Times, {name: times.get(name) for name in Times.__annotations__})
+    """What an attempt has noted of its times; None: nothing, or not all of them: it was of an earlier release."""
+    times: Times | None = attempt.get("times")
+    return times if times is not None and times.keys() >= Times.__annotations__.keys() else None
 
 
 def _notes(record: dict[str, Any], attempts: list[dict[str, Any]], went_back: float) -> list[str]:
@@ -249,15 +221,3 @@ def _notes(record: dict[str, Any], attempts: list[dict[str, Any]], went_back: fl
     if not record.get("created"):
         notes.append("when it was created is not known: told from its first attempt")
     return notes
-
-
-def _seconds(mark: Any) -> float | None:
-    """Seconds since the epoch of a mark in run.json, or None where it is none."""
-    if isinstance(mark, (int, float)) and not isinstance(mark, bool):
-        return float(mark) if 0 < mark < _LATEST else None
-    return seconds_of(mark)
-
-
-def _whole(value: Any) -> int | None:
-    """A count of steps; None: a damaged record has what is none."""
-    return value if isinstance(value, int) and abs(value) < _LATEST else None

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.train.cluster.test_from_afar import RUNTIME, Home, pod
 from tests.train.cluster.test_kubernetes import CLAIMS, SUBMIT, refused
-from tests.train.conftest import Station
 from tests.train.tiers import later
 from train import screen
 from train.cluster import kubectl, manifests, trainjob
 from train.cluster.submission import Silent
 from train.record import folders
 from train.record.store import Run
-from train.record.whole import is_whole
 from train.runs.monitor.engines import ASK_EVERY
 from train.runs.monitor.look import Runs
 from train.runs.top import Page
@@ -101,42 +97,6 @@ def test_a_runtime_that_was_there_outlives_a_lost_answer(home: Home, unanswered:
     answers(home, f'{real}\ncode=$?\ncase "$*" in *" {unanswered}"*) {cut};; esac\nexit $code')
     assert "no cluster answers kubectl" in refused(home, *SUBMIT)
     assert home.cluster.there() == CLAIMS | RUNTIME
-
-
-DAMAGED = [
-    5, "x", [], {}, {"engine": "kubernetes"}, TAKEN | {"at": 5}, TAKEN | {"at": ["a"]}, TAKEN | {"job": {"a": 1}},
-    TAKEN | {"engine": ["slurm"]}, TAKEN | {"seen": "x"}, TAKEN | {"seen": {"state": 5}}, TAKEN | {"handed": 5},
-    TAKEN | {"seen": {"state": "queued", "reason": [], "at": {}}},
-]  # fmt: skip
-
-
-NODE = {"least": 2, "most": 2, "node": 0, "rendezvous": "node0:29400", "wait_minutes": 30.0}
-PLACES = [
-    5, [], {"least": 2}, NODE | {"node": "0"}, NODE | {"node": 2}, NODE | {"rendezvous": 5}, NODE | {"rendezvous": "x"},
-    NODE | {"wait_minutes": math.nan}, NODE | {"wait_minutes": "x"}, NODE | {"least": 3}, NODE | {"most": None},
-    NODE | {"more": 1},
-]  # fmt: skip
-
-
-def test_a_place_among_nodes_is_taken_as_it_was_written_or_not_at_all() -> None:
-    for cluster in (None, {}, NODE, NODE | {"rendezvous": "[::1]:29400"}):
-        assert is_whole({"cluster": cluster})
-    for cluster in PLACES:
-        assert not is_whole({"cluster": cluster}), cluster
-
-
-@pytest.mark.parametrize("change", [*({"submitted": one} for one in DAMAGED), {"cluster": PLACES[3]}])
-def test_a_damaged_record_hides_no_other_run(station: Station, change: dict[str, Any]) -> None:
-    for name in ("bad", "good"):
-        folders.create(station.runs, name, {}, {"task": "digits", "state": "stopped"})
-    path = station.runs / "bad" / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    listed = station.ok("ls")
-    assert "good" in listed.stdout and listed.stderr.count("\n") == 1 and "bad/run.json is damaged" in listed.stderr
-    assert "is damaged" in refused(station, "resume", "bad")
-    assert [record["name"] for record in Runs(station.runs).records()] == ["good"]
-    station.ok("rm", "bad")
-    assert [path.name for path in station.runs.iterdir()] == ["good"]
 
 
 @pytest.mark.minutes

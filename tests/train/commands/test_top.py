@@ -154,7 +154,8 @@ def at_work(runs: Path, name: str, line: str = "", ranks: tuple[int, ...] = (), 
     logs.mkdir(parents=True)
     now = "2026-01-01T00:00:00+00:00"
     record = {
-        "state": "running", "attempts": [{"number": 1, "started": now, "end": None}], "step": 5, "epoch": 1,
+        "state": "running", "step": 5, "epoch": 1,
+        "attempts": [{"number": 1, "started": now, "end": None, "world_size": 1, "from_step": 0, "to_step": None}],
         "world_size": 1, "total_steps": 9, "started": now, "device": "cpu", "host": socket.gethostname(),
     }  # fmt: skip
     (runs / name / "run.json").write_text(json.dumps(record | changed))

@@ -19,7 +19,6 @@ from train.errors import Refused
 from train.record import folders, heartbeat, store
 from train.record.store import Run
 from train.record.table import listing, story
-from train.runs import select
 from train.runs.top import Page
 
 
@@ -343,26 +342,41 @@ def test_a_record_is_read_also_where_memory_is_tight(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "said"),
     [
-        {"state": None}, {"state": []}, {"metrics": "x"}, {"metrics": {"loss": "x"}}, {"loss": {}, "metrics": None},
-        {"total_steps": [], "step": "x"}, {"world_size": {"a": 1}}, {"started": 10**400}, {"loss": 10**400},
+        ({"attempts": "x"}, "attempts is not of type list"), ({"attempts": [{}]}, "attempts.end is missing"),
+        ({"metrics": {"loss": "x"}}, "metrics is not of type float"), ({"step": True}, "step is not of type int"),
+        ({"loss": 10**400}, "loss is too large"), ({"cluster": {"least": 1}}, "cluster.most is missing"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("order", [None, "loss", "step"])
-def test_a_damaged_record_hides_no_other_in_a_listing(run: Run, damage: dict[str, Any], order: str | None) -> None:
-    whole = run.shown()
-    records = select.chosen([run.shown() | damage, whole | {"name": "whole"}], None, order, None, False)
-    text = listing(records, run.folder.parent)
-    assert len(text.splitlines()) == 3
-    assert any(line.startswith("whole") and store.CREATED in line for line in text.splitlines())
-
-
-@pytest.mark.parametrize("damage", [{"attempts": "x"}, {"attempts": 7}, {"versions": "x"}, {"metrics": 3}])
-def test_the_story_of_a_damaged_record_is_refused_in_a_line(run: Run, damage: dict[str, Any]) -> None:
+def test_a_record_whose_fields_are_not_what_they_must_be_is_refused_in_a_line(
+    run: Run, damage: dict[str, Any], said: str
+) -> None:
     (run.folder / "run.json").write_text(json.dumps(run.read() | damage))
-    with pytest.raises(Refused, match="damaged"):
-        story(run, run.shown())
+    with pytest.raises(Refused, match=rf"run.json is damaged \({said}\); repair it or .* train rm a"):
+        run.read()
+
+
+def test_fields_of_a_newer_version_are_kept(run: Run) -> None:
+    (run.folder / "run.json").write_text(json.dumps(run.read() | {"newer": [1, {"a": None}]}))
+    run.update(step=3)
+    assert run.read()["newer"] == [1, {"a": None}] and run.read()["step"] == 3
+
+
+def test_a_damaged_run_is_named_in_a_line_and_hides_no_other(station: Any) -> None:
+    for name in ("pipe", "half", "types", "whole"):
+        folders.create(station.runs, name, {}, {"world_size": 1})
+    (station.runs / "pipe" / "run.json").unlink()
+    os.mkfifo(station.runs / "pipe" / "run.json")
+    (station.runs / "half" / "run.json").write_text('{"state": "fin')
+    (station.runs / "types" / "run.json").write_text('{"state": 5}')
+    done = station.ok("ls")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["NAME", "whole"]
+    assert len(done.stderr.splitlines()) == 3 and all(name in done.stderr for name in ("pipe", "half", "types"))
+    for command in ("show", "resume"):
+        assert station(command, "types").returncode == 2
+    station.ok("rm", "types")
+    assert not (station.runs / "types").exists()
 
 
 def test_what_others_wrote_steers_no_terminal(run: Run) -> None:

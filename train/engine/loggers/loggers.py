@@ -20,8 +20,8 @@ from train.errors import nearest
 from train.parallel.world import World
 from train.record import best, metrics
 from train.record.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
+from train.record.record import Times
 from train.record.store import Run
-from train.record.times import Times
 
 _PROGRESS_EVERY = 0.5
 """Seconds between two updates of run.json's progress."""

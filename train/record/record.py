@@ -1,0 +1,198 @@
+"""The record of a run: what run.json holds, and the one check that it is so.
+
+Imports no torch.
+"""
+
+import functools
+import sys
+from types import UnionType
+from typing import Any, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+
+_LARGEST = sys.float_info.max
+"""Whole numbers beyond it overflow wherever one counts with them."""
+
+
+class Times(TypedDict, total=False):
+    """What an attempt notes of itself: seconds since it was ready, by the clock of rank 0."""
+
+    step: int
+    """The last one made then, counted from 1."""
+    seconds: float
+    """In all; what is in none of the others is computing."""
+    start: float
+    """What the ranks do together before the first step."""
+    data: float
+    communication: float | None
+    """Not hidden behind computing; None: it cannot be told apart from computing."""
+    checkpoints: float
+    evaluation: float
+
+
+class Attempt(TypedDict):
+    """One start of a run's processes. Times of day are ISO 8601 in UTC."""
+
+    number: int
+    """Counted from 1."""
+    started: str
+    end: str | None
+    """finished, stopped, failed or died; None: it runs, or was killed as a whole."""
+    world_size: int
+    from_step: int | None
+    """It continued after this step; None: a script's steps are its own."""
+    to_step: int | None
+    ready: NotRequired[str | None]
+    """When its ranks began to train."""
+    ended: NotRequired[str | None]
+    reason: NotRequired[str]
+    host: NotRequired[str]
+    mark: NotRequired[str]
+    """The same on all machines, whose records number their attempts each for itself."""
+    last_lines: NotRequired[list[str]]
+    """Of the log of the rank that died first."""
+    times: NotRequired[Times | None]
+
+
+class Cluster(TypedDict):
+    """The place of this machine in a run on several."""
+
+    least: int
+    most: int
+    node: int
+    rendezvous: str
+    """HOST:PORT of node 0."""
+    wait_minutes: NotRequired[float]
+
+
+class Seen(TypedDict):
+    """What an engine said last of a run that is kept in its cluster."""
+
+    state: str
+    reason: str
+    at: str
+
+
+class Submitted(TypedDict):
+    """The engine of a cluster that starts the run."""
+
+    engine: str
+    job: str | None
+    at: NotRequired[str | None]
+    """Which of the engine's clusters."""
+    handed: NotRequired[str | None]
+    seen: NotRequired[Seen]
+
+
+class Record(TypedDict):
+    """run.json. Fields that are not named here, of a newer version, are kept. Times of day are ISO 8601 in UTC."""
+
+    name: str
+    """The folder's: a run may be renamed by renaming its folder."""
+    state: str
+    """created, running, stopped, failed or finished; as `Run.shown` gives it, also interrupted, queued or copy."""
+    attempts: list[Attempt]
+    step: int
+    """The last one made, counted from 1."""
+    epoch: int
+    world_size: int | None
+    stopped_by: str | None
+    reason: NotRequired[str | None]
+    pids: NotRequired[dict[str, Any]]
+    host: NotRequired[str | None]
+    device: NotRequired[str | None]
+    created: NotRequired[str | None]
+    started: NotRequired[str | None]
+    ended: NotRequired[str | None]
+    tmux_session: NotRequired[str | None]
+    cwd: NotRequired[str | None]
+    versions: NotRequired[dict[str, Any]]
+    git_revision: NotRequired[str | None]
+    station: NotRequired[str | None]
+    """The id of the station that has started the run, and the digest by its key (station.py)."""
+    station_digest: NotRequired[str | None]
+    nproc: NotRequired[int | None]
+    gpus: NotRequired[str | None]
+    max_restarts: NotRequired[int | None]
+    kept: NotRequired[dict[str, int] | None]
+    """How often the keeper has resumed it, and at which step."""
+    torchelastic: NotRequired[str | None]
+    """The torchrun that it belongs to."""
+
+    task: NotRequired[str | None]
+    task_source: NotRequired[str | None]
+    task_sha256: NotRequired[str | None]
+    task_imports: NotRequired[dict[str, str]]
+    chosen: NotRequired[list[str]]
+    """Fields that the launch has chosen a value for."""
+    total_steps: NotRequired[int | None]
+    steps_per_epoch: NotRequired[int | None]
+    samples: NotRequired[int | None]
+    without_data: NotRequired[dict[str, Any]]
+    """Where ranks wait without data (engine/uneven.py)."""
+    saved_step: NotRequired[int | None]
+    loss: NotRequired[float | None]
+    samples_per_s: NotRequired[float | None]
+    metrics: NotRequired[dict[str, float | None]]
+    """Of the last evaluation."""
+    weights_sha256: NotRequired[str | None]
+    data_wait: NotRequired[str | None]
+    """How much of the time training waited for data, and what helps."""
+    skipped: NotRequired[dict[str, int]]
+    """Samples that could not be read, by data set."""
+    wandb: NotRequired[dict[str, Any]]
+
+    script: NotRequired[str | None]
+    """Of a run that executes a script: where it lay."""
+    script_arguments: NotRequired[list[str]]
+    script_imports: NotRequired[dict[str, str]]
+    watch: NotRequired[dict[str, Any]]
+
+    cluster: NotRequired[Cluster | None]
+    nodes: NotRequired[Any]
+    submitted: NotRequired[Submitted]
+    submission: NotRequired[str | None]
+    parts: NotRequired[list[str]]
+    """What an engine says of each machine's part."""
+    refused: NotRequired[Any]
+    """This machine cannot be one of the run's several."""
+
+
+def checked(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a run.json, where every field that is known is of its type.
+
+    Raises:
+        ValueError: it is not so; the message says which field.
+    """
+    _check("", content, Record)
+    return content
+
+
+_ALLOWED = {float: (int, float)}
+"""JSON has one kind of numbers."""
+_hints = functools.cache(get_type_hints)
+
+
+def _check(where: str, value: Any, kind: Any) -> None:
+    """Raises ValueError where a value is not of a kind that this file uses. By hand: pydantic takes 0.1 s to import,
+    and each command reads records."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_typeddict(kind):
+        _check(where, value, dict)
+        for name in sorted(kind.__required_keys__ - value.keys()):
+            raise ValueError(f"{where}{name} is missing")
+        for name in _hints(kind).keys() & value.keys():
+            _check(f"{where}{name}.", value[name], _hints(kind)[name])
+    elif origin is UnionType:
+        if value is not None:  # each union here is of one kind and None
+            _check(where, value, arguments[0])
+    elif origin is list:
+        _check(where, value, list)
+        for inner in value:
+            _check(where, inner, arguments[0])
+    elif origin is dict:
+        _check(where, value, dict)
+        for inner in value.values():
+            _check(where, inner, arguments[1])
+    elif kind is not Any and (isinstance(value, bool) or not isinstance(value, _ALLOWED.get(kind, kind))):
+        raise ValueError(f"{where.rstrip('.') or 'all of it'} is not of type {kind.__name__}")
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        raise ValueError(f"{where.rstrip('.')} is too large")
