@@ -88,15 +88,14 @@ def _main(arguments: list[str]) -> int:
 
 def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     from train.commands.parser import parse, parser_of
-    from train.record import environment, folders
+    from train.record import folders
 
     options = parse(parser_of(command), arguments)
     if command in _STARTING and _is_gone():
         raise Refused(_GONE)
-    runs = folders.runs_folder(options.runs)
     if command in _COMPUTING:
-        kept = environment.read(runs / options.name) if options.name else None
-        hashing.begin_again(environment.hash_seed(kept), given)
+        hashing.begin_again(given)
+    runs = folders.runs_folder(options.runs)
     module = importlib.import_module(f"train.commands.{command}")
     return int(module.run(options, runs))
 

@@ -147,7 +147,7 @@ def read(folder: Path) -> Kept | None:
 
 def hash_seed(kept: Kept | None) -> str | None:
     """The number by which a run's processes hash strings; None: it is not known."""
-    return hashing.given(kept.values) if kept is not None else None
+    return kept.values.get(hashing.SEED) if kept is not None else None
 
 
 def resumed(kept: Kept | None, own: Mapping[str, str], as_recorded: bool) -> tuple[dict[str, str], list[str]]:

@@ -184,12 +184,9 @@ def _environment(order: Order) -> tuple[dict[str, str], list[str]]:
         return hashing.fixed(os.environ), []
     kept = environment.read(Path(order.runs) / order.name)
     seed = environment.hash_seed(kept)
-    mine = {**os.environ, hashing.SEED: seed} if seed is not None else os.environ
+    mine = dict(os.environ) if seed is None else {**os.environ, hashing.SEED: seed}
     merged, warnings = environment.resumed(kept, mine, as_recorded=order.by_keeper)
-    if seed is not None and not order.by_keeper and hashing.given(os.environ) not in (None, seed):
-        warnings.append(f"{hashing.SEED} stays {seed}, with which {order.name} began: the order of sets goes by it")
-    merged = hashing.fixed(merged, seed)
-    return environment.with_package(merged, os.environ, Path(__file__).parents[2]), warnings
+    return environment.with_package(hashing.fixed(merged), os.environ, Path(__file__).parents[2]), warnings
 
 
 def _withdraw(desk: Path, order: Order) -> Path:

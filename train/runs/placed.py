@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from train import hashing, screen
+from train import screen
 from train.cluster import slurm
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass, one_line
 from train.record import durable, environment, store
@@ -40,7 +40,6 @@ _STALE = 90.0
 def main(argv: list[str] | None = None) -> NoReturn:
     """Carry out what was submitted, on this node, and exit as it ends."""
     given = _arguments(argv)
-    _hash_as_it_began(given, sys.argv[1:] if argv is None else argv)
     stop = StopRequest()
     try:
         _carry_out(given, stop)
@@ -88,13 +87,6 @@ def _carry_out(given: argparse.Namespace, stop: StopRequest) -> NoReturn:
     if code == EXIT_FAILED and opened.run.read()["state"] != store.FAILED:
         code = 1
     sys.exit(code)
-
-
-def _hash_as_it_began(given: argparse.Namespace, arguments: list[str]) -> None:
-    """Be the program that the run of this node was begun with, whatever environment an engine gives it now."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # which is told below
-        name = json.loads(Path(given.submission).read_text(encoding="utf-8"))["name"]
-        hashing.begin_again(environment.hash_seed(environment.read(Path(given.runs) / name)), arguments)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
