@@ -57,7 +57,7 @@ test-minutes: setup ## run what takes longest: several machines, a real Slurm, m
 
 .PHONY: test-bench
 test-bench: setup ## run the tests of what measures, and the proof for GPUs on a CPU
-	@$(PY) -m pytest tests/train -m bench $(ARGS)
+	@$(PY) -m pytest tests/train tests/benchmarks -m bench $(ARGS)
 
 .PHONY: test-cluster
 test-cluster: setup ## run all tests of several machines: nodes side by side, a real Slurm, what Kubernetes is given

@@ -2,7 +2,7 @@
 
 A small GPT with AdamW on two GPUs, on one where there are no more. Ours is kept as the agent of `train launch` keeps
 it, forked ranks and snapshots in memory, without tmux; the other as torch's tutorials have it: this file, as a script.
-`train bench recovery` is the same on CPUs.
+`python -m benchmarks.recovery` is the same on CPUs.
 
     python -m tests.gpu.recovery FOLDER_OF_THE_RUN RANKS        # be the agent
     torchrun … tests/gpu/recovery.py FOLDER STEPS FLAGS         # be a rank of the other
@@ -47,9 +47,9 @@ def _what(ranks: int) -> str:
 
 def _rows(scale: Any, ranks: int) -> Iterator[Any]:
     """One that is killed, beside one that nobody disturbs; and the other killed."""
+    from benchmarks.recovery import live
     from tests.gpu.exact import reason
     from tests.gpu.harness import BELOW, FAILED, FIGURE, OK, Row, exact_flags, made
-    from train.bench.recovery import live
     from train.record import store
 
     steps, theirs = (800, 400) if scale.is_gpu else (200, 200)
@@ -103,7 +103,7 @@ class Kept:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def step(self) -> int:
-        from train.bench.recovery import last_line
+        from benchmarks.recovery import last_line
 
         line = last_line(self.run.metrics)
         return int(json.loads(line)["step"]) if line else 0
@@ -137,7 +137,7 @@ class Kept:
         return self.run.read().get("weights_sha256") or ""
 
     def twice(self) -> int:
-        from train.bench.recovery import made_twice
+        from benchmarks.recovery import made_twice
 
         return made_twice(self.run.read())
 
@@ -159,7 +159,7 @@ class Plain:
             )  # fmt: skip
 
     def step(self) -> int:
-        from train.bench.recovery import last_line
+        from benchmarks.recovery import last_line
 
         return int(last_line(self.folder / "steps.log") or 0)
 

@@ -32,7 +32,7 @@ GUARD = """
 import sys
 
 class Guard:
-    allowed = set({allowed!r}) | set(sys.stdlib_module_names) | {{"train", "tests", "sitecustomize"}}
+    allowed = set({allowed!r}) | set(sys.stdlib_module_names) | {{"train", "tests", "benchmarks", "sitecustomize"}}
 
     def __init__(self, others):
         self.others = others

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import recovery as bench
 from tests.gpu import __main__ as proof
 from tests.gpu import apart, compiler, dp, exact, harness, ranks, recovery, speed, steps, waits
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, Stretch
-from train.bench import recovery as bench
 from train.checkpoint.shared import Owned, Slots
 from train.runs import admit
 from train.runs.request import Request

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train.bench.turns import measure
+from train.bench.turns import measure, torchruns
 from train.parallel.world import World
 
 KILOBYTES = (64, 1024, 16384, 65536)
@@ -27,11 +27,12 @@ def bench(folder: Path, times: int, ranks: int | None = None) -> str:
     """Measure with so many blocks of each size. Returns a table in Markdown, and says what this machine cannot show.
 
     Args:
-        ranks: default: the GPUs, or 2 processes on the CPU where there is no more than one.
+        ranks: default: those of torchrun; without it the GPUs, or 2 processes on the CPU where there is no more than
+            one GPU.
     """
-    gpus = torch.cuda.device_count()
-    ranks = ranks or max(gpus, 2)
-    on_gpus = gpus >= ranks
+    gpus, seat = torch.cuda.device_count(), torchruns()
+    ranks = ranks or (seat.size if seat else max(gpus, 2))
+    on_gpus = gpus >= (seat.local_size if seat else ranks)
     ways = {f"{kind} {size}": functools.partial(way, size) for size in KILOBYTES for kind, way in _KINDS.items()}
     blocks = measure(folder, ranks, ways, STEPS, times)
     where = "GPUs over NCCL" if on_gpus else "one CPU over gloo"
@@ -64,7 +65,7 @@ def _all_reduce(kilobytes: int, world: World) -> Callable[[], None]:
 def _copy(kilobytes: int, world: World) -> Callable[[], None]:
     values = torch.zeros(256 * kilobytes, device=world.device)
     if world.device.type == "cuda":
-        target = torch.empty_like(values, device=f"cuda:{(world.rank + 1) % world.size}")
+        target = torch.empty_like(values, device=f"cuda:{(world.local_rank + 1) % torch.cuda.device_count()}")
     else:
         target = torch.empty_like(values)
     return lambda: (target.copy_(values), None)[1]

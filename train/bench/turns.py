@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from train.bench.meeting import Round
 from train.config import Config
-from train.parallel.seat import Seat
+from train.parallel.seat import Seat, seat_of_environment
 from train.parallel.world import World, join, pick_device, take_device
 
 Way = Callable[[World], Callable[[], None]]
@@ -29,22 +28,27 @@ _PRELOAD = ("torch", "train.parallel.ddp", "train.parallel.fsdp", "train.paralle
 """What ranks find loaded, where a server forks them."""
 
 
-def measure(
-    folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times: int, together: Round | None = None
-) -> Blocks:
+def torchruns() -> Seat | None:
+    """The seat of this process among the ranks that torchrun started; None without torchrun."""
+    return seat_of_environment() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times: int) -> Blocks:
     """Time `times` blocks of `steps` steps of each way.
 
     Args:
-        ranks: on this machine.
-        together: with those of other machines, which call this alike.
+        ranks: processes to start for it. Under torchrun its ranks measure, which all call this once.
         ways: by name, what makes the step on a rank; functions of a module, for they travel to other processes.
     """
+    seat = torchruns()
+    if seat is not None:
+        return _timed(seat, ways, steps, times)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
         method = "forkserver"
         if torch.cuda.device_count():  # which GPUs a process sees is its starter's to say
             method = "spawn"
         multiprocessing.set_forkserver_preload(list(_PRELOAD))
-        given = (ranks, name, dict(ways), steps, times, together)
+        given = (ranks, name, dict(ways), steps, times)
         torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method=method)
         return dict(json.loads((Path(name) / "blocks.json").read_text()))
 
@@ -73,14 +77,18 @@ def ratio(seconds: list[float], plain: list[float]) -> tuple[float, str]:
     return middle, f"{low:.3f} to {high:.3f}"
 
 
-def _rank(
-    rank: int, size: int, folder: str, ways: dict[str, Any], steps: int, times: int, together: Round | None
-) -> None:
+def _rank(rank: int, size: int, folder: str, ways: dict[str, Any], steps: int, times: int) -> None:
+    blocks = _timed(Seat(rank, size, rank, size, f"file://{folder}/store"), ways, steps, times)
+    if rank == 0:
+        Path(folder, "blocks.json").write_text(json.dumps(blocks))
+
+
+def _timed(seat: Seat, ways: Mapping[str, Way], steps: int, times: int) -> Blocks:
+    """What each block of each way takes on this rank, among the others."""
     torch.set_num_threads(1)
-    config = Config(device="auto" if torch.cuda.device_count() >= size else "cpu")
-    device = pick_device(config, size, rank)
+    config = Config(device="auto" if torch.cuda.device_count() >= seat.local_size else "cpu")
+    device = pick_device(config, seat.local_size, seat.local_rank)
     take_device(device)
-    seat = Seat(rank, size, rank, size, f"file://{folder}/store") if together is None else together.seat(rank, size)
     world = join(config, seat, device)
     made = {name: way(world) for name, way in ways.items()}
     blocks: Blocks = {name: [] for name in made}
@@ -94,8 +102,7 @@ def _rank(
                 torch.cuda.synchronize()
             if count > 1:  # DDP lays out its buckets at first
                 blocks[name].append(time.perf_counter() - began)
-    if world.is_lead:
-        Path(folder, "blocks.json").write_text(json.dumps(blocks))
     if world.size > 1:
         world.barrier()
         dist.destroy_process_group()
+    return blocks

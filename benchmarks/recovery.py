@@ -1,4 +1,4 @@
-"""`train bench recovery`: what the death of a rank costs, beside plain torchrun and torch.save.
+"""`python -m benchmarks.recovery`: what the death of a rank costs, beside plain torchrun and torch.save.
 
 Two ranks train the same model on the same machine, in turn: as `train launch` starts them, and as torch's tutorials do
 it (bare.py). One of them, drawn at random, gets SIGKILL. Told are the seconds until ranks that were started after it
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from train.bench import bare, perceptron
+from benchmarks import bare, command, perceptron
 from train.record import store
 from train.runs import launch
 from train.runs.launch import Order
@@ -261,3 +261,7 @@ def _kill(run: Way, random_: random.Random) -> list[int]:
         os.kill(random_.choice(ranks), signal.SIGKILL)
         return ranks
     return []
+
+
+if __name__ == "__main__":
+    command.run(bench, steps=1000, times=5, every=0.0)

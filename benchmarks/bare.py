@@ -1,6 +1,6 @@
 """The same training as torch's tutorials have it: DDP, a DistributedSampler, torch.save every so many steps.
 
-torchrun --max-restarts 100 --nproc-per-node 2 train/bench/bare.py FOLDER STEPS SAVE_EVERY
+torchrun --max-restarts 100 --nproc-per-node 2 benchmarks/bare.py FOLDER STEPS SAVE_EVERY
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from train.bench import perceptron
+from benchmarks import perceptron
 
 BATCH = 128
 

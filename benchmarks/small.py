@@ -1,4 +1,4 @@
-"""The task of `train bench loop`: one model and loss for all loops, and marks that say what a step has cost.
+"""The task of `python -m benchmarks.loop`: one model and loss for all loops, and marks that say what a step has cost.
 
 The marks are set where the loss is called, once a step: at two steps of one and the same run, so that what starting and
 ending take is not in their difference.

@@ -1,4 +1,4 @@
-"""`train bench start`: from the command to the second optimizer step of two ranks, beside plain torchrun.
+"""`python -m benchmarks.start`: from the command to the second optimizer step of two ranks, beside plain torchrun.
 
 torchrun starts a script of twenty lines, a perceptron under DistributedDataParallel; `train launch` a model as small,
 with everything that it does for a run. Then a rank is killed, and the run is stopped and resumed: how long until a new
@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import psutil
 
+from benchmarks import command, virtual
 from train import hashing
-from train.bench import virtual
 from train.record import heartbeat, store
 from train.record.store import Run
 from train.runs import warm
@@ -216,3 +216,7 @@ def _memory(pids: Iterable[int]) -> float:
         with contextlib.suppress(psutil.Error):
             size += process.memory_full_info().pss
     return size / 1e6
+
+
+if __name__ == "__main__":
+    command.run(bench, times=5)

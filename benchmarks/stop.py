@@ -1,4 +1,4 @@
-"""`train bench stop`: what it costs a step that all ranks agree whether somebody asked for a stop.
+"""`python -m benchmarks.stop`: what it costs a step that all ranks agree whether somebody asked for a stop.
 
 Three ways to train the same small model on the same ranks: plain DDP, which agrees on nothing; the engine's, where the
 flag (and the loss, and whether to save) rides in the reduction of the gradients and is read from there; and DDP with a
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import command
 from train.bench.turns import measure, ratio
 from train.config import Config
 from train.engine.readback import Readback
@@ -92,3 +93,7 @@ def _riding(world: World) -> Callable[[], None]:
             assert not values[VOTES.index("stop")]
 
     return step
+
+
+if __name__ == "__main__":
+    command.run(bench, times=200)

@@ -1,4 +1,4 @@
-"""`train bench loop`: what a step costs beyond the model's arithmetic.
+"""`python -m benchmarks.loop`: what a step costs beyond the model's arithmetic.
 
 The same model, loss, data, batch size and optimizer in loops as one writes them by hand (one that indexes tensors, one
 over a DataLoader), in the engine with a run folder and every default feature on, and in the trainers that are installed
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from train.bench import small
+from benchmarks import command, small
 from train.bench.turns import silently
 from train.checkpoint.shared import ENVIRONMENT, Owned
 from train.errors import EXIT_FINISHED
@@ -69,9 +69,11 @@ class Cost:
     memory: int
 
 
-def bench(folder: Path, name: str, times: int) -> str:
+def bench(folder: Path, model: str, times: int) -> str:
     """Measure each way so many times, in turn. Returns a table in Markdown, and what is missing."""
-    subject = SUBJECTS[name]
+    if model not in SUBJECTS:
+        raise SystemExit(f"--model {model}: choose one of {', '.join(SUBJECTS)}")
+    subject = SUBJECTS[model]
     silently(spawn.warm_up)  # lines of ranks are no figures
     there = {way: make for way, (package, make) in _TRAINERS.items() if importlib.util.find_spec(package)}
     found: dict[str, list[Cost]] = {way: [] for way in (TENSORS, LOADER, TRAIN, *there)}
@@ -81,7 +83,7 @@ def bench(folder: Path, name: str, times: int) -> str:
                 costs.append(_cost(Path(place), subject, way, turn))
     least = {way: min(min(cost.seconds) for cost in costs) for way, costs in found.items()}
     lines = [
-        f"| {name} | CPU, us a step | / indexes tensors | / DataLoader "
+        f"| {model} | CPU, us a step | / indexes tensors | / DataLoader "
         f"| memory from step {subject.first} to {subject.steps - 1} |",
         "|---|---|---|---|---|",
     ]
@@ -238,3 +240,7 @@ _TRAINERS: dict[str, tuple[str, Callable[[_Parts], None]]] = {
     "Lightning": ("lightning", _lightning),
 }
 """By name: the package, and the loop as its documentation writes it; no logs, no checkpoints, no bar."""
+
+
+if __name__ == "__main__":
+    command.run(bench, model="mlp", times=5)

@@ -1,4 +1,4 @@
-"""`train bench exporter`: what a scrape by Prometheus takes of the machine.
+"""`python -m benchmarks.exporter`: what a scrape by Prometheus takes of the machine.
 
 Run folders as runs leave them, of which some look alive: this process holds their locks, and their lines and signs of
 life are as long as real ones. A real exporter is asked over HTTP; its own `process_cpu_seconds_total` tells what it
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from benchmarks import command
 from train.record import heartbeat, store
 from train.record.metrics import Training, metrics_text
 
@@ -90,7 +91,7 @@ def _exporter(work: Path) -> Iterator[str]:
     for port in range(49477, 49577):  # the first that is free
         process = subprocess.Popen(
             [*command, str(port)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
         )  # fmt: skip
         assert process.stdout is not None
         if process.stdout.readline():
@@ -112,3 +113,7 @@ def _get(url: str) -> str:
 def _number(page: str, name: str) -> float:
     found = re.search(rf"^{name} (\S+)$", page, re.MULTILINE)
     return float(found[1]) if found else 0.0
+
+
+if __name__ == "__main__":
+    command.run(bench, times=50)

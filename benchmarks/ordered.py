@@ -1,4 +1,4 @@
-"""`train bench ordered`: what it costs a step that gradients are added in one order.
+"""`python -m benchmarks.ordered`: what it costs a step that gradients are added in one order.
 
 The same model on the same ranks, with `parallel.reduce` fast and ordered, in turn block by block; two micro batches a
 rank and step. The model is large enough that a gradient is a message of some size, and small enough for a CPU.
@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing
 from torch import nn
 
+from benchmarks import command
 from train.bench.stepping import stepping
 from train.bench.turns import measure, ratio
 from train.config import Parallel
@@ -54,3 +55,7 @@ def _step(world: World, parallel: Parallel) -> Callable[[], None]:
     samples = torch.randn(BATCH, WIDTH).to(world.device), torch.randint(10, (BATCH,)).to(world.device)
     precision = Precision("fp32", world.device)
     return stepping(world, parallel, nn.Sequential(*layers), samples, precision, MICROS)
+
+
+if __name__ == "__main__":
+    command.run(bench, times=30)

@@ -1,4 +1,4 @@
-"""`train bench resume`: whether going on far into a huge epoch costs more than near its begin.
+"""`python -m benchmarks.resume`: whether going on far into a huge epoch costs more than near its begin.
 
 The order of samples is a function, so a resume computes where it stands instead of walking there. Real runs over a
 data set that nobody stores are resumed by real ranks from checkpoints placed at 1 % and at 95 % of an epoch; the time
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from train.bench import virtual
+from benchmarks import command, virtual
 from train.bench.turns import silently
 from train.checkpoint.saver import Saver
 from train.engine import build, opened
@@ -88,3 +88,7 @@ def _resumed(run: Run) -> tuple[float, dict[str, Any]]:
     if code != EXIT_FINISHED:
         raise RuntimeError((run.logs(1) / "rank0.log").read_text())
     return seconds, json.loads(run.metrics.read_text().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    command.run(bench, samples=1_000_000_000, times=25)

@@ -1,4 +1,4 @@
-"""A task for `train bench recovery`: a perceptron with dropout on random points, of some ten milliseconds a step."""
+"""A task for benchmarks.recovery: a perceptron with dropout on random points, of some ten milliseconds a step."""
 
 from __future__ import annotations
 

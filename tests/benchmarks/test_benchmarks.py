@@ -1,0 +1,34 @@
+"""The benchmarks of developers print their tables and leave nothing behind. What they measure is not judged here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ["train launch", "a rank killed", "train resume"]
+STARTS = ["torchrun, bare DDP", *(f"{way}, {how}" for how in ("cold", "warm") for way in OURS)]
+RUNS = [f"{count} {state}" for state in ("running", "finished") for count in (1, 10, 200)]
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize(("name", "options", "first"), [
+    ("exporter", ["--times", "1"], RUNS),
+    ("loop", ["--model", "resnet18", "--times", "1"], ["a loop that indexes tensors", "a loop on DataLoader", "train"]),
+    ("ordered", ["--times", "1"], ["1", "2", "3", "4"]),
+    ("recovery", ["--steps", "150", "--times", "1"], ["train launch", "torchrun, torch.save every 50 steps"]),
+    ("resume", ["--samples", "100000", "--times", "1"], ["1", "95"]),
+    ("start", ["--times", "1"], STARTS),
+    ("stop", ["--times", "1"], ["plain DDP, no stop", "train: rides along", "a reduction of its own"]),
+])  # fmt: skip
+def test_a_benchmark_prints_a_row_a_way(name: str, options: list[str], first: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--folder", str(tmp_path), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
+    assert [row[0].strip() for row in rows[2:]][: len(first)] == first
+    assert os.listdir(tmp_path) == []
