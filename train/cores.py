@@ -1,4 +1,4 @@
-"""Cores that this process may use. The standard library alone, from Python 3.8 on: train/doctor asks too."""
+"""Cores that this process may use. The standard library alone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ _GROUPS = Path("sys/fs/cgroup")
 
 
 def usable(root: Path = Path("/")) -> float:
-    """By affinity and by the control group's quota, of version 2 or 1; may be less than one.
+    """By affinity and by the control group's quota (version 2); may be less than one.
 
     Args:
         root: the folder under which /sys is found.
     """
     groups, cores = root / _GROUPS, float(len(os.sched_getaffinity(0)))
-    quotas = [_words(groups / "cpu.max")]  # version 2: "max 100000" or "200000 100000"
-    for folder in ("cpu", "cpu,cpuacct"):  # version 1
-        quotas.append([*_words(groups / folder / "cpu.cfs_quota_us"), *_words(groups / folder / "cpu.cfs_period_us")])
-    for quota in quotas:
-        if len(quota) == 2 and all(word.isdigit() and int(word) > 0 for word in quota):
-            cores = min(cores, int(quota[0]) / int(quota[1]))
+    quota = _words(groups / "cpu.max")  # "max 100000" or "200000 100000"
+    if len(quota) == 2 and all(word.isdigit() and int(word) > 0 for word in quota):
+        cores = min(cores, int(quota[0]) / int(quota[1]))
     return cores
 
 

@@ -89,14 +89,11 @@ class Host:
 
     def _meet(self, key: int, message: Message, now: float) -> None:
         """What a stranger says first. One that is no node after that goes when it has heard."""
-        if key in self._answered or message["is"] not in ("who", "hello"):
+        if key in self._answered or message["is"] != "hello":
             self._drop(key, now)
             return
         self._answered.add(key)
-        if message["is"] == "who":
-            self._wires[key].send(self.table.about())
-        else:
-            self._post(self.table.hello(key, message, now))
+        self._post(self.table.hello(key, message, now))
         if self.table.knows(key):
             del self._strangers[key]
             self._wires[key].longest = LONGEST

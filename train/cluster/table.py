@@ -141,16 +141,6 @@ class Table:
         elif said == "stop":
             yield from self._tell_all({"is": "stop", **message["stop"]}, but=key)
 
-    def about(self) -> Message:
-        """For one who asks and does not come: which run this is, who is there, and what must be the same. Nothing
-        changes by it."""
-        here = sorted((one for one in self._guests.values() if one.place != "pending"), key=lambda one: one.node)
-        return {
-            "is": "about", "run": self._first["run"], "least": self.least, "most": self.most,
-            "running": self._is_running(), "same": self._first["same"],
-            "nodes": [{key: one.hello[key] for key in ("node", "host", "home", "nproc")} for one in here],
-        }  # fmt: skip
-
     def gone(self, key: int, now: float) -> Out:
         """A connection is closed, or has been silent for too long."""
         guest = self._guests.pop(key, None)

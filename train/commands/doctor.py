@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands import offers
 from train.commands.parser import Parser, number
 from train.errors import Refused
 
@@ -13,19 +12,13 @@ from train.errors import Refused
 def add_arguments(parser: Parser) -> None:
     """Which checks, and how they are shown."""
     add = parser.add_argument
-    text = "with --rendezvous: a run here that is to meet others there"
-    add("name", metavar="NAME", nargs="?", help=text, offer=offers.runs)
     add("--json", action="store_true", help="for machines: a list of check, verdict, seen, remedy")
     text = "these alone, by their names with commas: 'shared memory,memory'; train doctor lists them"
     add("--only", metavar="CHECK", help=text, offer=_checks)
-    add(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        help="check the way to where ranks of several machines are to meet, too, and who is there",
-    )
-    add(
-        "--job", action="store_true", help="under torchrun or srun, on every rank: what several ranks need; alone: here"
-    )
+    text = "check the way to where ranks of several machines are to meet, too"
+    add("--rendezvous", metavar="HOST:PORT", help=text)
+    text = "under torchrun or srun, on every rank: what several ranks need; alone: here"
+    add("--job", action="store_true", help=text)
     add("--nproc", metavar="N", help="with --job, alone: ranks to try it with (one per GPU, else 2)")
     add("--timeout", metavar="SECONDS", help="with --job: how long a rank may take to come and to answer (30)")
 
@@ -41,7 +34,6 @@ def run(options: Namespace, runs: Path) -> int:
     from train.doctor import finding, network
     from train.doctor.examine import chosen, examine, names
     from train.doctor.machine import Machine
-    from train.record import folders
 
     ranks, seconds = number("nproc", options.nproc, 1), number("timeout", options.timeout, 1)
     if not options.job and (ranks or seconds):
@@ -52,12 +44,6 @@ def run(options: Namespace, runs: Path) -> int:
         chosen([], only)  # a name that is none is refused at once
     except ValueError as error:
         raise Refused(error) from None
-    if options.name is not None:
-        if place is None:
-            raise Refused(
-                f"what is {options.name}? a run is looked at with --rendezvous HOST:PORT, where it is to meet"
-            )
-        folders.find(runs, options.name)
     if options.job:
         if place is not None:
             raise Refused("--job and --rendezvous are two questions; ask one of them")
@@ -66,7 +52,7 @@ def run(options: Namespace, runs: Path) -> int:
         from train.doctor.job import DEADLINE, examine_job
 
         return examine_job(runs, options.json, ranks, seconds or DEADLINE)
-    findings = examine(Machine(), runs, place, options.name)
+    findings = examine(Machine(), runs, place)
     findings = chosen(findings, only) if only else findings
     finding.show(findings, options.json)
     return finding.exit_code(findings)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.doctor import clock, disk, gpu, host, limits, network, packages, weights
+from train.doctor import clock, disk, gpu, host, limits, network, packages
 from train.doctor.finding import Finding, not_applicable
 from train.doctor.machine import Machine
 from train.doctor.network import Place
 
 NAMES = (
     "Docker", "docker compose", "docker buildx", "container toolkit", "GPUs stay", "GPUs", "driver",
-    "compute capability", "GPU memory errors", "GPU heat", "GPU memory", "packages", "torch", "torchvision", "lock",
-    "one torch", "LD_LIBRARY_PATH", "LD_PRELOAD", "shared memory", "memory", "cores", "locked memory", "open files",
-    "folder of runs", "room on disk", "file system", "file locks", "write speed", "clock", "weights",
-    "rendezvous name", "rendezvous address", "rendezvous port", "run there", "same code", "same torch", "same python",
-    "same task", "same data", "same init", "same config", "interface", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
-    "MTU", "InfiniBand",
+    "compute capability", "GPU memory errors", "GPU heat", "GPU memory", "packages", "torch", "torchvision",
+    "LD_LIBRARY_PATH", "shared memory", "memory", "locked memory", "open files",
+    "folder of runs", "room on disk", "file system", "file locks", "write speed", "clock",
+    "rendezvous name", "rendezvous address", "rendezvous port", "interface", "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME", "InfiniBand",
 )  # fmt: skip
 """Every check there is; which of them say something depends on the machine."""
 
@@ -50,23 +49,22 @@ def names(text: str) -> list[str]:
     return only
 
 
-def examine(machine: Machine, runs: Path, place: Place | None = None, name: str | None = None) -> list[Finding]:
+def examine(machine: Machine, runs: Path, place: Place | None = None) -> list[Finding]:
     """Every check that needs no other rank. Takes a few seconds; changes nothing.
 
     Args:
         runs: the folder where runs are kept, or will be.
         place: where ranks of several machines are to meet.
-        name: the run here that is to meet others there.
     """
-    return list(_all(machine, runs, place, name))
+    return list(_all(machine, runs, place))
 
 
-def _all(machine: Machine, runs: Path, place: Place | None, name: str | None) -> Iterator[Finding]:
+def _all(machine: Machine, runs: Path, place: Place | None) -> Iterator[Finding]:
     yield from host.checks(machine)
     yield from gpu.checks(machine)
     yield from packages.checks(machine)
     yield from limits.checks(machine)
     yield from disk.checks(machine, runs)
-    yield from clock.checks(machine, runs)
-    yield from weights.checks(Path.cwd())
-    yield from network.checks(machine, place, runs, name)
+    yield from clock.checks(runs)
+    if place is not None:
+        yield from network.checks(machine, place)

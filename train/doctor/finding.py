@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from train import screen
 
 OK, WARNING, PROBLEM, NOT_APPLICABLE = "ok", "warning", "problem", "not applicable"
-_MARK = {OK: "ok", WARNING: "warning", PROBLEM: "problem", NOT_APPLICABLE: "-"}
 _COLOUR = {OK: "32", WARNING: "33", PROBLEM: "31", NOT_APPLICABLE: "2"}
 _NARROWEST = 40
 EXIT_WELL, EXIT_PROBLEM = 0, 1
@@ -64,7 +63,7 @@ def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
     name = max((len(finding.check) for finding in findings), default=0)
     lines = []
     for finding in findings:
-        mark = f"{_MARK[finding.verdict]:<8}"
+        mark = f"{'-' if finding.verdict == NOT_APPLICABLE else finding.verdict:<8}"
         if colour:
             mark = f"\x1b[{_COLOUR[finding.verdict]}m{mark}\x1b[0m"
         # wrapped as if the mark had no colour: its bytes are not seen

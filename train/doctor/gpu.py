@@ -16,7 +16,7 @@ DRIVER = 525
 the image asks for (NVIDIA_REQUIRE_CUDA)."""
 _TOO_FULL = 0.1
 """The share of a GPU's memory that others may have before it is told."""
-_PENDING = ("remapped_rows/remapped_row_pending", "retired_pages/pending_retirement", "retired_pages/pending_blacklist")
+_PENDING = ("remapped_rows/remapped_row_pending", "retired_pages/pending_retirement")
 """Where a card says that memory waits to be taken out of use."""
 _AGAIN = "docker compose up -d --force-recreate"
 
@@ -38,11 +38,6 @@ class Gpu:
     @property
     def label(self) -> str:
         return f"GPU {self.number}"
-
-    def parts(self) -> list[tuple[str, xml.Element]]:
-        """What a program can have of it, with its name: all of it, or each slice (MIG) that it is divided into."""
-        slices = self.node.findall("mig_devices/mig_device")
-        return [(f"{self.label} slice {one.findtext('index')}", one) for one in slices] or [(self.label, self.node)]
 
 
 def _figure(node: xml.Element | None) -> float | None:
@@ -85,7 +80,8 @@ def _no_answer(machine: Machine, said: Said | None) -> Finding:
     words = said.first_line
     if "Unknown Error" in words and machine.is_container:
         # what systemd's daemon-reload on the host does to running containers: NVIDIA/nvidia-container-toolkit#48
-        return problem(name, f"lost while the container ran (the host has reloaded its units): {words}", _AGAIN)
+        seen = f"lost while the container ran (a systemctl daemon-reload on the host): {words}"
+        return problem(name, seen, f"{_AGAIN}  # on the host, where make doctor tells how to prevent it")
     if "version mismatch" in words:
         return problem(name, f"the driver was upgraded under a running kernel: {words}", "sudo reboot")
     if said.code == SILENT:
@@ -163,23 +159,9 @@ def _memory_errors(gpus: list[Gpu]) -> Finding:
 
 
 def _uncorrectable(gpu: Gpu) -> int:
-    """How many errors ECC could not correct since the driver was loaded.
-
-    Cards before Turing have double_bit: a figure for each kind of memory, and their sum. Later ones have counts whose
-    names have uncorrectable in them. Slices (MIG) count for themselves what the card counts, too, where it is told.
-    """
-    volatile = gpu.node.find("ecc_errors/volatile")
-    slices = gpu.node.findall("mig_devices/mig_device/ecc_error_count/volatile_count")
-    of_slices = sum(_counted(one) for one in slices)
-    if volatile is None:
-        return of_slices
-    total, kinds = _figure(volatile.find("double_bit/total")), volatile.find("double_bit")
-    each = sum(_figure(kind) or 0.0 for kind in ([] if kinds is None else kinds) if kind.tag != "total")
-    return max(_counted(volatile) + int(max(total or 0.0, each)), of_slices)
-
-
-def _counted(counts: xml.Element) -> int:
-    return int(sum(_figure(count) or 0.0 for count in counts if "uncorrectable" in count.tag))
+    """How many errors ECC could not correct since the driver was loaded."""
+    counts = gpu.node.find("ecc_errors/volatile")
+    return int(sum(_figure(count) or 0.0 for count in counts or () if "uncorrectable" in count.tag))
 
 
 def _heat(gpus: list[Gpu]) -> Finding:
@@ -203,19 +185,11 @@ def _others(gpus: list[Gpu]) -> Finding:
     """Memory that somebody else has taken. A container does not see the processes of others, but their memory."""
     busy = []
     for gpu in gpus:
-        for label, part in gpu.parts():
-            used, total = (_figure(part.find(f"fb_memory_usage/{which}")) for which in ("used", "total"))
-            if used and total and used > _TOO_FULL * total:
-                names = _names(gpu, part)
-                by = f" by {', '.join(names)}" if names else ""
-                busy.append(f"{label}: {used / 1024:.1f} of {total / 1024:.1f} GiB{by}")
+        used, total = (gpu.number_of(f"fb_memory_usage/{which}") for which in ("used", "total"))
+        if used and total and used > _TOO_FULL * total:
+            names = {(node.text or "?").strip().rsplit("/", 1)[-1] for node in gpu.node.iter("process_name")}
+            by = f" by {', '.join(sorted(names))}" if names else ""
+            busy.append(f"{gpu.label}: {used / 1024:.1f} of {total / 1024:.1f} GiB{by}")
     if busy:
         return warning("GPU memory", f"in use: {'; '.join(busy)}", "nvidia-smi")
     return ok("GPU memory", "free")
-
-
-def _names(gpu: Gpu, part: xml.Element) -> list[str]:
-    """The programs that have memory of a card, or of one of its slices, as far as they are seen."""
-    own, here = part.findtext("gpu_instance_id"), gpu.node.iter("process_info")
-    seen = [process for process in here if own is None or process.findtext("gpu_instance_id") in (own, None)]
-    return sorted({(process.findtext("process_name") or "?").rsplit("/", 1)[-1] for process in seen})

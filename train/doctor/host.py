@@ -79,14 +79,22 @@ def _gpus(machine: Machine, info: dict[str, Any]) -> Iterator[Finding]:
         return
     version = re.search(r"\d+\.\d+(\.\d+)?", tool.out) if tool else None
     yield ok(name, f"{version.group() if version else 'there'}, and the engine knows it")
-    if info.get("CgroupDriver") == "systemd" and not any("nvidia" in entry for entry in _char_links(machine)):
-        # NVIDIA/nvidia-container-toolkit#48: runc looks for these links when systemd reloads its units
-        seen = "systemctl daemon-reload will take GPUs away from running containers: /dev/char has no links to them"
-        yield warning("GPUs stay", seen, "sudo nvidia-ctk system create-dev-char-symlinks --create-all")
+    yield _stay(machine, info)
 
 
-def _char_links(machine: Machine) -> Iterator[str]:
-    for name in machine.list("/dev/char"):
-        link = machine.path(f"/dev/char/{name}")
-        if link.is_symlink():
-            yield str(link.readlink()) if hasattr(link, "readlink") else ""
+def _stay(machine: Machine, info: dict[str, Any]) -> Finding:
+    """Whether running containers keep their GPUs when systemd reloads its units.
+
+    Where systemd keeps the control groups, it writes their rules of devices anew, and knows the GPUs only by links in
+    /dev/char (NVIDIA/nvidia-container-toolkit#48).
+    """
+    name, driver = "GPUs stay", info.get("CgroupDriver", "unknown")
+    if driver != "systemd":
+        return ok(name, f"the engine's cgroup driver is {driver}, so a systemctl daemon-reload takes none away")
+    links = (machine.path(f"/dev/char/{each}") for each in machine.list("/dev/char"))
+    if any("nvidia" in link.resolve().name for link in links if link.is_symlink()):
+        return ok(name, "links in /dev/char, so a systemctl daemon-reload takes none away")
+    seen = "a systemctl daemon-reload takes GPUs from running containers: the engine's cgroup driver is systemd"
+    now = "sudo nvidia-ctk system create-dev-char-symlinks --create-all  # until the next boot"
+    for_good = '"exec-opts": ["native.cgroupdriver=cgroupfs"] in /etc/docker/daemon.json, then restart the engine'
+    return warning(name, seen, f"{now}; for good: {for_good}")

@@ -1,4 +1,4 @@
-"""What a process may take here: shared memory, locked memory, open files, memory, cores."""
+"""What a process may take here: shared memory, locked memory, open files, memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 
-from train import cores
-from train.doctor.finding import Finding, ok, problem, warning
+from train.doctor.finding import Finding, ok, problem
 from train.doctor.machine import Machine
 from train.runs.memory import chain, size
 
@@ -17,7 +16,7 @@ _LEAST_SHARED = 256 * MB
 _LEAST_MEMORY = 2 * GB
 """torch alone takes a few hundred MB a rank."""
 _LEAST_ADDRESSES = 8 * GB
-"""A rank of torch maps 4.5 GB, most of it libraries that it never touches."""
+"""A rank of torch maps 4.5 GB, most of it libraries that it never touches. CUDA maps all the memory there is."""
 _LEAST_FILES = 1024
 """Every tensor that a loader worker hands over is an open file for a moment."""
 
@@ -26,7 +25,6 @@ def checks(machine: Machine) -> Iterator[Finding]:
     """All checks of limits."""
     yield _shared_memory(machine)
     yield _memory(machine)
-    yield _cores(machine)
     yield _locked_memory(machine)
     yield _open_files()
 
@@ -48,34 +46,20 @@ def _shared_memory(machine: Machine) -> Finding:
         )
     if free < _LEAST_SHARED:
         return problem(name, f"{size(free)} free of {size(total)} at {path}", f"ls -lS {path} | head  # left by whom?")
-    if place.f_flag & os.ST_RDONLY:
-        return problem(name, f"{path} is mounted read-only", f"sudo mount -o remount,rw {path}")
     if not os.access(path, os.W_OK):
         return problem(name, f"{path} is not writable", f"sudo chmod 1777 {path}")
     return ok(name, f"{size(free)} free of {size(total)}")
 
 
-def limit_of_memory() -> int | None:
-    """The least limit of the control groups around this process, in bytes."""
-    return min((group.limit for group in chain() if group.limit), default=None)
-
-
 def _memory(machine: Machine) -> Finding:
-    also = ""
-    addresses = None if machine.wants_gpus() else _LEAST_ADDRESSES  # CUDA maps all the memory that there is
-    for number, letter, name, least in (
-        (resource.RLIMIT_AS, "v", "as", addresses), (resource.RLIMIT_DATA, "d", "data", _LEAST_MEMORY),
-    ):  # fmt: skip
-        soft, hard = resource.getrlimit(number)
-        if soft == resource.RLIM_INFINITY:
-            continue
-        also += f", {size(soft)} a process (ulimit -{letter})"
-        if least is None or soft < least:
-            need = "with GPUs a process can have no such limit" if least is None else f"a rank needs {size(least)}"
-            is_mine = hard == resource.RLIM_INFINITY  # else only root can raise it
-            remedy = f"ulimit -{letter} unlimited" if is_mine else f"sudo prlimit --{name}=unlimited --pid $$"
-            return problem("memory", f"{size(soft)} a process (ulimit -{letter}): {need}", remedy)
-    limit, total = limit_of_memory(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY and (machine.wants_gpus() or soft < _LEAST_ADDRESSES):
+        need = "with GPUs a process can have no such limit" if machine.wants_gpus() else "a rank needs more"
+        is_mine = hard == resource.RLIM_INFINITY  # else only root can raise it
+        remedy = "ulimit -v unlimited" if is_mine else "sudo prlimit --as=unlimited --pid $$"
+        return problem("memory", f"{size(soft)} of addresses a process (ulimit -v): {need}", remedy)
+    limit = min((group.limit for group in chain() if group.limit), default=None)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = min(limit or total, total)
     where = "of this container or control group" if most < total else "of this machine"
     if most < _LEAST_MEMORY:
@@ -84,17 +68,7 @@ def _memory(machine: Machine) -> Finding:
         if not machine.is_container:
             remedy = "cat /proc/self/cgroup  # whose limit it is; of a Slurm job: --mem" if most < total else "free -h"
         return problem("memory", seen, remedy)
-    return ok("memory", f"{size(most)} {where}{also}")
-
-
-def _cores(machine: Machine) -> Finding:
-    usable, all_ = cores.usable(machine.root), os.cpu_count() or 1
-    seen = f"{usable:g} of {all_} usable"
-    if usable < 1:
-        return warning(
-            "cores", f"{seen}: training would wait for itself", "docker update --cpus 4 CONTAINER  # on the host"
-        )
-    return ok("cores", seen)
+    return ok("memory", f"{size(most)} {where}")
 
 
 def _locked_memory(machine: Machine) -> Finding:

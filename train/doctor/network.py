@@ -6,29 +6,18 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 from train.cluster.address import Place, interface_of, is_mine, parse, source_towards
-from train.doctor import meeting
 from train.doctor.finding import Finding, ok, problem, warning
 from train.doctor.machine import Machine
-from train.errors import shortened
 
 _PATIENCE = 3.0
 """Seconds that a connection may take: more would be a firewall that drops it."""
 __all__ = ["Place", "checks", "interface_of", "parse", "source_towards"]
 
 
-def checks(
-    machine: Machine, place: Place | None, runs: Path | None = None, name: str | None = None
-) -> Iterator[Finding]:
-    """All checks of the network; with a place to meet, of the way there, and of a run that meets there already.
-
-    Args:
-        runs: the folder where runs are kept. name: the run there that is to come to that place.
-    """
-    if place is None:
-        return
+def checks(machine: Machine, place: Place) -> Iterator[Finding]:
+    """All checks of the way to where ranks of several machines are to meet."""
     try:
         address = _address(place.host)
     except OSError as error:
@@ -44,12 +33,7 @@ def checks(
     here = is_mine(address)
     yield _loopback(place, address, here)
     code = _knock(address, place.port)
-    there = meeting.ask(address, place.port) if code == 0 else None
-    if there is not None:
-        yield ok("rendezvous port", f"{place.port}: node 0 of run {shortened(there['run'])} listens there")
-        yield from meeting.checks(there, runs or Path("runs"), name)
-    else:
-        yield _port(place, address, here, code)
+    yield _port(place, address, here, code)
     source = source_towards(address, place.port)
     if source is None:
         yield problem("interface", f"no route leads to {address}", "ip route")
@@ -57,7 +41,6 @@ def checks(
     interface = interface_of(source, machine.read)
     yield _interface(machine, interface, source, address)
     yield from _wishes(machine, interface)
-    yield _mtu(machine, interface)
     yield _infiniband(machine)
 
 
@@ -88,14 +71,14 @@ def _knock(address: str, port: int) -> int:
 
 
 def _port(place: Place, address: str, here: bool, code: int) -> Finding:
-    """Who is at the port, where no run answers. `code`: of a connection, its errno."""
+    """Whether a connection to the port is answered; `code` is its errno."""
     name = "rendezvous port"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if code == 0 and here:
-        seen = f"{place.port}: somebody listens there who does not answer as node 0 of a run of this release"
+        seen = f"{place.port} on this machine is taken: by node 0 of the run, or by another program"
         return warning(name, seen, f"sudo ss -ltnp sport = :{place.port}")
     if code == 0:
-        return ok(name, f"{place.port}: somebody listens there; no node 0 of a run of this release answers")
+        return ok(name, f"{place.port} answers")
     if code == errno.ECONNREFUSED and here:
         return _free(name, family, address, place.port)
     if code == errno.ECONNREFUSED:
@@ -147,14 +130,6 @@ def _wishes(machine: Machine, interface: str) -> Iterator[Finding]:
             yield ok(variable, wish)
         else:
             yield ok(variable, f"not set; to be sure: {fitting}")
-
-
-def _mtu(machine: Machine, interface: str) -> Finding:
-    mtu = machine.read(f"/sys/class/net/{interface}/mtu").strip() if interface else ""
-    if mtu.isdigit() and int(mtu) < 1500:
-        seen = f"{mtu} bytes on {interface}: a tunnel; packets of 1500 are cut or lost"
-        return warning("MTU", seen, f"sudo ip link set {interface} mtu 1500  # if all between allow it")
-    return ok("MTU", f"{mtu} bytes on {interface}" if mtu else "not told")
 
 
 def _infiniband(machine: Machine) -> Finding:

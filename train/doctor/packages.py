@@ -1,4 +1,4 @@
-"""Python packages and libraries: do versions fit each other and the lock. Read from metadata; torch is not imported."""
+"""Python packages and libraries: do versions fit each other. Read from metadata; torch is not imported."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.doctor.finding import Finding, not_applicable, ok, problem, warning
+from train.doctor.finding import Finding, not_applicable, ok, problem
 from train.doctor.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout."""
-LOCKED = ("torch", "torchvision", "numpy", "nvidia-cudnn-cu12", "nvidia-nccl-cu12")
-"""What must be as the lock has it: other versions compute other bits, or do not fit each other."""
 _LIBRARIES = ("libcudnn", "libcudart", "libcublas", "libnccl", "libcufft", "libcusparse")
 """What comes in PyTorch's own wheels, and must not come from elsewhere."""
 
@@ -27,8 +25,6 @@ class Torch:
     version: str
     cuda: str | None
     """The CUDA that it was built for; None: a build without."""
-    build: str = ""
-    """The version as torch itself says it: 2.7.1+cu126; '' where it cannot be read."""
 
 
 def capabilities(cuda: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -70,8 +66,7 @@ def torch_of() -> Torch | None:
         except OSError:
             continue
         found = re.search(r"^cuda\b.*= *'([\d.]+)'", text, re.MULTILINE)
-        build = re.search(r"^__version__ *= *'([^']+)'", text, re.MULTILINE)
-        return Torch(version, found.group(1) if found else None, build.group(1) if build else "")
+        return Torch(version, found.group(1) if found else None)
     return Torch(version, None)
 
 
@@ -83,9 +78,7 @@ def checks(machine: Machine) -> Iterator[Finding]:
         return
     yield _cuda(machine, torch)
     yield _pair(torch)
-    yield _lock(machine)
-    yield _twice(machine)
-    yield from _library_path(machine)
+    yield _library_path(machine)
 
 
 def _cuda(machine: Machine, torch: Torch) -> Finding:
@@ -108,49 +101,7 @@ def _pair(torch: Torch) -> Finding:
     return ok("torchvision", vision)
 
 
-def locked() -> dict[str, list[str]]:
-    """The versions in requirements.lock; of some packages there is one for each Python."""
-    try:
-        text = (ROOT / "requirements.lock").read_text()
-    except OSError:
-        return {}
-    versions: dict[str, list[str]] = {}
-    for name, version in re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", text, re.MULTILINE):
-        versions.setdefault(name, []).append(version)
-    return versions
-
-
-def _lock(machine: Machine) -> Finding:
-    wanted, where = locked(), folders()
-    if not wanted:
-        return not_applicable("lock", "there is no requirements.lock here")
-    seen: list[str] = []
-    differ: list[str] = []
-    for name in LOCKED:
-        version = _version(name, where)
-        if version is None or name not in wanted:
-            continue
-        (seen if version.split("+")[0] in wanted[name] else differ).append(f"{name} {version}")
-    if differ:
-        asked = ", ".join(f"{entry} (locked: {' or '.join(wanted[entry.split()[0]])})" for entry in differ)
-        remedy = "make rebuild" if machine.is_station else "make clean setup"
-        return warning("lock", f"not as requirements.lock has it: {asked}", remedy)
-    return ok("lock", ", ".join(seen))
-
-
-def _twice(machine: Machine) -> Finding:
-    """A second torch on the path: which one is loaded depends on the order of folders."""
-    places = sorted(
-        {str(Path(folder).resolve()) for folder in folders() if (Path(folder) / "torch/version.py").exists()}
-    )
-    if len(places) > 1:
-        extra = machine.environ.get("PYTHONPATH")
-        remedy = "unset PYTHONPATH" if extra else f"pip uninstall torch  # in {places[1]}"
-        return problem("one torch", f"there are {len(places)}: {', '.join(places)}", remedy)
-    return ok("one torch", places[0] if places else "found")
-
-
-def _library_path(machine: Machine) -> Iterator[Finding]:
+def _library_path(machine: Machine) -> Finding:
     """Libraries of CUDA that would be loaded instead of those in PyTorch's wheels.
 
     LD_LIBRARY_PATH beats the paths that the wheels' libraries find each other by (RUNPATH; ld.so(8)).
@@ -164,9 +115,5 @@ def _library_path(machine: Machine) -> Iterator[Finding]:
         seen = f"takes CUDA's libraries from {'; '.join(traps)}, instead of those that torch was built with"
         if "libcudnn" in seen:
             seen += ": two cuDNNs"
-        yield problem("LD_LIBRARY_PATH", seen, "unset LD_LIBRARY_PATH")
-    else:
-        yield ok("LD_LIBRARY_PATH", "takes nothing from beside torch's own libraries")
-    preloaded = machine.environ.get("LD_PRELOAD", "")
-    if any(word in preloaded for word in ("cudnn", "libnccl", "libcud")):
-        yield problem("LD_PRELOAD", f"puts {preloaded} before torch's own libraries", "unset LD_PRELOAD")
+        return problem("LD_LIBRARY_PATH", seen, "unset LD_LIBRARY_PATH")
+    return ok("LD_LIBRARY_PATH", "takes nothing from beside torch's own libraries")

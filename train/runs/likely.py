@@ -81,7 +81,7 @@ TABLE = (
         r"undefined symbol|version `[\w.]+' not found|CUDNN_STATUS_(NOT_INITIALIZED|VERSION|SUBLIBRARY)\w*"
         r"|cuDNN version (incompat|mismatch)\w*|libcud\w+\.so.*cannot open",
         "libraries of several versions",
-        ("one torch", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+        ("torch", "LD_LIBRARY_PATH"),
     ),
     Likely(
         r"NCCL error|NCCL WARN|ncclSystemError|ncclInternalError|ncclRemoteError|unhandled (system|cuda) error"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -193,16 +192,6 @@ def test_what_no_user_has_set_stays_as_the_run_has_begun_with_it_when_node_0_is_
     room.gone(10), room.over(11)
     room.say(11, "ready")
     assert room.come(12, 0)[0][1]["chosen"] == {"cpu_threads": 8}  # node 1 has not come again since
-
-
-def test_who_asks_is_told_and_changes_nothing(room: Room) -> None:
-    before = copy.deepcopy(vars(room.table))
-    said = room.table.about()
-    assert (said["run"], said["most"], said["running"], said["same"]) == ("a", 2, True, SAME)
-    assert [(one["node"], one["host"]) for one in said["nodes"]] == [(0, "host0"), (1, "host1")]
-    assert vars(room.table) == before and room.tick() == []
-    room.gone(11)
-    assert [one["node"] for one in room.table.about()["nodes"]] == [0]
 
 
 def test_an_elastic_run_begins_with_fewer_and_takes_in_who_comes_later() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -15,9 +14,8 @@ from pathlib import Path
 import pytest
 from machines import by_name, machine, program
 
-from train import cores
-from train.doctor import clock, disk, host, limits, network, packages
-from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code, show
+from train.doctor import clock, disk, host, network, packages
+from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code
 from train.doctor.machine import Machine
 
 ROOT = Path(__file__).parents[3]
@@ -36,17 +34,13 @@ def doctor(*arguments: str, cwd: Path, env: dict[str, str] | None = None, before
     return by_name(findings)
 
 
-def test_a_healthy_machine_is_well_and_told_quickly(tmp_path: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    findings = doctor(cwd=tmp_path)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    bad = [finding for finding in findings.values() if finding.verdict == PROBLEM]
+def test_a_healthy_machine_is_well(tmp_path: Path) -> None:
+    bad = [finding for finding in doctor(cwd=tmp_path).values() if finding.verdict == PROBLEM]
     assert not [finding for finding in bad if finding.check not in ("Docker", "docker compose", "docker buildx")]
-    # versions come from metadata: importing torch alone takes seconds
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
 def test_it_imports_no_torch() -> None:
+    """Versions come from metadata: importing torch alone takes seconds."""
     loaded = "print(*{'torch', 'numpy', 'pydantic'} & set(sys.modules))"
     code = f"import sys, train.doctor.examine, train.doctor.__main__; {loaded}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -67,13 +61,8 @@ def test_the_hosts_python_may_know_nothing_but_its_standard_library(tmp_path: Pa
     "arguments",
     [
         ["--rendezvous", "node0"],
-        ["--rendezvous", "node0:0"],
-        ["--rendezvous", "node0:99999"],
-        ["--rendezvous", ""],
         ["--nproc", "2"],
-        ["--timeout", "5"],
         ["--job", "--nproc", "0"],
-        ["--job", "--nproc", "two"],
         ["--job", "--rendezvous", "localhost:29400"],
         ["everything"],
     ],
@@ -110,13 +99,9 @@ def test_a_torch_without_cuda_where_gpus_are_wanted(tmp_path: Path) -> None:
     (folder / "torch").mkdir()
     # as its wheel has it
     (folder / "torch" / "version.py").write_text("__version__ = '2.7.1+cpu'\ncuda: Optional[str] = None\n")
-    env = {"STATION_GPUS": "all", "PYTHONPATH": f"{folder}:{ROOT}"}
-    findings = doctor(cwd=home, env=env)
-    assert findings["torch"].verdict == PROBLEM
-    assert "without CUDA" in findings["torch"].seen
-    assert findings["one torch"].verdict == PROBLEM  # and a second one behind it
-    mended = doctor(cwd=home, env=env, before=f"{findings['one torch'].remedy}; export PYTHONPATH={ROOT}")
-    assert mended["torch"].verdict == mended["one torch"].verdict == OK
+    finding = doctor(cwd=home, env={"STATION_GPUS": "all", "PYTHONPATH": f"{folder}:{ROOT}"})["torch"]
+    assert finding.verdict == PROBLEM
+    assert "without CUDA" in finding.seen
 
 
 def test_a_torchvision_for_another_torch(tmp_path: Path) -> None:
@@ -126,7 +111,6 @@ def test_a_torchvision_for_another_torch(tmp_path: Path) -> None:
     findings = doctor(cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert findings["torchvision"].verdict == PROBLEM
     assert "0.22" in findings["torchvision"].remedy
-    assert findings["lock"].verdict == WARNING
 
 
 def test_kernels_of_wheels() -> None:
@@ -143,16 +127,6 @@ def test_few_open_files(tmp_path: Path) -> None:
     assert finding.verdict == PROBLEM
     mended = doctor(cwd=tmp_path, before=f"ulimit -Sn 256; {finding.remedy}")
     assert mended["open files"].verdict == OK
-
-
-def test_a_quota_of_cores(tmp_path: Path) -> None:
-    two = machine(tmp_path, {"sys/fs/cgroup/cpu.max": "150000 100000\n"})
-    assert cores.usable(two.root) == min(1.5, len(os.sched_getaffinity(0)))
-    old = machine(tmp_path / "v1", {
-        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-    })  # fmt: skip
-    assert cores.usable(old.root) == 0.5
-    assert by_name(list(limits.checks(old)))["cores"].verdict == WARNING
 
 
 def test_locked_memory_matters_where_infiniband_is(tmp_path: Path) -> None:
@@ -214,22 +188,13 @@ def test_what_a_folder_lies_on(tmp_path: Path) -> None:
 # clock
 
 
-def test_a_clock_that_is_not_the_kernels(tmp_path: Path) -> None:
-    true = machine(tmp_path, {"proc/stat": f"cpu 1\nbtime {int(time.time()) - 1000}\n", "proc/uptime": "1000.5 1\n"})
-    assert by_name(list(clock.checks(true, tmp_path)))["clock"].verdict == OK
-    off = machine(tmp_path / "off", {"proc/stat": f"btime {int(time.time()) + 2600}\n", "proc/uptime": "1000.5 1\n"})
-    (finding,) = clock.checks(off, tmp_path)
-    assert finding.verdict == PROBLEM
-    assert "60 minutes before" in finding.seen
-
-
 def test_a_clock_that_has_gone_backwards(tmp_path: Path) -> None:
     record = tmp_path / "run" / "run.json"
     record.parent.mkdir()
     record.touch()
-    assert next(clock.checks(Machine(), tmp_path)).verdict == OK
+    assert next(clock.checks(tmp_path)).verdict == OK
     os.utime(record, (time.time() + 7200, time.time() + 7200))
-    assert next(clock.checks(Machine(), tmp_path)).verdict == PROBLEM
+    assert next(clock.checks(tmp_path)).verdict == PROBLEM
 
 
 # network
@@ -245,11 +210,14 @@ def test_a_name_that_does_not_resolve() -> None:
     assert "/etc/hosts" in finding.remedy
 
 
-def test_a_port_that_is_free_and_one_that_is_taken() -> None:
+def test_a_port_here_is_free_where_one_can_listen_on_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert "somebody listens" in names(f"127.0.0.1:{port}")["rendezvous port"].seen
+        assert names(f"127.0.0.1:{port}")["rendezvous port"].verdict == WARNING  # the run's own node 0, or in its way
     assert "is free" in names(f"127.0.0.1:{port}")["rendezvous port"].seen
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        assert names(f"127.0.0.1:{held.getsockname()[1]}")["rendezvous port"].verdict == PROBLEM
 
 
 def test_a_host_whose_name_is_its_loopback() -> None:
@@ -297,11 +265,6 @@ def test_infiniband(tmp_path: Path) -> None:
     kept = machine(tmp_path / "kept", {port + "state": "4: ACTIVE\n"})
     assert "no /dev/infiniband" in network._infiniband(kept).seen
     assert network._infiniband(machine(tmp_path / "none")).verdict == OK
-
-
-def test_a_small_mtu(tmp_path: Path) -> None:
-    assert network._mtu(machine(tmp_path, {"sys/class/net/wg0/mtu": "1420\n"}), "wg0").verdict == WARNING
-    assert network._mtu(machine(tmp_path, {"sys/class/net/eth0/mtu": "9000\n"}), "eth0").verdict == OK
 
 
 # the host
@@ -360,9 +323,13 @@ def test_gpus_that_containers_do_not_get(tmp_path: Path) -> None:
     findings = on_host(tmp_path)
     assert findings["container toolkit"].verdict == OK
     assert findings["GPUs stay"].verdict == WARNING
+    assert "native.cgroupdriver=cgroupfs" in findings["GPUs stay"].remedy
     (tmp_path / "dev/char").mkdir(parents=True)
     (tmp_path / "dev/char/195:0").symlink_to("/dev/nvidia0")
-    assert "GPUs stay" not in on_host(tmp_path)
+    assert on_host(tmp_path)["GPUs stay"].verdict == OK
+    (tmp_path / "dev/char/195:0").unlink()
+    engine(tmp_path, _INFO.replace('"systemd"', '"cgroupfs"'))
+    assert "cgroupfs" in on_host(tmp_path)["GPUs stay"].seen
     engine(tmp_path, _INFO.replace(', "nvidia": {}', ""))
     assert "nvidia-ctk runtime configure" in on_host(tmp_path)["container toolkit"].remedy
 
@@ -379,21 +346,11 @@ def test_a_finding_on_80_columns_and_its_remedy_whole() -> None:
     assert lines[-1] == "2 checks: 1 problem"
 
 
-# what an attacker of the doctor found
-
-
-@pytest.mark.parametrize(
-    ("limit", "remedy"),
-    [("ulimit -Sv 4000000", "ulimit -v unlimited"), ("ulimit -v 4000000", "prlimit --as=unlimited")],
-)
-def test_a_limit_of_addresses(tmp_path: Path, limit: str, remedy: str) -> None:
-    assert doctor(cwd=tmp_path)["memory"].verdict == OK
-    finding = doctor(cwd=tmp_path, before=limit)["memory"]
+def test_a_limit_of_addresses(tmp_path: Path) -> None:
+    finding = doctor(cwd=tmp_path, before="ulimit -Sv 4000000")["memory"]
     assert finding.verdict == PROBLEM
-    assert "ulimit -v" in finding.seen and remedy in finding.remedy
-    assert "9.5 GiB a process (ulimit -v)" in doctor(cwd=tmp_path, before="ulimit -v 10000000")["memory"].seen
-    if "sudo" not in finding.remedy:
-        assert doctor(cwd=tmp_path, before=f"{limit}; {finding.remedy}")["memory"].verdict == OK
+    assert "ulimit -v" in finding.seen
+    assert doctor(cwd=tmp_path, before=f"ulimit -Sv 4000000; {finding.remedy}")["memory"].verdict == OK
 
 
 def test_a_full_disk_is_no_lack_of_locks_and_a_read_only_one_no_lack_of_rights(tmp_path: Path) -> None:
@@ -425,22 +382,7 @@ def test_a_full_disk_is_no_lack_of_locks_and_a_read_only_one_no_lack_of_rights(t
     assert "chown" not in fixed[1]
 
 
-def test_a_link_to_nowhere_is_no_folder_of_runs(tmp_path: Path) -> None:
-    (tmp_path / "runs").symlink_to(tmp_path / "gone")
-    (finding,) = disk.checks(Machine(), tmp_path / "runs")
-    assert finding.verdict == PROBLEM
-
-
-def test_a_port_here_is_free_where_one_can_listen_on_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        finding = names(f"127.0.0.1:{server.getsockname()[1]}")["rendezvous port"]
-        assert finding.verdict == WARNING  # it may be the run's own node 0, or in its way
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        assert names(f"127.0.0.1:{held.getsockname()[1]}")["rendezvous port"].verdict == PROBLEM
-
-
-@pytest.mark.parametrize("end", ["| head -n 1", "> /dev/full", ">&-"])
+@pytest.mark.parametrize("end", ["| head -n 1", "> /dev/full"])
 def test_nobody_to_read_it_is_no_traceback(tmp_path: Path, end: str) -> None:
     command = f'"{sys.executable}" -m train.doctor {end}'
     done = subprocess.run(
@@ -451,30 +393,6 @@ def test_nobody_to_read_it_is_no_traceback(tmp_path: Path, end: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_working_folder_that_is_gone_is_said_in_a_line(tmp_path: Path) -> None:
-    command = f'mkdir gone && cd gone && rmdir ../gone && "{sys.executable}" -m train.doctor'
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_what_others_have_said_steers_no_terminal() -> None:
     text = as_text([Finding("GPUs", PROBLEM, "nvidia-smi: \x1b]0;owned\x07\x1b[2J", "rm '\x1b[2J'")], 80)
     assert "\x1b" not in text and "\x07" not in text
-
-
-@pytest.mark.parametrize(("term", "is_coloured"), [("dumb", False), ("xterm", True)])
-def test_a_dumb_terminal_gets_no_colours(monkeypatch: pytest.MonkeyPatch, term: str, is_coloured: bool) -> None:
-    monkeypatch.setenv("TERM", term)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    ours, theirs = os.openpty()
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stdout", terminal)
-        show([Finding("clock", OK, "it is noon")], json_=False)
-        monkeypatch.undo()
-        terminal.flush()
-        assert (b"\x1b[" in os.read(ours, 1000)) == is_coloured
-    os.close(ours)

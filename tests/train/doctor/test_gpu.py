@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from machines import RECORDED, by_name, machine, nvidia_smi, program
 
-from train.doctor import gpu, job
+from train.doctor import gpu
 from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding
 
 
@@ -58,7 +55,7 @@ def test_a_card_that_makes_sound_only_is_none(tmp_path: Path) -> None:
     ("said", "word", "remedy"),
     [
         # NVIDIA/nvidia-container-toolkit issue 48; 1227
-        ("Failed to initialize NVML: Unknown Error", "reloaded", "--force-recreate"),
+        ("Failed to initialize NVML: Unknown Error", "daemon-reload", "--force-recreate"),
         # the words of nvidia-smi after an upgrade, quoted in NVIDIA/nvidia-docker issue 1171
         ("Failed to initialize NVML: Driver/library version mismatch", "upgraded", "reboot"),
         (
@@ -87,52 +84,11 @@ def test_an_nvidia_smi_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
     assert "has not answered" in finding.seen
 
 
-_HELD = """#!{python}
-import ctypes, os, time
-libc, own = ctypes.CDLL(None), os.getpid()
-ready, done = os.pipe()
-child = os.fork()
-if child == 0:  # one who traces it and never looks: killed, it is not gone, as in a driver that never answers
-    os.setsid()
-    assert os.read(ready, 1)
-    assert libc.ptrace(0x4206, own, 0, 0) == 0
-    time.sleep(30)
-    os._exit(0)
-libc.prctl(0x59616D61, child, 0, 0, 0)
-os.write(done, b"x")
-time.sleep(60)
-"""
-
-
-def test_an_nvidia_smi_that_cannot_even_be_killed_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("train.doctor.machine._PATIENCE", 3.0)
-    here = machine(tmp_path, STATION_GPUS="all")
-    script = tmp_path / "bin" / "nvidia-smi"
-    script.write_text(_HELD.format(python=sys.executable))
-    script.chmod(0o755)
-    began = time.monotonic()
-    (finding,) = gpu.checks(here)
-    assert time.monotonic() - began < 20
-    assert finding.verdict == PROBLEM
-    assert "has not answered" in finding.seen
-    assert "dmesg" in finding.remedy  # to ask it again would hang again
-
-
 def test_an_exit_code_without_a_word_is_understood(tmp_path: Path) -> None:
     here = machine(tmp_path, STATION_GPUS="all")
     program(tmp_path, "nvidia-smi", "exit 9")
     (finding,) = gpu.checks(here)
     assert "modprobe" in finding.remedy
-
-
-def test_figures_that_are_none_are_left_out(tmp_path: Path) -> None:
-    odd = "<gpu><temperature><gpu_temp>1.2.3 C</gpu_temp></temperature><ecc_errors><volatile>"
-    odd += "<dram_uncorrectable>²</dram_uncorrectable></volatile></ecc_errors></gpu>"
-    nvidia_smi(tmp_path, f"<log><driver_version>535</driver_version>{odd}</log>", "8.0")
-    findings = by_name(list(gpu.checks(machine(tmp_path, STATION_GPUS="all"))))
-    assert findings["GPU heat"].verdict == findings["GPU memory errors"].verdict == OK
 
 
 def test_fewer_cards_than_asked_for(tmp_path: Path) -> None:
@@ -163,78 +119,14 @@ def test_memory_that_others_have_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "verdict"),
     [
+        ("<ecc_mode>", "<gpu_reset_status><reset_required>Yes</reset_required></gpu_reset_status><ecc_mode>", PROBLEM),
         ("<dram_uncorrectable>0<", "<dram_uncorrectable>32<", PROBLEM),  # as of an A800 in the field
         ("<pending_retirement>N/A<", "<pending_retirement>Yes<", WARNING),
     ],
 )
 def test_memory_errors(tmp_path: Path, before: str, after: str, verdict: str) -> None:
-    findings = found(tmp_path, recorded("a100.xml").replace(before, after))
+    findings = found(tmp_path, recorded("a100.xml").replace(before, after, 1))
     assert findings["GPU memory errors"].verdict == verdict
-
-
-BEFORE_TURING = """<volatile>
-<single_bit><device_memory>7</device_memory><total>7</total></single_bit>
-<double_bit><device_memory>{memory}</device_memory><register_file>0</register_file><texture_memory>N/A</texture_memory>
-<cbu>0</cbu><total>{total}</total></double_bit>
-</volatile>"""
-"""What a Tesla V100S with driver 460 has there, shortened."""
-
-
-@pytest.mark.parametrize(
-    ("memory", "total", "seen"),
-    [("0", "0", None), ("3", "3", "3 uncorrectable"), ("3", "N/A", "3 uncorrectable"), ("N/A", "2", "2 uncorrectable"),
-     ("N/A", "N/A", None)],
-)  # fmt: skip
-def test_memory_errors_of_cards_before_turing(tmp_path: Path, memory: str, total: str, seen: str | None) -> None:
-    counts = BEFORE_TURING.format(memory=memory, total=total)
-    finding = found(tmp_path, re.sub(r"(?s)<volatile>.*</volatile>", counts, recorded("a100.xml")))["GPU memory errors"]
-    assert finding.verdict == (PROBLEM if seen else OK)
-    assert seen is None or finding.seen == f"GPU 0: {seen}"
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("<pending_retirement>N/A<", "<pending_blacklist>Yes</pending_blacklist><pending_retirement>No<"),
-     ("<ecc_mode>", "<gpu_reset_status><reset_required>Yes</reset_required></gpu_reset_status><ecc_mode>")],
-)  # fmt: skip
-def test_what_older_drivers_say_of_a_card_that_waits_for_a_reset(tmp_path: Path, before: str, after: str) -> None:
-    finding = found(tmp_path, recorded("a100.xml").replace(before, after, 1))["GPU memory errors"]
-    assert finding.verdict in (WARNING, PROBLEM) and "reset" in finding.seen
-
-
-SLICE = """<mig_device><index>{index}</index><gpu_instance_id>{instance}</gpu_instance_id>
-<ecc_error_count><volatile_count><sram_uncorrectable>{errors}</sram_uncorrectable></volatile_count></ecc_error_count>
-<fb_memory_usage><total>19968 MiB</total><reserved>0 MiB</reserved><used>{used} MiB</used></fb_memory_usage>
-<bar1_memory_usage><total>32767 MiB</total><used>9000 MiB</used></bar1_memory_usage></mig_device>"""
-"""One of four slices of an A100-80GB with driver 535 (the card of a100.xml), shortened."""
-
-
-def sliced(used: tuple[int, ...], errors: tuple[int, ...] = (0, 0, 0, 0), whole: str = "50 MiB") -> str:
-    each = [
-        SLICE.format(index=index, instance=index + 3, errors=error, used=of)
-        for index, (of, error) in enumerate(zip(used, errors, strict=True))
-    ]
-    program = (
-        "<process_info><gpu_instance_id>4</gpu_instance_id><process_name>/usr/bin/other</process_name></process_info>"
-    )
-    text = recorded("a100.xml").replace("</mig_mode>", f"</mig_mode><mig_devices>{''.join(each)}</mig_devices>")
-    return text.replace(">50 MiB<", f">{whole}<").replace("</gpu>", f"<processes>{program}</processes></gpu>")
-
-
-@pytest.mark.parametrize("whole", ["5168 MiB", "N/A"])  # inside a container that has slices, the card does not tell
-def test_memory_is_told_of_each_slice_of_a_card(tmp_path: Path, whole: str) -> None:
-    findings = found(tmp_path, sliced((12, 5120, 12, 12), whole=whole))
-    assert findings["GPU memory"].verdict == WARNING
-    assert findings["GPU memory"].seen == "in use: GPU 0 slice 1: 5.0 of 19.5 GiB by other"
-    assert found(tmp_path, sliced((12, 12, 12, 12), whole=whole))["GPU memory"].verdict == OK
-
-
-def test_errors_of_slices_are_added_up_and_not_counted_twice(tmp_path: Path) -> None:
-    xml, count = sliced((12,) * 4, (0, 2, 0, 1)), "<sram_uncorrectable>{}</sram_uncorrectable>\n\t\t\t\t<dram"
-    assert count.format(0) in xml
-    for said in ("N/A", 0, 3):  # by the card as a whole
-        text = xml.replace(count.format(0), count.format(said))
-        assert found(tmp_path, text)["GPU memory errors"].seen == "GPU 0: 3 uncorrectable"
 
 
 def test_a_card_that_asks_for_a_reset(tmp_path: Path) -> None:
@@ -251,9 +143,3 @@ def test_a_card_that_is_slowed_by_heat(tmp_path: Path, kind: str) -> None:
     findings = found(tmp_path, xml)
     assert findings["GPU heat"].verdict == WARNING
     assert "sw thermal slowdown" in findings["GPU heat"].seen
-
-
-def test_how_gpus_are_linked() -> None:
-    assert job.topology(recorded("topo-a100.txt")) == "NVLink between all GPUs (NV12)"
-    assert "through the processor" in job.topology(recorded("topo-5090.txt"))
-    assert job.topology("") == ""

@@ -45,7 +45,7 @@ RECORDED = {
     ),
     "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version": "--only 'driver'",
     "RuntimeError: CUDA error: no kernel image is available for execution on the device": "compute capability",
-    "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED": "one torch",
+    "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED": "LD_LIBRARY_PATH",
     "ImportError: libtorch_cuda.so: undefined symbol: ncclCommRegister": "LD_LIBRARY_PATH",
     "no progress for 301 s while training after step 17; stacks of the ranks: attempt-1/rank*.stack.txt": "--job",
     "out of memory: rank 0 was killed at the limit of 2 GiB of its container": "--only 'memory'",
