@@ -77,15 +77,14 @@ class MicroBatch(NamedTuple):
     indices: npt.NDArray[np.int64]
     seed: int
     of_evaluation: bool = False
-    is_lent: bool = False
-    """Another rank's: this one has none left, but takes part in its computation, with weight 0."""
+    is_repeated: bool = False
+    """Another rank's: this one has none left in the step, and computes it again with weight 0."""
 
 
 def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Iterator[MicroBatch]:
     """What a rank fetches in steps first <= step < last, in order."""
     chunk_key, chunk = (-1, -1), np.empty(0, dtype=np.int64)
     size = max(_CHUNK // plan.batch_size, 1) * plan.batch_size
-    fetched = functools.cache(lambda micros: list(sharing.fetched(micros)))  # the same, nearly every step
     for step in range(first, last):
         epoch, place = divmod(step, plan.steps_per_epoch)
         start = place * plan.batch_size
@@ -95,11 +94,11 @@ def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Ite
             begin = chunk_key[1] * size
             chunk = order(plan.seed, epoch, np.arange(begin, min(begin + size, plan.length)), plan.length)
         offset = start - chunk_key[1] * size
-        for number, is_lent in fetched(-(-(stop - start) // plan.micro_batch_size)):
+        for number, is_repeated in sharing.computed(-(-(stop - start) // plan.micro_batch_size)):
             low = number * plan.micro_batch_size
             high = min(low + plan.micro_batch_size, stop - start)
             indices, seed = chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
-            yield MicroBatch(step, number, indices, seed, False, is_lent)
+            yield MicroBatch(step, number, indices, seed, False, is_repeated)
 
 
 def evaluation_micro_batches(plan: Plan, sharing: Sharing) -> Iterator[MicroBatch]:
@@ -111,9 +110,9 @@ def evaluation_micro_batches(plan: Plan, sharing: Sharing) -> Iterator[MicroBatc
     if plan.evaluated < plan.length:
         chosen = np.sort(order(plan.seed, _EVALUATION, np.arange(plan.evaluated), plan.length))
     micros = math.ceil(plan.evaluated / plan.micro_batch_size)
-    for number, is_lent in sharing.fetched(micros):
+    for number, is_repeated in sharing.computed(micros):
         low = number * plan.micro_batch_size
         high = min(low + plan.micro_batch_size, plan.evaluated)
         indices = np.arange(low, high) if chosen is None else chosen[low:high]
         seed = seed_of(plan.seed, "eval", number)
-        yield MicroBatch(0, number, indices, seed, of_evaluation=True, is_lent=is_lent)
+        yield MicroBatch(0, number, indices, seed, of_evaluation=True, is_repeated=is_repeated)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -19,9 +18,10 @@ def share(rank: int, micros: int, world: int, is_ordered: bool = False) -> range
 
 
 @functools.lru_cache  # nearly every step has as many
-def _slots(rank: int, micros: int, world: int, is_ordered: bool) -> tuple[int | None, ...]:
-    own = tuple(share(rank, micros, world, is_ordered))
-    return own + (None,) * (math.ceil(micros / world) - len(own))
+def _computed(rank: int, micros: int, world: int, is_ordered: bool) -> tuple[tuple[int, bool], ...]:
+    own = [(number, False) for number in share(rank, micros, world, is_ordered)]
+    again = [(micros - 1, True)] * (math.ceil(micros / world) - len(own))
+    return (*own, *again)
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,10 @@ class Sharing:
     world: int = 1
     is_ordered: bool = False
     """Neighbouring ones to each rank, so that it can add up a part of a fixed order by itself."""
-    lends: bool = False
-    """Every rank gets as many: where it has none left, the last one of the step, marked as lent."""
 
-    def slots(self, micros: int) -> tuple[int | None, ...]:
-        """A rank's micro batches of a step with so many, as many as any rank has: None where it has none left."""
-        return _slots(self.rank, micros, self.world, self.is_ordered)
+    def computed(self, micros: int) -> tuple[tuple[int, bool], ...]:
+        """The numbers of the micro batches that a rank computes in a step of so many, as many as any rank does.
 
-    def fetched(self, micros: int) -> Iterator[tuple[int, bool]]:
-        """The numbers of those that a rank fetches, and whether each is lent to it."""
-        for number in self.slots(micros):
-            if number is not None:
-                yield number, False
-            elif self.lends:
-                yield micros - 1, True
+        Where it has none left it computes the last one of the step again: each comes with whether it is repeated.
+        """
+        return _computed(self.rank, micros, self.world, self.is_ordered)

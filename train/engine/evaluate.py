@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from train.data.plan import MicroBatch, Plan
 from train.data.seeding import owned, seed_compute
 from train.data.sharing import Sharing
-from train.engine import uneven
 from train.engine.loss import Figure, evaluation_figures
-from train.engine.quiet import quiet
-from train.engine.spare import Spare
 from train.engine.untouched import fixed, normed, untouched
 from train.errors import TrainingFailed
 from train.parallel.precision import Precision
@@ -42,7 +39,6 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
     sharing: Sharing | None = None,
-    leaves_out: bool = False,
     look: Callable[[Any], None] = lambda _: None,
     moved: Sequence[nn.Parameter] | None = None,
     aside: contextlib.AbstractContextManager[None] = _NOTHING,
@@ -57,7 +53,6 @@ def evaluate(
         plan: of the evaluation set.
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
         sharing: whose micro batches are whose; None: as ranks without anything special share them.
-        leaves_out: whether samples that cannot be read are left out.
         look: is shown the first batch of this rank.
         moved: the parameters that training has found to be changed by a forward; None: nobody knows yet.
         aside: is entered while the task's code runs.
@@ -73,39 +68,26 @@ def evaluate(
     names: list[str] = []
     micros = math.ceil(plan.evaluated / plan.micro_batch_size)
     sharing = sharing or Sharing(world.rank, world.size)
-    lends = sharing.lends
-    slots = sharing.slots(micros)
-    without = [] if lends else uneven.idle(micros, world.size, sharing.is_ordered)
-    spare = Spare(world, leaves_out) if lends else None
     own = owned(module, task.loss, task.metrics)
     try:
         # what an evaluation counts or observes is no part of training: a resume does not repeat it
         kept = list({id(parameter): parameter for parameter in [*normed(module), *(moved or ())]}.values())
         watch = contextlib.nullcontext() if moved is None else fixed(module, _LARGE, kept)
         with torch.no_grad(), watch, untouched(module, _LARGE, kept):
-            for slot, number in enumerate(slots):
+            for slot in range(len(sharing.computed(micros))):
                 if slot % _ASK_EVERY == 0 and world.any(stop()):
                     return None
-                if number is None and not lends:
-                    continue
                 beat()
                 micro, batch = next(stream)
                 assert micro.of_evaluation
-                is_own = bool(len(micro.indices)) and not micro.is_lent
-                found = (micro, batch) if is_own else None  # of another, none of its samples could be read
-                if spare is not None:
-                    found = spare.instead_of(micro, batch)
-                if found is None:
+                if not len(micro.indices):  # none of its samples could be read
                     continue
-                micro, batch = found
                 if not rows:
                     look(batch)
                 seed_compute(micro.seed, world.device, own=own)
-                is_risky = without and slot in (0, len(slots) - 1)
-                waits_for = f"{uneven.names(without)}, without data in an evaluation" if is_risky else ""
-                with precision.autocast(), aside, quiet("loss or metrics", task.file, waits_for):
+                with precision.autocast(), aside:
                     figures = evaluation_figures(task, module, batch, len(micro.indices))
-                if is_own:
+                if not micro.is_repeated:
                     names = names or list(figures)
                     rows[micro.number] = _row(len(micro.indices), figures, names)
     finally:

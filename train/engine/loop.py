@@ -211,7 +211,7 @@ class _Loop:
         with self.account.spent("evaluation"):
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._stream,
-                lambda: job.stop.asked, beat, job.sharing, job.config.data.leaves_out,
+                lambda: job.stop.asked, beat, job.sharing,
                 job.report.evaluated_samples, job.strategy.moved if self.done > self._begun else None,
                 job.snapshots.aside,
             )  # fmt: skip

@@ -23,11 +23,10 @@ from train.data.loader import Loader
 from train.data.plan import Plan
 from train.data.seeding import Seed, owned
 from train.data.sharing import Sharing
-from train.engine import arithmetic, build, opened, uneven
+from train.engine import arithmetic, build, opened
 from train.engine.agenda import Agenda, agenda_of
 from train.engine.loggers.loggers import Loggers
 from train.engine.skipped import Skipped
-from train.engine.spare import Spare
 from train.engine.start import Start, restore
 from train.parallel import choose
 from train.parallel.precision import Precision
@@ -70,13 +69,11 @@ class Job:
     saved: int
     """The step of the newest checkpoint on the disk; 0 without one."""
     snapshots: Snapshots | Shares
-    spare: Spare | None = None
-    """Where a rank without data has to compute all the same."""
 
     @functools.cached_property
     def sharing(self) -> Sharing:
         """Which micro batches are this rank's."""
-        return Sharing(self.world.rank, self.world.size, self.strategy.is_ordered, self.strategy.lends_data)
+        return Sharing(self.world.rank, self.world.size, self.strategy.is_ordered)
 
     @functools.cached_property
     def own(self) -> list[Seed]:
@@ -180,7 +177,6 @@ def set_up(
         (Shares if is_spread else Snapshots)(
             slots, fingerprint, world, told.say, left, mark
         ),
-        Spare(world, config.data.leaves_out) if strategy.lends_data else None,
     )  # fmt: skip
     job.snapshots.attach(strategy, optimizer, precision)
     held.callback(job.snapshots.close)
@@ -242,13 +238,9 @@ def _announce(job: Job, attempt: int, start: Start, mark: str) -> None:
     step = start.step
     run, plan, config, world = job.run, job.plan, job.config, job.world
     assert config.cpu_threads is not None
-    # where ranks without data are lent some, none waits
-    without = (
-        {} if job.strategy.lends_data else uneven.survey(plan, job.evaluation, world.size, job.strategy.is_ordered)
-    )
     run.note_ready(
         step, mark, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
-        steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="", without_data=without,
+        steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="",
     )  # fmt: skip
     per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
     spread = choose.resolve(config, world.size)
@@ -265,5 +257,3 @@ def _announce(job: Job, attempt: int, start: Start, mark: str) -> None:
     reason = run.read().get("micro_batch_size_reason")
     if attempt == 1 and reason:
         job.report.say(f"micro batches of {config.micro_batch_size} samples ({reason})")
-    if without:
-        job.report.say(uneven.sentence(without))

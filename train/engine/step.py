@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,15 +13,12 @@ from train import faults
 from train.data.order import seed_of
 from train.data.plan import MicroBatch
 from train.data.seeding import owned, seed_compute
-from train.engine import counted, uneven
+from train.engine import counted
 from train.engine.loss import training_loss
 from train.engine.meter import Meter
-from train.engine.quiet import quiet
 from train.engine.setup import Job
-from train.engine.untouched import untouched
-from train.engine.votes import COUNT, COUNTED, Votes
+from train.engine.votes import COUNT, Votes
 
-_NOTHING = contextlib.nullcontext()
 _WATCHED = 2
 """Steps of an attempt in which it is looked whether forwards change parameters. In the first one a teacher that begins
 as its student does not move by a bit."""
@@ -45,7 +41,7 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
     is_first = made == 0
     strategy, samples, micros = job.strategy, job.plan.samples(number), job.plan.micro_batches(number)
     counters = counted.numbers(strategy.module) if is_first else {}
-    slots = job.sharing.slots(micros)
+    slots = len(job.sharing.computed(micros))
     seen: list[npt.NDArray[np.int64]] = []
     faults.here("step")
     strategy.begin(micros)
@@ -53,27 +49,20 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
     if made < _WATCHED:
         strategy.watch()
     votes.begin(micros, save and job.world.is_first)
-    for slot, own in enumerate(slots, 1):
-        is_last = slot == len(slots)
-        if own is None and not strategy.lends_data:
-            job.report.samples(number + 1, seen)
-            strategy.idle(votes.cast())  # only in the last slot, and only on some ranks
-            continue
+    for slot in range(1, slots + 1):
+        is_last = slot == slots
         meter.awaited.begin()
         micro, batch = next(stream)
         meter.awaited.end()
         assert micro.step == number and not micro.of_evaluation
-        if not micro.is_lent:
+        if not micro.is_repeated:
             seen.append(micro.indices)
         if is_last:  # before others can have made this step: see Report.samples
             job.report.samples(number + 1, seen)
-        if not len(micro.indices) and not strategy.lends_data:  # none of its samples could be read
-            strategy.skip(micro.number)
-            if is_last:
-                strategy.idle(votes.cast())
-            continue
-        waits_for = uneven.doubt(job.plan, job.sharing, number, job.total_steps, is_first, is_last)
-        _micro_batch(job, micro, batch, votes, samples, is_last, waits_for)
+        if len(micro.indices):
+            _micro_batch(job, micro, batch, votes, samples, is_last)
+        else:  # none of its samples could be read
+            strategy.skip(micro.number, votes.cast() if is_last else None)
     reduced = votes.read(strategy.reduce(votes.cast()))
     if made < _WATCHED:
         strategy.follow(is_new=number < _WATCHED)
@@ -83,8 +72,6 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
         _tell(job, _LATE if len(owned(strategy.module, job.task.loss)) > len(job.own) else "")
     if job.config.data.leaves_out or votes.counts_itself:
         strategy.scale_gradients(_to_true_mean(samples, reduced))
-    elif not votes.fed:  # this rank had no data, and the others know whether the task counts by itself
-        strategy.scale_gradients(_to_true_mean(samples, reduced).masked_fill(reduced[COUNTED] == 0, 1.0))
     strategy.settle(job.optimizer, job.config.clip_grad_norm)
     _seed_update(job, number)
     job.snapshots.begin_update()
@@ -112,23 +99,18 @@ def _to_true_mean(samples: int, reduced: Tensor) -> Tensor:
     return (samples / count).masked_fill(count <= 0, 0.0)
 
 
-def _micro_batch(
-    job: Job, micro: MicroBatch, batch: Any, votes: Votes, samples: int, is_last: bool, waits_for: str
-) -> None:
-    """Forward and backward of one micro batch; with weight 0 where it is not this rank's own."""
-    is_own = bool(len(micro.indices)) and not micro.is_lent
-    if job.spare is not None:
-        found = job.spare.instead_of(micro, batch)
-        if found is None:
-            return
-        micro, batch = found
-    # statistics are of what ranks have themselves; a resume would lend other data
-    leaving = _NOTHING if is_own else untouched(job.strategy.module)
+def _micro_batch(job: Job, micro: MicroBatch, batch: Any, votes: Votes, samples: int, is_last: bool) -> None:
+    """Forward and backward of one micro batch; with weight 0 where another rank counts it.
+
+    Rank 0 never repeats one, and its buffers become everybody's.
+    """
     seed_compute(micro.seed, job.world.device, own=job.own)
-    with leaving, job.strategy.micro_batch(micro.number, is_last):
-        with job.precision.autocast(), job.snapshots.aside, quiet("loss", job.task.file, waits_for):
+    with job.strategy.micro_batch(micro.number, is_last):
+        with job.precision.autocast(), job.snapshots.aside:
             loss = training_loss(job.task, job.strategy.compute, batch, len(micro.indices))
-        if is_own:
+        if micro.is_repeated:
+            votes.counts_itself |= loss.counts_itself
+        else:
             votes.add(micro.number, loss)
-        weight = loss.weight / samples if is_own else 0.0
+        weight = 0.0 if micro.is_repeated else loss.weight / samples
         job.strategy.backward(loss.value, weight, votes.cast() if is_last else None)

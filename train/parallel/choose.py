@@ -61,6 +61,11 @@ def check(config: Config, size: int, device: torch.device) -> None:
         )
     if parallel.reduce == "ordered":
         _check_ordered(config)
+    if config.data.leaves_out and shards(config, size):
+        raise Refused(
+            f"every rank takes part in each forward of {name}, and --data.on_error skip may leave one without a sample "
+            "to compute; use --parallel.strategy ddp, or --data.on_error stop"
+        )
     if parallel.shard_size is not None and name != "hsdp":
         raise Refused(f"--parallel.shard_size is for --parallel.strategy hsdp, not {name}; leave it out")
     if name == "hsdp" and size > 1:

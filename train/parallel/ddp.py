@@ -88,7 +88,7 @@ class Replicated(Spread):
         # of the weights' type, so that it shares a bucket with them and costs no reduction of its own
         zeros = torch.zeros(len(VOTES), dtype=self.votes_type, device=world.device)
         self._tail = nn.Parameter(zeros)
-        # a rank without data must not give gradients of 0 to what nobody used: weight decay would reach it
+        # a pass without data must not give gradients of 0 to what no rank used: weight decay would reach it
         self._forward = _Forward(model, self._tail, touches=self._rides)
         self._ddp = _Parallel(
             self._forward,
@@ -105,7 +105,7 @@ class Replicated(Spread):
         or more ranks would sum its first step in another order than the run that was never stopped.
         """
         for _ in range(2):
-            self.idle(torch.zeros_like(self._tail))
+            self._pass_without_data(torch.zeros_like(self._tail))
             self.clear()
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -123,7 +123,11 @@ class Replicated(Spread):
         else:
             self._reducing(root, gradient, votes)
 
-    def idle(self, votes: Tensor) -> None:
+    def skip(self, number: int, votes: Tensor | None) -> None:
+        if votes is not None:
+            self._pass_without_data(votes)
+
+    def _pass_without_data(self, votes: Tensor) -> None:
         zero = self._ddp(None)
         self._reducing(zero, torch.zeros_like(zero), votes)
 
@@ -154,7 +158,7 @@ class Replicated(Spread):
     def not_finite(self) -> str:
         # that a step left a parameter out, so that its sums are none, DDP says at the next forward: ask before a save
         if self._rides:
-            self.idle(torch.zeros_like(self._tail))
+            self._pass_without_data(torch.zeros_like(self._tail))
             self.clear()
         return super().not_finite()
 

@@ -3,8 +3,7 @@
 Zhao et al., "PyTorch FSDP", 2023. With `hsdp` over groups of `parallel.shard_size` ranks, each of which holds the whole
 model among its members; between the groups gradients are all-reduced, as with ddp.
 
-A forward is a collective here (parameters are gathered for it), so a rank without data of its own computes on data of
-another rank, with weight 0.
+A forward is a collective here, for parameters are gathered for it, so a rank may not leave one out.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def check(model: nn.Module, wrap: str) -> None:
 class Sharded(Spread):
     """fsdp and hsdp."""
 
-    lends_data = True
     tells_exposed = False
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -136,6 +134,3 @@ class Sharded(Spread):
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
         # weights are made for a sum
         torch.autograd.backward(*self._root(value, weight * self._divisor))
-
-    def idle(self, votes: Tensor) -> None:
-        raise AssertionError("a rank without data is lent some")

@@ -161,15 +161,17 @@ class Ordered(Spread):
         """Make ready for a step of so many micro batches."""
         self._micros = micros
         self._sums: dict[Node, list[Tensor]] = {}
-        own = share(self.world.rank, micros, self.world.size, True)
-        self._own = cover((0, micros), _span(own)) if micros else []
+        mine = share(self.world.rank, micros, self.world.size, True)
+        self._left = set(mine)
+        """Micro batches of this rank that have not been computed yet."""
+        self._own = cover((0, micros), _span(mine)) if micros else []
         self._pairs = frozenset().union(*map(pairs, self._own))
         self._first: _First | None = None
         _copy(self._before, self._statistics)
         self._counts: list[Tensor] | None = None
         self._streams = self._stream is not None and micros > 0 and micros % self.world.size == 0
         if self._streams:  # the last two are added where they are sent from, which costs less
-            self._pairs -= {own.stop - 2}
+            self._pairs -= {mine.stop - 2}
         self._streamed: int | None = None
         """The micro batch whose gradients are sent as they are made: the last one, in a step that can be streamed."""
         if self._stream is not None:
@@ -180,9 +182,13 @@ class Ordered(Spread):
         _copy(self._statistics, self._before)
         self._streamed = number if is_last and self._streams else None
         yield
-        self._keep(number)
+        if number in self._left:
+            self._left.remove(number)
+            self._keep(number)
+        else:  # computed again, for others wait for it: what it has made enters no sum, not even as zeros
+            self.clear()
 
-    def skip(self, number: int) -> None:
+    def skip(self, number: int, votes: Tensor | None) -> None:
         """Of a micro batch none of whose samples can be read: it adds nothing."""
         with self.micro_batch(number, is_last=False):
             pass
@@ -288,9 +294,6 @@ class Ordered(Spread):
         with torch.no_grad():
             torch._foreach_add_(total, self._sums.pop(right))
         self._sums[node] = total
-
-    def idle(self, votes: Tensor) -> None:
-        """What this rank has not, it receives in `reduce`."""
 
     def reduce(self, votes: Tensor) -> Tensor:
         size = self.world.size

@@ -7,7 +7,7 @@ The loop knows no strategy by name. A step is, on every rank, the same number of
         with strategy.micro_batch(number, is_last):
             value = strategy.compute(lambda model: loss(model, batch))
             strategy.backward(value, weight, votes if is_last else None)
-        or, where this rank has no data in the last slot: strategy.idle(votes)
+        or, where none of its samples can be read: strategy.skip(number, votes if is_last else None)
     sums = strategy.reduce(votes)
     strategy.settle(optimizer, clip_grad_norm)
     strategy.update(optimizer)
@@ -48,8 +48,6 @@ class Strategy(Protocol):
 
     module: nn.Module
     """The model itself, under its own names: what is evaluated and saved."""
-    lends_data: bool
-    """Whether a forward is a collective, so that a rank without data computes on another's, with weight 0."""
     is_ordered: bool
     """Whether gradients are added in one order, whatever the number of ranks."""
     votes_type: torch.dtype
@@ -74,9 +72,6 @@ class Strategy(Protocol):
 
     def begin(self, micros: int) -> None:
         """Make ready for a step of so many micro batches, over all ranks."""
-
-    def skip(self, number: int) -> None:
-        """Of a micro batch of this rank not one sample could be read."""
 
     def watch(self) -> None:
         """Before the first steps of an attempt: remember what the parameters are."""
@@ -111,8 +106,8 @@ class Strategy(Protocol):
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
         """Add the gradient of the scalar `value` times `weight`; with votes, of shape (n,), it is the last."""
 
-    def idle(self, votes: Tensor) -> None:
-        """Instead of the last micro batch, where this rank has none: takes part with weight 0, changes no buffer."""
+    def skip(self, number: int, votes: Tensor | None) -> None:
+        """Instead of a micro batch none of whose samples can be read: takes part with weight 0, changes no buffer."""
 
     def reduce(self, votes: Tensor) -> Tensor:
         """After the last backward of a step: gradients are sums over all ranks now. Returns the sums of the votes.
@@ -140,7 +135,6 @@ _NOTHING = contextlib.nullcontext()
 class Spread:
     """What most strategies share: weights of gradients, loss scaling, clipping, buffers that follow rank 0's."""
 
-    lends_data = False
     is_ordered = False
     tells_exposed = True
     votes_type: torch.dtype
@@ -177,9 +171,6 @@ class Spread:
         pass
 
     def begin(self, micros: int) -> None:
-        pass
-
-    def skip(self, number: int) -> None:
         pass
 
     def watch(self) -> None:
@@ -239,9 +230,9 @@ class Spread:
     def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
         stepping.backward(*self._root(value, weight))
 
-    def idle(self, votes: Tensor) -> None:
+    def skip(self, number: int, votes: Tensor | None) -> None:
         """As several ranks would have them, gradients exist after a step without any data."""
-        for parameter in self.trainable:
+        for parameter in self.trainable if votes is not None else ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 

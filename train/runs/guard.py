@@ -11,10 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from train.checkpoint.shared import Owned
-from train.engine import uneven
 from train.errors import Refused
 from train.record import heartbeat
-from train.record.heartbeat import Beat
 from train.record.store import Run
 from train.runs.idle import MINUTES, Idle, end, seats
 from train.runs.processes import Guard
@@ -51,7 +49,7 @@ class OfTask:
             kept.hush()
         limits = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")).get("watch", {})
         start = float(limits.get("start_minutes", 30.0))
-        self._watch = Watch(logs, ranks, limits.get("hang_minutes"), start, self._remark)
+        self._watch = Watch(logs, ranks, limits.get("hang_minutes"), start)
         self._dead_since: float | None = None
         self._patience = _GRACE
 
@@ -110,11 +108,6 @@ class OfTask:
             with contextlib.suppress(OSError):
                 if not path.stat().st_size:
                     path.unlink()
-
-    def _remark(self, behind: Beat | None) -> str:
-        with contextlib.suppress(OSError, Refused):
-            return uneven.remark(self._run.read(), behind)
-        return ""
 
 
 def _were_killed(exits: Mapping[int, int]) -> bool:

@@ -15,9 +15,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from train.engine import uneven
-from train.errors import Refused
-from train.record import heartbeat
 from train.record.store import Run
 from train.signals import StopRequest
 
@@ -96,17 +93,6 @@ def tell(*lines: str) -> None:
     text = "\n".join([*([""] if os.isatty(2) else []), *lines, ""])
     with contextlib.suppress(OSError):
         os.write(2, text.encode(sys.stderr.encoding or "ascii", "replace"))
-
-
-def where_it_stood(run: Run) -> str:
-    """What is known of the step that a run is in: which ranks have no data in it; '' where that explains nothing."""
-    with contextlib.suppress(OSError, Refused, IndexError):
-        known = run.read()
-        logs = run.logs(known["attempts"][-1]["number"])
-        beats = [heartbeat.read(path) for path in logs.glob("rank*.beat")]
-        behind = min(filter(None, beats), key=lambda beat: (beat.step, beat.count), default=None)
-        return uneven.remark(known, behind)
-    return ""
 
 
 def end_processes() -> None:

@@ -92,7 +92,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         raise Refused(f"{run.name} has trained {step} steps already, more than the {total} now asked for")
     micros = plan.micro_batches(0)
     if micros < ranks:
-        warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} of them only wait")
+        only = ranks - micros
+        warnings.append(f"{ranks} ranks share {micros} micro batches per step: {only} of them compute nothing new")
     return task, config, warnings + _edited(run, record)
 
 

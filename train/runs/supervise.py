@@ -405,14 +405,15 @@ class Supervisor:
             with contextlib.suppress(OSError, Refused):
                 self._decide_and_write(0)
 
-        newest, stood = self._newest(), interrupt.where_it_stood(self.run)  # before what tells it is cleared away
+        newest = self._newest()  # before what tells it is cleared away
         ending = threading.Thread(target=end, daemon=True)
         ending.start()
         ending.join(seconds)
         if self._decision is None or self._decision.code == EXIT_INTERRUPTED:
             then = f"continues after step {newest}" if newest else "starts at step 1"
-            end_ = f"{self.run.name} was ended at once, without saving; train resume {self.run.name} {then}"
-            interrupt.tell(*(f"train: {line}" for line in (stood, end_) if line))
+            interrupt.tell(
+                f"train: {self.run.name} was ended at once, without saving; train resume {self.run.name} {then}"
+            )
 
     def _facts(self, deaths: int) -> Facts:
         record: dict[str, Any] = {}

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from train.record import heartbeat
@@ -31,19 +31,10 @@ class Watch:
 
     `hang_minutes` is how long ranks may show none between two steps: None takes the larger of LEAST_MINUTES and
     TIMES_SLOWEST times the slowest gap seen in this attempt; 0 never finds a hang. Starting, with its first step and
-    compilation, and saving have an allowance of their own, `start_minutes`. `remark` adds to the reason what is known
-    of the step in which the rank that is behind stands.
+    compilation, and saving have an allowance of their own, `start_minutes`.
     """
 
-    def __init__(
-        self,
-        logs: Path,
-        ranks: Iterable[int],
-        hang_minutes: float | None,
-        start_minutes: float,
-        remark: Callable[[Beat | None], str] = lambda _: "",
-    ) -> None:
-        self._remark = remark
+    def __init__(self, logs: Path, ranks: Iterable[int], hang_minutes: float | None, start_minutes: float) -> None:
         self._logs, self._ranks = logs, tuple(ranks)
         self._hang, self._start = hang_minutes, start_minutes
         self._seen: tuple[Beat | None, ...] = ()
@@ -77,8 +68,7 @@ class Watch:
             return None
         behind = min((beat for beat in beats if beat), key=lambda beat: (beat.step, beat.count), default=None)
         doing = f" {heartbeat.NAMES[behind.phase]} after step {behind.step}" if behind else " starting"
-        reason = f"no progress for {silent:.0f} s while{doing}; stacks of the ranks: {self._logs.name}/rank*.stack.txt"
-        return "; ".join(filter(None, [reason, self._remark(behind)]))
+        return f"no progress for {silent:.0f} s while{doing}; stacks of the ranks: {self._logs.name}/rank*.stack.txt"
 
     def _can_write(self) -> bool:
         probe = self._logs / ".probe"

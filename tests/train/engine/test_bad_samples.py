@@ -61,6 +61,14 @@ def test_the_same_ones_are_left_out_on_any_number_of_ranks(engine: Any, torn: Pa
     assert f"{len(bad_ids())} samples of the training set, 1 sample of the evaluation set" in shown
 
 
+def test_ordered_sums_leave_out_the_same_ones(engine: Any, torn: Path) -> None:
+    digests = {
+        engine.run(f"torn-ordered{ranks}", ranks, task=torn, parallel__reduce="ordered", **FLAGS)["weights_sha256"]
+        for ranks in (1, 3)
+    }
+    assert len(digests) == 1
+
+
 def test_a_resume_is_equal_bit_for_bit(engine: Any, torn: Path) -> None:
     engine.run("torn-whole", 3, task=torn, **FLAGS)
     engine.run("torn-cut", 3, ["2 1 SIGTERM"], task=torn, **FLAGS)

@@ -187,7 +187,7 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
 
 def test_a_resume_with_fewer_micro_batches_than_ranks_warns(undisturbed: Any) -> None:
     warnings = readmit.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[2]
-    assert warnings == ["6 ranks share 4 micro batches per step: 2 of them only wait"]
+    assert warnings == ["6 ranks share 4 micro batches per step: 2 of them compute nothing new"]
 
 
 @pytest.mark.minutes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,37 @@ def test_a_run_may_go_on_with_more_ranks_than_micro_batches(steady: Any) -> None
     steady.run("wide", 2, ["2 0 SIGTERM"], precision="fp64")
     steady.resume("wide", 5)
     assert_same_training(steady, "wide")
+
+
+COMMUNICATES = """
+
+import torch.distributed as dist
+
+_loss, _metrics = loss, metrics
+
+
+def _gather():
+    if dist.is_initialized():
+        dist.all_gather([torch.zeros(4) for _ in range(dist.get_world_size())], torch.zeros(4))
+
+
+def loss(model, batch):
+    _gather()
+    return _loss(model, batch)
+
+
+def metrics(model, batch):
+    _gather()
+    return _metrics(model, batch)
+"""
+
+
+def test_losses_and_metrics_may_communicate_where_ranks_have_no_data_left(steady: Any, tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(steady.task.read_text() + COMMUNICATES)
+    # four micro batches a step, two in the short one, six in an evaluation
+    assert steady.run("communicating", 4, task=task, precision="fp64")["state"] == "finished"
+    assert_same_training(steady, "communicating")
 
 
 def test_a_loss_with_counts_is_weighted_by_them_on_any_number_of_ranks(engine: Any) -> None:

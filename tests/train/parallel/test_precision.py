@@ -54,14 +54,14 @@ def test_tf32_on_a_cpu_is_refused_with_the_remedy(engine: Any) -> None:
 
 
 def test_a_rank_that_has_scaled_no_loss_yet_takes_part_in_a_step_that_scales() -> None:
-    """Of fp16: a rank without data in its first step."""
+    """Of fp16: a rank of whose first micro batch not a sample could be read."""
     made = Precision("fp32", torch.device("cpu"))
     made.scaler = torch.amp.GradScaler("cpu")
     strategy, model = Spread(World(0, 1, 0, torch.device("cpu")), Config(), made), torch.nn.Linear(2, 2)
     strategy.place(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.watch()
-    strategy.idle(torch.zeros(5))
+    strategy.skip(0, torch.zeros(5))
     strategy.settle(optimizer, None)
     strategy.update(optimizer)
     assert made.scaler.get_scale() == 65536
