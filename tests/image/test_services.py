@@ -209,7 +209,7 @@ def test_packages_a_person_adds_survive_a_new_container(station: Station) -> Non
 def test_make_test_passes_inside(station: Station) -> None:
     # All of it takes as long as on the host. By default what could differ inside: another Python, no root, no ptrace, a
     # control group that sees itself alone, files opened by others, signals in a terminal.
-    rooms = "(order and not ordered) or loader or handles or store or memory or (watch and not watched) or folding"
+    rooms = "(order and not ordered) or loader or test_workers or store or memory or (watch and not watched) or folding"
     rooms += " or test_cli or digits or task_file or edited_within or which_host or prometheus"
     chosen = "" if os.environ.get("TEST_ALL") else f" -k '{rooms}'"
     done = station.dev("make", "test", f"ARGS=-x -q{chosen}", check=False, timeout=3000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import multiprocessing
 import os
@@ -16,14 +15,13 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from train.data import handles
+from train.data import workers as processes
 from train.data.copies import Copies
 from train.data.fetch import Bad, gatherer
 from train.data.nested import mapped
 from train.data.pinned import pinned
 from train.data.plan import MicroBatch
 from train.data.seeding import Seed, owned, seed_compute
-from train.signals import POLITE
 
 OnDevice = Callable[[Any], Any]
 """From a batch as it was fetched, on the device now, to what loss and metrics get: a task's `on_device`."""
@@ -31,8 +29,6 @@ OnDevice = Callable[[Any], Any]
 
 _DYING = 1.0
 """Seconds for which a worker whose connection is gone is waited for."""
-_IGNORED = (*POLITE, signal.SIGHUP)
-"""By loader processes."""
 
 
 class _Fetching(Dataset[Any]):
@@ -55,18 +51,6 @@ class _Sampler:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self.plan
-
-
-def _start_worker(_: int, rank: int) -> None:
-    """A stop signal to the process group must not reach the workers, or the save would wait for data for ever."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    # PR_SET_PDEATHSIG: a killed rank's workers go with it and release the run's lock
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != rank:  # it was killed before the line above
-        os.kill(os.getpid(), signal.SIGKILL)
-    handles.open_own()
 
 
 class Loader:
@@ -107,7 +91,7 @@ class Loader:
         self._own = owned(on_device) if on_device is not None else []
         self._copies = Copies(device) if device.type == "cuda" else None
         if workers:
-            handles.check()
+            processes.check_files()
         self._sampler = _Sampler()
         self._fetching = _Fetching(train_set, eval_set, collate, skipped is not None)
         self._loader = DataLoader(
@@ -115,7 +99,7 @@ class Loader:
             sampler=self._sampler,  # anything to iterate over is enough
             batch_size=None,
             num_workers=workers,
-            worker_init_fn=functools.partial(_start_worker, rank=os.getpid()),
+            worker_init_fn=functools.partial(processes.begin, rank=os.getpid()),
             prefetch_factor=4 if workers else None,
             persistent_workers=workers > 0,
             multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
@@ -123,7 +107,7 @@ class Loader:
         self._iterator: Any = None
         others = set(multiprocessing.active_children())
         # until a worker ignores them, torch's handler or the rank's would end it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED if workers else ())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, processes.IGNORED if workers else ())
         try:
             if workers:
                 self._iterator = iter(self._loader)  # a first pass, over nothing, starts the workers

@@ -193,7 +193,7 @@ class Run:
         Raises:
             Refused: there are no locks on that file system.
         """
-        fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT, 0o644)  # not for reading: data/workers.py
         deadline = time.monotonic() + patience
         while True:
             try:
