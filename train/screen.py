@@ -1,25 +1,23 @@
-"""What a terminal can show: its characters, its width, a progress bar that fits. Imports no torch."""
+"""What a terminal can show: its characters, its width, tables and a progress bar that fit. Imports no torch."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import ctypes
+import io
 import os
 import re
 import shutil
 import sys
 import textwrap
 import time
-import unicodedata
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from typing import IO, Any
 
 LONGEST_NAME = 64
 """Columns of a run's name."""
-_SHORT_NAME = 24
-"""Columns of a name that is longer than that, in a table."""
 _PLAIN = {"…": "...", "→": "->", "“": '"', "”": '"', "µ": "u", "·": "*"}
 """What stands for a character that an ASCII locale cannot show."""
 
@@ -100,93 +98,47 @@ def say(text: str, stream: IO[str] | None = None) -> None:
     print(printable(text), file=stream or sys.stderr, flush=True)
 
 
-def columns_of(text: str) -> int:
-    """How many columns of a terminal a printable text takes: a Chinese letter two, an accent none (UAX 11)."""
-    if text.isascii():
-        return len(text)
-    return sum(map(_columns_of_letter, text))
-
-
-def _columns_of_letter(letter: str) -> int:
-    if unicodedata.combining(letter) or unicodedata.category(letter) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-
-
-def cut(text: str, columns: int) -> str:
-    """The text, or its beginning with an ellipsis where it is longer."""
-    if columns_of(text) <= columns:
-        return text
-    taken, end = 0, 0
-    for letter in text:
-        taken += _columns_of_letter(letter)
-        if taken >= columns:
-            break
-        end += 1
-    return text[:end] + "…"
-
-
 def name(text: str) -> str:
     """A run's name for a line of text: a folder's may be longer than any that a launch takes."""
-    return cut(printable(text), LONGEST_NAME)
-
-
-def _padded(text: str, columns: int) -> str:
-    return text + " " * (columns - columns_of(text))
+    text = printable(text)
+    return text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
 
 
 def wrapped(line: str, columns: int | None, indent: int) -> str:
     """A line folded to so many columns; what is without a blank, as paths are, stays whole to be copied."""
-    if columns is None or columns_of(line) <= columns:
+    if columns is None or len(line) <= columns:
         return line
     indent = indent if columns > 2 * indent else 4
     head = re.match(r" *\S+ +", line)
     begin = head[0] if head else ""
-    # textwrap counts letters: one that takes two columns gets a second one, which is taken away again
-    wide = "".join(letter + "\0" * (_columns_of_letter(letter) - 1) for letter in line[len(begin) :])
     return textwrap.fill(
-        wide, columns, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
-        break_on_hyphens=False, drop_whitespace=True, replace_whitespace=False,
-    ).replace("\0", "")  # fmt: skip
+        line[len(begin) :], columns, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
+        break_on_hyphens=False, replace_whitespace=False,
+    )  # fmt: skip
 
 
-def table(rows: list[list[str]], columns: int | None, dispensable: list[int], elastic: list[int]) -> str:
-    """Rows as aligned text. On a narrow terminal columns are left out, and what remains is cut.
+def table(rows: list[list[str]], columns: int | None, spare: Collection[int]) -> str:
+    """Rows as aligned text, the heading and the names of runs first. On a terminal names, and what comes last, are cut.
 
     Args:
-        rows: the heading first; names come first in each. One that is too long for a name takes no room from the rest.
-        dispensable: columns in the order in which they are left out.
-        elastic: columns to cut after that, the first one first; none below 8 letters.
+        columns: of the terminal; None: there is none, and nothing is cut.
+        spare: columns of the table that a terminal of less than 80 does without.
     """
-    kept = list(range(len(rows[0])))
-    widths = [max(columns_of(row[column]) for row in rows) for column in kept]
-    names = [columns_of(row[0]) for row in rows]
-    widths[0] = max(length if length <= LONGEST_NAME else _SHORT_NAME for length in names)
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    def needed() -> int:
-        return sum(widths[column] + 2 for column in kept) - 2
-
-    if columns is not None:
-        for column in dispensable:
-            if needed() > columns:
-                kept.remove(column)
-        for column in elastic:
-            widths[column] = max(widths[column] - max(needed() - columns, 0), min(widths[column], 8))
-    return "\n".join("  ".join(_padded(cut(row[c], widths[c]), widths[c]) for c in kept).rstrip() for row in rows)
-
-
-_LAYOUTS = (
-    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}, EPOCH  LOSS  SPEED]",
-    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, EPOCH  LOSS  SPEED]",
-    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left, EPOCH  LOSS]",
-    "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left, LOSS]",
-    "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{remaining} left, LOSS]",
-    "{percentage:3.0f}% {n_fmt}/{total_fmt} [{remaining} left, LOSS]",
-    "{percentage:3.0f}% {n_fmt}/{total_fmt} LOSS",
-    "{percentage:.0f}% LOSS",
-    "LOSS",
-)
-"""What a bar shows, from wide terminals to narrow ones: the loss goes last."""
+    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=columns is not None)
+    kept = [number for number in range(len(rows[0])) if columns is None or columns >= 80 or number not in spare]
+    longest = None if columns is None else LONGEST_NAME if columns >= 120 else columns // 3
+    for number in kept:
+        made.add_column(no_wrap=True, max_width=None if number else longest, ratio=1 if number == kept[-1] else None)
+    for row in rows:
+        made.add_row(*(Text(row[number]) for number in kept))
+    console = Console(file=io.StringIO(), width=columns or 10_000, color_system=None)
+    with console.capture() as captured:
+        console.print(made)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 _DRAW_EVERY = 0.1
@@ -204,43 +156,32 @@ class Bar:
     def __init__(self, name: str, total: int, done: int, stream: IO[str]) -> None:
         from tqdm import tqdm
 
-        self._figures = ("", "", "")
+        self._name, self._stream = printable(name), stream
         self._step, self._drawn = done, 0.0
-        self._bar: Any = tqdm(
-            total=total, initial=done, desc=printable(name), unit="step", dynamic_ncols=True, file=stream,
-            bar_format=self._filled(_LAYOUTS[3]),
-        )  # fmt: skip
+        self._bar: Any = tqdm(total=total, initial=done, desc=self._name, unit="step", dynamic_ncols=True, file=stream)
 
     def show(self, step: int, total: int, epoch: int | None, loss: float | None, speed: float) -> None:
         """Show how far it is; step and epoch counted from 1, speed in samples per second."""
-        if loss is not None:
-            self._figures = (f"epoch {epoch}", f"loss {loss:.4f}", f"{speed:.0f} samples/s")
-        self._step, self._bar.total = step, total
+        bar, columns = self._bar, width(self._stream) or 80
+        figures = f"loss {loss:.4f}" if loss is not None else ""
+        if columns < 50:
+            bar.bar_format = "{percentage:.0f}%{postfix}"
+        elif columns < 100 + len(self._name):
+            bar.bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
+        else:
+            bar.bar_format = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+            figures = f"epoch {epoch}, {figures}, {speed:.0f} samples/s" if figures else ""
+        bar.set_postfix_str(figures, refresh=False)
+        self._step, bar.total = step, total
         if step >= total or time.monotonic() - self._drawn >= _DRAW_EVERY:
             self._draw()
 
     def _draw(self) -> None:
-        bar = self._bar
         self._drawn = time.monotonic()
-        if bar.n == bar.initial and self._step > bar.n:
-            bar.unpause()  # starting the ranks is no part of the speed
-        bar.bar_format = self._fitting()
-        bar.update(self._step - bar.n)
-        bar.refresh()
-
-    def _filled(self, layout: str) -> str:
-        for word, figure in zip(("EPOCH", "LOSS", "SPEED"), self._figures, strict=True):
-            layout = layout.replace(word, figure)
-        return re.sub(r",? *\]$", "]", layout).rstrip()
-
-    def _fitting(self) -> str:
-        known = self._bar.format_dict
-        columns = known["ncols"]
-        for layout in map(self._filled, _LAYOUTS):
-            shown = self._bar.format_meter(**known | {"ncols": None, "bar_format": layout})
-            if not columns or columns_of(shown) <= columns:
-                return layout
-        return self._filled(_LAYOUTS[-1]) or "{percentage:.0f}%"
+        if self._bar.n == self._bar.initial and self._step > self._bar.n:
+            self._bar.unpause()  # starting the ranks is no part of the speed
+        self._bar.update(self._step - self._bar.n)
+        self._bar.refresh()
 
     def write(self, text: str) -> None:
         """A line above the bar."""

@@ -65,7 +65,7 @@ def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) ->
             _ago(record.get("started")), _figures(record) or "-",
         ]  # fmt: skip
         rows.append([screen.printable(text) for text in row])
-    return screen.table(rows, screen.width(sys.stdout), dispensable=[3, 4], elastic=[5, 0])
+    return screen.table(rows, screen.width(sys.stdout), spare=(3, 4))
 
 
 def story(run: Run, record: dict[str, Any]) -> str:

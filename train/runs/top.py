@@ -55,22 +55,21 @@ class Page:
     def _rows(self, columns: int, lines: int) -> list[Row]:
         records, self._cards = self._looked.records(self.names), self._gpus.read()
         alive = [record for record in records if look.is_alive(record)]
-        rows = [Row(screen.cut(self._summary(len(records), len(alive)), columns), "head")]
-        rows += [Row(screen.cut(_gpu_line(gpu), columns), "gpu") for gpu in self._cards]
+        rows = [Row(self._summary(len(records), len(alive)), "head")]
+        rows += [Row(_gpu_line(gpu), "gpu") for gpu in self._cards]
         rows.append(Row("", "head"))
         if not records:
             return [*rows, Row(f"no runs in {self.runs}; a first one: train launch digits", "head")]
         heading = ["NAME", "STATE", "STEP", "LOSS", "SAMPLES/S", "WAIT", "LEFT"]
         body = [_line_of(Run(self.runs / record["name"]), record) for record in records]
-        # what is told least is left out first on a narrow terminal
-        shown = screen.table([heading, *body], columns, dispensable=[6, 5], elastic=[0, 1]).splitlines()
+        shown = screen.table([heading, *body], columns, spare=(5, 6)).splitlines()
         rows.append(Row(shown[0], "head"))
         for record, text in zip(records, shown[1:], strict=True):
             rows.append(Row(text, record["state"]))
             if look.is_at_work(record):
-                rows += [Row(screen.cut(rank, columns), "rank") for rank in self._ranks(record)]
+                rows += [Row(rank, "rank") for rank in self._ranks(record)]
             if _is_explained(record):
-                rows.append(Row(screen.cut(f"  {one_line(record['reason'])}", columns), "rank"))
+                rows.append(Row(f"  {one_line(record['reason'])}", "rank"))
         if len(rows) > lines:
             left_out = len(rows) - lines + 1
             rows = [*rows[: lines - 1], Row(f"… {left_out} lines more; name runs to see them: train top NAME", "head")]
