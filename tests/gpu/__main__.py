@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.gpu import apart
 from train.errors import Refused
-from train.parallel import numbered
+from train.gpus import Card, number_by_bus
 
 if TYPE_CHECKING:
     from tests.gpu.harness import Case, Scale
@@ -72,7 +72,7 @@ def main() -> int:
         Ctrl-C.
     """
     options = _options()
-    numbered.as_nvidia_smi_does()  # before any process here opens the driver, or cards that differ have two orders
+    number_by_bus()  # before any process here opens the driver, or cards that differ have two orders
     if options.serve is not None:
         _serve(options)
         return 0
@@ -345,7 +345,7 @@ def _machine(device: str) -> dict[str, Any]:
         raise Refused(f"torch cannot use the GPU: {str(error).splitlines()[0]}") from None
     for index, card in enumerate(seen):
         try:
-            cards.check([cards.Card(card.name, (card.major, card.minor))])
+            cards.check([Card(card.name, (card.major, card.minor))])
         except Refused as error:
             leave_out = f"; to leave out GPU {index}: CUDA_VISIBLE_DEVICES" if len(seen) > 1 else ""
             raise Refused(f"{error}{leave_out}") from None

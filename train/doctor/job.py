@@ -30,7 +30,8 @@ from train.doctor.examine import examine
 from train.doctor.finding import Finding, ok, problem, warning
 from train.doctor.machine import Machine
 from train.errors import one_line
-from train.parallel import nccl, numbered
+from train.gpus import number_by_bus
+from train.parallel import nccl
 
 DEADLINE = 30.0
 """Seconds in which a rank has to come, to answer, and to reduce, unless the user gives others."""
@@ -89,7 +90,7 @@ def examine_job(runs: Path, json_: bool, ranks: int | None, deadline: float) -> 
 
 def _rank(place: Place, runs: Path, json_: bool) -> int:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a reduction that hangs ends by its deadline
-    numbered.as_nvidia_smi_does()
+    number_by_bus()
     limit = datetime.timedelta(seconds=place.deadline)
     try:
         store = dist.TCPStore(

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train import gpus
 from train.config import Config
 from train.errors import Refused, TrainingFailed
-from train.parallel import cards, nccl, numbered
+from train.parallel import cards, nccl
 from train.parallel.seat import Seat
 
 T = TypeVar("T")
@@ -155,16 +156,16 @@ def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.devic
         NoGPU: a GPU is asked for and there is none.
         Refused: there are more ranks than GPUs.
     """
-    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-    if config.device == "cuda" and gpus == 0:
+    count = torch.cuda.device_count() if config.device != "cpu" else 0
+    if config.device == "cuda" and count == 0:
         raise NoGPU("device cuda is asked for, but torch sees no GPU here; leave out --device, or see nvidia-smi")
-    if gpus == 0:
+    if count == 0:
         return torch.device("cpu")
-    if ranks_here > gpus:
+    if ranks_here > count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         chosen = f", or others than {visible}: --gpus" if visible else ""
         raise Refused(
-            f"{ranks_here} ranks need {ranks_here} GPUs, but {gpus} are usable here; use --nproc {gpus}{chosen}"
+            f"{ranks_here} ranks need {ranks_here} GPUs, but {count} are usable here; use --nproc {count}{chosen}"
         )
     return torch.device("cuda", local_rank)
 
@@ -176,10 +177,10 @@ def take_device(device: torch.device) -> None:
         Refused: this torch has no kernels for it.
     """
     if device.type == "cuda":
-        numbered.as_nvidia_smi_does()
+        gpus.number_by_bus()
         torch.cuda.set_device(device)
         card = torch.cuda.get_device_properties(device)
-        cards.check([cards.Card(card.name, (card.major, card.minor))])
+        cards.check([gpus.Card(card.name, (card.major, card.minor))])
 
 
 def join(config: Config, seat: Seat, device: torch.device) -> World:

@@ -17,6 +17,7 @@ import torch
 
 import train
 from train import config as configuration
+from train import gpus
 from train.config import Config
 from train.data import fingerprint
 from train.data.fetch import is_indexed_at_once
@@ -53,7 +54,7 @@ def prepare(request: Request) -> Prepared:
     ranks = request.ranks
     device = pick_device(config, ranks, 0)
     config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not find another one without a word
-    found = cards.here() if device.type == "cuda" else []
+    found = gpus.seen_here() if device.type == "cuda" else []
     cards.check(found)
     precision = Precision(config.precision, device)
     everywhere = ranks * request.nodes[-1]
@@ -259,7 +260,7 @@ def check_sync_batchnorm(config: Config, device: torch.device, ranks: int, lengt
         )
 
 
-def versions(found: Sequence[cards.Card] = ()) -> dict[str, str]:
+def versions(found: Sequence[gpus.Card] = ()) -> dict[str, str]:
     """What computes: recorded with the run.
 
     Args:

@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator
 
 from train.errors import Refused, is_whole, whole
-from train.parallel import numbered
+from train.gpus import VISIBLE, number_by_bus
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_RANKS = 4096
 """On one machine."""
 _UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
@@ -76,7 +75,7 @@ def see(visible: str | None) -> None:
         os.environ.pop(VISIBLE, None)
     else:
         os.environ[VISIBLE] = visible
-        numbered.as_nvidia_smi_does()
+        number_by_bus()
 
 
 def _unique(gpus: str) -> list[str]:

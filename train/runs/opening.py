@@ -15,6 +15,7 @@ from typing import Any
 
 from train.cluster import address
 from train.errors import Refused
+from train.gpus import VISIBLE, seen_here
 from train.record import durable, environment, folders, station, store
 from train.record.store import Lock, Run
 from train.runs import control, gpus, preload, scripts
@@ -50,15 +51,14 @@ def open_run(order: Order, kept: environment.Kept, apart: Apart) -> Opened:
     if order.kind == "resume":
         return _reopen(order, folders.find(runs, order.name), kept, apart)
     if order.kind == "script":
-        from train.parallel import cards
         from train.runs.admit import versions
 
         ranks, visible = gpus.count_ranks(order.nproc, order.gpus)
         if visible is not None:
             gpus.see(visible)  # before the cards are looked at
-        visible = os.environ.get(gpus.VISIBLE)
+        visible = os.environ.get(VISIBLE)
         text, record = scripts.taken(Path(order.script[0]))
-        record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions(cards.here())}
+        record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions(seen_here())}
         record["watch"] = _watch_flags(order.flags)
         files: dict[str, str | bytes] = {scripts.COPY: text}
     else:
@@ -101,7 +101,7 @@ def _check(order: Order) -> tuple[int, str | None, dict[str, str | bytes], dict[
     if visible is not None:
         gpus.see(visible)
     prepared = prepare(Request(**order.request, ranks=ranks, nodes=_nodes(order.cluster)))
-    return ranks, os.environ.get(gpus.VISIBLE), prepared.files, prepared.record
+    return ranks, os.environ.get(VISIBLE), prepared.files, prepared.record
 
 
 def _nodes(cluster: dict[str, Any] | None) -> range:
@@ -202,14 +202,14 @@ def _together(run: Run, *names: str) -> Iterator[None]:
 def _ranks_again(order: Order, run: Run, record: dict[str, Any]) -> tuple[int, str | None]:
     """How many ranks go on, and the GPUs that they see, which this process then sees too: `gpus.again` chooses them."""
     before = environment.read(run.folder)
-    kept = before.values.get(gpus.VISIBLE) if before is not None else None
-    current = os.environ.get(gpus.VISIBLE)
+    kept = before.values.get(VISIBLE) if before is not None else None
+    current = os.environ.get(VISIBLE)
     gpus.see(gpus.again(order.gpus is not None, order.visible, kept, record.get("gpus"), current))
     nproc = order.nproc or (str(record.get("nproc") or record["world_size"]) if order.gpus is None else None)
     ranks, visible = gpus.count_ranks(nproc, order.gpus)
     if visible is not None:
         gpus.see(visible)
-    return ranks, os.environ.get(gpus.VISIBLE)
+    return ranks, os.environ.get(VISIBLE)
 
 
 def _check_again(order: Order, run: Run, record: dict[str, Any], lock: Lock) -> tuple[int, str | None, str, list[str]]:

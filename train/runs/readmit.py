@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from train import config as configuration
+from train import gpus
 from train.config import Config
 from train.data import fingerprint
 from train.engine import build
@@ -125,7 +126,7 @@ def _device_again(run: Run, config: Config, ranks: int) -> torch.device:
         )
     config.device = "cuda" if device.type == "cuda" else "cpu"
     if device.type == "cuda":
-        cards.check(cards.here())
+        cards.check(gpus.seen_here())
     return device
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from train import screen
 from train.errors import one_line
+from train.gpus import Gpu, Gpus
 from train.record import heartbeat, store
 from train.record.store import Run
 from train.runs import standing
 from train.runs.monitor import look
-from train.runs.monitor.gpus import Gpu, Gpus
 
 _NONE = "-"
 _LARGE = 1e9

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.train.terminal import Terminal
+from train.gpus import Gpu
 from train.record import heartbeat
-from train.runs.monitor.gpus import Gpu
 from train.runs.top import Page
 
 if TYPE_CHECKING:

@@ -63,6 +63,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned number, void **handle)
     return gpu.answers ? OK : LOST;
 }
 int nvmlDeviceGetUUID(void *h, char *text, unsigned room) { ASK(h); snprintf(text, room, "%s", gpu.uuid); return OK; }
+int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) { ASK(h); *major = 9, *minor = 0; return OK; }
 int nvmlDeviceGetName(void *h, char *text, unsigned room) { ASK(h); snprintf(text, room, "Stand-in \"A\""); return OK; }
 #define PART 1000 /* added to the handle of a GPU, once for each of its parts */
 int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *n) { ASK(h); *n = gpu.answers == 2 ? 7 : 0; return OK; }

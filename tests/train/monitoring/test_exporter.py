@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from monitored import DEPLOY, Exporter, Gpus, until
 
 from tests.ports import free_port
+from train.gpus import Card, sees_host_ids
 from train.record import folders, heartbeat, store
 from train.record import station as stations
 from train.record.store import Run
@@ -320,6 +321,13 @@ def test_a_gpu_that_is_cut_into_parts_is_up(tmp_path: Path, exporters: Callable[
     assert exporter.of("train_gpu_up", gpu="1") != 1
 
 
+def test_the_cards_are_known_without_torch(gpus: Gpus) -> None:
+    code = "from train.gpus import cards; print(*cards(), sep='\\n')"
+    environment = os.environ | gpus.env
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[1] == repr(Card('Stand-in "A"', (9, 0), "GPU-1")), done.stderr
+
+
 def test_silent_connections_keep_nobody_out(finished: Station, exporters: Callable[..., Exporter]) -> None:
     exporter = exporters(finished.runs, "--recent", "1000")
     silent = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(40)]
@@ -420,6 +428,7 @@ def test_a_run_that_only_waits_is_not_one_that_stands_still(
     assert any("training" in row.text for row in page.rows(120, 100)) == is_told
 
 
+@pytest.mark.skipif(not sees_host_ids(), reason="process ids here are not the host's")
 def test_a_rank_that_computes_on_two_gpus_has_the_memory_of_both(
     tmp_path: Path, exporters: Callable[..., Exporter], gpus: Gpus
 ) -> None:

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from train import config
+from train import config, gpus
 from train.errors import Refused
+from train.gpus import Card
 from train.parallel.world import pick_device, take_device
 from train.record import environment, folders
 from train.runs import opening
@@ -146,10 +147,7 @@ def test_ranks_count_their_gpus_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_record_of_a_script_names_the_gpu_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cards = [f"echo '9.0, {uuid}, card {number}'\n" for number, uuid in enumerate(HERE)]
-    (tmp_path / "nvidia-smi").write_text("".join(["#!/bin/sh\n", *cards]))
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpus, "cards", lambda: [Card(f"card {n}", (9, 0), uuid) for n, uuid in enumerate(HERE)])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is afterwards what it was
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (tmp_path / "script.py").touch()

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from prometheus_client import Metric
 
 import train
 from train.errors import one_line
+from train.gpus import ECC, REASONS, Gpu, Gpus, process_of
 from train.record import heartbeat, station, store
 from train.record.store import Run, seconds_of
 from train.runs.monitor import look
 from train.runs.monitor.figures import Figures
-from train.runs.monitor.gpus import ECC, REASONS, Gpu, Gpus
 
 log = logging.getLogger("train.exporter")
 
@@ -94,13 +94,14 @@ class Collector(prometheus_client.registry.Collector):
         others = [record for record in ended if not _is_troubled(record, since)]
         shown = alive[:MOST_ALIVE] + troubled[:MOST_TROUBLED] + others[: self._recent]
         figures.add("train_runs_left_out", len(records) - len(shown))
-        taken: collections.Counter[int] = collections.Counter()
+        taken: dict[int, float] = {}
         for gpu in self._told_gpus:
-            taken.update(gpu.processes)  # adds up: a process may compute on several
+            for pid, size in gpu.processes.items():  # a process may compute on several
+                taken[pid] = taken.get(pid, 0.0) + size
         for record in shown:
             self._try(f"the run {record['name']!a}", functools.partial(self._add_run, figures, record, taken))
 
-    def _add_run(self, figures: Figures, record: dict[str, Any], taken: Mapping[int, float]) -> None:
+    def _add_run(self, figures: Figures, record: dict[str, Any], taken: dict[int, float]) -> None:
         name = record["name"]
         run = Run(self._runs.folder / name)
         lives, progress = look.is_alive(record), look.progress(run, record)
@@ -133,7 +134,7 @@ class Collector(prometheus_client.registry.Collector):
         if look.is_at_work(record):
             self._add_ranks(figures, run, record, taken)
 
-    def _add_ranks(self, figures: Figures, run: Run, record: dict[str, Any], taken: Mapping[int, float]) -> None:
+    def _add_ranks(self, figures: Figures, run: Run, record: dict[str, Any], taken: dict[int, float]) -> None:
         found = look.ranks(run, record)
         figures.add("train_run_last_progress_timestamp_seconds", look.moved(record, found), run.name)
         if not record.get("script"):
@@ -145,10 +146,11 @@ class Collector(prometheus_client.registry.Collector):
             labels = run.name, str(rank.number)
             figures.add("train_rank_step", rank.beat.step, *labels)
             figures.add("train_rank_last_beat_timestamp_seconds", rank.beaten or None, *labels)
+            on_gpus = process_of(rank.beat.pid, run.folder / "lock", taken)
+            figures.add("train_rank_gpu_memory_bytes", None if on_gpus is None else taken[on_gpus], *labels)
             process = look.process(record, rank)
             if process is not None:
                 figures.add("train_rank_resident_memory_bytes", look.resident(process), *labels)
-                figures.add("train_rank_gpu_memory_bytes", taken.get(rank.beat.pid), *labels)
 
     def _add_gpus(self, figures: Figures) -> None:
         self._told_gpus = self._gpus.read()

@@ -43,7 +43,10 @@ FIGURES: dict[str, tuple[Sequence[str], str]] = {
     "train_rank_step": (RANK, "The last step that a rank of a live run has made"),
     "train_rank_last_beat_timestamp_seconds": (RANK, "When a rank of a live run last got on"),
     "train_rank_resident_memory_bytes": (RANK, "Memory of a rank's process, where it is seen from here"),
-    "train_rank_gpu_memory_bytes": (RANK, "Memory that a rank has on GPUs, where its process is seen from here"),
+    "train_rank_gpu_memory_bytes": (
+        RANK,
+        "Memory that a rank has on GPUs; in a container only the GPUs' totals are known",
+    ),
     "train_gpu_info": ((*GPU, "name"), "1; which GPU this is"),
     "train_gpu_up": (GPU, "1: it answers; 0: it was there since the exporter began, and is gone or does not answer"),
     "train_gpu_utilization_ratio": (GPU, "Share of the time in which it computed, 0 to 1"),

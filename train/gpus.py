@@ -1,4 +1,8 @@
-"""The GPUs of this machine, by NVML; none where it, or its package, is not there."""
+"""The GPUs of this machine, by NVML (nvidia-ml-py); none where the library or its package is missing.
+
+torch is asked for what it may compute on (parallel/devices), and the doctor, which runs on a bare Python 3.8, reads
+nvidia-smi.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER, BY_BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 _AGAIN = 60.0
 """Seconds between two times that NVML is begun anew, because a GPU does not answer or there is none."""
 _PATIENCE = 5.0
@@ -25,6 +33,15 @@ _NO_ANSWER = frozenset({1, 2, 9, 10, 11, 15, 16, 18, 28, 999})
 not loaded, timeout, interrupt, lost, reset required, version mismatch, not found, unknown. Any other is an answer."""
 ECC = {"corrected": 0, "uncorrected": 1}
 """nvmlMemoryErrorType_t."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """A GPU as a program for it is compiled: its compute capability as (major, minor), and its UUID, where known."""
+
+    name: str
+    capability: tuple[int, int]
+    uuid: str = ""
 
 
 @dataclasses.dataclass
@@ -51,7 +68,95 @@ class Gpu:
     reasons: int | None = None
     """Bits of REASONS."""
     processes: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Bytes that processes have there, by process id, as numbered where the driver is."""
+    """Bytes that processes have there, by the host's process ids."""
+
+
+def number_by_bus() -> None:
+    """Let CUDA count the GPUs that this process sees as NVML does, unless a user has said otherwise.
+
+    By itself CUDA begins with the fastest (CUDA C++ Programming Guide, "CUDA Environment Variables"). Read when the
+    driver is opened.
+    """
+    os.environ.setdefault(ORDER, BY_BUS)
+
+
+def cards() -> list[Card]:
+    """All GPUs of this machine, in NVML's order. A process may fork after it."""
+    found = []
+    with contextlib.suppress(Exception):  # NVML has errors of its own for everything
+        import pynvml
+
+        pynvml.nvmlInit()
+        with contextlib.suppress(pynvml.NVMLError):
+            for number in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+                name, uuid = _text(pynvml.nvmlDeviceGetName(handle)), _text(pynvml.nvmlDeviceGetUUID(handle))
+                found.append(Card(name, tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)), uuid))
+        pynvml.nvmlShutdown()
+    return found
+
+
+def seen(all_: list[Card], visible: str | None, order: str | None = None) -> list[Card]:
+    """Those of a machine's cards that a process may see, in its order; all of them where that cannot be said.
+
+    A slice's UUID (MIG-…) does not name its card, and in another order than NVML's no number does.
+
+    Args:
+        all_: in NVML's order.
+        visible, order: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; None: not set.
+    """
+    found = []
+    for name in map(str.strip, (visible or "").split(",")):
+        if name.startswith("GPU-"):  # its first characters are enough
+            fits = [card for card in all_ if card.uuid.startswith(name)]
+        elif name.isdecimal() and order in (None, BY_BUS):
+            fits = [card for number, card in enumerate(all_) if name == str(number)]
+        else:
+            return all_
+        if len(fits) != 1:  # here CUDA stops reading
+            break
+        found += fits
+    return found or all_
+
+
+def seen_here() -> list[Card]:
+    """The cards that this process may see."""
+    return seen(cards(), os.environ.get(VISIBLE), os.environ.get(ORDER))
+
+
+def process_of(number: int, lock: Path, processes: dict[int, float]) -> int | None:
+    """Which of the processes on a GPU a rank is; None: none that can be told from here.
+
+    NVML has the host's process ids, which mean nothing inside a container. Seen from the host, the id that a rank in a
+    container knows is the last of its `NSpid` (proc(5)); processes of other containers may have the same, and the ranks
+    of a run alone hold its lock open.
+
+    Args:
+        number: the process id of the rank, as the rank knows it.
+        lock: the file `lock` of its run.
+        processes: by process ids of the host.
+    """
+    for pid in processes if sees_host_ids() else ():
+        with contextlib.suppress(OSError):
+            mark, folder = lock.stat(), Path("/proc") / str(pid)
+            lines = (folder / "status").read_text().splitlines()
+            numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+            if numbers[-1:] == [str(number)] and any(_is_same(file, mark) for file in (folder / "fd").iterdir()):
+                return pid
+    return None
+
+
+def sees_host_ids() -> bool:
+    """Whether process ids here are the host's: its namespace has a number of its own (PROC_PID_INIT_INO)."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/ns/pid").stat().st_ino == 0xEFFFFFFC
+    return False
+
+
+def _is_same(file: Path, mark: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):  # closed meanwhile
+        return os.path.samestat(file.stat(), mark)
+    return False
 
 
 class Gpus:
@@ -118,11 +223,7 @@ class Gpus:
                 return gpu
         gpu.answers = True
         gpu.use = _told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-        sensor = nvml.NVML_TEMPERATURE_GPU
-        gpu.celsius = _told(
-            lambda: nvml.nvmlDeviceGetTemperature(handle, sensor),
-            lambda: nvml.nvmlDeviceGetTemperatureV(handle, sensor),  # what is to take its place
-        )
+        gpu.celsius = _told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         gpu.celsius_slowdown = _told(
             lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
         )
@@ -133,10 +234,7 @@ class Gpus:
             count = _told(functools.partial(nvml.nvmlDeviceGetTotalEccErrors, handle, number, 1))
             if count is not None:
                 gpu.ecc[kind] = count
-        reasons = _told(
-            lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
-            lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),  # its name up to driver 535
-        )
+        reasons = _told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))  # EventReasons from 535 on
         gpu.reasons = None if reasons is None else int(reasons)
         with contextlib.suppress(Exception):
             for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
@@ -166,11 +264,10 @@ def _memory(nvml: Any, handle: Any) -> tuple[float | None, float | None]:
     return float(sum(part.used for part in parts)), float(sum(part.total for part in parts))
 
 
-def _told(*ways: Callable[[], Any]) -> float | None:
-    """What the first way to ask gives that has an answer; None where this GPU has no such thing."""
-    for ask in ways:
-        with contextlib.suppress(Exception):
-            return float(ask())
+def _told(ask: Callable[[], Any]) -> float | None:
+    """The answer; None where this GPU has no such thing."""
+    with contextlib.suppress(Exception):
+        return float(ask())
     return None
 
 

@@ -1,0 +1,69 @@
+"""The GPUs of this machine: which of them a process sees, and which of the processes there is a rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from train import gpus
+from train.gpus import Card
+
+OLD = Card("NVIDIA Quadro K620", (5, 0), "GPU-1f0e2d3c-aaaa")
+NEW = Card("NVIDIA B200", (10, 0), "GPU-8932f937-bbbb")
+OTHER = Card("NVIDIA H100", (9, 0), "GPU-89aaf937-cccc")
+ALL = [OLD, NEW, OTHER]
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "found"),
+    [
+        (None, None, ALL),
+        ("", None, ALL),
+        ("1", None, [NEW]),
+        (" 2, 0", "PCI_BUS_ID", [OTHER, OLD]),
+        ("1", "FASTEST_FIRST", ALL),  # whose number that is, NVML does not say
+        ("1,7,2", None, [NEW]),  # CUDA reads up to the first that there is not
+        ("GPU-8932f937-bbbb", "FASTEST_FIRST", [NEW]),
+        ("GPU-89aa,GPU-1f0e2d3c-aaaa", None, [OTHER, OLD]),
+        ("GPU-89", None, ALL),  # of two cards
+        ("MIG-5c89852c-d268-c3f3", None, ALL),
+        ("MIG-GPU-8932f937-bbbb/1/0", None, ALL),
+        ("-1", None, ALL),
+    ],
+)
+def test_only_the_cards_that_a_run_may_see_are_looked_at(
+    visible: str | None, order: str | None, found: list[Card]
+) -> None:
+    assert gpus.seen(ALL, visible, order) == found
+
+
+@pytest.mark.skipif(not gpus.sees_host_ids(), reason="process ids here are not the host's")
+def test_a_rank_in_a_container_is_found_among_the_hosts_processes(tmp_path: Path) -> None:
+    """In a namespace of its own, where it is number 1; beside it one of another run with the same number."""
+    code = "import os, sys; lock = open(sys.argv[1]); print(os.getpid(), flush=True); sys.stdin.read()"
+    started = []
+    for name in ("one", "other"):
+        (tmp_path / name).touch()
+        command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable]
+        whole = [*command, "-c", code, tmp_path / name]
+        started.append(subprocess.Popen(whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    try:
+        seen = [process.stdout.readline() for process in started if process.stdout]
+        if "" in seen:
+            pytest.skip("no namespace can be made here")
+        assert seen == ["1\n", "1\n"]
+        hosts = [psutil.Process(process.pid).children()[0].pid for process in started]
+        processes = dict.fromkeys([os.getpid(), *hosts], 1.0)
+        assert gpus.process_of(1, tmp_path / "one", processes) == hosts[0]
+        assert gpus.process_of(1, tmp_path / "other", processes) == hosts[1]
+        assert gpus.process_of(2, tmp_path / "one", processes) is None
+        with (tmp_path / "one").open():
+            assert gpus.process_of(os.getpid(), tmp_path / "one", processes) == os.getpid()
+    finally:
+        for process in started:
+            process.communicate("")
