@@ -84,20 +84,6 @@ class Cluster:
         """Its power is gone."""
         run("docker", "kill", self.id(machine))
 
-    def boot(self, machine: str) -> None:
-        run("docker", "start", self.id(machine))
-
-    def cut(self, machine: str) -> None:
-        """The wire to it is taken away: nobody hears of it, no connection is closed."""
-        run("docker", "network", "disconnect", self.name, self.id(machine))
-
-    def mend(self, machine: str) -> None:
-        run("docker", "network", "connect", "--ip", self.addresses[machine], self.name, self.id(machine))
-
-    def root(self, *command: str, on: str = "controller", **options: Any) -> subprocess.CompletedProcess[str]:
-        """A command of the administrator's."""
-        return run("docker", "exec", self.id(on), *command, **options)
-
     def user(self, *command: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
         """A command of a user's, on the login machine."""
         who = ("--interactive", "--user", "dev", "--env", "HOME=/home/dev", "--env", f"SLOW={SHARED}/slow")
@@ -117,8 +103,8 @@ class Cluster:
 
     def state(self, name: str) -> str:
         """That of the run's job; '': Slurm has none such any more."""
-        job = str(self.record(name)["submitted"]["job"])
-        return self.user("squeue", "--noheader", f"--jobs={job}", "--format=%T", check=False).stdout.strip()
+        job = f"{name}.{self.record(name)['submission']}"
+        return self.user("squeue", "--noheader", f"--name={job}", "--format=%T", check=False).stdout.strip()
 
     def wait_idle(self, count: int) -> None:
         """Until so many nodes wait for work."""

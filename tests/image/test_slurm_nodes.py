@@ -64,53 +64,14 @@ def goes_on(cluster: Cluster, name: str, on: list[str], attempt: int) -> None:
     assert record["cluster"]["rendezvous"].startswith(f"{on[0]}:")
 
 
-def test_a_run_is_submitted_followed_and_finished(cluster: Cluster, undisturbed: str) -> None:
-    done = cluster.user("train", "submit", "paced.py", *SHAPE, "--name", "quiet", *FIELDS, "--follow")
-    assert f"quiet finished after {STEPS} steps" in done.stderr
-    check(cluster, "quiet", undisturbed)
-    goes_on(cluster, "quiet", ["node0", "node1"], 1)
-    assert len(cluster.record("quiet")["attempts"]) == 1
-
-
-def test_controller_time_machine_and_wire_fail_one_run(cluster: Cluster, undisturbed: str) -> None:
+def test_the_machine_of_node_0_is_lost_and_the_run_goes_on_elsewhere(cluster: Cluster, undisturbed: str) -> None:
     cluster.user("touch", f"{SHARED}/slow")
-    cluster.wait_idle(3)
-    cluster.user("train", "submit", "paced.py", *SHAPE, "--name", "hard", "--warn", "60", *FIELDS)
+    cluster.user("train", "submit", "paced.py", *SHAPE, "--name", "hard", *FIELDS)
     goes_on(cluster, "hard", ["node0", "node1"], 1)
-
-    cluster.kill("controller")
-    before = cluster.record("hard")["step"]
-    cluster.wait("more steps", lambda: cluster.record("hard")["step"] > before + 5)
-    cluster.boot("controller")
-    cluster.wait("the controller to answer", lambda: cluster.state("hard") == "RUNNING")
-    assert len(cluster.record("hard")["attempts"]) == 1
-
-    job = cluster.record("hard")["submitted"]["job"]
-    used = cluster.user("squeue", "--noheader", f"--jobs={job}", "--format=%M").stdout  # minutes:seconds
-    cluster.root("scontrol", "update", f"JobId={job}", f"TimeLimit={int(used.split(':')[-2]) + 2}")
-    cluster.wait("the job in the queue again", lambda: cluster.state("hard") == "PENDING")
-    record = cluster.record("hard")
-    assert (record["attempts"][-1]["end"], record["stopped_by"]) == ("stopped", "signal"), cluster.logs()
-    cluster.root("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
-    goes_on(cluster, "hard", ["node0", "node1"], 2)
-    assert cluster.record("hard")["attempts"][1]["from_step"] == record["step"]
-
     cluster.kill("node0")
-    goes_on(cluster, "hard", ["node1", "node2"], 3)
-    assert cluster.record("hard")["attempts"][2]["from_step"] >= record["step"]
-    cluster.boot("node0")
-    cluster.wait_idle(1)
-
-    # Slurm starts it elsewhere, while all that it had started there lives on, and has the run's lock. No other start
-    # follows: on a node that had just come back so, Slurm 22.05 was seen to end the next one with what was left there
-    before = len(cluster.record("hard")["attempts"])
-    cluster.cut("node1")
-    goes_on(cluster, "hard", ["node0", "node2"], before + 1)
-    before = len(cluster.record("hard")["attempts"])
-    cluster.mend("node1")
-    cluster.wait_idle(1)
-
+    goes_on(cluster, "hard", ["node1", "node2"], 2)
     cluster.user("rm", f"{SHARED}/slow")
+    done = cluster.user("train", "logs", "hard", "--follow", check=False)
     cluster.wait("the end of its job", lambda: cluster.state("hard") == "")
     check(cluster, "hard", undisturbed)
-    assert len(cluster.record("hard")["attempts"]) == before
+    assert len(cluster.record("hard")["attempts"]) == 2, done.stderr

@@ -1,395 +1,280 @@
-"""Kubernetes: a run as a TrainJob of Kubeflow Trainer, handed over with kubectl.
+"""Kubernetes: a run as a TrainJob of Kubeflow Trainer (job.yaml), handed over with kubectl.
 
-What the manifests say is decided in manifests.py, how a TrainJob stands in trainjob.py. What a pod does is in
-runs/pod.py. The run is kept in the cluster; the folder here has what was handed over, and what the cluster said last.
+The pod itself is described by the namespace's TrainingRuntime (deploy/kubernetes/runtime.yaml). The run is kept in the
+cluster, in the claim for runs; the folder here has what was handed over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import posixpath
 import re
-import shutil
+from collections.abc import Mapping
 from typing import Any
 
-from train.cluster import handed, manifests, trainjob
-from train.cluster.kubectl import APPLY, Cluster, current_context, understood
-from train.cluster.manifests import FromSecret, Manifest
-from train.cluster.podlog import PodLog, print_log
-from train.cluster.submission import FILE, Silent, Standing, Submission, to_json
-from train.errors import Refused
-from train.record import durable, environment, folders, store
+from train.cluster.engine import CONFIG, FILE, TASK, Job, Submission, call, template
+from train.errors import Refused, one_line
+from train.record import environment, store
 from train.record.store import Run
 
-FAR = True
-MANIFESTS = "job.yaml"
-"""In the run folder: what the cluster was given."""
-COMMAND = ["/usr/bin/tini", "--", "python3", "-m", "train.runs.pod", f"{manifests.SUBMISSION}/{FILE}"]
-"""Of each node's container. tini hands SIGTERM on, and reaps what ranks leave behind."""
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-"""RFC 1035, which Trainer and JobSet ask of a name."""
-_LONGEST = 63
-"""Characters of a pod's name, which begins with the run's."""
-_DAY = 86400
-_QUANTITY = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([KMGTP]i?)")
-_BYTES = 1 << 20
-"""What a ConfigMap takes."""
-_RESERVED = ("PET_", "TRAIN_RUNS", "HOME")
-"""Names of variables that are Trainer's, and ours."""
+SCRIPT = "job.yaml"
+APPLY = "kubectl apply -k deploy/kubernetes"
+NAMESPACE, RUNS_CLAIM, DATA_CLAIM, SHM = "trainstation", "trainstation-runs", "trainstation-data", "16Gi"
+_OURS, _ID = "app.kubernetes.io/name", "trainstation/submission"
+"""Labels of all that is ours, pods included; of what belongs to one submission."""
+_RUN, _NODE = "jobset.sigs.k8s.io/jobset-name", "batch.kubernetes.io/job-completion-index"
+"""Labels of a pod: the run's name, and which node it is."""
+_NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+_HINTS = {
+    "no matches for kind": "this cluster has no Kubeflow Trainer v2, which runs are handed to; its administrator can "
+    "install it",
+    "have a resource type": "this cluster has no Kubeflow Trainer v2, which runs are handed to; its administrator can "
+    "install it",
+    "namespaces ": f"make the namespace with: {APPLY}, or give another --namespace",
+    "already exists": "give another --name, or delete it with kubectl",
+    "no kubectl": "install it, or see what it would be given: --dry-run",
+    "was refused": "choose a cluster: kubectl config use-context, or --kube-context NAME",
+}
+"""What to do, by what kubectl says."""
 
-__all__ = [
-    "FAR", "adopt", "again", "check", "forget", "halt", "log", "options", "print_log", "render", "standings", "submit",
-]  # fmt: skip
+__all__ = ["SCRIPT", "check", "jobs", "logs", "options", "place", "remove", "render", "stop", "submit"]
 
 
 def options(parser: Any) -> None:
     """What Kubernetes alone knows."""
     add = parser.add_argument
-    add("--namespace", metavar="NS", help=f"Kubernetes: where the run goes ({manifests.NAMESPACE})")
+    add("--namespace", metavar="NS", help=f"Kubernetes: where the run goes ({NAMESPACE})")
     add("--kube-context", metavar="NAME", help="Kubernetes: which cluster, by kubectl's name; default: its current one")
-    add("--runs-claim", metavar="NAME", help=f"Kubernetes: volume claim for run folders ({manifests.RUNS_CLAIM})")
-    add("--data-claim", metavar="NAME", help=f"Kubernetes: volume claim for /datasets ({manifests.DATA_CLAIM})")
-    add("--shm", metavar="SIZE", help=f"Kubernetes: shared memory of each node, part of its --mem ({manifests.SHM})")
+    add("--runs-claim", metavar="NAME", help=f"Kubernetes: volume claim for run folders ({RUNS_CLAIM})")
+    add("--data-claim", metavar="NAME", help=f"Kubernetes: volume claim for /datasets ({DATA_CLAIM})")
+    add("--shm", metavar="SIZE", help=f"Kubernetes: shared memory of each node, part of its --mem ({SHM})")
     add("--queue", metavar="NAME", help="Kubernetes: local queue of Kueue that starts the run; default: none")
     add("--env", metavar="A=B,...", help="Kubernetes: more environment for each node, such as NCCL_DEBUG=INFO")
-    add(
-        "--env-from", metavar="A=SECRET,...",
-        help="Kubernetes: environment out of Secrets, by the key A of SECRET, or A=SECRET/KEY",
-    )  # fmt: skip
+    text = "Kubernetes: environment out of Secrets, by the key A of SECRET, or A=SECRET/KEY"
+    add("--env-from", metavar="A=SECRET,...", help=text)
 
 
-def check(submission: Submission) -> None:
-    """Whether it can be handed to a cluster from here."""
-    name, own = submission.name, submission.own
-    if not _LABEL.fullmatch(name):
-        raise Refused(f"--name {name}: Kubernetes takes a-z, 0-9 and -, a letter first; such as {_label_of(name)}")
-    pod = f"{name}-node-0-{submission.nodes - 1}-abcde"
-    if len(pod) > _LONGEST:
-        raise Refused(f"--name {name}: too long by {len(pod) - _LONGEST} for the names of its pods, such as {pod}")
-    for flag, longest in (("namespace", 63), ("runs_claim", 253), ("data_claim", 253), ("queue", 63)):
-        given = own[flag]
-        if given is not None and (len(given) > longest or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", given)):
-            raise Refused(f"--{flag.replace('_', '-')} {given}: no name that Kubernetes takes: a-z, 0-9 and -")
-    context = own["kube_context"]
-    if context is not None and (not context or not context.isprintable()):
-        raise Refused(f"--kube-context {context!r}: give a name, as kubectl config get-contexts shows it")
-    if submission.image is not None and not re.fullmatch(r"[\x21-\x7e]+", submission.image):
-        raise Refused(f"--container {submission.image!r}: give an image as docker push has it: REGISTRY/NAME:TAG")
-    if submission.warn > _DAY:
-        raise Refused(f"--warn {submission.warn}: at most {_DAY} seconds, in which all ranks save")
-    _resources(submission)
-    _quantity("shm", manifests.SHM if own["shm"] is None else own["shm"])
-    _environment(submission)
-    if submission.init and not posixpath.normpath(submission.init).startswith((manifests.RUNS + "/", "/datasets/")):
+def check(asked: Submission) -> None:
+    """Whether it can be handed to a cluster from here: the API server is asked, which creates nothing."""
+    own = asked.own
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?", asked.name):
+        raise Refused(f"--name {asked.name}: Kubernetes takes up to 45 of a-z, 0-9 and -, a letter first")
+    for flag in ("namespace", "runs_claim", "data_claim", "queue"):
+        if own[flag] is not None and (len(own[flag]) > 63 or not re.fullmatch(_NAME, own[flag])):
+            raise Refused(f"--{flag.replace('_', '-')} {own[flag]}: no name that Kubernetes takes: a-z, 0-9 and -")
+    if own["kube_context"] is not None and not re.fullmatch(r"[\x21-\x7e]+", own["kube_context"]):
+        raise Refused(f"--kube-context {own['kube_context']!r}: give a name, as kubectl config get-contexts shows it")
+    if asked.image is not None and not re.fullmatch(r"[\x21-\x7e]+", asked.image):
+        raise Refused(f"--container {asked.image!r}: give an image as docker push has it: REGISTRY/NAME:TAG")
+    if asked.warn > 86400:
+        raise Refused(f"--warn {asked.warn}: at most 86400 seconds, in which all ranks save")
+    if asked.init and not posixpath.normpath(asked.init).startswith(("/workspace/runs/", "/datasets/")):
         raise Refused(
-            f"--init {submission.init}: pods cannot read this machine's files; lay it into the claim for runs or data, "
-            f"and name it as pods see it: {manifests.RUNS}/… or /datasets/…"
+            f"--init {asked.init}: pods cannot read this machine's files; lay it into the claim for runs or data, and "
+            "name it as pods see it: /workspace/runs/… or /datasets/…"
         )
-    if not submission.is_dry:
-        _check_there(submission)
+    text = render(asked)
+    if not asked.is_dry:
+        _kubectl(place(asked), "create", "--dry-run=server", "--validate=strict", "--filename=-", given=text)
 
 
-def render(submission: Submission) -> str:
-    """The manifests, as YAML."""
-    return _text(submission, _objects(submission))
+def place(asked: Submission) -> str:
+    """NAMESPACE@CONTEXT; the context by name, whatever is current later."""
+    context = asked.own["kube_context"]
+    if context is None and not asked.is_dry:
+        with contextlib.suppress(Refused):  # inside a pod it has no name
+            context = call("kubectl", "config", "current-context").strip()
+    return f"{asked.own['namespace'] or NAMESPACE}@{context or ''}"
 
 
-def _text(submission: Submission, objects: list[Manifest]) -> str:
-    said = (
-        "Once for each namespace; train submit leaves one that is there as it is.",
-        "What was submitted: every pod reads it.",
-        "Pods of this run may talk to each other; nobody else may come in.",
-        f"The run. Watch it: {_cluster(submission).text} get pods -l {manifests.RUN}={submission.name} --watch",
-    )
-    return handed.to_yaml(objects, said)
-
-
-def submit(submission: Submission) -> str:
-    """Hand it to the cluster, and keep here what was handed over."""
-    asked, cluster = submission, _cluster(submission)
-    if cluster.context is None:
-        cluster = Cluster(cluster.namespace, current_context())
-    objects = _objects(asked)
-    text = _text(asked, objects)
-    made = _create(cluster, objects)
-    try:
-        files = asked.files | {MANIFESTS: text}
-        record = asked.record | {"submitted": _taken(cluster, asked.name), "reason": "handed to Kubernetes"}
-        run = folders.create(asked.runs, asked.name, files, record)
-    except BaseException:
-        _withdraw(cluster, made)
-        raise
-    return f"trainjob {asked.name} in {cluster}: {run.folder / MANIFESTS}; how it stands: train show {asked.name}"
-
-
-def _taken(cluster: Cluster, name: str) -> dict[str, Any]:
-    return {"engine": "kubernetes", "job": name, "at": str(cluster), "handed": store.now()}
-
-
-def _create(cluster: Cluster, objects: list[Manifest]) -> list[str]:
-    """Create what a run is, all or nothing. Returns what was made, as KIND/NAME, the last one first.
-
-    The TrainJob comes before the others, for they belong to it: they go when it goes.
-    """
-    runtime, *company, job = objects
-    made: list[str] = []
-    try:
-        if not cluster.get("trainingruntime", runtime["metadata"]["name"]):
-            _make(cluster, runtime, made)
-        uid = _make(cluster, job, made)
-        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": job["metadata"]["name"], "uid": uid}
-        for manifest in company:
-            _make(cluster, manifest | {"metadata": manifest["metadata"] | {"ownerReferences": [owner]}}, made)
-    except BaseException:
-        _withdraw(cluster, made)
-        raise
-    return made
-
-
-def _make(cluster: Cluster, manifest: Manifest, made: list[str]) -> str:
-    """Create an object, and note it in `made`: before it is asked for, for the answer may be lost, or not be waited
-    for. Returns its uid."""
-    path = _path(manifest)
-    made.insert(0, path)
-    try:
-        return cluster.create(manifest)
-    except Silent:
-        raise
-    except Refused:  # that is an answer: what lies under this name is another's
-        made.remove(path)
-        raise
-
-
-def _withdraw(cluster: Cluster, made: list[str]) -> None:
-    """Delete what a hand-over that failed has made.
-
-    Raises:
-        Refused: the cluster does not do it; it names what is left.
-    """
-    try:
-        if made:
-            cluster.drop(*made)
-    except Refused as error:
-        raise Refused(
-            f"the hand-over failed, and so did taking it back ({error}); once the cluster answers: "
-            f"{cluster.text} delete --ignore-not-found {' '.join(made)}"
-        ) from None
-
-
-def _path(manifest: Manifest) -> str:
-    return f"{manifest['kind'].lower()}/{manifest['metadata']['name']}"
-
-
-def _objects(submission: Submission) -> list[Manifest]:
-    """All that a run is: what its namespace has once, what it has beside its TrainJob, and that."""
-    _check_size(submission)
-    name, namespace = submission.name, _cluster(submission).namespace
-    return [
-        manifests.runtime(namespace=namespace),
-        manifests.submitted(name, namespace, submission.files | {FILE: _for_pods(submission.files[FILE])}),
-        manifests.among_themselves(name, namespace),
-        _train_job(submission),
-    ]
-
-
-def _for_pods(text: str | bytes) -> str:
-    """The submission as pods read it: they work in the image's folder, for this machine's is not there."""
-    return to_json(json.loads(text) | {"cwd": "/workspace"})
-
-
-def _train_job(submission: Submission) -> Manifest:
-    own = submission.own
-    return manifests.train_job(
-        submission.name,
-        _cluster(submission).namespace,
-        COMMAND,
-        nodes=submission.nodes,
-        nproc=submission.nproc,
-        image=submission.image,
-        resources=_resources(submission),
-        environment=_environment(submission),
-        seconds=submission.seconds,
-        grace=submission.warn + 60,  # to stop the ranks, write the checkpoint, and end
-        runs_claim=own["runs_claim"] or manifests.RUNS_CLAIM,
-        data_claim=own["data_claim"] or manifests.DATA_CLAIM,
-        shm=_quantity("shm", manifests.SHM if own["shm"] is None else own["shm"]),
+def render(asked: Submission) -> str:
+    """The TrainJob."""
+    own = asked.own
+    resources = {"nvidia.com/gpu": str(asked.gpus_per_node)} if asked.gpus_per_node else {}
+    resources |= {"cpu": str(asked.cpus)} if asked.cpus else {}
+    resources |= {"memory": _quantity("mem", asked.memory)} if asked.memory is not None else {}
+    namespace = own["namespace"] or NAMESPACE
+    return template(
+        SCRIPT,
+        name=asked.name,
+        id=asked.id,
+        namespace=namespace,
+        kubectl=f"kubectl -n {namespace}",
         queue=own["queue"],
+        seconds=asked.seconds,
+        image=asked.image,
+        nodes=asked.nodes,
+        nproc=asked.nproc,
+        environment=_environment(own["env"], own["env_from"]),
+        resources=resources,
+        grace=asked.warn + 60,  # to stop the ranks, write the checkpoint, and end
+        runs_claim=own["runs_claim"] or RUNS_CLAIM,
+        data_claim=own["data_claim"] or DATA_CLAIM,
+        shm=_quantity("shm", SHM if own["shm"] is None else own["shm"]),
     )
-
-
-def _resources(submission: Submission) -> dict[str, str]:
-    """Of each node. Request and limit are the same: a node that is squeezed holds all others up."""
-    found = {"nvidia.com/gpu": str(submission.gpus_per_node)} if submission.gpus_per_node else {}
-    if submission.cpus:
-        found["cpu"] = str(submission.cpus)
-    if submission.memory is not None:
-        found["memory"] = _quantity("mem", submission.memory)
-    return found
 
 
 def _quantity(flag: str, text: str) -> str:
     """A size as Kubernetes has it. 64G is 64Gi, as Slurm and Docker mean it."""
-    found = _QUANTITY.fullmatch(text)
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([KMGTP]i?)", text)
     if not found or not float(found[1]):
         raise Refused(f"--{flag} {text}: give a size such as 64G")
     return found[1] + found[2].removesuffix("i") + "i"
 
 
-def _environment(submission: Submission) -> dict[str, str | FromSecret]:
-    """What --env and --env-from say."""
-    own = submission.own
-    plain, secret = _pairs("env", own["env"]), _pairs("env-from", own["env_from"])
-    for name, value in plain.items():
+def _environment(plain: str | None, secret: str | None) -> list[dict[str, Any]]:
+    """What --env and --env-from say, key by key: a TrainJob's containers have no envFrom."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in _pairs("env", plain):
         if environment.tells_secret(name, value):
             raise Refused(
-                f"--env {name}: reads like a secret, which everybody who may look at the TrainJob would read; lay it "
-                f"down with: {_cluster(submission).text} create secret generic NAME --from-file={name}=FILE, and give "
-                f"--env-from {name}=NAME"
+                f"--env {name}: reads like a secret, and everybody who may look at the TrainJob would read it; make a "
+                f"Secret: kubectl create secret generic NAME --from-file={name}=FILE, and give --env-from {name}=NAME"
             )
-    both = plain.keys() & secret.keys()
-    if both:
-        raise Refused(f"--env and --env-from both give {min(both)}; leave one of them out")
-    return plain | {name: _from_secret(name, text) for name, text in secret.items()}
+        found[name] = {"name": name, "value": value}
+    for name, value in _pairs("env-from", secret):
+        where, _, key = value.partition("/")
+        if not re.fullmatch(_NAME, where) or not re.fullmatch(r"[-._A-Za-z0-9]+", key or name):
+            raise Refused(f"--env-from {name}={value}: give the name of a Secret, or SECRET/KEY")
+        found[name] = {"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key or name}}}
+    return list(found.values())
 
 
-def _pairs(flag: str, text: str | None) -> dict[str, str]:
-    example = {"env": "NCCL_DEBUG=INFO,NCCL_IB_DISABLE=1", "env-from": "WANDB_API_KEY=SECRET,HF_TOKEN=SECRET/KEY"}[flag]
-    found: dict[str, str] = {}
-    for pair in text.split(",") if text is not None else ():
-        name, is_pair, value = pair.partition("=")
-        if not is_pair or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise Refused(f"--{flag} {pair}: give NAME=VALUE, several with commas: {example}")
-        if name.startswith(_RESERVED):
+def _pairs(flag: str, text: str | None) -> list[tuple[str, str]]:
+    pairs = [pair.partition("=") for pair in text.split(",")] if text is not None else []
+    for name, equals, _ in pairs:
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise Refused(f"--{flag} {name}{equals}: give NAME=VALUE, several with commas")
+        if name.startswith(("PET_", "TRAIN_RUNS", "HOME")):
             raise Refused(f"--{flag} {name}: Kubeflow Trainer or the pod itself sets it; leave it out")
-        found[name] = value
-    return found
+    return [(name, value) for name, _, value in pairs]
 
 
-def _from_secret(name: str, text: str) -> FromSecret:
-    secret, is_other, key = text.partition("/")
-    if not is_other:
-        key = name
-    if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", secret) or not re.fullmatch(r"[-._A-Za-z0-9]+", key):
-        raise Refused(
-            f"--env-from {name}={text}: give the name of a Secret, and its key if that is another: SECRET/KEY"
-        )
-    return FromSecret(secret, key)
+def submit(run: Run) -> str:
+    """Create the TrainJob, and before it what its pods need; what an earlier start has left goes first."""
+    at = _place_of(run)
+    _remove(run, "--cascade=foreground", "--wait", seconds=600)
+    _kubectl(at, "create", "--filename=-", given="\n---\n".join(map(json.dumps, _company(run, at.partition("@")[0]))))
+    _kubectl(at, "create", "--filename=-", given=(run.folder / SCRIPT).read_text(encoding="utf-8"))
+    return f"trainjob {run.name} in {at.rstrip('@')}"
 
 
-def _label_of(name: str) -> str:
-    """A name that Kubernetes takes, near to this one."""
-    text = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return text if text[:1].isalpha() else f"run-{text}".strip("-")
-
-
-def _check_size(submission: Submission) -> None:
-    size = sum(len(content) for content in submission.files.values())
-    if size > _BYTES - 4096:  # the names and the rest of the object
-        raise Refused(
-            f"the task file and --config are {size} bytes, and a ConfigMap takes {_BYTES}; lay the data that is in "
-            "them into the claim for data"
-        )
-
-
-def _check_there(submission: Submission) -> None:
-    """Find what is missing in the cluster before anything is created."""
-    if shutil.which("kubectl") is None:
-        raise Refused("kubectl is not installed, and runs are handed over with it; what it would get: --dry-run")
-    name, cluster = submission.name, _cluster(submission)
+def _company(run: Run, namespace: str) -> list[dict[str, Any]]:
+    """The files that every pod reads, and that pods of this run may talk to each other; nobody else may come in."""
+    labels = {_OURS: "trainstation", _ID: run.read()["submission"]}
+    metadata = {"name": run.name, "namespace": namespace, "labels": labels}
+    files = {name: run.folder / name for name in (FILE, TASK, CONFIG) if (run.folder / name).is_file()}
     try:
-        if cluster.get("trainjob", name):
-            raise Refused(
-                f"namespace {cluster.namespace} has a trainjob {name} already; give another --name, or delete it: "
-                f"{cluster.text} delete trainjob {name}"
+        texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    except UnicodeDecodeError:
+        raise Refused("the task file and --config must be UTF-8, for a ConfigMap holds them; convert them") from None
+    pods = {"podSelector": {"matchLabels": {_RUN: run.name}}}
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": texts},
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": metadata,
+            "spec": {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]},
+        },
+    ]
+
+
+def jobs(place: str | None) -> dict[str, Job]:
+    """All TrainJobs of ours in a namespace, those that have ended among them."""
+    said = _kubectl(place or NAMESPACE, "get", "trainjob,pod", f"--selector={_OURS}=trainstation", "--output=json")
+    try:
+        items = json.loads(said)["items"]
+        pods = [one for one in items if one["kind"] == "Pod"]
+        return {
+            one["metadata"]["labels"][_ID]: _job(
+                one, [pod for pod in pods if pod["metadata"]["labels"].get(_RUN) == one["metadata"]["name"]]
             )
-        _check_claims(submission, cluster)
-    except Silent as error:
-        raise Refused(f"{error}; choose one: kubectl config use-context, or --kube-context NAME") from None
+            for one in items
+            if one["kind"] == "TrainJob" and _ID in one["metadata"]["labels"]
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Refused(f"kubectl answers with something else than TrainJobs and pods: {one_line(repr(error))}") from None
 
 
-def _check_claims(submission: Submission, cluster: Cluster) -> None:
-    claims = {"runs": submission.own["runs_claim"] or manifests.RUNS_CLAIM}
-    claims["data"] = submission.own["data_claim"] or manifests.DATA_CLAIM
-    for use, claim in claims.items():
-        found = cluster.get("persistentvolumeclaim", claim)
-        if not found:
-            raise Refused(
-                f"namespace {cluster.namespace} has no volume claim {claim} for {use}; both are made by: {APPLY}"
-            )
-        modes = found.get("spec", {}).get("accessModes") or []
-        if use == "runs" and submission.nodes > 1 and "ReadWriteMany" not in modes:
-            raise Refused(
-                f"--runs-claim {claim} is {', '.join(modes)}: pods on {submission.nodes} machines need ReadWriteMany; "
-                "give another claim, or --nodes 1"
-            )
+def _job(job: Mapping[str, Any], pods: list[dict[str, Any]]) -> Job:
+    """How a TrainJob stands, by its conditions and its pods."""
+    for condition in job.get("status", {}).get("conditions") or ():
+        if condition["status"] == "True" and condition["type"] == "Complete":
+            return Job(store.FINISHED, "its trainjob is complete")
+        if condition["status"] == "True" and condition["type"] == "Failed":
+            return Job(store.FAILED, _words(condition) or "its trainjob has failed")
+    phases = [pod.get("status", {}).get("phase", "Pending") for pod in pods]
+    running, nodes = phases.count("Running"), job["spec"]["trainer"]["numNodes"]
+    if job["metadata"].get("deletionTimestamp"):
+        return Job(store.RUNNING, f"its trainjob is being deleted; {running} pods still run")
+    pending = next((pod for pod, phase in zip(pods, phases, strict=True) if phase == "Pending"), None)
+    why = f"; {pending['metadata']['name']} waits: {_waits(pending)}" if pending else ""
+    return Job(store.RUNNING if running else store.QUEUED, f"{running} of {nodes} pods run{why}")
 
 
-def _cluster(submission: Submission) -> Cluster:
-    return Cluster(submission.own["namespace"] or manifests.NAMESPACE, submission.own["kube_context"])
+def _waits(pod: Mapping[str, Any]) -> str:
+    """Why a pod does not run."""
+    status = pod.get("status", {})
+    waits = [one.get("state", {}).get("waiting") for one in status.get("containerStatuses") or ()]
+    waits += [one for one in status.get("conditions") or () if one["status"] != "True"]
+    return next((_words(one) for one in waits if one), "its container is not there yet")
 
 
-# --- a run that was handed over
+def _words(said: Mapping[str, Any]) -> str:
+    """`reason: message` of whatever has them."""
+    return one_line(": ".join(filter(None, (said.get("reason"), said.get("message")))))
 
 
-def standings(at: str | None) -> dict[str, Standing]:
-    """All TrainJobs of ours in a namespace, by name, those that have ended among them."""
-    found = Cluster.at(at or manifests.NAMESPACE).those("trainjob,pod", manifests.SELECTOR)
-    with understood():
-        return trainjob.standings(found)
-
-
-def halt(run: Run, standing: Standing, now: bool) -> None:
-    """Suspend it: its pods get SIGTERM, save, and are gone.
-
-    What Kueue has started it would start again: that is deleted. Its folder stays in the cluster either way.
-    """
-    cluster, job = _there(run)
-    if not job or job["metadata"].get("deletionTimestamp"):
-        return
-    if (job["metadata"].get("labels") or {}).get(manifests.QUEUE):
-        cluster.drop(f"trainjob/{run.name}")
-    elif not trainjob.suspended(job):
-        cluster.patch("trainjob", run.name, {"spec": {"suspend": True}})
+def stop(run: Run, job: Job, now: bool) -> None:
+    """Delete the TrainJob: its pods get SIGTERM, save, and are gone. What the run has saved stays in its claim."""
+    _delete(run, "trainjob", "--cascade=foreground", "--wait=false")
     if now:
-        cluster.said("delete", "pod", f"--selector={manifests.RUN}={run.name}", "--grace-period=1", "--wait=false")
+        pods = ("delete", "pod", f"--selector={_RUN}={run.name}", "--grace-period=1", "--wait=false")
+        _kubectl(_place_of(run), *pods)
 
 
-def again(run: Run) -> None:
-    """Let a TrainJob that is suspended go on; where there is none, or it is to do something else, make it anew."""
-    cluster, job = _there(run)
-    path = run.folder / MANIFESTS
-    objects = handed.read(path)
-    content = _for_pods((run.folder / FILE).read_text(encoding="utf-8"))
-    files = next(one for one in objects if one["kind"] == "ConfigMap")["data"]
-    if trainjob.suspended(job) and files[FILE] == content:
-        cluster.patch("trainjob", run.name, {"spec": {"suspend": False}})
-    else:
-        if job:
-            cluster.clear(*(f"{kind}/{run.name}" for kind in ("trainjob", "configmap", "networkpolicy")))
-        files[FILE] = content  # a ConfigMap of ours cannot be changed, only replaced
-        _create(cluster, objects)
-        durable.write_atomically(path, handed.to_yaml(objects))
-    run.update(submitted=_taken(cluster, run.name), reason="handed to Kubernetes")
+def logs(run: Run, rank: int, since: str | None = None) -> list[str] | None:
+    """By kubectl: what the pods of that rank's node have said."""
+    record = run.read()
+    if rank >= record["world_size"]:
+        raise Refused(f"{run.name} has no rank {rank}: they are counted from 0 to {record['world_size'] - 1}")
+    pods = f"--selector={_RUN}={run.name},{_NODE}={rank // record['nproc']}"
+    going_on = [] if since is None else ["--follow", *([f"--since-time={since}"] if since else [])]
+    return _command(_place_of(run), "logs", pods, "--container=node", "--tail=-1", *going_on)
 
 
-def adopt(run: Run) -> None:
-    """A TrainJob has the run's name: there is none that is not known."""
-
-
-def forget(run: Run) -> str:
+def remove(run: Run) -> str:
     """Delete its TrainJob, and all that belongs to it."""
-    cluster, job = _there(run)
-    if job:
-        cluster.drop(f"trainjob/{run.name}")
-    return f"{run.name}: what it has saved stays in the claim for runs of {cluster}, under the same name"
+    _remove(run, "--wait=false")
+    return f"{run.name}: what it has saved stays in the claim for runs of {_place_of(run)}, under the same name"
 
 
-def log(run: Run, rank: int) -> PodLog:
-    """What the pods of that rank's node say, one after the other."""
-    return PodLog(run, rank)
+def _remove(run: Run, *options: str, seconds: int = 20) -> None:
+    _delete(run, "trainjob,configmap,networkpolicy", *options, seconds=seconds)
 
 
-def _there(run: Run) -> tuple[Cluster, dict[str, Any]]:
-    """Where a run is, and its TrainJob; {} where there is none."""
-    cluster = Cluster.at(run.read()["submitted"]["at"])
-    return cluster, cluster.get("trainjob", run.name)
+def _delete(run: Run, kinds: str, *options: str, seconds: int = 20) -> None:
+    mine = f"--selector={_ID}={run.read()['submission']}"
+    _kubectl(_place_of(run), "delete", kinds, mine, *options, seconds=seconds)
+
+
+def _place_of(run: Run) -> str:
+    return str(run.read()["submitted"].get("at") or NAMESPACE)
+
+
+def _command(place: str, *arguments: str, seconds: int = 0) -> list[str]:
+    """kubectl's command line for a namespace and context; `seconds` for an answer, 0: any time."""
+    namespace, _, context = place.partition("@")
+    where = ["--namespace", namespace, *(["--context", context] if context else [])]
+    return ["kubectl", *where, f"--request-timeout={seconds}s", *arguments]
+
+
+def _kubectl(place: str, *arguments: str, given: str | None = None, seconds: int = 20) -> str:
+    """What kubectl prints. Raises Refused: it fails; with what to do, where that is known."""
+    try:
+        return call(*_command(place, *arguments, seconds=seconds), given=given, seconds=seconds + 30)
+    except Refused as error:
+        hint = next((hint for words, hint in _HINTS.items() if words in str(error)), "")
+        raise Refused(f"{error}; {hint}" if hint else error) from None

@@ -10,7 +10,7 @@ from train.commands import offers, shared
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED
 from train.record import folders
-from train.runs import select, standing
+from train.runs import jobs, select
 
 
 def add_arguments(parser: Parser) -> None:
@@ -33,7 +33,7 @@ def run(options: Namespace, runs: Path) -> int:
     limit = number("limit", options.limit, 1)
     names = options.names
     found = select.matching(runs, names, must=False) if names else folders.every(runs)
-    records = standing.effective(found, shared.tell)
+    records = jobs.effective(found, shared.tell)
     known = bool(records) and not names
     records = select.chosen(records, options.state, options.sort, limit, options.reverse)
     print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))

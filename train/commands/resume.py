@@ -62,23 +62,24 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
         Refused: it runs, or cannot go on so.
     """
     from train.record import folders
-    from train.runs import launch, standing, submitted
+    from train.runs import jobs, launch
     from train.runs.control import nothing_left
 
     run = folders.find(runs, name)
-    is_submitted = standing.is_submitted(run.read())
-    if is_submitted:
-        standing.shown(run, lambda _: None)  # of one that is kept elsewhere, its end may not be known here yet
+    record = run.read()
+    if jobs.is_submitted(record):
+        _check_submitted(options, name)
+        said = jobs.resume(run, options.flags)
+        if not said:
+            screen.say(f"{name} has finished already; for more: train resume {name} --epochs N")
+            return False
+        screen.say(f"train: {said}")
+        screen.say(name, sys.stdout)
+        return True
     said = nothing_left(run, options.flags, options.script)
     if said:
         screen.say(said)
         return False
-    record = run.read()
-    if is_submitted:
-        _check_submitted(options, name)
-        screen.say(f"train: {submitted.resume(run, options.flags)}")
-        screen.say(name, sys.stdout)
-        return True
     before = record.get("cluster")
     order = launch.Order(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,

@@ -171,11 +171,11 @@ def warn(warnings: list[str]) -> None:
 def follow(runs: Path, name: str) -> int:
     """Show a run until it ends, and end as it does."""
     from train.record import folders
-    from train.runs import followed, standing
+    from train.runs import job_output, jobs
     from train.runs.follow import follow
 
     run = folders.find(runs, name)
-    return followed.follow(run) if standing.is_submitted(run.read()) else follow(run)
+    return job_output.follow(run) if jobs.is_submitted(run.read()) else follow(run)
 
 
 def tell(text: str) -> None:

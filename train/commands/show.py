@@ -21,10 +21,10 @@ def run(options: Namespace, runs: Path) -> int:
     """Print it, or its record as JSON."""
     from train.record import best, folders
     from train.record.table import story
-    from train.runs import standing
+    from train.runs import jobs
 
     run = folders.find(runs, options.name)
-    record = standing.shown(run, shared.tell)
+    record = jobs.shown(run, shared.tell)
     if not options.json:
         print(story(run, record))
         return EXIT_FINISHED

@@ -19,13 +19,10 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Wait until it has stopped; say how it stands."""
     from train.record import folders
-    from train.runs import submitted
-    from train.runs.control import stop
-    from train.runs.standing import is_submitted
+    from train.runs import control, jobs
 
     run = folders.find(runs, options.name)
-    if is_submitted(run.read()):
-        submitted.stop(run, options.now, shared.tell)
-    code, text = stop(run, options.now)
+    is_job = jobs.is_submitted(run.read())
+    code, text = jobs.stop(run, options.now, shared.tell) if is_job else control.stop(run, options.now)
     screen.say(text)
     return code

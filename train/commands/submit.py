@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from train import screen
 from train.cluster import WAIT_MINUTES
-from train.cluster.engines import ENGINES, engine
-from train.cluster.submission import Submission, seconds_of
+from train.cluster.engine import ENGINES, Submission, engine, seconds_of
 from train.commands import offers, shared
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 from train.runs.gpus import MOST_RANKS
+from train.runs.supervise import MAX_RESTARTS
 
 T = TypeVar("T")
 
@@ -44,18 +44,16 @@ def run(options: Namespace, runs: Path) -> int:
     """Check the request, hand it over, print the run's name; follow it if wanted."""
     if options.follow and options.dry_run:
         raise Refused("--follow and --dry-run: of what is only shown there is nothing to follow; leave one of them out")
-    submission = _submission(options, runs)
-    taker = engine(submission.engine)
-    taker.check(submission)
-    from train.runs import submit
+    asked = _submission(options, runs)
+    from train.runs import jobs
 
-    submit.prepare(submission)
-    if submission.is_dry:
-        print(taker.render(submission), end="", flush=True)
+    said = jobs.submit(asked)
+    if asked.is_dry:
+        print(said, end="", flush=True)
         return EXIT_FINISHED
-    screen.say(f"train: {taker.submit(submission)}")
-    print(submission.name, flush=True)
-    return shared.follow(runs, submission.name) if options.follow else EXIT_FINISHED
+    screen.say(f"train: {said}")
+    print(asked.name, flush=True)
+    return shared.follow(runs, asked.name) if options.follow else EXIT_FINISHED
 
 
 def _submission(options: Namespace, runs: Path) -> Submission:
@@ -72,6 +70,8 @@ def _submission(options: Namespace, runs: Path) -> Submission:
     nproc = number("nproc", options.nproc, 1, MOST_RANKS) or gpus
     if not nproc:
         raise Refused("give --gpus-per-node G, or --nproc N for ranks on CPUs")
+    if gpus and nproc > gpus:
+        raise Refused(f"--nproc {nproc}: more ranks than the {gpus} GPUs of a node")
     request |= {"engine": options.on, "runs": runs, "name": name, "gpus_per_node": gpus, "nproc": nproc}
     return Submission(
         **request,
@@ -82,7 +82,7 @@ def _submission(options: Namespace, runs: Path) -> Submission:
         memory=options.mem,
         image=options.container,
         wait_minutes=shared.wait_minutes(_or(options.wait_minutes, str(WAIT_MINUTES))),
-        max_restarts=number("max-restarts", options.max_restarts),
+        max_restarts=_or(number("max-restarts", options.max_restarts), MAX_RESTARTS),
         own=_own(options),
         is_dry=options.dry_run,
     )

@@ -63,23 +63,12 @@ class Cluster(TypedDict):
     wait_minutes: NotRequired[float]
 
 
-class Seen(TypedDict):
-    """What an engine said last of a run that is kept in its cluster."""
-
-    state: str
-    reason: str
-    at: str
-
-
 class Submitted(TypedDict):
     """The engine of a cluster that starts the run."""
 
     engine: str
-    job: str | None
     at: NotRequired[str | None]
     """Which of the engine's clusters."""
-    handed: NotRequired[str | None]
-    seen: NotRequired[Seen]
 
 
 class Record(TypedDict):
@@ -150,8 +139,7 @@ class Record(TypedDict):
     nodes: NotRequired[Any]
     submitted: NotRequired[Submitted]
     submission: NotRequired[str | None]
-    parts: NotRequired[list[str]]
-    """What an engine says of each machine's part."""
+    """Its id, by which the engine's jobs of the run are found."""
     refused: NotRequired[Any]
     """This machine cannot be one of the run's several."""
 

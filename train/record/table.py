@@ -86,9 +86,7 @@ def story(run: Run, record: dict[str, Any]) -> str:
     line("weights", record.get("weights_sha256"))
     taken = record.get("submitted") or {}
     at = f" in {taken['at']}" if taken.get("at") else ""
-    line("submitted", f"job {taken['job']} of {taken['engine']}{at}" if taken.get("job") else None)
-    for part in record.get("parts") or ():
-        line("", part)
+    line("submitted", f"{taken['engine']}{at}" if taken else None)
     line("ranks", record.get("world_size"))
     line("host", record.get("host"))
     line("created", record.get("created"))

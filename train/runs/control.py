@@ -115,11 +115,17 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         record = run.shown()
         state = record["state"]
         break
-    if state == store.FAILED:
-        return EXIT_FAILED, f"{run.name} failed: {record['reason']}"
-    elif state == store.FINISHED:
-        return EXIT_FINISHED, f"{run.name} has finished"
-    return EXIT_FINISHED, f"{run.name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
+    return how_it_stands(record)
+
+
+def how_it_stands(record: dict[str, Any]) -> tuple[int, str]:
+    """Of a run that was asked to stop: an exit code, and a line."""
+    name = record["name"]
+    if record["state"] == store.FAILED:
+        return EXIT_FAILED, f"{name} failed: {record['reason']}"
+    if record["state"] == store.FINISHED:
+        return EXIT_FINISHED, f"{name} has finished"
+    return EXIT_FINISHED, f"{name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
 
 
 def stop_by_signal(run: Run, now: bool, error: OSError) -> None:

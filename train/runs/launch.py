@@ -62,7 +62,7 @@ class Order:
     cluster: dict[str, Any] | None = None
     """On several machines: nodes.Settings. With resume: None leaves them as they are, {} goes on on this one alone."""
     queued: bool = False
-    """With new: the folder is there already, for an engine of a cluster was to start the run; see runs/placed.py."""
+    """With new: the folder is there already, for an engine of a cluster was to start the run; see runs/job_agent.py."""
     submission: str | None = None
     """With new: which submission the run is of."""
     by_keeper: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 from train.errors import Refused, nearest
 from train.record import folders, store
 from train.record.store import Run
-from train.runs import submitted
+from train.runs import jobs
 
 STATES = (
     store.CREATED, store.QUEUED, store.RUNNING, store.STOPPED, store.INTERRUPTED, store.COPY, store.FAILED,
@@ -53,18 +53,17 @@ def remove(runs: list[Run]) -> list[str]:
     Raises:
         Refused: a run is alive, or a folder cannot be removed.
     """
-    every = [*runs, *(other for run in runs for other in submitted.others(run))]
+    every = [*runs, *(other for run in runs for other in jobs.others(run))]
     with contextlib.ExitStack() as held:
         for run in runs:
-            held.enter_context(submitted.not_handed_over(run))  # it must not have a new job when it is gone
-            submitted.check_gone(run)
+            held.enter_context(jobs.left_alone(run))
         for run in every:
             lock = run.acquire()
             if lock is None:
                 also = f"; nothing was removed of these {len(runs)} runs" if len(runs) > 1 else ""
                 raise Refused(f"{run.name} is running; first: train stop {run.name}{also}")
             held.callback(lock.release)
-        stays = [line for run in runs if (line := submitted.forget(run))]
+        stays = [line for run in runs if (line := jobs.forget(run))]
         for run in reversed(every):
             folders.bury(run)
     return stays

@@ -15,7 +15,7 @@ from train.errors import one_line
 from train.gpus import Gpu, Gpus
 from train.record import heartbeat, store
 from train.record.store import Run
-from train.runs import standing
+from train.runs import jobs
 from train.runs.monitor import look
 
 _NONE = "-"
@@ -116,7 +116,7 @@ class Page:
 
 def _is_explained(record: dict[str, Any]) -> bool:
     """Whether there is a reason to show: why a run has ended, or what is said of it where its ranks are not seen."""
-    unseen = look.is_alive(record) and standing.is_submitted(record) and not record["attempts"]
+    unseen = look.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
     return bool(record.get("reason")) and (unseen or record["state"] in (store.FAILED, store.INTERRUPTED, store.COPY))
 
 

@@ -1,202 +1,329 @@
-"""`train submit --on kubernetes`: what a cluster is given, and a line for whatever is wrong or missing."""
+"""Runs on Kubernetes: what a cluster is given, what is made of its answers, and what its pods do. No cluster is here.
+
+kubectl is a script that notes what it is given and gives the answers that lie in a folder; pods are processes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import re
-import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.train.cluster import kubectl
-from tests.train.conftest import Station
-from train.cluster import manifests
+from tests.ports import free_port
+from tests.train.cluster.conftest import FIELDS, consumed, wait_until
+from tests.train.cluster.published import faults
+from tests.train.commands.test_bad_input import command, refused
+from tests.train.conftest import PATIENCE, Station
+from train.record.store import Run
 
-ROOT = Path(__file__).parents[3]
-SUBMIT = ("submit", "digits", "--on", "kubernetes", "--name", "first", "--nodes", 2, "--gpus-per-node", 4)
+DEPLOY = Path(__file__).parents[3] / "deploy" / "kubernetes"
+SUBMIT = ("submit", "digits", "--on", "kubernetes", "--name", "a", "--nodes", 2, "--nproc", 1)
+ALL = (
+    "--on", "kubernetes", "--name", "all", "--nodes", 64, "--gpus-per-node", 8, "--time", "2-12:00:00", "--warn", 300,
+    "--cpus-per-task", 96, "--mem", "1.5T", "--shm", "256Gi", "--container", "registry.example/trainstation:1",
+    "--namespace", "research", "--runs-claim", "fast", "--data-claim", "big", "--queue", "night",
+    "--env", "NCCL_DEBUG=INFO,NCCL_IB_HCA==mlx5_0", "--env-from", "WANDB_API_KEY=tools,HF_TOKEN=hub/token", "--dry-run",
+)  # fmt: skip
+KUBECTL = """#!/bin/bash
+echo "$*" >>"$CLUSTER/calls"
+case " $* " in
+*" current-context "*) echo test ;;
+*" --dry-run=server "* | *" create "*)
+    if [ -e "$CLUSTER/problem" ]; then cat "$CLUSTER/problem" >&2; exit 1; fi
+    if [[ " $* " == *" --dry-run=server "* ]]; then cat >/dev/null; else cat >>"$CLUSTER/created"; fi
+    printf '\\n---\\n' >>"$CLUSTER/created" ;;
+*" get "*) cat "$CLUSTER/answer" ;;
+*" delete "*) echo '{"items": []}' >"$CLUSTER/answer" ;;
+*" logs "*)
+    echo "what the pod has said"
+    if [ -e "$CLUSTER/next" ]; then mv "$CLUSTER/next" "$CLUSTER/answer"; fi ;;
+esac
+"""
+
+
+def read(text: str) -> list[dict[str, Any]]:
+    return [one for one in yaml.safe_load_all(text) if one is not None]
 
 
 class Cluster:
-    """A cluster that is a folder, and the kubectl that leads there (kubectl.py)."""
+    """What kubectl was given, and what it answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "cluster"
-        (self.folder / "trainstation").mkdir(parents=True)
-        bin_ = folder / "bin"
-        bin_.mkdir()
-        tool = bin_ / "kubectl"
-        tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.train.cluster.kubectl "$@"\n')
-        tool.chmod(0o755)
-        self.env = {"CLUSTER": str(self.folder), "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
-        self.down = self.folder / "down"
-        for name in (manifests.RUNS_CLAIM, manifests.DATA_CLAIM):
-            self.put(manifests.claim(name, "ReadWriteMany", "1Gi"))
+        (folder / "bin").mkdir(parents=True)
+        self.folder.mkdir()
+        (folder / "bin" / "kubectl").write_text(KUBECTL)
+        (folder / "bin" / "kubectl").chmod(0o755)
+        self.env = {"CLUSTER": str(self.folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+        self.answer([])
 
-    def put(self, manifest: dict[str, Any]) -> None:
-        self.path(manifest["kind"], manifest["metadata"]["name"]).write_text(json.dumps(manifest))
+    def answer(self, items: list[dict[str, Any]]) -> None:
+        (self.folder / "answer").write_text(json.dumps({"items": items}))
 
-    def path(self, kind: str, name: str) -> Path:
-        return self.folder / "trainstation" / f"{kind}-{name}.json"
+    def created(self) -> list[dict[str, Any]]:
+        """All that was created."""
+        return read((self.folder / "created").read_text())
 
-    def read(self, kind: str, name: str) -> dict[str, Any]:
-        return json.loads(self.path(kind, name).read_text())
-
-    def change(self, name: str, **more: Any) -> None:
-        """What somebody else does to a TrainJob."""
-        self.put(merged(self.read("TrainJob", name), more))
-
-    def there(self) -> set[str]:
-        return {path.stem for path in (self.folder / "trainstation").iterdir()}
-
-
-def merged(one: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    kubectl.merge(one, more)
-    return one
-
-
-CLAIMS = {"PersistentVolumeClaim-trainstation-runs", "PersistentVolumeClaim-trainstation-data"}
-RUN = {"TrainJob-first", "ConfigMap-first", "NetworkPolicy-first"}
+    def calls(self) -> str:
+        return (self.folder / "calls").read_text()
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path)
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster(tmp_path)
+    for name, value in made.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRAIN_RUNS", raising=False)
+    return made
 
 
-def refused(station: Station, *arguments: object, env: dict[str, str] | None = None) -> str:
-    done = station(*arguments, env=env)
-    assert done.returncode == 2 and done.stdout == "", (done.stdout, done.stderr)
-    (line,) = done.stderr.splitlines()
-    assert arguments[0] != "submit" or not station.runs.exists()
-    return line
+def ok(*arguments: object) -> tuple[str, str]:
+    """What a command of a user's says, on stdout and stderr."""
+    code, out, err = command(*arguments)
+    assert code == 0, err
+    return out, err
 
 
-def test_a_run_is_created_with_all_that_belongs_to_it(station: Station, cluster: Cluster) -> None:
-    done = station.ok(*SUBMIT, env=cluster.env)
-    assert done.stdout == "first\n"
-    assert "trainjob first in trainstation@test" in done.stderr and "runs/first/job.yaml" in done.stderr
-    assert cluster.there() == CLAIMS | RUN | {"TrainingRuntime-trainstation"}
-    for kind in ("ConfigMap", "NetworkPolicy"):  # they go when the TrainJob is deleted
-        (owner,) = cluster.read(kind, "first")["metadata"]["ownerReferences"]
-        assert owner["uid"] == cluster.read("TrainJob", "first")["metadata"]["uid"] and owner["kind"] == "TrainJob"
-    id_ = station.record("first")["submission"]  # of each submission its own
-    shown = station.ok(*SUBMIT, "--runs", "other", "--dry-run").stdout
-    handed = (station.runs / "first" / "job.yaml").read_text()
-    assert handed == re.sub(r'"id": "[0-9a-f]{16}"', f'"id": "{id_}"', shown)
-    station.runs.rename(station.folder / "moved")
-    again = refused(station, *SUBMIT, env=cluster.env)
-    assert "has a trainjob first already" in again and "delete trainjob first" in again
+def test_everything_that_is_kept_for_kubernetes_is_what_is_published() -> None:
+    found = [one for path in sorted(DEPLOY.glob("*.yaml")) for one in read(path.read_text()) if "metadata" in one]
+    assert len(found) == 5
+    for manifest in found:
+        assert faults(manifest) == [], manifest["metadata"]["name"]
+        spoilt = manifest | {"spec": manifest.get("spec", {}) | {"no such field": 1}}
+        assert faults(spoilt) != []
+    (runtime,) = (one for one in found if one["kind"] == "TrainingRuntime")
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True and pod["automountServiceAccountToken"] is False
+    rights = pod["containers"][0]["securityContext"]
+    assert rights["capabilities"] == {"drop": ["ALL"]} and rights["allowPrivilegeEscalation"] is False
 
 
-def test_a_runtime_that_is_there_is_left_as_it_is(station: Station, cluster: Cluster) -> None:
-    cluster.put(manifests.runtime() | {"mine": True})
-    station.ok(*SUBMIT, env=cluster.env)
-    assert json.loads(cluster.path("TrainingRuntime", "trainstation").read_text())["mine"] is True
-
-
-@pytest.mark.parametrize("kind", ["TrainJob", "ConfigMap", "NetworkPolicy"])
-def test_what_a_cluster_refuses_half_way_leaves_nothing_behind(station: Station, cluster: Cluster, kind: str) -> None:
-    (cluster.folder / "refuses").write_text(kind)
-    assert "exceeded quota" in refused(station, *SUBMIT, env=cluster.env)
-    assert cluster.there() == CLAIMS
-
-
-def test_a_missing_claim_is_named_and_one_that_cannot_be_shared(station: Station, cluster: Cluster) -> None:
-    cluster.put(manifests.claim(manifests.RUNS_CLAIM, "ReadWriteOnce", "1Gi"))
-    assert "is ReadWriteOnce: pods on 2 machines need ReadWriteMany" in refused(station, *SUBMIT, env=cluster.env)
-    line = refused(station, *SUBMIT, "--data-claim", "other", env=cluster.env)
-    assert "ReadWriteMany" in line
-    cluster.put(manifests.claim(manifests.RUNS_CLAIM, "ReadWriteMany", "1Gi"))
-    line = refused(station, *SUBMIT, "--data-claim", "other", env=cluster.env)
-    assert "no volume claim other for data" in line and "kubectl apply -k deploy/kubernetes" in line
-    assert cluster.there() == CLAIMS
-
-
-def test_without_kubectl_a_line_says_so(station: Station, tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "kubectl is not installed" in refused(station, *SUBMIT, env={"PATH": str(empty)})
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_without_a_cluster_a_line_says_so(station: Station, tmp_path: Path) -> None:
-    env = {"KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path), "KUBERNETES_SERVICE_HOST": ""}
-    line = refused(station, *SUBMIT, env=env)
-    assert "no cluster answers kubectl" in line and "--kube-context" in line
-
-
-def test_a_cluster_without_trainer_is_named(station: Station, cluster: Cluster) -> None:
-    tool = Path(cluster.env["PATH"].split(os.pathsep)[0]) / "kubectl"
-    tool.write_text('#!/bin/sh\necho "error: the server doesn\'t have a resource type \\"trainjob\\"" >&2; exit 1\n')
-    assert "no Kubeflow Trainer v2" in refused(station, *SUBMIT, env=cluster.env)
+def test_a_train_job_with_all_options_is_what_is_published(cluster: Cluster) -> None:
+    (manifest,) = read(ok("submit", "digits", "--batch_size", 512, *ALL)[0])
+    assert faults(manifest) == []
+    assert manifest["metadata"]["namespace"] == "research" and not Path("runs").exists()
+    job = manifest["spec"]
+    assert job["activeDeadlineSeconds"] == 60 * 3600
+    assert job["trainer"]["image"] == "registry.example/trainstation:1"
+    assert job["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "96", "memory": "1.5Ti"}
+    assert job["trainer"]["env"][1] == {"name": "NCCL_IB_HCA", "value": "=mlx5_0"}
+    assert job["trainer"]["env"][2:] == [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for name, secret, key in (("WANDB_API_KEY", "tools", "WANDB_API_KEY"), ("HF_TOKEN", "hub", "token"))
+    ]
+    (patched,) = job["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = patched["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 360
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Gi"}
+    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == "fast"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--name", "My_Run"), "such as my-run"),
-        (("--name", "9lives"), "such as run-9lives"),
-        (("--name", "a" * 52), "too long by 4"),
+        (("--name", "My_Run"), "up to 45 of a-z, 0-9 and -, a letter first"),
         (("--mem", "64"), "--mem 64: give a size such as 64G"),
-        (("--mem", "0G"), "--mem 0G"),
-        (("--shm", "lots"), "--shm lots"),
         (("--env", "NCCL_DEBUG"), "give NAME=VALUE"),
-        (("--env", ""), "give NAME=VALUE"),
         (("--env", "PET_NNODES=3"), "Kubeflow Trainer or the pod itself sets it"),
-        (("--env-from", "PET_NNODES=many"), "Kubeflow Trainer or the pod itself sets it"),
-        (("--env-from", "WANDB_API_KEY"), "--env-from WANDB_API_KEY: give NAME=VALUE"),
+        (("--env", "WANDB_API_KEY=9e3779b97f4a7c15"), "--env WANDB_API_KEY: reads like a secret"),
         (("--env-from", "WANDB_API_KEY=My Secret"), "give the name of a Secret"),
-        (("--env-from", "WANDB_API_KEY=tools/"), "give the name of a Secret"),
-        (("--env", "A=1", "--env-from", "A=tools"), "both give A"),
         (("--namespace", "My_Space"), "--namespace My_Space"),
-        (("--queue", "-"), "--queue -"),
-        (("--init", "weights.safetensors"), "pods cannot read this machine's files"),
         (("--init", "/datasets/../etc/passwd"), "pods cannot read this machine's files"),
         (("--kube-context", "a\nb: c"), "--kube-context 'a\\nb: c': give a name"),
-        (("--kube-context", ""), "--kube-context '': give a name"),
-        (("--container", ""), "--container '': give an image"),
         (("--container", "a\nb"), "--container 'a\\nb': give an image"),
-        (("--shm", ""), "--shm : give a size"),
-        (("--mem", "9" * 40 + "G"), "give a size such as 64G"),
-        (("--namespace", "n" * 64), "no name that Kubernetes takes"),
-        (("--warn", 100000), "--warn 100000: at most 86400"),
         (("--partition", "gpu"), "--on slurm"),
-        (("--time", "soon"), "--time soon"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_cluster_is_asked(
-    station: Station, arguments: tuple[object, ...], words: str
+    cluster: Cluster, arguments: tuple[object, ...], words: str
 ) -> None:
-    assert words in refused(station, *SUBMIT, *arguments, "--dry-run")
+    assert "9e3779b97f4a7c15" not in refused(command(*SUBMIT, *arguments), words)
+    assert not (cluster.folder / "calls").exists() and not Path("runs").exists()
 
 
 @pytest.mark.parametrize(
-    "pair",
-    ["WANDB_API_KEY=9e3779b97f4a7c15", "HF=hf_9e3779b97f4a7c15f39c", "HTTPS_PROXY=http://me:9e3779b97f4a7c15@proxy:1"],
+    ("problem", "words"),
+    [
+        ('error: resource mapping not found: no matches for kind "TrainJob"', "no Kubeflow Trainer v2"),
+        ('Error from server (NotFound): namespaces "trainstation" not found', "kubectl apply -k deploy/kubernetes"),
+        ('Error from server (AlreadyExists): trainjobs "a" already exists', "give another --name"),
+        ("The connection to the server localhost:8080 was refused", "--kube-context NAME"),
+    ],
 )
-def test_a_secret_is_not_written_where_others_read_it(station: Station, pair: str) -> None:
-    name = pair.partition("=")[0]
-    line = refused(station, *SUBMIT, "--env", f"NCCL_IB_PKEY=2,{pair}", "--dry-run")
-    assert f"--env {name}: reads like a secret" in line and f"--env-from {name}=NAME" in line
-    slurm = ("submit", "digits", "--on", "slurm", "--name", "first", "--nproc", 1, "--dry-run")
-    line += refused(station, *slurm, "--sbatch", f"export=ALL,{pair}")
-    assert f"export={name} reads like a secret" in line
-    assert "9e3779b97f4a7c15" not in line
-    assert not station.runs.exists()
+def test_what_a_cluster_refuses_leaves_nothing_behind(cluster: Cluster, problem: str, words: str) -> None:
+    (cluster.folder / "problem").write_text(problem + "\n")
+    refused(command(*SUBMIT), words)
+    assert not (cluster.folder / "created").exists() and not Path("runs").exists()
 
 
-def test_weights_to_begin_with_lie_where_pods_see_them(station: Station) -> None:
-    there = "/workspace/runs/first.safetensors"
-    shown = station.ok(*SUBMIT, "--init", there, "--dry-run").stdout
-    assert f'"init": "{there}"' in shown and not station.runs.exists()
+def test_a_run_is_handed_over_looked_at_stopped_resumed_and_removed(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(Path("runs/a"))
+    assert ok(*SUBMIT, "--steps", 500)[0] == "a\n"
+    made = cluster.created()
+    assert [one["kind"] for one in made] == ["ConfigMap", "NetworkPolicy", "TrainJob"]
+    for manifest in made:
+        assert faults(manifest) == []
+    (label,) = {one["metadata"]["labels"]["trainstation/submission"] for one in made}
+    assert label == run.read()["submission"]
+    job = made[2]
+    waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node has 4 GPUs"}
+    pods = [
+        {
+            "kind": "Pod",
+            "metadata": {"name": f"a-node-0-{node}", "labels": {"jobset.sigs.k8s.io/jobset-name": "a"}},
+            "status": status,
+        }
+        for node, status in enumerate(({"phase": "Running"}, {"phase": "Pending", "conditions": [waits]}))
+    ]
+    cluster.answer([job, pods[1]])
+    assert "queued: kubernetes: 0 of 2 pods run; a-node-0-1 waits: Unschedulable: no node has 4 GPUs" in ok(
+        "show", "a"
+    )[0].replace("\n", " ")
+    refused(command("resume", "a"), "already")
+    refused(command("rm", "a"), "train stop a")
+    cluster.answer([job, *pods])
+    assert " running " in ok("ls")[0] and " running " in ok("top")[0]
+    assert ok("logs", "a", "--rank", 1)[0] == "what the pod has said\n"
+    assert "logs --selector=jobset.sigs.k8s.io/jobset-name=a,batch.kubernetes.io/job-completion-index=1" in (
+        cluster.calls()
+    )
+    assert "train resume a" in ok("stop", "a")[1]
+    assert f"--context test --request-timeout=20s delete trainjob --selector=trainstation/submission={label}" in (
+        cluster.calls()
+    )
+    assert run.read()["state"] == "stopped"
+    ok("resume", "a", "--steps", 600)
+    again = json.loads(cluster.created()[3]["data"]["submission.json"])
+    assert (again["flags"]["steps"], again["changes"]) == ("500", {"steps": "600"})
+    cluster.answer([job, *pods])
+    complete = job | {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    (cluster.folder / "next").write_text(json.dumps({"items": [complete]}))
+    _, said = ok("logs", "a", "--follow")
+    assert capfd.readouterr().out == "what the pod has said\n"
+    assert "train: a is running: kubernetes: 1 of 2 pods run; a-node-0-1 waits" in said
+    assert "finished already" in ok("resume", "a")[1]
+    ended = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": "exit code 3"}
+    cluster.answer([job | {"status": {"conditions": [ended]}}])
+    code, _, said = command("logs", "a", "--follow")
+    assert code == 3 and "a failed: kubernetes: PodFailurePolicy: exit code 3" in said
+    (cluster.folder / "answer").write_text("<html>")
+    assert "kubernetes does not answer here" in ok("ls")[1]
+    refused(command("stop", "a"), "kubernetes does not answer here")
+    cluster.answer([])
+    assert "what it has saved stays in the claim for runs of trainstation@test" in ok("rm", "a")[1]
+    assert "delete trainjob,configmap,networkpolicy" in cluster.calls() and not run.folder.exists()
 
 
-def test_a_task_that_is_too_large_for_a_config_map_is_refused(station: Station) -> None:
-    task = (Path(__file__).parent / "task.py").read_text()
-    (station.folder / "task.py").write_text(task + f"\nTABLE = {'x' * (1 << 20)!r}\n")
-    line = refused(station, "submit", "task.py", "--on", "kubernetes", "--name", "first", "--nproc", 1, "--dry-run")
-    assert "a ConfigMap takes 1048576" in line
+class Pods:
+    """The pods of a TrainJob, as processes: its command, in the environment that Kubeflow Trainer gives."""
+
+    def __init__(self, station: Station, cluster: Cluster, *submit: object) -> None:
+        ok(*submit)
+        files, _, job = cluster.created()
+        self.trainer = job["spec"]["trainer"]
+        self.submission = station.folder / "submission"
+        self.submission.mkdir()
+        for name, text in files["data"].items():
+            (self.submission / name).write_text(text)
+        self.volume = station.folder / "volume"
+        self.stations = [Station(station.folder / f"pod{node}") for node in range(self.trainer["numNodes"])]
+        for node, one in enumerate(self.stations):
+            one.folder.mkdir()
+            one.runs = self.volume / ".nodes" / str(node) if node else self.volume
+        self.port = free_port()
+        self.lives: list[subprocess.Popen[bytes]] = []
+
+    def start(self, node: int, **more: str) -> subprocess.Popen[bytes]:
+        given = {
+            "PET_NNODES": str(self.trainer["numNodes"]), "PET_NODE_RANK": str(node), "PET_MASTER_ADDR": "localhost",
+            "PET_MASTER_PORT": str(self.port), "TRAIN_RUNS": str(self.volume), "PYTHONHASHSEED": "0",
+        }  # fmt: skip
+        assert self.trainer["command"][:3] == ["/usr/bin/tini", "--", "python3"]
+        command = [one.replace("/submission", str(self.submission), 1) for one in self.trainer["command"][3:]]
+        with (self.stations[node].folder / "log").open("ab") as log:
+            pod = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=self.stations[node].folder,
+                env=self.stations[node].environment() | given | more,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.lives.append(pod)
+        return pod
+
+    def ends(self, *pods: subprocess.Popen[bytes]) -> list[int]:
+        """Their exit codes."""
+        try:
+            return [pod.wait(PATIENCE) for pod in pods]
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"a pod never ended:\n{self.logs()}")
+
+    def logs(self) -> str:
+        return "\n".join((one.folder / "log").read_text() for one in self.stations if (one.folder / "log").exists())
+
+    def close(self) -> None:
+        for pod in self.lives:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pod.pid, signal.SIGKILL)
+            pod.wait()
+
+
+@pytest.fixture
+def two(station: Station, cluster: Cluster) -> Iterator[Pods]:
+    """Two pods of the digits, for 500 steps."""
+    made = Pods(station, cluster, *SUBMIT, "--steps", 500, *FIELDS)
+    yield made
+    made.close()
+
+
+@pytest.mark.minutes
+def test_pods_are_evicted_and_killed_and_replaced_while_they_live(two: Pods, alone: Any) -> None:
+    pods = [two.start(0), two.start(1)]
+    two.stations[0].wait_for_step("a", 60)
+    pods[1].send_signal(signal.SIGTERM)  # which tini hands on
+    assert two.ends(*pods) == [75, 75], two.logs()
+    first, second = (one.record("a") for one in two.stations)
+    assert first["state"] == second["state"] == "stopped" and first["step"] == second["step"] < 500
+    pods = [two.start(0), two.start(1)]
+    two.stations[0].wait_for_step("a", first["step"] + 60)
+    assert two.stations[1].record("a")["attempts"][1]["from_step"] == second["step"]
+    os.killpg(pods[0].pid, signal.SIGKILL)  # its machine is gone, and node 0 is where the others meet
+    assert two.ends(pods[0]) == [-signal.SIGKILL]
+    lost = pods[1]  # its machine is cut off from the cluster, which does not know that it lives; the volume tells it
+    pods = [two.start(0), two.start(1)]
+    assert two.ends(lost, *pods) == [75, 0, 0], two.logs()
+    single = alone(2, 500)
+    for one in two.stations:
+        assert one.record("a")["state"] == "finished", two.logs()
+        assert one.record("a")["weights_sha256"] == single.record("2-500")["weights_sha256"]
+    assert consumed(*two.stations, name="a") == consumed(single, name="2-500")
+    assert two.ends(two.start(0)) == [0]  # once more, after all: nothing is left to do
+    content = json.loads((two.submission / "submission.json").read_text())
+    (two.submission / "submission.json").write_text(json.dumps(content | {"id": "another"}))
+    assert two.ends(two.start(0)) == [2] and "another submission's run" in two.logs()
+
+
+def test_what_is_no_pod_of_this_train_job_is_refused_in_a_line(two: Pods) -> None:
+    assert two.ends(two.start(0, PET_NNODES=""), two.start(1, PET_NNODES="3")) == [2, 2]
+    assert "train: PET_NNODES is empty; Kubeflow Trainer, or the batch script, sets it\n" in two.logs()
+    assert "train: PET_NNODES is 3, and 2 nodes were submitted; submit it anew\n" in two.logs()
+    pod = two.start(1, PET_MASTER_ADDR="a-node-0-0.invalid")
+    wait_until(lambda: "does not resolve yet" in two.logs(), "that it waits for the name")
+    pod.send_signal(signal.SIGTERM)
+    assert two.ends(pod) == [75] and not (two.stations[1].runs / "a").exists()

@@ -148,7 +148,7 @@ def test_a_run_that_is_interrupted_again_and_again_without_progress_is_failed(
 
 
 def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station: Station) -> None:
-    record = {"submitted": {"engine": "slurm", "job": "7"}, "created": "2026-01-01T00:00:00+00:00"}
+    record = {"submitted": {"engine": "slurm", "at": None}, "created": "2026-01-01T00:00:00+00:00"}
     run = folders.create(station.runs, "queued", {}, record)
     before = run.read()
     assert station.ok("keeper", "--once").stderr == ""

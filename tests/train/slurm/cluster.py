@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -121,20 +121,6 @@ class Slurm:
             env=os.environ | self.environment | libraries, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
 
-    @contextlib.contextmanager
-    def without(self, line: str) -> Iterator[None]:
-        """As if this line were not in its configuration."""
-        path = self.folder / "slurm.conf"
-        before = path.read_text()
-        assert f"\n{line}\n" in before
-        try:
-            path.write_text(before.replace(f"{line}\n", ""))
-            self("scontrol", "reconfigure")
-            yield
-        finally:
-            path.write_text(before)
-            self("scontrol", "reconfigure")
-
     def kill(self, key: str, whole: bool = False) -> None:
         """SIGKILL for a daemon: `slurmctld-wlm`, or a node. `whole`: for all that the node runs, too."""
         daemon = self._daemons.pop(key)
@@ -233,12 +219,17 @@ class Login(Station):
         return found
 
     def job(self, name: str) -> str:
-        """The job of a run."""
-        return str(self.record(name)["submitted"]["job"])
+        """The number of a run's job."""
+        (job,) = self._jobs(name)
+        return job[0]
 
     def states(self, name: str) -> list[str]:
-        """The state of a run's job; []: Slurm has none such any more."""
-        return [line.split()[1] for line in self.slurm.jobs() if line.split()[0] == self.job(name)]
+        """The state of a run's jobs; []: Slurm has none such any more."""
+        return [state for _, state in self._jobs(name)]
+
+    def _jobs(self, name: str) -> list[list[str]]:
+        found = self.slurm("squeue", "--noheader", "--format=%j %i %T").splitlines()
+        return [line.split()[1:] for line in found if line.startswith(f"{name}.{self.record(name)['submission']} ")]
 
     def wait_gone(self, name: str) -> None:
         wait_until(lambda: not self.states(name), f"the end of {name}'s job")

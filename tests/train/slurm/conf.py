@@ -31,7 +31,6 @@ SlurmdTimeout=10
 KillWait=60
 SchedulerParameters=sched_interval=2,bf_interval=2
 SlurmdParameters=config_overrides
-SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {more}

@@ -2,240 +2,130 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import PATIENCE, Station
+from tests.train.conftest import PATIENCE
 from tests.train.slurm.cluster import NODES, wait_until
 from tests.train.slurm.conftest import FIELDS, TASK, Cluster
 
 Check = Callable[[str], None]
+SUBMIT = ("submit", TASK, "--on", "slurm", "--name", "a", "--nodes", 2, "--nproc", 1, *FIELDS)
+
+pytestmark = pytest.mark.minutes
 
 
-@pytest.mark.minutes
-def test_a_run_is_submitted_seen_and_finished(cluster: Cluster, like_undisturbed: Check) -> None:
-    login = cluster.login
-    done = cluster.submit("a")
-    assert done.stdout == "a\n"
-    assert f"job {login.job('a')} of Slurm's" in done.stderr
-    listed = login.ok("ls").stdout
-    assert " queued " in listed or " running " in listed
-    assert f"job {login.job('a')} of slurm" in login.ok("show", "a").stdout
-    again = login("resume", "a")
-    assert again.returncode == 2 and "already" in again.stderr and len(again.stderr.splitlines()) == 1
-    refused = login("rm", "a")
-    assert refused.returncode == 2 and "train stop a" in refused.stderr
-    cluster.wait_attempt("a", 1)
-    assert " running " in login.ok("ls").stdout
-    cluster.hurry()
-    like_undisturbed("a")
-    assert login.ok("logs", "a").stdout == (login.runs / "a/logs/attempt-1/rank0.log").read_text() != ""
-    assert login.ok("logs", "a", "--rank", 1).stdout == (login.node(1).runs / "a/logs/attempt-1/rank1.log").read_text()
-    login.ok("rm", "a")
-    assert not list(login.runs.glob("**/run.json"))
-
-
-@pytest.mark.minutes
-def test_two_ranks_on_one_node_end_as_without_slurm(cluster: Cluster, undisturbed: Station) -> None:
-    login = cluster.login
-    login.ok("submit", TASK, "--on", "slurm", "--name", "a", "--nproc", 2, *FIELDS, "--data.root", login.folder)
-    login.wait("a", lambda record: record["state"] in ("finished", "failed"), "its end")
-    assert login.record("a")["weights_sha256"] == undisturbed.record("one")["weights_sha256"], login.output("a")
-    assert login.samples("a") == undisturbed.samples("one")
-    # what only the node finds wrong is told where the user looks
-    login.ok("submit", "images", "--on", "slurm", "--name", "b", "--nproc", 1, "--data.root", login.folder / "none")
-    login.wait("b", lambda record: record["state"] == "failed", "its refusal")
-    login.wait_gone("b")
-    assert str(login.folder / "none") in login.ok("show", "b").stdout
-
-
-@pytest.mark.minutes
-def test_a_stop_saves_and_is_no_reason_to_queue_it_again(cluster: Cluster, like_undisturbed: Check) -> None:
-    login = cluster.login
-    cluster.submit("a")
-    cluster.wait_attempt("a", 1)
-    said = login.ok("stop", "a").stderr
-    assert "train resume a" in said
-    assert login.states("a") == []
-    record = login.record("a")
-    assert (record["state"], record["stopped_by"]) == ("stopped", "user")
-    assert max(login.run("a").steps_saved()) == record["step"] > 0
-    first = login.job("a")
-    login.ok("resume", "a")
-    assert login.job("a") != first
-    cluster.wait_attempt("a", 2)
-    cluster.hurry()
-    like_undisturbed("a")
-    assert login.record("a")["attempts"][1]["from_step"] == record["step"]
-
-
-@pytest.mark.minutes
-def test_a_run_that_waits_in_the_queue_is_stopped_there(cluster: Cluster, like_undisturbed: Check) -> None:
-    login, slurm = cluster.login, cluster.slurm
-    other = slurm("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600").strip()
-    wait_until(lambda: f"{other} RUNNING" in slurm.jobs(), "the other job")
-    login.ok("submit", TASK, "--on", "slurm", "--name", "a", "--nodes", 2, "--nproc", 1, *FIELDS)
-    shown = login.ok("show", "a").stdout
-    assert shown.startswith(f"a: queued: job {login.job('a')} of slurm: pending")
-    assert [line.split()[:2] for line in login.ok("ls", "--state", "queued").stdout.splitlines()[1:]] == [
-        ["a", "queued"]
-    ]
-    waits = login("logs", "a")
-    assert waits.returncode == 2 and len(waits.stderr.splitlines()) == 1
-    login.ok("stop", "a")
-    assert login.states("a") == []
-    assert login.record("a")["state"] == "stopped"
-    slurm("scancel", other)
-    login.ok("resume", "a")
-    like_undisturbed("a")
-
-
-@pytest.mark.minutes
 def test_a_submission_is_followed_through_the_queue_to_its_end(cluster: Cluster, like_undisturbed: Check) -> None:
     login, slurm = cluster.login, cluster.slurm
     slurm.wait_idle()
     other = slurm("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300").strip()
     with (login.folder / "out").open("w") as out, (login.folder / "err").open("w") as err:
-        command = ("submit", TASK, "--on", "slurm", "--name", "a", "--nodes", 2, "--nproc", 1, *FIELDS, "--follow")
-        followed = login.start(*command, stdout=out, stderr=err)
-    wait_until(lambda: "train: a is queued: job" in (login.folder / "err").read_text(), "that it waits")
+        followed = login.start(*SUBMIT, "--follow", stdout=out, stderr=err)
+    wait_until(lambda: "train: a is queued: slurm: job" in (login.folder / "err").read_text(), "that it waits")
+    assert login.ok("show", "a").stdout.startswith(f"a: queued: slurm: job {login.job('a')} is pending")
+    again, removed = login("resume", "a"), login("rm", "a")
+    assert again.returncode == removed.returncode == 2
+    assert "already" in again.stderr and "train stop a" in removed.stderr
     slurm("scancel", other)
     assert followed.wait(PATIENCE) == 0, (login.folder / "err").read_text()
     like_undisturbed("a")
     said = (login.folder / "err").read_text()
     assert "train: a is running" in said and said.splitlines()[-1].startswith("a finished after 500 steps"), said
     assert (login.folder / "out").read_text() == "a\n" + login.ok("logs", "a").stdout
-    login.ok("rm", "a")  # its job is gone, too
+    assert login.ok("logs", "a", "--rank", 1).stdout == (login.node(1).runs / "a/logs/attempt-1/rank1.log").read_text()
+    login.ok("rm", "a")
+    assert not list(login.runs.glob("**/run.json"))
 
 
-@pytest.mark.minutes
-def test_who_follows_may_leave_and_hears_of_a_stop(cluster: Cluster) -> None:
-    login = cluster.login
+def test_a_stopped_run_rests_and_goes_on_in_one_job(cluster: Cluster, like_undisturbed: Check) -> None:
+    login, slurm = cluster.login, cluster.slurm
+    cluster.submit("a")
+    cluster.wait_attempt("a", 1)
+    assert " running " in login.ok("ls").stdout
+    assert "train resume a" in login.ok("stop", "a").stderr
+    assert login.states("a") == []
+    record = login.record("a")
+    assert (record["state"], record["stopped_by"]) == ("stopped", "user")
+    assert max(login.run("a").steps_saved()) == record["step"] > 0
+    both = [login.start("resume", "a") for _ in range(2)]
+    said = [one.communicate(timeout=PATIENCE)[0] for one in both]
+    assert sorted(one.returncode for one in both) == [0, 2], said
+    assert len(login.states("a")) == 1
+    # one that is submitted by hand besides waits for its end, and finds nothing left to do
+    second = slurm("sbatch", "--parsable", str(login.runs / "a" / "job.sbatch")).strip()
+    cluster.wait_attempt("a", 2)
+    assert f"{second} PENDING" in slurm.jobs()
+    cluster.hurry()
+    like_undisturbed("a")
+    record = login.record("a")
+    assert [attempt["from_step"] for attempt in record["attempts"]] == [0, record["attempts"][0]["to_step"]]
+
+
+def test_a_job_whose_submitter_was_killed_is_the_runs(cluster: Cluster, like_undisturbed: Check) -> None:
+    """sbatch has made a job, and who called it never hears of it; Slurm does not take another one."""
+    login, slurm = cluster.login, cluster.slurm
+    done = login(*SUBMIT, "--partition", "nowhere")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "partition" in done.stderr and not (login.runs / "a").exists()
+    deadly = login.folder / "deadly"
+    deadly.mkdir()
+    (deadly / "sbatch").write_text(f'#!/bin/sh\n{slurm.bin}/sbatch "$@" && kill -9 $PPID\n')
+    (deadly / "sbatch").chmod(0o755)
     login.slow.touch()
-    cluster.slurm.wait_idle()
-    command = ("submit", TASK, "--on", "slurm", "--name", "a", "--nodes", 2, "--nproc", 1, *FIELDS, "--follow")
-    followed = login.start(*command)
-    login.wait("a", lambda record: record["step"] >= 5, "some steps")
-    followed.send_signal(signal.SIGINT)
-    said, _ = followed.communicate(timeout=PATIENCE)
-    assert followed.returncode == 130 and "a goes on; follow it again with: train logs a --follow" in said, said
-    before = login.record("a")["step"]
-    login.wait_for_step("a", before + 5)
+    before = login.slurm.environment["PATH"]
+    try:
+        login.slurm.environment["PATH"] = f"{deadly}:{before}"
+        assert login(*SUBMIT).returncode == -9
+    finally:
+        login.slurm.environment["PATH"] = before
+    assert len(login.states("a")) == 1
+    again = login("resume", "a")
+    assert again.returncode == 2 and "already" in again.stderr, again.stderr
     login.ok("stop", "a")
-    followed = login.start("resume", "a", "--follow")
-    login.wait("a", lambda record: len(record["attempts"]) == 2 and record["step"] >= before + 7, "attempt 2")
-    login.ok("stop", "a")
-    said, _ = followed.communicate(timeout=PATIENCE)
-    assert followed.returncode == 75 and "continue with: train resume a" in said.splitlines()[-1], said
+    assert slurm.jobs() == [] and login.record("a")["state"] == "stopped"
+    shutil.rmtree(deadly)
+    login.ok("resume", "a")
+    cluster.hurry()
+    like_undisturbed("a")
 
 
-@pytest.mark.minutes
-def test_before_the_time_limit_all_ranks_save_and_the_job_is_queued_again(
-    cluster: Cluster, like_undisturbed: Check
-) -> None:
-    login = cluster.login
-    cluster.submit("a", "--time", 2, "--warn", 20)
+def test_a_warned_and_a_preempted_job_save_and_come_back(cluster: Cluster, like_undisturbed: Check) -> None:
+    """By the signal that comes before the time limit, and by SIGTERM, as Slurm preempts by default."""
+    login, slurm = cluster.login, cluster.slurm
+    cluster.submit("a")
+    cluster.wait_attempt("a", 1)
+    job = login.job("a")
+    slurm("scancel", "--batch", "--signal=USR1", job)
     record = cluster.wait_stopped("a")
     assert (record["stopped_by"], record["attempts"][0]["end"]) == ("signal", "stopped")
     assert max(login.run("a").steps_saved()) == record["step"] > 0
-    job = login.job("a")
     wait_until(lambda: login.states("a") == ["PENDING"], "the job in the queue again")
-    assert login.ok("show", "a").stdout.startswith(f"a: queued: job {job} of slurm: pending")
+    assert login.ok("show", "a").stdout.startswith(f"a: queued: slurm: job {job} is pending")
     cluster.wait_attempt("a", 2)
-    cluster.hurry()
-    like_undisturbed("a")
-    assert login.job("a") == job
     assert login.record("a")["attempts"][1]["from_step"] == record["step"]
-
-
-@pytest.mark.minutes
-@pytest.mark.parametrize("is_warned", [True, False])
-def test_preemption_saves_and_the_job_comes_back(cluster: Cluster, like_undisturbed: Check, is_warned: bool) -> None:
-    """By the warning signal, as an administrator may set it up, and by SIGTERM, as it is by default."""
-    login, slurm = cluster.login, cluster.slurm
-    urgent = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 5")
-    with contextlib.ExitStack() as held:
-        if not is_warned:
-            held.enter_context(slurm.without("SlurmctldParameters=preempt_send_user_signal"))
-        cluster.submit("a")
-        cluster.wait_attempt("a", 1)
-        slurm("sbatch", *urgent)
-        record = cluster.wait_stopped("a")
-    assert record["stopped_by"] == "signal"
-    assert max(login.run("a").steps_saved()) == record["step"] > 0
-    cluster.wait_attempt("a", 2)
-    cluster.hurry()
-    like_undisturbed("a")
-    assert login.record("a")["attempts"][1]["from_step"] == record["step"]
-
-
-@pytest.mark.minutes
-def test_scancel_saves_and_ends_the_job_for_good(cluster: Cluster, like_undisturbed: Check) -> None:
-    login = cluster.login
-    cluster.submit("a")
-    cluster.wait_attempt("a", 1)
-    cluster.slurm("scancel", login.job("a"))
-    login.wait_gone("a")
+    slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 5")
     record = cluster.wait_stopped("a")
-    assert max(login.run("a").steps_saved()) == record["step"] > 0
-    assert " stopped " in login.ok("ls").stdout
-    login.ok("resume", "a")
-    cluster.wait_attempt("a", 2)
+    cluster.wait_attempt("a", 3)
     cluster.hurry()
     like_undisturbed("a")
+    assert login.record("a")["attempts"][2]["from_step"] == record["step"]
 
 
-@pytest.mark.minutes
-def test_a_node_is_lost_and_the_job_goes_on(cluster: Cluster, like_undisturbed: Check) -> None:
-    """By SIGKILL of its slurmd alone, then of all that is on it."""
+def test_an_agent_and_a_node_die_and_the_job_goes_on(cluster: Cluster, like_undisturbed: Check) -> None:
     login, slurm = cluster.login, cluster.slurm
     cluster.submit("a")
     cluster.wait_attempt("a", 1)
-    slurm.kill(NODES[1])
-    slurm.start_node(NODES[1])
-    cluster.wait_attempt("a", 1, 40)
+    job = login.job("a")
+    os.kill(login.node(1).record("a")["pids"]["agent"], signal.SIGKILL)
+    cluster.wait_attempt("a", 2)
     slurm.kill(NODES[1], whole=True)
     wait_until(lambda: "RUNNING" not in login.states("a"), "Slurm to notice")
     slurm.start_node(NODES[1])
-    cluster.wait_attempt("a", 2)
+    cluster.wait_attempt("a", 3)
+    assert login.job("a") == job
     cluster.hurry()
     like_undisturbed("a")
-
-
-@pytest.mark.minutes
-def test_the_controller_dies_and_comes_back(cluster: Cluster, like_undisturbed: Check) -> None:
-    login, slurm = cluster.login, cluster.slurm
-    cluster.submit("a")
-    cluster.wait_attempt("a", 1)
-    slurm.kill("slurmctld-wlm")
-    before = login.record("a")["step"]
-    login.wait_for_step("a", before + 10)
-    assert " running " in login.ok("ls").stdout  # by the folder alone
-    slurm.start_controller()
-    cluster.hurry()
-    like_undisturbed("a")
-    assert len(login.record("a")["attempts"]) == 1
-
-
-@pytest.mark.minutes
-def test_an_agent_is_killed_and_all_begin_again_in_the_same_job(cluster: Cluster, like_undisturbed: Check) -> None:
-    login = cluster.login
-    cluster.submit("a")
-    cluster.wait_attempt("a", 1)
-    os.kill(login.node(1).record("a")["pids"]["agent"], signal.SIGKILL)
-    cluster.wait_attempt("a", 2)
-    cluster.hurry()
-    like_undisturbed("a")
-
-
-def test_what_slurm_does_not_take_leaves_nothing_behind(cluster: Cluster) -> None:
-    login = cluster.login
-    done = login("submit", TASK, "--on", "slurm", "--name", "a", "--nproc", 1, "--partition", "nowhere", *FIELDS)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "sbatch: " in done.stderr and "partition" in done.stderr
-    assert not Path(login.runs / "a").exists()

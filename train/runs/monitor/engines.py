@@ -11,11 +11,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from train.cluster.engines import engine
-from train.cluster.submission import Standing
+from train.cluster.engine import Job, engine
 from train.errors import Refused
 from train.record import store
-from train.runs import standing
+from train.runs import jobs
 
 ASK_EVERY = 15.0
 """Seconds between the end of a question and the next one to the same place."""
@@ -27,7 +26,7 @@ class _Place:
 
     name: str
     at: str | None
-    standings: Mapping[str, Standing] | None = None
+    jobs: Mapping[str, Job] | None = None
     """The last answer; None: there was none yet."""
     asked: float = 0.0
     """When that was asked, in seconds since the epoch."""
@@ -43,7 +42,7 @@ class _Place:
     def _ask(self) -> None:
         begun = time.time()
         try:
-            self.standings, self.asked = engine(self.name).standings(self.at), begun
+            self.jobs, self.asked = engine(self.name).jobs(self.at), begun
         except Refused:  # the last answer is what there is
             pass
         finally:
@@ -63,13 +62,12 @@ class Engines:
             record: as the run folder shows it.
             changed: when it was written last, in seconds since the epoch. An answer from before that does not count.
         """
-        if not standing.is_submitted(record) or record["state"] in (store.FINISHED, store.FAILED):
+        if not jobs.is_submitted(record) or record["state"] in (store.FINISHED, store.FAILED):
             return record
         name, at = record["submitted"]["engine"], record["submitted"].get("at")
         place = self._places.setdefault((name, at), _Place(name, at))
         place.look_after()
-        standings = place.standings if place.asked > changed else None
-        return standing.judged(record, standings)
+        return jobs.judged(record, place.jobs if place.asked > changed else None)
 
     def wait(self, seconds: float) -> None:
         """Until those that are being asked have answered, at most so long."""
