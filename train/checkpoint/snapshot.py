@@ -197,7 +197,7 @@ class Snapshots:
     def _left(self) -> dict[str, Any] | None:
         """The model's state with the buffers that the ranks agreed on; None where that is not known."""
         agreed, extra, state = self._agreed, self._extra, dict[str, Any]()
-        if extra is None or self._strategy.has_moved():
+        if extra is None:
             return None
         for name, value in self._strategy.module.state_dict(keep_vars=True).items():
             if name in extra:

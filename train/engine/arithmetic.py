@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from train.config import Config
-from train.engine import compiled
 
 _NONE = re.compile(r"(\S[^\n.]*?) does not have a deterministic implementation")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -42,12 +41,10 @@ def lay_out(model: nn.Module, config: Config) -> nn.Module:
 
 
 def compile_as_asked(model: nn.Module, config: Config) -> None:
-    """Compile a model in place, if that is wanted, or what the task has compiled of it. Once it is on its device, with
-    the weights that it begins with."""
-    compiled.give_back(model)
+    """Compile a model in place, if that is wanted. Once it is on its device, with the weights that it begins with."""
     if config.compile:
         model.compile(dynamic=False)
-    if "torch._dynamo" in sys.modules:  # a task may compile functions, too
+    if "torch._dynamo" in sys.modules:  # a task may compile functions, and parts in place
         # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
         torch._dynamo.config.automatic_dynamic_shapes = False
         # beyond torch's limit (8) shapes are not compiled: which ones, would go by where an attempt began

@@ -23,7 +23,6 @@ from train.data.loader import prepared
 from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan
 from train.data.seeding import seed_host
-from train.engine.compiled import set_aside
 from train.errors import Refused, one_line
 from train.parallel.precision import Precision
 from train.tasks import Task, where
@@ -84,7 +83,11 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
     model = _call(task, "model", config)
     if not isinstance(model, nn.Module):
         raise Refused(f"model in {task.file} must return a torch.nn.Module, got {type(model).__name__}")
-    model = set_aside(model)
+    if any("_orig_mod" in part._modules for part in model.modules()):
+        raise Refused(
+            f"the model of {task.file} is wrapped by torch.compile, under whose names no weights fit: use "
+            "--compile true, or compile a module of your own class in place (net.compile())"
+        )
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise Refused(
             f"the model of {task.file} has parameters without a shape yet (torch.nn.Lazy…): give their sizes, or call "
@@ -95,6 +98,20 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
     _give_memory(model)
     # not to(weights), which would make real numbers of complex ones
     return model.double() if weights == torch.float64 else model
+
+
+def check_forward(task: Task, model: nn.Module) -> None:
+    """Whether a forward leaves the weights alone, as far as can be told without one.
+
+    Raises:
+        Refused: it does not.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            raise Refused(
+                f"{name or 'the model'} in {task.file} has max_norm, with which each rank changes the weights by "
+                "itself; leave it out, or shorten rows after the optimizer's step (register_step_post_hook)"
+            )
 
 
 def _give_memory(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from train.data.plan import MicroBatch, Plan
 from train.data.seeding import owned, seed_compute
 from train.data.sharing import Sharing
 from train.engine.loss import Figure, evaluation_figures
-from train.engine.untouched import fixed, normed, untouched
 from train.errors import TrainingFailed
 from train.parallel.precision import Precision
 from train.parallel.world import World
@@ -40,7 +39,6 @@ def evaluate(
     beat: Callable[[], None] = lambda: None,
     sharing: Sharing | None = None,
     look: Callable[[Any], None] = lambda _: None,
-    moved: Sequence[nn.Parameter] | None = None,
     aside: contextlib.AbstractContextManager[None] = _NOTHING,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
@@ -54,12 +52,10 @@ def evaluate(
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
         sharing: whose micro batches are whose; None: as ranks without anything special share them.
         look: is shown the first batch of this rank.
-        moved: the parameters that training has found to be changed by a forward; None: nobody knows yet.
         aside: is entered while the task's code runs.
 
     Raises:
-        TrainingFailed: the task returns something else than figures, or not the same ones for every batch; or it
-            changes weights that nobody could put back.
+        TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
     """
     was_training = module.training
     module.eval()
@@ -71,9 +67,7 @@ def evaluate(
     own = owned(module, task.loss, task.metrics)
     try:
         # what an evaluation counts or observes is no part of training: a resume does not repeat it
-        kept = list({id(parameter): parameter for parameter in [*normed(module), *(moved or ())]}.values())
-        watch = contextlib.nullcontext() if moved is None else fixed(module, _LARGE, kept)
-        with torch.no_grad(), watch, untouched(module, _LARGE, kept):
+        with torch.no_grad(), _same_buffers(module):
             for slot in range(len(sharing.computed(micros))):
                 if slot % _ASK_EVERY == 0 and world.any(stop()):
                     return None
@@ -93,6 +87,24 @@ def evaluate(
     finally:
         module.train(was_training)
     return _summed(rows, names, micros, world)
+
+
+@contextlib.contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """Put back, at the end, each buffer where it was, and what was in it."""
+    before = [
+        (part, name, buffer, None if buffer is None or buffer.nbytes > _LARGE else buffer.detach().clone())
+        for part in model.modules()
+        for name, buffer in part._buffers.items()
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, content in before:
+                part._buffers[name] = buffer
+                if buffer is not None and content is not None:
+                    buffer.copy_(content)
 
 
 def _row(samples: int, figures: dict[str, Figure], names: list[str]) -> list[Tensor | float]:

@@ -19,6 +19,7 @@ from train.engine.account import Account
 from train.engine.agenda import micro_batches
 from train.engine.evaluate import evaluate
 from train.engine.meter import Clock, Meter
+from train.engine.model_check import STEPS, ModelCheck
 from train.engine.readback import Readback
 from train.engine.setup import Done, Job
 from train.engine.skipped import FILE as SKIPPED
@@ -94,6 +95,7 @@ class _Loop:
             micro_batches(job.agenda, job.plan, job.evaluation, job.sharing, done, job.evaluated),
             self._meter.awaited.arrived,
         )
+        self._check = ModelCheck(job.strategy.module, job.task.loss, job.own)
         self._votes = Votes(job.strategy.votes_type, job.world.device, job.strategy.is_ordered, job.stop)
         self._readback = Readback[_Step](job.world.device)
         from_memory = job.saved < done  # deaths that cost no step must not put off what the disk is to have
@@ -114,8 +116,8 @@ class _Loop:
         factor = schedule.factor(job.config, self.done, job.plan.steps_per_epoch, job.total_steps)
         for group, rate in zip(job.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        is_due, made = self._clock.is_due(), self.done - self._begun
-        sums = step(job, self._votes, self.done, self._stream, self._meter, save=is_due, made=made)
+        check = self._check if self.done - self._begun < STEPS else None
+        sums = step(job, self._votes, self.done, self._stream, self._meter, self._clock.is_due(), check)
         self.done += 1
         job.heart.beat(heartbeat.TRAINING, self.done)
         if not job.saver.is_prepared:
@@ -212,8 +214,7 @@ class _Loop:
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._stream,
                 lambda: job.stop.asked, beat, job.sharing,
-                job.report.evaluated_samples, job.strategy.moved if self.done > self._begun else None,
-                job.snapshots.aside,
+                job.report.evaluated_samples, job.snapshots.aside,
             )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True
@@ -251,7 +252,6 @@ class _Loop:
         name = job.strategy.not_finite()
         if name:
             raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
-        job.strategy.follow(is_new=False)
         scaler = job.precision.scaler
         facts = {
             "epoch": job.plan.epoch_of(done),

@@ -12,42 +12,35 @@ from torch import Tensor
 from train import faults
 from train.data.order import seed_of
 from train.data.plan import MicroBatch
-from train.data.seeding import owned, seed_compute
-from train.engine import counted
+from train.data.seeding import seed_compute
 from train.engine.loss import training_loss
 from train.engine.meter import Meter
+from train.engine.model_check import ModelCheck
 from train.engine.setup import Job
 from train.engine.votes import COUNT, Votes
 
-_WATCHED = 2
-"""Steps of an attempt in which it is looked whether forwards change parameters. In the first one a teacher that begins
-as its student does not move by a bit."""
-_LATE = (
-    "warning: the first step has made a random generator that the model or the loss keeps: nothing seeds it, and a "
-    "resume draws from its beginning; make it in model(), or at the top of the file"
-)
 Stream = Iterator[tuple[MicroBatch, Any]]
 """The micro batches of a rank with their data, on the device."""
 
 
-def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save: bool, made: int) -> Tensor:
+def step(
+    job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save: bool, check: ModelCheck | None
+) -> Tensor:
     """Make the update of a step, counted from 0. Returns VOTES summed over the ranks, still on the device.
 
     Args:
         votes: this rank's, of any step before.
         save: whether the clock says so; rank 0's counts.
-        made: steps of this attempt before it.
+        check: in the first steps of an attempt.
     """
-    is_first = made == 0
     strategy, samples, micros = job.strategy, job.plan.samples(number), job.plan.micro_batches(number)
-    counters = counted.numbers(strategy.module) if is_first else {}
     slots = len(job.sharing.computed(micros))
     seen: list[npt.NDArray[np.int64]] = []
     faults.here("step")
     strategy.begin(micros)
     strategy.exposed.begin()
-    if made < _WATCHED:
-        strategy.watch()
+    if check is not None:
+        check.begin()
     votes.begin(micros, save and job.world.is_first)
     for slot in range(1, slots + 1):
         is_last = slot == slots
@@ -64,12 +57,9 @@ def step(job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save
         else:  # none of its samples could be read
             strategy.skip(micro.number, votes.cast() if is_last else None)
     reduced = votes.read(strategy.reduce(votes.cast()))
-    if made < _WATCHED:
-        strategy.follow(is_new=number < _WATCHED)
-    if is_first:
-        strategy.check_state()
-        _tell(job, counted.warning(counters, counted.numbers(strategy.module)))
-        _tell(job, _LATE if len(owned(strategy.module, job.task.loss)) > len(job.own) else "")
+    for warning in check.end() if check is not None else ():
+        if job.world.is_lead:
+            job.report.say(warning)
     if job.config.data.leaves_out or votes.counts_itself:
         strategy.scale_gradients(_to_true_mean(samples, reduced))
     strategy.settle(job.optimizer, job.config.clip_grad_norm)
@@ -86,11 +76,6 @@ def _seed_update(job: Job, number: int) -> None:
     """What an optimizer of the task's own draws is to be the same on all ranks, which have other batches."""
     if job.own_of_update is not None:
         seed_compute(seed_of(job.config.seed, number), job.world.device, "update", job.own_of_update)
-
-
-def _tell(job: Job, warning: str) -> None:
-    if warning and job.world.is_lead:
-        job.report.say(warning)
 
 
 def _to_true_mean(samples: int, reduced: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ class Replicated(Spread):
         DDP rebuilds its buckets after the first backward it sees; without these two passes a resumed run on three
         or more ranks would sum its first step in another order than the run that was never stopped.
         """
+        super().start()
         for _ in range(2):
             self._pass_without_data(torch.zeros_like(self._tail))
             self.clear()

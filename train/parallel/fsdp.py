@@ -111,15 +111,6 @@ class Sharded(Spread):
 
         unit.set_all_reduce_hook(add)
 
-    def watch(self) -> None:
-        for unit in self.module.modules():
-            if isinstance(unit, FSDPModule):  # an evaluation leaves the root's parameters gathered
-                unit.reshard()
-        super().watch()
-
-    def _follow(self, updated: dict[str, nn.Parameter], is_new: bool) -> None:
-        self._cannot_follow(updated, is_new, "which fsdp gathers for that forward alone; use --parallel.strategy ddp")
-
     @property
     def _root_unit(self) -> FSDPModule:
         assert isinstance(self.module, FSDPModule)

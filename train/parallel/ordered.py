@@ -152,11 +152,6 @@ class Ordered(Spread):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_is_there, place))
         self.begin(0)
 
-    def _follow(self, updated: dict[str, nn.Parameter], is_new: bool) -> None:
-        self._cannot_follow(
-            updated, is_new, "once a micro batch, which has no order over ranks; leave out --parallel.reduce ordered"
-        )
-
     def begin(self, micros: int) -> None:
         """Make ready for a step of so many micro batches."""
         self._micros = micros

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,6 @@ from train.config import Config
 from train.errors import TrainingFailed
 from train.parallel import stepping
 from train.parallel.exposed import Exposed
-from train.parallel.moved import Moved, local
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
@@ -54,8 +52,6 @@ class Strategy(Protocol):
     """Of the tensors that carry VOTES."""
     agreed: Mapping[int, Tensor]
     """What the ranks last agreed on for each buffer, by its id; no rank changes it afterwards."""
-    moved: list[nn.Parameter]
-    """Those that the model updates by itself, as far as they have been found."""
     exposed: Exposed
     """How long this rank waits for communication."""
     tells_exposed: bool
@@ -72,30 +68,6 @@ class Strategy(Protocol):
 
     def begin(self, micros: int) -> None:
         """Make ready for a step of so many micro batches, over all ranks."""
-
-    def watch(self) -> None:
-        """Before the first steps of an attempt: remember what the parameters are."""
-
-    def follow(self, is_new: bool) -> None:
-        """After their gradients are reduced, and before each save: have the ranks agree, from now on, on the parameters
-        that the model updates by itself.
-
-        Args:
-            is_new: the run has only just begun: where this strategy cannot, it ends. Later it is warned of.
-
-        Raises:
-            TrainingFailed: it ends.
-        """
-
-    def check_state(self) -> None:
-        """After the first step of an attempt.
-
-        Raises:
-            TrainingFailed: the model's state has grown.
-        """
-
-    def has_moved(self) -> bool:
-        """Whether the model has updated a parameter by itself on which the ranks do not agree. No collective."""
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """To be entered around the forward and backward of a micro batch; is it the last of this rank's step?"""
@@ -128,8 +100,9 @@ class Strategy(Protocol):
         """The name of a parameter with a value that is not finite, on every rank alike; '' where all are."""
 
 
-log = logging.getLogger("train")
 _NOTHING = contextlib.nullcontext()
+_WATCHED = 2
+"""Updates of an attempt in which buffers are compared by their values with what the ranks agreed on."""
 
 
 class Spread:
@@ -160,56 +133,17 @@ class Spread:
         # frozen ones may hold anything: a mask of infinities, numbers of eight bits
         self._checked = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._held = _held(model)
-        self._moved, self._in_steps = Moved(model), frozenset[int]()
-        self.moved = self._moved.found
-        self._names = set(model.state_dict(keep_vars=True))
+        self._updates, self._in_steps = 0, frozenset[int]()
         # sums in less than fp32 would be wrong (a third is 0.334 in bf16); a model of float64 loses nothing
         doubles = any(parameter.dtype == torch.float64 for parameter in self.trainable)
         self.votes_type = torch.float64 if doubles else torch.float32
 
     def start(self) -> None:
-        pass
+        if self.precision.scaler is not None:  # of a first micro batch that cannot be read nothing else scales
+            self.precision.scaler.scale(torch.zeros((), device=self.world.device))
 
     def begin(self, micros: int) -> None:
         pass
-
-    def watch(self) -> None:
-        if self.precision.scaler is not None:  # of a rank that has no data in its first step, nothing else scales
-            self.precision.scaler.scale(torch.zeros((), device=self.world.device))
-        self._moved.watch()
-
-    def follow(self, is_new: bool) -> None:
-        flags = self._moved.flags()
-        found = self._moved.take(self.world.add(flags.to(torch.float32)).tolist()) if len(flags) else {}
-        if found and self.world.size > 1:
-            self._follow(found, is_new)
-
-    def _follow(self, updated: dict[str, nn.Parameter], is_new: bool) -> None:
-        """Treat parameters that a forward updates as it treats buffers."""
-        self._buffers += updated.values()
-        self.agree_on_buffers()
-
-    def _cannot_follow(self, updated: dict[str, nn.Parameter], is_new: bool, why: str) -> None:
-        name = next(iter(updated))
-        if is_new:
-            raise TrainingFailed(f"the model updates {name} in its forward, {why}")
-        if self.world.is_first:
-            log.warning(
-                "warning: %s has changed, and is not the optimizer's: if the model updates it in its forward, %s",
-                name,
-                why,
-            )
-
-    def has_moved(self) -> bool:
-        return bool(self._moved.flags().any())
-
-    def check_state(self) -> None:
-        new = sorted(self.module.state_dict(keep_vars=True).keys() - self._names)
-        if new:
-            raise TrainingFailed(
-                f"the model has got {new[0]} in its first step, and a checkpoint could not be read back into a model "
-                "without it; make it in model(), of its final shape, or register it with persistent=False"
-            )
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         return _NOTHING
@@ -271,12 +205,12 @@ class Spread:
             stepping.step(optimizer)
         if self.agreed:
             self._agree_after_step(versions)
-        self._moved.end_step()
+        self._updates += 1
         self.clear()
 
     def _agree_after_step(self, versions: list[int]) -> None:
         """What hooks of an optimizer's step make of buffers (averages of weights), they make on all ranks alike."""
-        if self._moved.is_watching:  # past torch's count of changes, too
+        if self._updates < _WATCHED:  # past torch's count of changes, too
             self._in_steps = frozenset(id(one) for one in self._buffers if not torch.equal(one, self.agreed[id(one)]))
         changed = [
             one for one, version in zip(self._buffers, versions, strict=True)
@@ -343,6 +277,11 @@ class Spread:
         bad = torch.stack([~torch.isfinite(local(parameter)).all() for _, parameter in self._checked])
         found = self.world.add(bad.to(torch.float32)).tolist()  # one reduction, one wait
         return next((name for (name, _), count in zip(self._checked, found, strict=True) if count), "")
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor that may be spread over ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclasses.dataclass(frozen=True)

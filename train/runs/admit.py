@@ -135,6 +135,7 @@ def checked_model(task: Task, config: Config, ranks: int, precision: Precision) 
         Refused: it cannot.
     """
     model = build.make_model(task, config, precision.weights)
+    build.check_forward(task, model)
     choose.check_model(model, ranks, precision.device)
     if choose.shards(config, ranks):
         from train.parallel import fsdp

@@ -1,4 +1,4 @@
-"""A model that a task compiles by itself, whole or in part, is trained compiled, under its own names, and exactly."""
+"""What a task compiles in place is trained compiled, and exactly; a wrapper is refused."""
 
 from __future__ import annotations
 
@@ -78,26 +78,31 @@ def ways(shared_station: Station) -> Station:
     return shared_station
 
 
-@pytest.mark.parametrize("way", ["whole", "part", "place"])
-def test_what_a_task_compiles_has_its_own_names_and_a_graph_for_each_shape(way: str, ways: Station) -> None:
-    name = f"compiled-{way}"
-    ways.ok("run", f"compiled_{way}.py", "--name", name, *FLAGS)
+@pytest.mark.parametrize("way", ["whole", "part"])
+def test_a_wrapper_that_gives_weights_other_names_is_refused(way: str, ways: Station) -> None:
+    done = ways("run", f"compiled_{way}.py", "--name", "never", *FLAGS)
+    assert done.returncode == 2 and "is wrapped by torch.compile" in done.stderr, done.stderr
+    assert "use --compile true, or compile a module of your own class in place" in done.stderr
+    assert not (ways.runs / "never").exists()
+
+
+def test_what_a_task_compiles_in_place_has_a_graph_for_each_shape(ways: Station) -> None:
+    name = "compiled-place"
+    ways.ok("run", "compiled_place.py", "--name", name, *FLAGS)
     said = ways.logs(name) + ways("eval", name).stderr
-    ways.ok("export", name, "--to", f"{way}.safetensors")
-    assert set(load_file(ways.folder / f"{way}.safetensors")) == NAMES
+    ways.ok("export", name, "--to", "place.safetensors")
+    assert set(load_file(ways.folder / "place.safetensors")) == NAMES
     # weights go from one to the other
-    ways.ok("run", "compiled_plain.py", "--name", f"{name}-plain", *FLAGS, "--init", f"{way}.safetensors")
-    again = ways.ok("run", f"compiled_{way}.py", "--name", f"{name}-again", *FLAGS, "--init", f"{way}.safetensors")
-    assert "compiled for one" in said + again.stderr
-    assert "compiled for any" not in said + again.stderr
-    assert ways.record(f"{name}-plain")["step"] == ways.record(f"{name}-again")["step"] == 18
+    ways.ok("run", "compiled_plain.py", "--name", f"{name}-plain", *FLAGS, "--init", "place.safetensors")
+    assert "compiled for one" in said and "compiled for any" not in said
+    assert ways.record(f"{name}-plain")["step"] == 18
 
 
 @pytest.mark.minutes
-def test_a_killed_run_of_a_model_compiled_in_part_ends_as_if_nothing_had_happened(ways: Station) -> None:
-    ways.ok("launch", "compiled_part.py", "--name", "compiled-calm", *FLAGS, "--follow")
+def test_a_killed_run_of_a_model_compiled_in_place_ends_as_if_nothing_had_happened(ways: Station) -> None:
+    ways.ok("launch", "compiled_place.py", "--name", "compiled-calm", *FLAGS, "--follow")
     (ways.folder / "kill-compiled").touch()
-    ways.ok("launch", "compiled_part.py", "--name", "compiled-killed", *FLAGS)
+    ways.ok("launch", "compiled_place.py", "--name", "compiled-killed", *FLAGS)
     assert ways.wait_for_end("compiled-killed")["state"] == "interrupted", ways.logs("compiled-killed")
     ways.ok("resume", "compiled-killed", "--follow")
     assert "compiled for one" in ways.logs("compiled-killed")

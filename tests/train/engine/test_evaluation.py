@@ -174,51 +174,6 @@ def test_an_evaluation_leaves_what_it_counts_as_it_was(engine: Any, tmp_path: Pa
     assert engine.outcome("counting-stopped") == engine.outcome("counting")
 
 
-WEIGHTS = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(40, 4, max_norm=0.5)
-        self.leave = nn.Linear(4, 1)
-    def forward(self, ids):
-        {forward}
-        return self.leave(self.table(ids))
-
-def datasets(config):
-    return TensorDataset(torch.arange(20), torch.ones(20, 1)), TensorDataset(torch.arange(40), torch.ones(40, 1))
-
-def model(config):
-    return Net()
-
-def loss(model, batch):
-    return (model(batch[0]) - batch[1]).square().mean()
-"""
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_that_a_forward_keeps_to_a_norm_are_not_changed_by_an_evaluation(
-    engine: Any, tmp_path: Path, ranks: int
-) -> None:
-    (task := tmp_path / "task.py").write_text(WEIGHTS.format(forward="pass"))
-    flags = {"steps": 6, "batch_size": 4, "micro_batch_size": 2}
-    engine.run(f"norms-{ranks}", ranks, task=task, eval__every_epochs=0.4, **flags)
-    engine.run(f"norms-{ranks}-never", ranks, task=task, eval__every_epochs=0, **flags)
-    records = [engine.station.record(name)["weights_sha256"] for name in (f"norms-{ranks}", f"norms-{ranks}-never")]
-    assert records[0] == records[1]
-
-
-def test_an_evaluation_that_changes_weights_ends_the_run_with_a_line(engine: Any, tmp_path: Path) -> None:
-    (task := tmp_path / "task.py").write_text(
-        WEIGHTS.format(forward="self.training or self.leave.weight.data.mul_(1) is self.leave.weight.mul_(0.5)")
-    )
-    record = engine.run("drifts", 1, task=task, steps=6, batch_size=4, micro_batch_size=2, eval__every_epochs=0.4)
-    assert record["state"] == "failed" and "an evaluation has changed leave.weight" in record["reason"], record
-
-
 MODEL = """
 import torch
 from torch import nn

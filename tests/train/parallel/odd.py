@@ -30,14 +30,14 @@ class Settings:
     `growing`: one has another shape after each; `complex`: it has a weight of complex numbers;
     `penalised`: its loss asks it for what only it knows, and for parameters by name; `methods`: its loss never calls
     it, only methods of its own, and assigns one of its buffers; `teacher`: it follows its own weights with parameters
-    that no optimizer updates, `copied` too, which begin as its own, `moved` past torch's count of changes, and `rarely`
-    in every seventh forward alone; `averaged`: a hook of its optimizer's step keeps averages of its weights, in a
-    parameter and a buffer; `normed`: its forward shortens long rows of its weights, of those it looks up;
+    that no optimizer updates, and `moved` does so past torch's count of changes, from a copy of them on; `averaged`: a
+    hook of its optimizer's step keeps averages of its weights, in a parameter and a buffer; `normed`: its forward
+    shortens long rows of its weights;
     `masked`: it has a frozen parameter of infinities, and a mask made by expand(); `unfrozen`: it trains a frozen
     parameter from its third forward on; `late`: one of its buffers is made in its first forward."""
 
 
-TEACHERS = ("teacher", "copied", "moved", "rarely")
+TEACHERS = ("teacher", "moved")
 
 
 class Net(nn.Module):
@@ -49,8 +49,7 @@ class Net(nn.Module):
         self.turn = nn.Parameter(torch.tensor([0.6 + 0.8j])) if kind == "complex" else None
         if kind in TEACHERS:
             self.teacher = nn.Linear(3, 8).requires_grad_(False)
-            self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
-            if kind != "teacher":
+            if kind == "moved":
                 self.teacher.load_state_dict(self.enter.state_dict())
         if kind == "averaged":
             self.mean = nn.Linear(3, 8).requires_grad_(False)
@@ -76,10 +75,9 @@ class Net(nn.Module):
 
     def follow(self) -> None:
         teacher, own = self.teacher.weight, self.enter.weight.detach()
-        self.forwards += 1
         if self.kind == "moved":
             teacher.data = 0.5 * teacher.data + 0.5 * own
-        elif self.kind != "rarely" or self.forwards % 7 == 0:
+        else:
             teacher.lerp_(own, 0.5)
 
     def forward(self, ids: Tensor, points: Tensor) -> Tensor:

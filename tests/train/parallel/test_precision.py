@@ -60,7 +60,7 @@ def test_a_rank_that_has_scaled_no_loss_yet_takes_part_in_a_step_that_scales() -
     strategy, model = Spread(World(0, 1, 0, torch.device("cpu")), Config(), made), torch.nn.Linear(2, 2)
     strategy.place(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy.watch()
+    strategy.start()
     strategy.skip(0, torch.zeros(5))
     strategy.settle(optimizer, None)
     strategy.update(optimizer)

@@ -1,0 +1,102 @@
+"""Checks, in the first steps of an attempt, that the model's state is what it had when the run started.
+
+What a forward makes of parameters, or adds to the state, would differ between ranks and be lost by a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.data.seeding import Seed, owned
+from train.errors import TrainingFailed
+from train.parallel.strategy import local
+
+STEPS = 2
+"""Steps of an attempt that are checked: in the first one a teacher that begins as its student does not move."""
+_LATE = (
+    "warning: the first step has made a random generator that the model or the loss keeps: nothing seeds it, and a "
+    "resume draws from its beginning; make it in model(), or at the top of the file"
+)
+
+
+class ModelCheck:
+    """The model before the forwards of a step, and what they may not have changed in it.
+
+    What changes in the optimizer's step is not looked at: all ranks make the same step, and hooks of it the same too.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any], known: Sequence[Seed]) -> None:
+        """
+        Args:
+            known: the random generators that are found in the model and the loss before the first step.
+        """
+        self._model, self._loss, self._generators = model, loss, len(known)
+        self._parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
+        self._names, self._numbers = set(model.state_dict(keep_vars=True)), _numbers(model)
+        self._is_first = True
+
+    def begin(self) -> None:
+        """Before the forwards of a step."""
+        self._before = _fingerprints(self._parameters)
+
+    def end(self) -> list[str]:
+        """After the forwards and backwards of a step, before its update. Returns warnings.
+
+        Raises:
+            TrainingFailed: a forward has changed a parameter, or added something to the state.
+        """
+        changed = (_fingerprints(self._parameters) != self._before).any(1).tolist()
+        if any(changed):
+            raise TrainingFailed(
+                f"the model updates its parameter {self._parameters[changed.index(True)][0]} in its forward, which "
+                "every rank and micro batch does anew; make it a buffer, or update it after the optimizer's step "
+                "(register_step_post_hook, in optimizer())"
+            )
+        new = sorted(self._model.state_dict(keep_vars=True).keys() - self._names)
+        if new:
+            raise TrainingFailed(
+                f"the model has got {new[0]} in its first steps, and a checkpoint could not be read back into a model "
+                "without it; make it in model(), of its final shape, or register it with persistent=False"
+            )
+        is_first, self._is_first = self._is_first, False
+        return self._warnings() if is_first else []
+
+    def _warnings(self) -> list[str]:
+        found = [_LATE] if len(owned(self._model, self._loss)) > self._generators else []
+        counted = [name for name, value in _numbers(self._model).items() if self._numbers.get(name, value) != value]
+        if counted:
+            found.append(
+                f"warning: the model counts in {counted[0]}, a plain attribute, which no checkpoint holds: after a "
+                "resume or a death it begins anew; make it a buffer (register_buffer)"
+            )
+        return found
+
+
+def _numbers(model: nn.Module) -> dict[str, int | float]:
+    """The numbers among the attributes of a model and its parts, where these do not save them as extra state."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, part in model.named_modules()
+        if type(part).get_extra_state is nn.Module.get_extra_state
+        for name, value in vars(part).items()
+        if type(value) in (int, float)
+    }
+
+
+def _fingerprints(parameters: list[tuple[str, nn.Parameter]]) -> Tensor:
+    """Two numbers a parameter that tell whether it has changed, as bits, for a not-a-number equals nothing."""
+    return torch.stack([_fingerprint(local(parameter.detach())) for _, parameter in parameters]).view(torch.int64)
+
+
+def _fingerprint(values: Tensor) -> Tensor:
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.itemsize == 1:  # floating point numbers of eight bits have no sums and norms: their bits tell as much
+        values = values.view(torch.uint8)
+    if not values.is_floating_point():
+        values = values.double()
+    # summed in float64, not copied into it: a frozen model may fill the device
+    return torch.stack([values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64)])
