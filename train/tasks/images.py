@@ -220,4 +220,8 @@ def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     pictures, labels = batch
     logits = model(pictures)
     hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    return {"accuracy": hits[:, 0].double().mean(), "top5": hits.any(1).double().mean()}
+    return {
+        "loss": nn.functional.cross_entropy(logits, labels),
+        "accuracy": hits[:, 0].double().mean(),
+        "top5": hits.any(1).double().mean(),
+    }

@@ -203,5 +203,6 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     text, following = batch
     logits = model(text)
-    bits = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten()) / math.log(2)
-    return {"bits_per_byte": bits, "accuracy": (logits.argmax(-1) == following).double().mean()}
+    nats = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+    accuracy = (logits.argmax(-1) == following).double().mean()
+    return {"loss": nats, "bits_per_byte": nats / math.log(2), "accuracy": accuracy}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.engine.evaluate import _summed
+from train.engine.loss import evaluation_figures
 from train.parallel.world import World
 
 EVALUATED = {"steps": 4, "task__count_ids": "true", "micro_batch_size": 4}
@@ -174,58 +177,24 @@ def test_an_evaluation_leaves_what_it_counts_as_it_was(engine: Any, tmp_path: Pa
     assert engine.outcome("counting-stopped") == engine.outcome("counting")
 
 
-MODEL = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+def test_metrics_that_have_the_loss_among_them_save_its_forward() -> None:
+    asked: list[str] = []
 
-class Net(nn.ModuleDict):
-    def __init__(self):
-        super().__init__({"enter": nn.Linear(3, 4), "leave": nn.Linear(4, 1)})
-        self.register_buffer("forwards", torch.zeros(()))
-        self.sign = 1
-    def _encode(self, points):
-        return torch.tanh(self["enter"](points))
-    def forward(self, points):
-        self.forwards += 1
-        return self.sign * self["leave"](self._encode(points))
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        asked.append("loss")
+        return model(batch).mean()  # type: ignore[no-any-return]
 
-def datasets(config):
-    points = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(points, points.sum(1, keepdim=True)), TensorDataset(points, points.sum(1, keepdim=True))
+    def metrics(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        asked.append("metrics")
+        return {"largest": model(batch).max(), "loss": (model(batch).sum(), 3)}
 
-def model(config):
-    return Net()
-
-def loss(model, batch):
-    points, wanted = batch
-    model.sign = 1
-    found = model(points)
-    model.sign = -1  # as an adapter that is switched off: the same question has another answer
-    other = model(points)
-    model.sign = 1
-    return (found - wanted).square().mean() + 0 * (found + other).abs().sum() + 0 * model._encode(points).sum()
-
-def metrics(model, batch):
-    points, _ = batch
-    before = float(model.forwards)
-    sums = model(points) + model(points)
-    assert float(model.forwards) == before and len(model) == 2 and "leave" in model and model["enter"] is model.enter
-    more = model(points)
-    assert float(model.forwards) == before + 1
-    model.sign = 1
-    return {"opposed": sums.abs().sum(), "same": (model._encode(points) * 0).sum(), "third": more.abs().mean()}
-"""
-
-
-def test_an_evaluation_gives_the_loss_the_model_itself_and_metrics_the_answers_it_gave(
-    engine: Any, tmp_path: Path
-) -> None:
-    (task := tmp_path / "task.py").write_text(MODEL)
-    record = engine.run("itself", 1, task=task, steps=2, batch_size=4, micro_batch_size=4)
-    assert record["state"] == "finished", engine.said("itself")
-    (figures,) = engine.evaluations("itself")
-    assert figures["opposed"] == figures["same"] == 0 < figures["third"]
+    model, batch = nn.Linear(2, 1), torch.ones(4, 2)
+    one_forward: Any = SimpleNamespace(loss=loss, metrics=metrics, file="task.py")
+    figures = evaluation_figures(one_forward, model, batch, 4)
+    assert asked == ["metrics"] and list(figures) == ["loss", "largest"] and figures["loss"].count == 3
+    two: Any = SimpleNamespace(loss=loss, metrics=lambda *_: {"largest": 1.0}, file="task.py")
+    figures = evaluation_figures(two, model, batch, 4)
+    assert asked == ["metrics", "loss"] and list(figures) == ["loss", "largest"] and figures["loss"].count is None
 
 
 def test_metrics_of_other_names_on_another_rank_are_an_error(engine: Any, tmp_path: Path) -> None:
