@@ -115,8 +115,8 @@ def bench(folder: Path, times: int, name: str, strategies: list[Any], ranks: lis
         missing.append(f"a speed-up on more than {cores} ranks, for they share so many cores")
     where = torch.cuda.get_device_name(0) if gpus else "the CPU, one thread a rank"
     if as_json:
-        told = {"model": name, "device": where, "rows": list(map(dataclasses.asdict, rows)), "missing": missing}
-        return json.dumps(told, indent=2)
+        figures = {"model": name, "device": where, "rows": list(map(dataclasses.asdict, rows)), "missing": missing}
+        return json.dumps(figures, indent=2)
     return _table(rows, f"{name}, {subject.batch} samples a rank and step, on {where}", missing)
 
 

@@ -31,7 +31,8 @@ def _checks(**_: object) -> list[str]:
 
 def run(options: Namespace, runs: Path) -> int:
     """Check, print a line a check. 1 if there is a problem."""
-    from train.doctor import finding, network
+    from train.cluster import address
+    from train.doctor import finding
     from train.doctor.examine import chosen, examine, names
     from train.doctor.machine import Machine
 
@@ -39,7 +40,7 @@ def run(options: Namespace, runs: Path) -> int:
     if not options.job and (ranks or seconds):
         raise Refused(f"--{'nproc' if ranks else 'timeout'} is for --job; give both, or neither")
     try:
-        place = network.parse(options.rendezvous) if options.rendezvous is not None else None
+        place = address.parse(options.rendezvous) if options.rendezvous is not None else None
         only = names(options.only) if options.only is not None else []
         chosen([], only)  # a name that is none is refused at once
     except ValueError as error:
@@ -51,7 +52,7 @@ def run(options: Namespace, runs: Path) -> int:
             raise Refused("--only is for the checks of one machine, and --job for those of ranks; ask one of them")
         from train.doctor.job import DEADLINE, examine_job
 
-        return examine_job(runs, options.json, ranks, seconds or DEADLINE)
+        return examine_job(options.json, ranks, seconds or DEADLINE)
     findings = examine(Machine(), runs, place)
     findings = chosen(findings, only) if only else findings
     finding.show(findings, options.json)

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from train import screen
-from train.doctor import finding, network
+from train.cluster import address
+from train.doctor import finding
 from train.doctor.examine import chosen, examine, names
 from train.doctor.machine import Machine
 
@@ -24,7 +25,7 @@ def main() -> int:
     parser.add_argument("--runs", default=os.environ.get("TRAIN_RUNS") or "runs", help="where runs are kept")
     options = parser.parse_args()
     try:
-        place = network.parse(options.rendezvous) if options.rendezvous is not None else None
+        place = address.parse(options.rendezvous) if options.rendezvous is not None else None
         only = names(options.only) if options.only is not None else []
         chosen([], only)
     except ValueError as error:
@@ -33,7 +34,7 @@ def main() -> int:
     return _shown(options, place, only)
 
 
-def _shown(options: argparse.Namespace, place: network.Place | None, only: list[str]) -> int:
+def _shown(options: argparse.Namespace, place: address.Place | None, only: list[str]) -> int:
     if sys.stdout is None:  # closed by who called us
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     screen.tolerate_any_locale()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from train.cluster.address import Place
 from train.doctor import clock, disk, gpu, host, limits, network, packages
 from train.doctor.finding import Finding, not_applicable
 from train.doctor.machine import Machine
-from train.doctor.network import Place
 
 NAMES = (
     "Docker", "docker compose", "docker buildx", "container toolkit", "GPUs stay", "GPUs", "driver",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -93,10 +93,7 @@ def show(findings: list[Finding], json_: bool) -> None:
     if json_:
         print(as_json(findings))
         return
-    width = 80
     is_terminal = sys.stdout.isatty()
-    if is_terminal:
-        with contextlib.suppress(OSError):
-            width = os.get_terminal_size().columns
+    width = shutil.get_terminal_size().columns if is_terminal else 80
     colour = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
     print(as_text(findings, width, colour))

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,7 @@ import torch.distributed as dist
 
 from train.cluster.same import code_digest
 from train.doctor import finding
-from train.doctor.examine import examine
 from train.doctor.finding import Finding, ok, problem, warning
-from train.doctor.machine import Machine
 from train.errors import one_line
 from train.gpus import number_by_bus
 from train.parallel import nccl
@@ -60,7 +57,7 @@ class Place:
     """Seconds in which each has to come, to answer, and to reduce."""
 
 
-def examine_job(runs: Path, json_: bool, ranks: int | None, deadline: float) -> int:
+def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
     """Check the job that this process is a rank of; outside of one, a job of so many ranks on this machine.
 
     Rank 0 prints. Returns the exit code: 1 on rank 0 if there is a problem.
@@ -72,12 +69,12 @@ def examine_job(runs: Path, json_: bool, ranks: int | None, deadline: float) -> 
             environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500")),
             environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", deadline,
         )  # fmt: skip
-        return _rank(place, runs, json_)
+        return _rank(place, json_)
     size = ranks or torch.cuda.device_count() or 2
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    command = [sys.executable, "-m", "train", "doctor", "--job", "--runs", str(runs), "--timeout", f"{deadline:.0f}"]
+    command = [sys.executable, "-m", "train", "doctor", "--job", "--timeout", f"{deadline:.0f}"]
     whole = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command += ["--json"] if json_ else []
     processes = [
@@ -88,7 +85,7 @@ def examine_job(runs: Path, json_: bool, ranks: int | None, deadline: float) -> 
     return codes[0]
 
 
-def _rank(place: Place, runs: Path, json_: bool) -> int:
+def _rank(place: Place, json_: bool) -> int:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a reduction that hangs ends by its deadline
     number_by_bus()
     limit = datetime.timedelta(seconds=place.deadline)
@@ -105,7 +102,7 @@ def _rank(place: Place, runs: Path, json_: bool) -> int:
         return finding.EXIT_PROBLEM
     board = dist.PrefixStore("train-doctor", store)
     board.set_timeout(limit)
-    board.set(f"facts/{place.rank}", json.dumps(_facts(place, runs)))
+    board.set(f"facts/{place.rank}", json.dumps(_facts(place)))
     if place.rank:
         return _answer(place, board)
     findings = list(_ask(place, board))
@@ -116,10 +113,9 @@ def _rank(place: Place, runs: Path, json_: bool) -> int:
     return finding.exit_code(findings)
 
 
-def _facts(place: Place, runs: Path) -> dict[str, Any]:
-    """What a rank reports of itself; the first of a machine adds that machine's own checks."""
+def _facts(place: Place) -> dict[str, Any]:
+    """What a rank reports of itself."""
     has_gpu = torch.cuda.device_count() > place.local_rank
-    own = examine(Machine(), runs) if place.local_rank == 0 else []
     return {
         "host": socket.gethostname(),
         "gpu": torch.cuda.get_device_name(place.local_rank) if has_gpu else "",
@@ -127,7 +123,6 @@ def _facts(place: Place, runs: Path) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "code": code_digest(),
-        "findings": [dataclasses.asdict(each) for each in own if each.remedy],
     }
 
 
@@ -155,9 +150,6 @@ def _ask(place: Place, board: dist.Store) -> Iterator[Finding]:
         return
     hosts = sorted({fact["host"] for fact in facts.values()})
     yield ok("ranks", f"{place.size} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {', '.join(hosts)}")
-    for fact in facts.values():
-        for each in fact["findings"]:
-            yield Finding(f"{each['check']} on {fact['host']}", each["verdict"], each["seen"], each["remedy"])
     yield from _same(facts)
     yield _clocks(place, board, facts)
     yield from _sums(place, board, facts)

@@ -7,13 +7,12 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
-from train.cluster.address import Place, interface_of, is_mine, parse, source_towards
+from train.cluster.address import Place, interface_of, is_mine, source_towards
 from train.doctor.finding import Finding, ok, problem, warning
 from train.doctor.machine import Machine
 
 _PATIENCE = 3.0
 """Seconds that a connection may take: more would be a firewall that drops it."""
-__all__ = ["Place", "checks", "interface_of", "parse", "source_towards"]
 
 
 def checks(machine: Machine, place: Place) -> Iterator[Finding]:

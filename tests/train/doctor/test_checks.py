@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from machines import by_name, machine, program
 
+from train.cluster import address
 from train.doctor import clock, disk, host, network, packages
 from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code
 from train.doctor.machine import Machine
@@ -201,7 +202,7 @@ def test_a_clock_that_has_gone_backwards(tmp_path: Path) -> None:
 
 
 def names(place: str, **environ: str) -> dict[str, Finding]:
-    return by_name(list(network.checks(Machine(environ), network.parse(place))))
+    return by_name(list(network.checks(Machine(environ), address.parse(place))))
 
 
 def test_a_name_that_does_not_resolve() -> None:
@@ -221,7 +222,7 @@ def test_a_port_here_is_free_where_one_can_listen_on_it() -> None:
 
 
 def test_a_host_whose_name_is_its_loopback() -> None:
-    finding = network._loopback(network.Place("node0", 29400), "127.0.1.1", True)
+    finding = network._loopback(address.Place("node0", 29400), "127.0.1.1", True)
     assert finding.verdict == PROBLEM
     assert "no other machine can reach" in finding.seen
 
