@@ -26,7 +26,6 @@ from train.record import station
 from train.record.durable import write_atomically
 from train.record.outcome import Kind, Outcome
 from train.record.store import Run
-from train.runs import newcomers
 from train.runs.verdict import Asked, Facts
 
 _LINGER = 60.0
@@ -96,7 +95,7 @@ class Nodes:
         """What another node says of a stop that it was asked for."""
         self.is_stopping = False
         """Whether all nodes are to stop."""
-        self._is_troubled, self._is_new = False, True
+        self._is_troubled = False
 
     def tick(self) -> None:
         """Look after the table. To be called several times a second."""
@@ -237,8 +236,7 @@ class Nodes:
             look: called meanwhile. Returns a stop that is wanted now, whoever cannot end.
         """
         assert self.begun is not None
-        report = _report(facts, self.regroup or self._why_it_leaves(facts)) | self._of_node()
-        self._is_new = self._is_new and not facts.is_ready
+        report = _report(facts, self.regroup or self._why_it_leaves(facts))
         self._member.say({"is": "over", "round": self.begun["round"], "report": report})
         at_once, until = None, math.inf
         while self.told is None and time.monotonic() < until:
@@ -249,35 +247,19 @@ class Nodes:
             others = [same.name_of(node) for node in self.begun["nodes"] if node["node"] != self.settings.node]
             self.told = {"reports": {}, "lost": others, "came": []}
             facts = dataclasses.replace(facts, asked=at_once)
-        return self._merged(facts, {str(self.settings.node): report}, self.told["came"])
+        reports = self.told["reports"] | {str(self.settings.node): report}
+        return merged(facts, reports, self.told["lost"], self.told["came"])
 
     def _why_it_leaves(self, facts: Facts) -> str:
         """What the others are told, who go on; '' where this node does, too, or all are to stop."""
         if facts.asked is None or not facts.leaves:
             return ""
-        return f"{self._name} leaves ({facts.asked.words})"
+        return f"{same.name_of(self._member.hello)} leaves ({facts.asked.words})"
 
     def facts_of_others(self, facts: Facts) -> Facts:
         """What the others say of a round that this node was in, and did not live to see the end of."""
-        return self._merged(facts, {}, [])
-
-    def _merged(self, facts: Facts, mine: Mapping[str, Message], came: list[str]) -> Facts:
         assert self.told is not None
-        reports = self.told["reports"] | mine
-        found = newcomers.among(reports, self.settings.least) if self.settings.is_elastic else {}
-        facts = dataclasses.replace(facts, node=self._name, newcomers=found)
-        return merged(facts, reports, self.told["lost"], came)
-
-    def _of_node(self) -> Message:
-        """What a report says of the node that it comes from."""
-        assert self.begun is not None
-        before = sum(node["ranks"] for node in self.begun["nodes"] if node["node"] < self.settings.node)
-        mine = sum(node["ranks"] for node in self.begun["nodes"] if node["node"] == self.settings.node)
-        return {"name": self._name, "ranks": list(range(before, before + mine)), "is_new": self._is_new}
-
-    @property
-    def _name(self) -> str:
-        return same.name_of(self._member.hello)
+        return merged(facts, self.told["reports"], self.told["lost"], [])
 
     def leave(self, goes_on: bool = False) -> None:
         """This node has written down how its run ended. Node 0 stays until all others know it, too.

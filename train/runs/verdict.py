@@ -15,7 +15,7 @@ from train import signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
 from train.record import store
 from train.record.outcome import Kind, Outcome, first_fault
-from train.runs import cause, likely, memory, newcomers, scripts
+from train.runs import cause, likely, memory, scripts
 
 LAST_LINES = 8
 """Lines of a dead rank's log that run.json keeps."""
@@ -107,10 +107,6 @@ class Facts:
     """Why ranks were stopped to be begun again, with more nodes or fewer."""
     came: str = ""
     """Nodes that wait to join, in words."""
-    node: str = ""
-    """This node among several, in words."""
-    newcomers: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Ranks of nodes that the others can go on without, and have trained before they came: with the node, in words."""
     leaves: bool = False
     """Whether this node alone was asked to stop, and the others go on without it."""
 
@@ -169,7 +165,7 @@ class Decision:
 
 def decide(facts: Facts) -> Decision:
     """What becomes of a run whose attempt is over; where a machine may be behind it, with the check for that."""
-    decision = _without_newcomers(facts, _decide(facts))
+    decision = _decide(facts)
     if decision.end not in (store.FAILED, "died") or decision.reason is None:  # it goes on, or who started it tells
         return decision
     hint = likely.hint("\n".join([decision.why, *_raised(facts, decision.why)]))
@@ -179,24 +175,10 @@ def decide(facts: Facts) -> Decision:
     return dataclasses.replace(decision, why=f"{decision.why}; {hint}", reason=f"{decision.reason}; {hint}", said=said)
 
 
-def _without_newcomers(facts: Facts, decision: Decision) -> Decision:
-    """What becomes of a run that a machine ends which has just joined it: there it ends, and the others go on."""
-    if decision.again or decision.end not in (store.FAILED, "died"):
-        return decision
-    names = newcomers.at_fault(facts, decision.rank, decision.recurs)
-    if not names:
-        return decision
-    why = f"{' and '.join(names)} cannot do the work and was refused: {decision.why}"
-    if facts.node not in names:
-        said = f"{why}; the others go on"
-        return Decision("died", None, why, rank=decision.rank, again=True, deaths=facts.deaths, said=said)
-    return refused(f"{why}; when that is mended: train resume {facts.name}", decision.rank)
-
-
-def refused(why: str, rank: int | None = None) -> Decision:
+def refused(why: str) -> Decision:
     """That this node cannot be one of its run, which goes on or waits without it."""
     figures = {store.REFUSED: True}
-    return Decision(store.FAILED, store.FAILED, why, why, rank=rank, figures=figures, said=why, code=EXIT_REFUSED)
+    return Decision(store.FAILED, store.FAILED, why, why, figures=figures, said=why, code=EXIT_REFUSED)
 
 
 def _raised(facts: Facts, why: str) -> list[str]:

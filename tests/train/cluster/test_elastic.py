@@ -15,10 +15,6 @@ from tests.train.conftest import Station
 ORDERED = ("--steps", 1500, "--parallel.reduce", "ordered", "--task.width", 32)
 """The same bits on any number of ranks; and not over while one machine is alone for a while."""
 
-LACKING = """import os
-if "RANK" in os.environ and os.path.exists(os.environ.get("LACKS", "")):
-    import this_is_not_installed_here
-"""
 SLOW = """
 def collate(items):
     import time
@@ -89,10 +85,10 @@ def test_a_keeper_that_ends_with_its_machine_takes_that_machine_alone_out_of_the
 
 
 @pytest.mark.minutes
-def test_a_machine_that_joins_and_cannot_do_the_work_is_refused_and_the_run_goes_on(machines: Machines) -> None:
+def test_a_machine_that_would_join_with_other_settings_is_refused_and_the_run_goes_on(machines: Machines) -> None:
     text = (Path(__file__).parent / "task.py").read_text()
     for station in machines.stations:
-        (station.folder / "t.py").write_text(LACKING + text + SLOW)
+        (station.folder / "t.py").write_text(text + SLOW)
     fields = ("--batch_size", 8, "--cpu_threads", 1, "--checkpoint.every_steps", 20, "--data.workers", 0)
     more = {"nnodes": "1:2", "task": "t.py", "fields": fields}
     assert machines.launch("a", 0, "--steps", 3000, **more).returncode == 0
@@ -100,20 +96,5 @@ def test_a_machine_that_joins_and_cannot_do_the_work_is_refused_and_the_run_goes
     # other settings: it never gets a seat
     done = machines.launch("a", 1, "--steps", 3000, "--seed", 5, "--follow", **more)
     assert done.returncode == 2 and "another configuration" in done.stderr.splitlines()[-1], done.stderr
-    machines.stations[1].ok("rm", "a")
     assert len(machines.stations[0].record("a")["attempts"]) == 1
-    # a package is missing, which its ranks find out
-    lacks = machines.stations[1].folder / "lacks"
-    lacks.touch()
-    done = machines.launch("a", 1, "--steps", 3000, "--follow", env={"LACKS": str(lacks)}, **more)
-    assert done.returncode == 2 and "this_is_not_installed_here" in done.stderr.splitlines()[-1], done.stderr
-    record = machines.stations[1].record("a")
-    assert record["state"] == "failed" and record["refused"] and "cannot do the work" in record["reason"]
-    found = attempts(machines, 0, 3)
-    assert "cannot do the work and was refused" in found[1]["reason"]
-    assert found[2]["world_size"] == 1 and found[2]["from_step"] == found[0]["to_step"]
-    lacks.unlink()  # mended, it joins
-    machines.stations[1].ok("resume", "a")
-    assert attempts(machines, 0, 4)[3]["world_size"] == 2
-    machines.stations[1].ok("stop", "a")
-    assert "refused" not in machines.stations[1].record("a")
+    machines.stations[0].ok("stop", "a")

@@ -14,7 +14,7 @@ import pytest
 from train import signals
 from train.record import folders, store
 from train.record.outcome import Kind, Outcome
-from train.runs import cause, memory, newcomers
+from train.runs import memory
 from train.runs.nodes import Nodes, Settings, _report, merged
 from train.runs.supervise import Supervisor
 from train.runs.verdict import Asked, Decision, Facts, Road, decide, who_died
@@ -263,59 +263,6 @@ def test_a_node_that_leaves_is_stopped_and_the_others_begin_again() -> None:
     assert seen(ended, facts(LAUNCHED)).state == "finished"
 
 
-JOINED = {"newcomers": {1: "node 1 (b)"}, "node": "node 0 (a)", "deaths": 2}
-MISSING = "task.py: ModuleNotFoundError: No module named 'x'"
-absent = Outcome(1, Kind.REFUSED, 0, MISSING, recurs=True)
-too_many = "13 ranks have only 12 micro batches"
-
-
-@pytest.mark.parametrize(
-    ("known", "is_refused"),
-    [
-        (facts(LAUNCHED, (absent,), exits={1: 1}, is_ready=False, **JOINED), True),
-        (facts(LAUNCHED, (died(1, "OSError: no such data", True),), exits={1: 1}, **JOINED), True),
-        (facts(LAUNCHED, (died(1, f"RuntimeError: {cause.NO_GPU}", False),), exits={1: 1}, **JOINED), True),
-        (facts(LAUNCHED, exits={1: SEGV}, is_ready=False, **JOINED | {"deaths": 3}), True),
-        (facts(LAUNCHED, tuple(Outcome(rank, Kind.REFUSED, 0, too_many, recurs=True) for rank in (0, 1)),
-               is_ready=False, **JOINED), True),
-        # it is not reached, and the others see that first; or it never comes, and they wait
-        (facts(LAUNCHED, (died(0, LOST, False), died(1, LOST, False, 2.0)), exits={0: 1, 1: 1}, is_ready=False,
-               **JOINED | {"deaths": 3}), True),
-        (facts(LAUNCHED, exits={0: KILL}, hang="no progress", is_ready=False, **JOINED | {"deaths": 3}), True),
-        (facts(LAUNCHED, (died(0, LOST, False),), exits={0: 1}, **JOINED | {"deaths": 3}), False),  # it has trained
-        (facts(LAUNCHED, lost="node 2 (c)", is_ready=False, **JOINED | {"deaths": 3}), False),
-        (facts(LAUNCHED, (refused,), exits={0: 1}, is_ready=False, **JOINED), False),
-        (facts(LAUNCHED, (nan, nan_1), **JOINED), False),  # all have met it
-        (facts(LAUNCHED, (died(0, "ValueError: bad", True),), exits={0: 1}, **JOINED), False),
-        (facts(LAUNCHED, (absent,), exits={1: 1}, is_ready=False), False),  # nobody has trained before
-    ],
-)  # fmt: skip
-def test_a_machine_that_has_joined_and_cannot_do_the_work_goes_and_the_others_go_on(
-    known: Facts, is_refused: bool
-) -> None:
-    stays, goes = decide(known), decide(replace(known, node="node 1 (b)"))
-    assert (stays.state, stays.again) == ((None, True) if is_refused else ("failed", False))
-    assert (goes.state, goes.code) == ("failed", 2 if is_refused else 3)
-    if is_refused:
-        assert (
-            stays.deaths == known.deaths
-            and "node 1 (b) cannot do the work" in stays.why
-            and "\n" not in (goes.reason or "")
-        )
-
-
-def test_who_is_a_newcomer_to_whom() -> None:
-    def report(node: int, is_new: bool) -> dict[str, Any]:
-        return {"name": f"node {node}", "ranks": [2 * node, 2 * node + 1], "is_new": is_new}
-
-    among = newcomers.among
-    both = {"0": report(0, False), "1": report(1, True)}
-    assert among(both, 1) == {2: "node 1", 3: "node 1"}
-    assert among(both, 2) == {}  # too few would be left
-    assert among({"0": report(0, True), "1": report(1, True)}, 1) == {}
-    assert among({"0": report(0, True), "1": report(1, False)}, 1) == {}  # none goes on without node 0
-
-
 def test_all_nodes_come_to_the_same_verdict_from_what_all_have_seen() -> None:
     killed = facts(LAUNCHED, (), exits={2: KILL}, saved=4, deaths=1)
     noticed = facts(LAUNCHED, (died(0, LOST, False),), exits={0: 1}, saved=6, progress=True, deaths=2)
@@ -344,7 +291,6 @@ def test_a_stop_now_does_not_wait_for_a_node_whose_ranks_cannot_be_ended(monkeyp
     nodes = Nodes.__new__(Nodes)
     nodes._member, nodes.told, nodes.regroup = MagicMock(), None, ""
     nodes.settings = Settings(2, 2, 0, "127.0.0.1:29400")
-    nodes._is_new = True
     nodes.begun = {"round": 1, "nodes": [{"node": node, "host": f"host{node}", "ranks": 1} for node in range(2)]}
     asked = iter([None, None])
     for mine in (facts(LAUNCHED, exits={0: KILL}), facts(LAUNCHED, (finished,))):
