@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from monitored import Exporter, Gpus, Prometheus
-
-GRAFANA = "grafana-foundation-sdk==1769699379!11.6.0"
-"""The newest one for dashboards of this kind, which Grafana 12 reads as they are."""
 
 
 @pytest.fixture
@@ -55,17 +51,6 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (package,) = folder.glob("*.deb")
     subprocess.run(["dpkg", "-x", package, folder], check=True)
     return folder / "usr" / "bin"
-
-
-@pytest.fixture(scope="session")
-def grafana(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models of dashboards that Grafana publishes (Apache-2.0), made from its own schemas."""
-    folder = tmp_path_factory.mktemp("grafana")
-    install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*install, "--target", folder, GRAFANA], capture_output=True, text=True, check=False)
-    if done.returncode:
-        _missing(f"{GRAFANA} cannot be had: {done.stderr[-300:]}")
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ import prometheus_client
 from prometheus_client import Metric
 
 import train
+from train import screen
 from train.errors import one_line
 from train.gpus import ECC, REASONS, Gpu, Gpus, process_of
 from train.record import heartbeat, station, store
@@ -71,7 +72,7 @@ class Collector(prometheus_client.registry.Collector):
             line = f"{what}: {type(error).__name__}: {one_line(error)}"
             if line not in self._said and len(self._said) < 100:  # once: it will come again with the next look
                 self._said.add(line)
-                log.warning("cannot look at %s", line)
+                log.warning("cannot look at %s", screen.printable(line))
 
     def _add_disk(self, figures: Figures) -> None:
         folder = self._runs.folder
