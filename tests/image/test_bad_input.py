@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ def fresh(station: Station, make_station: Callable[..., Station]) -> Station:
 
 
 def refused(station: Station, **settings: str) -> str:
-    """`make up` with these settings: the one line it says. Checks that nothing was made."""
+    """The one line that `make up` with these settings says. Checks that nothing was made."""
     before = sorted(path.name for path in station.folder.iterdir())
     env = {**station.env, **settings}
     done = run("make", "-s", "up", cwd=station.folder, env=env, check=False)
@@ -37,50 +36,34 @@ def nothing_left(station: Station) -> None:
         assert listed.stdout == "", f"a {kind} was left"
 
 
-@pytest.mark.parametrize("gpus", ["0", "-1", "two", "0,,1", ",1", "1.5", "all,0", "2 3"])
-def test_gpus_that_mean_nothing(fresh: Station, gpus: str) -> None:
-    assert f"GPUS={gpus}" in refused(fresh, GPUS=gpus)
-
-
-def test_gpus_where_the_engine_has_none(fresh: Station) -> None:
-    assert "GPUS=all, but the engine" in refused(fresh, GPUS="all")
-
-
-@pytest.mark.parametrize("address", ["localhost", "300.1.1.1", "1.2.3", "::1", "127.0.0.1:80"])
-def test_an_address_that_is_none(fresh: Station, address: str) -> None:
-    assert f"BIND_ADDRESS={address} is no address" in refused(fresh, BIND_ADDRESS=address)
-
-
-def test_an_address_this_machine_does_not_have(fresh: Station) -> None:
-    assert "192.0.2.1" in refused(fresh, BIND_ADDRESS="192.0.2.1")
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"CLUSTER_ADDRESS": "10.0.0.51"}, "set CLUSTER_NETWORK"),
-        ({"CLUSTER_NETWORK": "no-such"}, "CLUSTER_ADDRESS=: it is the address"),
-        (
-            {"CLUSTER_NETWORK": "no-such", "CLUSTER_ADDRESS": "10.0.0.256"},
-            "CLUSTER_ADDRESS=10.0.0.256: it is the address",
-        ),
-        (
-            {"CLUSTER_NETWORK": "no-such", "CLUSTER_ADDRESS": "10.0.0.08"},
-            "CLUSTER_ADDRESS=10.0.0.08: it is the address",
-        ),
+        ({"GPUS": "0"}, "GPUS=0"),
+        ({"GPUS": "0,,1"}, "GPUS=0,,1"),
+        ({"GPUS": "all"}, "GPUS=all, but the engine"),
+        ({"BIND_ADDRESS": "300.1.1.1"}, "BIND_ADDRESS=300.1.1.1 is no"),
+        ({"BIND_ADDRESS": "192.0.2.1"}, "192.0.2.1"),
+        ({"JUPYTER_PORT": "70000"}, "JUPYTER_PORT=70000"),
+        ({"SSH_PORT": "http"}, "SSH_PORT=http"),
+        ({"MEMORY": "lots"}, "MEMORY=lots: it is a size such as 64g"),
+        ({"SHM_SIZE": "big"}, "SHM_SIZE=big: it is a size such as 16g"),
+        ({"CPUS": "9999"}, "this machine has"),
+        ({"PIDS_LIMIT": "3"}, "it is a number from 512"),
+        ({"MIN_FREE_MB": "99999999"}, "MB left, less than MIN_FREE_MB=99999999"),
+        ({"DATASETS_DIR": "/nowhere/data"}, "DATASETS_DIR=/nowhere/data is no folder"),
+        ({"RUNS_DIR": "/etc/hostname"}, "is no folder"),
+        ({"CA_BUNDLE": "/etc/hostname"}, "holds no certificate"),
+        ({"STATION_EXPORTER": "maybe"}, "STATION_EXPORTER=maybe: it is on or off"),
+        ({"PROTECT_CHECKOUT": "True"}, "PROTECT_CHECKOUT=True: it is true or false"),
+        ({"CLUSTER_ADDRESS": "10.0.0.51"}, "CLUSTER_NETWORK"),
         ({"CLUSTER_NETWORK": "no-such", "CLUSTER_ADDRESS": "10.0.0.51"}, "no-such is no network of this engine"),
-        ({"CLUSTER_NETWORK": "--help", "CLUSTER_ADDRESS": "10.0.0.51"}, "--help is no network of this engine"),
-        ({"CLUSTER_NETWORK": "bridge", "CLUSTER_ADDRESS": "172.17.0.9"}, "bridge is the engine's own"),
+        ({"SSH_PUBLIC_KEY": "/nowhere/key.pub"}, "cannot be read"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_network_of_machines_that_cannot_be_had(fresh: Station, settings: dict[str, str], words: str) -> None:
+def test_a_setting_that_cannot_be_meant(fresh: Station, settings: dict[str, str], words: str) -> None:
     assert words in refused(fresh, **settings)
-
-
-@pytest.mark.parametrize("name", ["JUPYTER_PORT", "SSH_PORT"])
-@pytest.mark.parametrize("port", ["0", "70000", "http"])
-def test_a_port_that_is_none(fresh: Station, name: str, port: str) -> None:
-    assert f"{name}={port}" in refused(fresh, **{name: port})
 
 
 @pytest.mark.parametrize("name", ["JUPYTER_PORT", "SSH_PORT"])
@@ -94,21 +77,25 @@ def test_a_port_that_is_taken(fresh: Station, name: str) -> None:
     assert name in said
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("MEMORY", "lots", "it is a size such as 64g"),
-        ("MEMORY", "10m", "1g or more"),
-        ("SHM_SIZE", "big", "it is a size such as 16g"),
-        ("CPUS", "two", "it is a number of processors"),
-        ("CPUS", "9999", "this machine has"),
-        ("CPUS", "0.0", "it is a number of processors"),
-        ("PIDS_LIMIT", "3", "it is a number from 512"),
-    ],
-)
-def test_a_limit_that_cannot_be_meant(fresh: Station, name: str, value: str, words: str) -> None:
-    line = refused(fresh, **{name: value})
-    assert f"{name}={value}: " in line and words in line
+def test_a_private_key_in_the_place_of_a_public_one(fresh: Station, tmp_path: Path) -> None:
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "pair"))
+    assert "is a private key" in refused(fresh, SSH_PUBLIC_KEY=str(tmp_path / "pair"))
+
+
+def test_an_index_with_a_password(fresh: Station) -> None:
+    said = refused(fresh, PIP_INDEX_URL="https://me:hush@index.invalid/simple")
+    assert "PIP_INDEX_URL" in said
+    assert "hush" not in said
+
+
+def test_a_data_folder_that_is_not_there_without_make(fresh: Station) -> None:
+    env = {**fresh.env, "DATASETS_DIR": "/nowhere/data"}
+    files = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
+    done = run("docker", "compose", *files, "up", "-d", "--no-build", cwd=fresh.folder, env=env, check=False)
+    run("docker", "compose", *files, "down", "--volumes", cwd=fresh.folder, env=env)
+    assert done.returncode != 0
+    assert "bind source path does not exist: /nowhere/data" in done.stderr
+    assert not Path("/nowhere").exists()
 
 
 FORKS = """
@@ -126,59 +113,12 @@ print(len(begun))
 
 
 def test_limits_hold_inside(make_station: Callable[..., Station]) -> None:
-    """Shared memory that is more than half of the memory becomes half of it, and make up says so."""
-    station = make_station("limited", MEMORY="2g", CPUS="1.5", PIDS_LIMIT="600", SHM_SIZE="3g")
-    printed = station.make("up").stdout
-    assert "SHM_SIZE=3g is more than half of the memory (2048 MB): it becomes 1024m" in printed
+    station = make_station("limited", MEMORY="2g", CPUS="1.5", PIDS_LIMIT="600", SHM_SIZE="1g")
+    station.make("up")
     limits = "{{.HostConfig.Memory}} {{.HostConfig.NanoCpus}} {{.HostConfig.PidsLimit}} {{.HostConfig.ShmSize}}"
     assert station.inspect(limits) == f"{2 << 30} 1500000000 600 {1 << 30}"
     assert 400 < int(station.dev("python3", "-c", FORKS).stdout) < 600
     station.make("down")
-
-
-def test_a_data_folder_that_is_not_there(fresh: Station) -> None:
-    assert "DATASETS_DIR=/nowhere/data is no folder" in refused(fresh, DATASETS_DIR="/nowhere/data")
-
-
-def test_a_data_folder_that_is_not_there_without_make(fresh: Station) -> None:
-    env = {**fresh.env, "DATASETS_DIR": "/nowhere/data"}
-    files = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
-    done = run("docker", "compose", *files, "up", "-d", "--no-build", cwd=fresh.folder, env=env, check=False)
-    run("docker", "compose", *files, "down", "--volumes", cwd=fresh.folder, env=env)
-    assert done.returncode != 0
-    assert "bind source path does not exist: /nowhere/data" in done.stderr
-    assert not Path("/nowhere").exists()
-
-
-def key_files(folder: Path) -> dict[str, str]:
-    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "pair"))
-    (folder / "garbage.pub").write_text("not a key\n")
-    return {
-        str(folder / "missing.pub"): "cannot be read",
-        str(folder): "cannot be read",
-        str(folder / "pair"): "is a private key",
-        str(folder / "garbage.pub"): "holds no public key",
-    }
-
-
-def test_a_key_file_that_is_no_public_key(fresh: Station, tmp_path: Path) -> None:
-    for path, reason in key_files(tmp_path).items():
-        assert reason in refused(fresh, SSH_PUBLIC_KEY=path)
-
-
-def test_an_index_with_a_password(fresh: Station) -> None:
-    said = refused(fresh, PIP_INDEX_URL="https://me:hush@index.invalid/simple")
-    assert "PIP_INDEX_URL" in said
-    assert "hush" not in said
-
-
-def test_certificates_that_are_none(fresh: Station) -> None:
-    assert "holds no certificate" in refused(fresh, CA_BUNDLE="/etc/hostname")
-
-
-def test_runs_that_are_no_folder(fresh: Station, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert "is no folder" in refused(fresh, RUNS_DIR=str(tmp_path / "file"))
 
 
 def test_runs_that_another_user_owns(fresh: Station, tmp_path: Path) -> None:
@@ -196,69 +136,27 @@ def test_runs_that_another_user_owns(fresh: Station, tmp_path: Path) -> None:
     assert list(theirs.iterdir()) == []
 
 
-def test_too_little_space(fresh: Station) -> None:
-    assert "MB left, less than MIN_FREE_MB=99999999" in refused(fresh, MIN_FREE_MB="99999999")
-
-
-def start(*options: str) -> subprocess.CompletedProcess[str]:
-    """The image by itself, as other tools than make and compose start it."""
-    return run("docker", "run", "--rm", *options, "trainstation:runtime", "true", check=False)
+def test_without_an_engine_one_line_names_the_ways_out(fresh: Station) -> None:
+    said = refused(fresh, DOCKER_HOST="unix:///nowhere/docker.sock")
+    assert "make engine" in said and "make demo" in said
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("--tmpfs", "/workspace/runs:size=10m"), "MB left: free some, or lower MIN_FREE_MB"),
-        (("--tmpfs", "/workspace/runs:ro"), "/workspace/runs is not writable: is it mounted read-only?"),
-        (("-e", "DEV_UID=me"), "DEV_UID=me"),
         (("-e", "DEV_UID=0"), "nobody works as root in here"),
-        (("-e", "DEV_UID=00"), "nobody works as root in here"),
-        (("-e", "DEV_UID=4294967296"), "both are numbers"),
         (("-e", "DEV_GID=4294967295"), "both are numbers"),
         (("-e", "GPUS=2"), "with docker compose alone say GPU_IDS=0,1"),
-        (("-e", "GPUS=two"), "GPUS=two: it is all, none, a count"),
-        (("-e", "MIN_FREE_MB=lots"), "MIN_FREE_MB=lots is no number"),
-    ],
-)
-def test_a_container_started_by_hand_refuses_too(fresh: Station, options: tuple[str, ...], said: str) -> None:
-    done = start(*options)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("jupyter_token", "short", "has to be 16 or more"),
-        ("jupyter_token", "with blank in it, and long", "has to be 16 or more"),
-        ("authorized_keys", "not a key\n", "holds no public key"),
-    ],
-)
-def test_secret_files_that_cannot_be_meant(fresh: Station, tmp_path: Path, name: str, text: str, said: str) -> None:
-    secrets = tmp_path / "workspace" / ".secrets"
-    secrets.mkdir(parents=True)
-    (secrets / name).write_text(text)
-    done = start("-v", f"{tmp_path}/workspace:/workspace")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
-    assert [path.name for path in (tmp_path / "workspace").rglob("*")] == [".secrets", name]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
         (("--user", "1234"), "the services are started by root, who becomes user dev: leave out --user"),
         (("--cap-drop", "ALL"), "root may do too little in here: add --cap-add CHOWN --cap-add DAC_OVERRIDE"),
-        (("--cap-drop", "SETUID"), "root may do too little in here: add --cap-add SETUID, as"),
         (("--read-only",), "is read-only: leave out --read-only"),
         (("--tmpfs", "/workspace:ro"), "/workspace is not writable: is it mounted read-only? Runs need a folder"),
         (("-e", "LD_LIBRARY_PATH=/usr/lib:/workspace/lib"), "LD_LIBRARY_PATH names /workspace/lib, which root"),
         (("-e", "LD_PRELOAD=/home/dev/x.so"), "LD_PRELOAD names /home/dev/x.so, which root"),
     ],
 )
-def test_services_that_cannot_be_started_say_why(fresh: Station, options: tuple[str, ...], said: str) -> None:
+def test_a_container_started_by_hand_refuses_too(fresh: Station, options: tuple[str, ...], said: str) -> None:
     done = run("docker", "run", "--rm", *options, "trainstation:runtime", check=False)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("ERROR: ld.so")]
     assert (done.returncode, len(lines)) == (2, 1), done.stderr
@@ -272,21 +170,8 @@ NEEDED = ("SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SYS_CH
 @pytest.mark.parametrize(
     "options",
     [
-        (),
-        ("--user", "1234"),
         ("--user", "1234", "--cap-drop", "ALL", "--read-only"),
         ("--cap-drop", "ALL", *(f"--cap-add={name}" for name in NEEDED), "--security-opt", "no-new-privileges"),
-        ("--tmpfs", "/tmp:size=4k", "--env", "HTTP_PROXY=http://proxy.invalid:3128"),
-        (
-            "--env",
-            "BASH_ENV=/nowhere",
-            "--env",
-            "PYTHONPATH=/nowhere",
-            "--env",
-            "TRAIN_RUNS=/tmp/runs",
-            "--tmpfs",
-            "/tmp",
-        ),
     ],
 )
 def test_what_a_command_prints_is_all_that_is_on_stdout(fresh: Station, options: tuple[str, ...]) -> None:
@@ -303,8 +188,7 @@ def test_full_places_inside_do_not_keep_the_services_from_starting(make_station:
     override = station.folder.parent / "full.yml"
     override.write_text(json.dumps({"services": {"station": full}, "volumes": {"home": home}}))
     files = [word for f in ("docker-compose.yml", "docker-compose.cpu.yml", str(override)) for word in ("-f", f)]
-    up = ("docker", "compose", *files, "up", "-d", "--no-build")
-    run(*up, cwd=station.folder, env=station.env)
+    run("docker", "compose", *files, "up", "-d", "--no-build", cwd=station.folder, env=station.env)
     station.wait_healthy()
     dd = "dd if=/dev/zero of=$place/full bs=1k 2>/dev/null"
     fill = f"for place in /tmp /home/dev; do {dd}; df --output=avail $place | tail -n 1; done"

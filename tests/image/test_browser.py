@@ -59,11 +59,6 @@ def test_a_notebook_cell_prints_torchs_version(station: Station, page: Page, kep
     page.screenshot(path=kept / "notebook.png")
 
 
-def test_memory_and_cpu_are_visible_in_the_page(station: Station, page: Page) -> None:
-    page.goto(f"{station.url}/lab?token={station.token}&reset")
-    expect(page.get_by_text("Mem:").first).to_be_visible(timeout=60_000)
-
-
 def test_the_page_shows_nothing_that_this_station_has_not(station: Station, page: Page) -> None:
     """No panel of dead buttons for GPUs on a CPU station; no language server; nothing that fails to start."""
     errors: list[str] = []

@@ -40,11 +40,6 @@ def test_in_a_healthy_station_all_is_well(station: Station) -> None:
     assert shown.splitlines()[-1].endswith("all is well")
 
 
-def test_several_ranks_in_a_healthy_station(station: Station) -> None:
-    findings = json.loads(station.dev("train", "doctor", "--job", "--json").stdout)
-    assert [each["check"] for each in findings if each["verdict"] != "ok"] == []
-
-
 def test_a_tiny_shared_memory(station: Station, checkout: Path) -> None:
     finding = examined(station, checkout, "--shm-size", "64m")["shared memory"]
     assert finding["verdict"] == "problem"
@@ -64,57 +59,3 @@ def test_a_full_disk(station: Station, checkout: Path) -> None:
     findings = examined(station, checkout, *full, before=f"head -c 900000 /dev/zero >{WORK}/runs/full")
     assert findings["room on disk"]["verdict"] == "problem"
     assert findings["file system"]["verdict"] == "warning"  # and it is memory
-
-
-def test_a_folder_of_runs_of_another(station: Station, checkout: Path, tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    place = "--volume", f"{tmp_path}:{WORK}/runs", "--user", "1000:1000"
-    finding = examined(station, checkout, *place)["folder of runs"]
-    assert finding["verdict"] == "problem"
-    remedy = finding["remedy"].removeprefix("sudo ")  # the container's root pastes it
-    run("docker", "run", "--rm", "--entrypoint", "bash", *place[:2], station.inspect("{{.Config.Image}}"), "-c", remedy)
-    assert examined(station, checkout, *place)["folder of runs"]["verdict"] == "ok"
-
-
-def test_a_second_cudnn(station: Station, checkout: Path) -> None:
-    second = "mkdir -p /opt/cudnn/lib && touch /opt/cudnn/lib/libcudnn.so.8 && export LD_LIBRARY_PATH=/opt/cudnn/lib"
-    finding = examined(station, checkout, before=second)["LD_LIBRARY_PATH"]
-    assert finding["verdict"] == "problem"
-    assert "two cuDNNs" in finding["seen"]
-    assert examined(station, checkout, before=f"{second}\n{finding['remedy']}")["LD_LIBRARY_PATH"]["verdict"] == "ok"
-
-
-def test_a_torch_without_cuda(station: Station, checkout: Path) -> None:
-    lines = [
-        "other=/opt/other; info=$other/torch-2.7.1+cpu.dist-info; mkdir -p $other/torch $info",
-        "printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: 2.7.1+cpu\\n' >$info/METADATA",
-        "echo 'cuda: Optional[str] = None' >$other/torch/version.py",
-        "export PYTHONPATH=$other STATION_GPUS=all",
-    ]
-    without = "\n".join(lines)
-    findings = examined(station, checkout, before=without)
-    assert findings["torch"]["verdict"] == "problem"
-    assert findings["GPUs"]["verdict"] == "problem"  # asked for, and not here
-
-
-def test_a_name_and_a_port_that_are_not_there(station: Station, checkout: Path) -> None:
-    image = station.inspect("{{.Config.Image}}")
-
-    def doctor(place: str, *options: str) -> dict[str, dict[str, str]]:
-        done = run(
-            "docker", "run", "--rm", "--entrypoint", "python3", "--volume", f"{checkout}:{WORK}", "--workdir", WORK,
-            *options, image, "-m", "train", "doctor", "--json", "--rendezvous", place, check=False,
-        )  # fmt: skip
-        return {each["check"]: each for each in json.loads(done.stdout)}
-
-    assert doctor("node0:29400")["rendezvous name"]["verdict"] == "problem"
-    loop = doctor("node0:29400", "--add-host", "node0:127.0.1.1")
-    assert loop["rendezvous address"]["verdict"] == "problem"
-    station_address = station.inspect("{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
-    network = station.inspect("{{range $name, $_ := .NetworkSettings.Networks}}{{$name}}{{end}}")
-    closed = doctor(f"{station_address}:29400", "--network", network)
-    assert closed["rendezvous port"]["verdict"] == "warning"
-    assert "nobody listens" in closed["rendezvous port"]["seen"]
-    there = doctor(f"{station_address}:2222", "--network", network)
-    assert there["rendezvous port"]["verdict"] == "ok"
-    assert there["interface"]["seen"].startswith("eth0 ")

@@ -8,18 +8,6 @@ import pytest
 from conftest import ROOT, Station, run
 
 
-def shell_files() -> list[str]:
-    """Everything of the station that a shell reads; most of it has no ending, so the first line decides."""
-    places = [*(ROOT / "docker").rglob("*"), *(ROOT / "scripts").iterdir(), ROOT / "entrypoint.sh"]
-    first = re.compile(r"#!(/usr/bin/env |/bin/)(ba)?sh\n|# shellcheck shell=")
-    return [str(path) for path in places if path.is_file() and first.match(path.read_text())]
-
-
-def test_shellcheck_is_clean() -> None:
-    assert len(shell_files()) > 20
-    run("shellcheck", "-x", *shell_files(), cwd=ROOT)
-
-
 def test_hadolint_is_clean() -> None:
     run("hadolint", "Dockerfile", cwd=ROOT)
 
@@ -36,6 +24,21 @@ def test_checkov_is_clean() -> None:
 def test_the_compose_files_are_valid_on_a_fresh_clone(files: list[str]) -> None:
     arguments = [word for file in files for word in ("-f", file)]
     run("docker", "compose", *arguments, "--env-file", "/dev/null", "config", "--quiet", cwd=ROOT)
+
+
+def test_packages_come_from_one_day_of_a_snapshot_archive_where_the_mirror_names_it() -> None:
+    sources = str(ROOT / "docker" / "debian-sources.sh")
+    day = "https://snapshot.invalid/archive/debian/20261101T000000Z"
+    lines = run(sources, f"{day}/").stdout.splitlines()
+    security = day.replace("/debian/", "/debian-security/")
+    assert [line for line in lines if line.startswith("URIs")] == [f"URIs: {day}", f"URIs: {security}"]
+    assert lines.count("Check-Valid-Until: no") == 2
+
+
+def test_the_base_images_are_named_by_digest() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    for name in ("BASE_IMAGE", "CUDA_IMAGE"):
+        assert re.search(rf"^ARG {name}=\S+:\S+@sha256:[0-9a-f]{{64}}$", dockerfile, re.MULTILINE)
 
 
 def test_every_setting_of_the_compose_file_is_explained() -> None:

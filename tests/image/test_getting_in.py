@@ -51,9 +51,8 @@ def test_health_notices_an_sshd_that_takes_no_connections(station: Station) -> N
     station.wait_healthy()
 
 
-@pytest.mark.parametrize("line", ["exit", "sleep 1000", "exec true", "while :; do :; done"])
-def test_make_shell_gets_in_whatever_bashrc_does(station: Station, line: str) -> None:
-    write = f"cp -n ~/.bashrc ~/.kept; mkdir -p ~/.ssh; echo '{line}' >~/.bashrc; echo '{line}' >~/.ssh/rc"
+def test_make_shell_gets_in_whatever_bashrc_does(station: Station) -> None:
+    write = "cp -n ~/.bashrc ~/.kept; mkdir -p ~/.ssh; echo exit >~/.bashrc; echo exit >~/.ssh/rc"
     station.dev("sh", "-c", write)
     try:
         with Terminal("make", "-s", "shell", cwd=station.folder, env=station.env) as terminal:
@@ -63,11 +62,3 @@ def test_make_shell_gets_in_whatever_bashrc_does(station: Station, line: str) ->
             terminal.wait_for("I am dev, 42")
     finally:
         station.dev("sh", "-c", "mv -f ~/.kept ~/.bashrc; rm -f ~/.ssh/rc")
-
-
-def test_make_shell_is_a_login_shell_where_nothing_is_wrong(station: Station) -> None:
-    with Terminal("make", "-s", "shell", cwd=station.folder, env=station.env) as terminal:
-        terminal.wait_for("$ ")
-        terminal.type("shopt -q login_shell && echo log''in in $PWD")
-        terminal.wait_for("login in /workspace")
-        assert "not read" not in terminal.read()

@@ -116,13 +116,13 @@ def gpu_station(make_station: Callable[..., Station], engine: Engine, base: str)
 
 @pytest.mark.parametrize(
     ("gpus", "ids"),
-    [("all", ["all"]), ("1", ["0"]), ("2", ["0", "1"]), ("0,1", ["0", "1"]), ("2,", ["2"]), ("3,1", ["3", "1"])],
+    [("", ["all"]), ("2", ["0", "1"]), ("3,1", ["3", "1"])],
 )
 def test_the_engine_is_asked_for_exactly_these(gpu_station: Station, engine: Engine, gpus: str, ids: list[str]) -> None:
     gpu_station.settings["GPUS"] = gpus
     printed = gpu_station.make("up").stdout
     try:
-        assert f"GPU: the engine hands out NVIDIA devices (GPUS={gpus})" in printed
+        assert "GPU: the engine hands out NVIDIA devices" in printed
         assert engine.asked_for[-1] == "NVIDIA_VISIBLE_DEVICES=" + ",".join(ids)
         inspect = "{{json .HostConfig.DeviceRequests}}"
         name = f"{gpu_station.project}-station-1"
@@ -131,21 +131,6 @@ def test_the_engine_is_asked_for_exactly_these(gpu_station: Station, engine: Eng
         assert request["Capabilities"] == [["gpu"]]
     finally:
         gpu_station.make("down")
-
-
-def test_with_a_gpu_at_hand_make_up_takes_it_unasked(gpu_station: Station, engine: Engine) -> None:
-    gpu_station.settings["GPUS"] = ""
-    try:
-        assert "GPU: the engine hands out NVIDIA devices\n" in gpu_station.make("up").stdout
-        assert engine.asked_for[-1] == "NVIDIA_VISIBLE_DEVICES=all"
-    finally:
-        gpu_station.make("down")
-
-
-def test_without_a_gpu_make_up_says_why_it_takes_the_cpu(station: Station) -> None:
-    env = {key: value for key, value in station.env.items() if key != "GPUS"}
-    done = run("make", "-s", "up", cwd=station.folder, env=env)
-    assert "CPU: the engine" in done.stdout
 
 
 # The toolkit's place is taken by an image with CUDA 12.1's own assembler, from its Python package, and a compiler that

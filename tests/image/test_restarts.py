@@ -15,14 +15,6 @@ def test_after_a_kill_nothing_stale_is_in_the_way(station: Station) -> None:
     assert station.container == container  # the same one, with its old files
     assert station.health() == "healthy"
     assert station.ssh("tmux new-session -d -s after && tmux list-sessions").stdout.startswith("after:")
-    station.ssh("train launch digits --name after-kill --nproc 1 --epochs 1 --follow")
-    assert station.show("after-kill")["state"] == "finished"
-
-
-def test_a_stop_ends_in_time_with_exit_code_0(station: Station) -> None:
-    station.compose("stop", timeout=200)  # the grace period is 180 s; past it the engine kills, which is code 137
-    assert station.inspect("{{.State.ExitCode}}") == "0"
-    station.make("up")
 
 
 def test_down_and_up_keep_home_and_runs(station: Station) -> None:

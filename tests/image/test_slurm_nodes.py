@@ -11,6 +11,8 @@ import pytest
 from conftest import Station
 from machines import SHARED, Cluster
 
+pytestmark = pytest.mark.minutes  # the same on one machine: tests/train/slurm
+
 STEPS = 500
 TASK = Path(__file__).parents[1] / "train" / "slurm" / "task.py"
 FIELDS = (

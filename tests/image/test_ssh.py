@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from conftest import OWNER, Station, Terminal, run, steps_on, until
+from conftest import Station, Terminal, run, steps_on, until
 
 from tests.ports import free_port
 
@@ -29,11 +29,6 @@ def known(station: Station) -> Station:
     return station
 
 
-def test_the_key_is_accepted(known: Station) -> None:
-    done = attempt(known, "-i", f"{known.folder}/.secrets/id_ed25519")
-    assert (done.returncode, done.stdout) == (0, "dev\n")
-
-
 def test_the_ssh_command_is_one_plain_line_that_works_from_anywhere(station: Station, tmp_path: Path) -> None:
     line = station.make("ssh-command").stdout
     assert line.count("\n") == 1
@@ -48,27 +43,20 @@ def test_another_key_is_refused(known: Station, tmp_path: Path) -> None:
     assert "Permission denied (publickey)" in done.stderr
 
 
-def test_no_key_is_refused(known: Station) -> None:
-    done = attempt(known)
-    assert done.returncode == 255
-    assert "Permission denied (publickey)" in done.stderr
-
-
 def test_root_is_refused_with_the_right_key(known: Station) -> None:
     done = attempt(known, "-i", f"{known.folder}/.secrets/id_ed25519", user="root")
     assert done.returncode == 255
     assert "Permission denied (publickey)" in done.stderr
 
 
-@pytest.mark.parametrize("method", ["password", "keyboard-interactive"])
-@pytest.mark.parametrize("password", ["", "dev"])
-def test_passwords_are_not_even_asked_for(known: Station, tmp_path: Path, method: str, password: str) -> None:
+def test_passwords_are_not_even_asked_for(known: Station, tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     helper = tmp_path / "askpass"
-    helper.write_text(f"#!/bin/sh\ntouch {asked}\necho '{password}'\n")
+    helper.write_text(f"#!/bin/sh\ntouch {asked}\necho dev\n")
     helper.chmod(0o755)
     env = {**os.environ, "SSH_ASKPASS": str(helper), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": ":0"}
-    done = attempt(known, "-o", "BatchMode=no", "-o", f"PreferredAuthentications={method}", env=env)
+    ways = "PreferredAuthentications=password,keyboard-interactive"
+    done = attempt(known, "-o", "BatchMode=no", "-o", ways, env=env)
     assert done.returncode == 255
     assert not asked.exists()
 
@@ -87,7 +75,7 @@ def test_ssh_audit_finds_no_weak_algorithm(station: Station) -> None:
     assert done.returncode in (0, 2), done.stdout  # 2: warnings; 3: failures
 
 
-def test_the_host_key_stays_the_same_when_the_container_is_made_anew(station: Station) -> None:
+def test_the_host_key_stays_the_same_when_image_and_container_are_made_anew(station: Station) -> None:
     def host_key() -> str:
         done = run("ssh-keyscan", "-t", "ed25519", "-p", str(station.ssh_port), "127.0.0.1")
         return done.stdout.split()[-1]
@@ -150,15 +138,6 @@ def test_a_run_goes_on_after_the_connection_is_cut_and_attach_finds_it(station: 
     assert station.show(name)["state"] == "stopped"
 
 
-def test_what_a_run_writes_belongs_to_the_checkouts_owner(station: Station) -> None:
-    station.ssh("train launch digits --name owned --nproc 1 --epochs 1 --follow")
-    owner = OWNER if os.getuid() == 0 else os.getuid()
-    written = [station.folder / "runs" / "owned", *(station.folder / "runs" / "owned").rglob("*")]
-    assert len(written) > 5
-    assert {path.stat().st_uid for path in written} == {owner}
-    assert {path.stat().st_gid for path in written} == {owner if os.getuid() == 0 else os.getgid()}
-
-
 def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_station: Callable[..., Station]) -> None:
     if os.getuid() != 0:
         pytest.fail("this test makes a checkout that belongs to root: run make test-image as root")
@@ -182,22 +161,4 @@ def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_stati
     body = {"type": "notebook", "format": "json", "content": content}
     assert session.put(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb", json=body).ok
     assert (mine.folder / "train" / "__init__.py").stat().st_uid == 0
-    mine.make("down")
-    # A station of before worked as user 1000; what is that one's becomes dev's, and nothing else does.
-    home = Path(run("docker", "volume", "inspect", "-f", "{{.Mountpoint}}", f"{mine.project}_home").stdout.strip())
-    (mine.folder / "notebooks" / "other").touch()
-    others = [mine.folder / "runs", mine.folder / "runs" / "made", mine.folder / "notebooks" / "Untitled.ipynb"]
-    for path in (home, *others):
-        os.chown(path, 1000, 1000)
-    os.chown(mine.folder / "notebooks" / "other", 1001, 1001)
-    secrets = mine.folder / ".secrets"
-    secrets.chmod(0o755)  # as the engine makes it
-    (secrets / "jupyter_token").chmod(0o644)
-    mine.compose("up", "--detach", "--no-build")
-    mine.wait_healthy()
-    assert ".secrets was open to others: the folder is 700 now, its files are 600" in mine.log
-    assert {path.stat().st_mode & 0o777 for path in secrets.iterdir()} == {0o600}
-    assert secrets.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_uid for path in (home, *others)} == {52761}
-    assert (mine.folder / "notebooks" / "other").stat().st_uid == 1001
     mine.make("down")

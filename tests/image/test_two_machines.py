@@ -1,138 +1,71 @@
-"""A run of two stations on a network of their own, through what happens to machines and to the wire between them."""
+"""The profile `cluster`: a second station beside the first, and a run of both that a killed machine does not end.
+
+What the wire between machines can do to a run is in tests/train/cluster/test_network.py.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
-from conftest import Station, metrics_lines, run, until
+from conftest import ROOT, Station, metrics_lines, run, until
 
-STEPS = 1000
-TASK = '''"""A model that sums tell apart; its steps take as long as asked."""
-import time
-from dataclasses import dataclass
-
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+STEPS = 400
+FIELDS = ("--steps", str(STEPS), "--log.every_steps", "1", "--checkpoint.every_steps", "20", "--cpu_threads", "1")
 
 
-@dataclass
-class Settings:
-    pause: float = 0.0
+def services(*arguments: str) -> dict[str, Any]:
+    env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    files = ("--file", "docker-compose.yml", "--file", "docker-compose.cpu.yml")
+    found = run("docker", "compose", *files, *arguments, "config", "--format", "json", cwd=ROOT, env=env)
+    return dict(json.loads(found.stdout)["services"])
 
 
-def datasets(config):
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(512, 16, generator=generator)
-    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), None
+def test_there_is_a_second_station_where_it_is_asked_for_and_nothing_of_it_is_published() -> None:
+    assert "second" not in services()
+    found = services("--profile", "cluster")
+    first, second = found["station"], found["second"]
+    assert not second.get("ports") and len(first["ports"]) == 2
+    differing = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+    assert differing == {"hostname", "ports", "profiles", "volumes"}
+    own = {one["target"]: one["source"] for one in second["volumes"] if one not in first["volumes"]}
+    assert own == {"/workspace/runs": "second-runs", "/home/dev": "second-home"}
 
 
-def model(config):
-    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
+def test_a_machine_that_is_killed_comes_back_and_the_run_ends_as_on_one(make_station: Callable[..., Station]) -> None:
+    pair = make_station("pair", COMPOSE_PROFILES="cluster")
+    pair.make("up")
 
-
-def loss(model, batch):
-    time.sleep(batch_pause)
-    inputs, wanted = batch
-    return nn.functional.mse_loss(model(inputs), wanted)
-
-
-batch_pause = 0.0
-
-
-def optimizer(model, config):
-    global batch_pause
-    batch_pause = config.task.pause
-    return torch.optim.Adam(model.parameters(), lr=0.001)
-'''
-
-
-@dataclass
-class Pair:
-    """Two stations, by the names of their services: the first serves the table."""
-
-    station: Station
-
-    def id(self, service: str) -> str:
-        return self.station.compose("ps", "--all", "--quiet", service).stdout.strip()
-
-    def train(self, service: str, *command: str, timeout: float = 240) -> str:
+    def train(service: str, *command: str) -> str:
         inside = ("exec", "-T", "--user", "dev", "--env", "HOME=/home/dev", "--workdir", "/workspace", service, "train")
-        return self.station.compose(*inside, *command, timeout=timeout).stdout
+        return pair.compose(*inside, *command).stdout
 
-    def record(self, service: str, name: str) -> dict[str, Any]:
-        return dict(json.loads(self.train(service, "show", name, "--json")))
+    def record(service: str, name: str) -> dict[str, Any]:
+        return dict(json.loads(train(service, "show", name, "--json")))
 
-    def goes_on(self) -> None:
-        before = metrics_lines(self.station, "both")
-        until("both take further steps", lambda: metrics_lines(self.station, "both") > before + 20)
+    def goes_on() -> None:
+        before = metrics_lines(pair, "both")
+        until("both take further steps", lambda: metrics_lines(pair, "both") > before + 10)
 
-    def waits_for(self, number: int) -> None:
-        """The first one says for whom it waits."""
-        path = self.station.folder / "runs" / "both" / "run.json"
-        text = f"waiting for node {number} of 2"
-        until(text, lambda: text in str(json.loads(path.read_text()).get("reason")))
-
-
-@pytest.fixture
-def pair(station: Station, make_station: Callable[..., Station]) -> Pair:
-    made = make_station("pair", COMPOSE_PROFILES="cluster")
-    made.make("up")
-    for service in ("station", "second"):
-        found = made.compose("ps", "--all", "--quiet", service).stdout.strip()
-        until(f"{service} is healthy", lambda found=found: _health(found) == "healthy")
-    task = made.folder / "projects" / "paced.py"
-    task.write_text(TASK)
-    task.chmod(0o644)
-    return Pair(made)
-
-
-def _health(container: str) -> str:
-    return run("docker", "inspect", "-f", "{{.State.Health.Status}}", container).stdout.strip()
-
-
-def test_machines_and_the_wire_between_them_may_fail(pair: Pair) -> None:
-    fields = ("--steps", str(STEPS), "--batch_size", "32", "--schedule.decay", "constant", "--log.every_steps", "1")
+    second = pair.compose("ps", "--all", "--quiet", "second").stdout.strip()
+    health = ("docker", "exec", second, "station-health")
+    until("the second one is healthy", lambda: run(*health, check=False).stdout == "healthy\n")
     nodes = ("--name", "both", "--nproc", "1", "--nnodes", "2", "--rendezvous", "station:29400")
     for number, service in enumerate(("station", "second")):
-        launch = ("launch", "projects/paced.py", *nodes, "--node-rank", str(number), *fields, "--task.pause", "0.1")
-        pair.train(service, *launch)
-    pair.goes_on()
-    second, network = pair.id("second"), f"{pair.station.project}_default"
-
-    run("docker", "network", "disconnect", network, second)  # nobody hears of it: no connection is closed
-    pair.waits_for(1)
-    run("docker", "network", "connect", "--alias", "second", network, second)
-    pair.goes_on()
-
-    run("docker", "pause", second)
-    pair.waits_for(1)
-    run("docker", "unpause", second)
-    pair.goes_on()
-
-    for service, number in (("second", 1), ("station", 0)):
-        run("docker", "kill", pair.id(service))
-        if number:
-            pair.waits_for(number)
-        run("docker", "start", pair.id(service))  # its keeper brings its part back
-        pair.goes_on()
-
-    until("the run is over", lambda: pair.record("station", "both")["state"] not in ("running", "interrupted"))
-    records = [
-        until(f"{service} knows it", lambda service=service: _finished(pair.record(service, "both")))
-        for service in ("station", "second")
-    ]
-    pair.train("station", "run", "projects/paced.py", "--name", "one", "--spawn", "2", *fields)
-    alone = pair.record("station", "one")
-    assert [record["weights_sha256"] for record in records] == [alone["weights_sha256"]] * 2
-    lines = [json.loads(line) for line in (pair.station.folder / "runs" / "both" / "metrics.jsonl").open()]
-    steps = [line["step"] for line in lines if "loss" in line and "lr" in line]
-    assert steps == list(range(1, STEPS + 1))
-
-
-def _finished(record: dict[str, Any]) -> dict[str, Any] | None:
-    return record if record["state"] == "finished" else None
+        train(service, "launch", "digits", *nodes, "--node-rank", str(number), *FIELDS)
+    goes_on()
+    run("docker", "kill", second)
+    text = "waiting for node 1 of 2"
+    path = pair.folder / "runs" / "both" / "run.json"
+    until(text, lambda: text in str(json.loads(path.read_text()).get("reason")))
+    run("docker", "start", second)  # its keeper brings its part back
+    goes_on()
+    for service in ("station", "second"):
+        until("the run is over", lambda service=service: record(service, "both")["state"] == "finished")
+    train("station", "run", "digits", "--name", "one", "--spawn", "2", *FIELDS)
+    alone = record("station", "one")["weights_sha256"]
+    assert [record(service, "both")["weights_sha256"] for service in ("station", "second")] == [alone, alone]
+    lines = [json.loads(line) for line in (pair.folder / "runs" / "both" / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines if "lr" in line] == list(range(1, STEPS + 1))

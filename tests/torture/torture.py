@@ -100,8 +100,11 @@ class Table:
 class Torture:
     """The runs of one call."""
 
-    def __init__(self, runs: Path, seed: int, table: Table, only: str = "") -> None:
+    def __init__(
+        self, runs: Path, seed: int, table: Table, only: str = "", saving: tuple[bool, ...] = (False, True)
+    ) -> None:
         self.runs, self.random, self.table, self.only = runs, random.Random(seed), table, only
+        self.saving = saving
         self.wanted: dict[tuple[int, int], dict[str, Any]] = {}
         self.durations: dict[Seat, float] = {}
         self._number = 0
@@ -169,7 +172,7 @@ class Torture:
 
     def points(self, ranks: int) -> None:
         """A kill at each named point, of rank 0 and of another; then other world sizes, twice in one epoch."""
-        for point, victim, asynchronous in itertools.product(faults.POINTS, (0, 1), (False, True)):
+        for point, victim, asynchronous in itertools.product(faults.POINTS, (0, 1), self.saving):
             # the supervisor's, which is this process; between machines; of memory that an agent owns: see `remembered`
             if point in ("decided", "sent", "taken") or point.startswith("snapshot"):
                 continue
@@ -330,6 +333,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--saving", choices=["sync", "async"], nargs="+", default=["sync", "async"])
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
     options = parser.parse_args()
     logging.getLogger("train").setLevel(logging.ERROR)
@@ -339,8 +343,9 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the ranks' own words are in their logs
     spawn.warm_up()
     with tempfile.TemporaryDirectory(prefix="train-torture-runs-") as temporary:
-        torture = Torture((options.runs or Path(temporary)).absolute(), options.seed, table, options.only)
-        seats = list(itertools.product(options.ranks, options.workers, (False, True)))
+        saving = tuple(word == "async" for word in options.saving)
+        torture = Torture((options.runs or Path(temporary)).absolute(), options.seed, table, options.only, saving)
+        seats = list(itertools.product(options.ranks, options.workers, saving))
         try:
             for seat in seats:
                 torture.base(seat)
