@@ -21,6 +21,7 @@ shell_files() {
     local file first
     while IFS= read -r -d '' file; do
         case $file in
+            *.sbatch) ;; # a template
             *.sh | *.bash) printf '%s\0' "$file" ;;
             *)
                 IFS= read -r first <"$file" 2>/dev/null || true
