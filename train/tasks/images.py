@@ -19,8 +19,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from train.config import Count
-from train.data.cut import Choose, centre, random_part
-from train.data.pictures import Framed, Normalise, Pictures, Vary, collate_rows
+from train.data.images import Choose, Framed, Normalise, Pictures, Vary, centre, collate_rows, random_part
 from train.errors import Refused, nearest, one_line
 
 DEFAULTS = {

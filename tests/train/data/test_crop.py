@@ -14,9 +14,7 @@ from PIL import Image
 from torchvision.transforms import CenterCrop, Compose, RandomHorizontalFlip, RandomResizedCrop, Resize
 
 from train.bench.input import scene
-from train.data.cut import Cut, centre, fill, random_part
-from train.data.picture import Reader
-from train.data.pictures import Framed
+from train.data.images import Cut, Framed, Reader, centre, fill, random_part
 
 DRAWS = 20_000
 

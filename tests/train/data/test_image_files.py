@@ -1,4 +1,4 @@
-"""Micro batches of image files: filled in place, the same whoever fetches them, normalised where they are used."""
+"""Image files are read as RGB of 8 bits; micro batches are the same whoever makes them; what is damaged is named."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from train.bench.input import paint
-from train.data.cut import centre, random_part
 from train.data.fetch import Bad, fetcher
-from train.data.fingerprint import of_sets
+from train.data.images import Cut, Normalise, Pictures, Reader, Rows, centre, collate_rows, random_part
 from train.data.loader import Loader
-from train.data.picture import Reader, read
-from train.data.pictures import Normalise, Pictures, Rows, collate_rows
 from train.data.plan import MicroBatch, Plan, micro_batches_of
 from train.data.sharing import Sharing
 from train.errors import TrainingFailed
 
 CPU = torch.device("cpu")
+RAMP = np.linspace(0, 65535, 32 * 48).astype(np.uint16).reshape(32, 48)
 
 
 @pytest.fixture(scope="module")
@@ -127,32 +125,49 @@ def test_a_reader_sees_what_pillow_sees_and_asks_once_which_part(tmp_path: Path,
     assert asked == [(51, 37)] * 2
 
 
-def test_a_reader_says_of_a_damaged_file_what_is_wrong_with_it_and_goes_on(tmp_path: Path, folder: Path) -> None:
-    whole = (folder / "0/00000.jpg").read_bytes()
-    start = whole.index(b"\xff\xc0") + 5
-    damaged = {
-        "half.jpg": whole[: len(whole) // 2], "head.jpg": whole[:200], "none.jpg": b"\xff\xd8\xff" + b"x" * 40,
-        "bomb.jpg": whole[:start] + b"\xff\xff\xff\xff" + whole[start + 4 :], "zero.jpg": b"",
-    }  # fmt: skip
-    reader = Reader()
-    for name, content in damaged.items():
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(TrainingFailed) as caught:
-            reader.read(str(tmp_path / name), functools.partial(random_part, size=32))
-        with pytest.raises(TrainingFailed) as expected:
-            read(str(tmp_path / name))
-        assert str(caught.value) == str(expected.value)
-    assert reader.read(str(folder / "0/00000.jpg"), functools.partial(random_part, size=32))[0].shape == (90, 120, 3)
+def read(path: Path) -> Any:
+    """All of a picture, as it is decoded."""
+    return Reader().read(str(path), lambda width, height: Cut(0, 0, width, height, 1, (width, height)))[0]
 
 
-def test_the_same_files_have_the_fingerprint_that_they_had_as_a_folder_of_torchvisions(folder: Path) -> None:
-    one, other = (
-        of_sets(str(folder), None, pictures(folder), None),
-        of_sets(str(folder), None, ImageFolder(str(folder)), None),
-    )
-    assert one.sizes == other.sizes and len(one.sizes) == 13
-    assert one.facts == {key: value for key, value in other.facts.items() if key in one.facts}
-    assert {"training set: order of files", "training set: what belongs to the files in samples"} <= one.facts.keys()
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_16_bits_are_scaled_to_8(tmp_path: Path, suffix: str) -> None:
+    Image.fromarray(RAMP).save(tmp_path / f"x.{suffix}")
+    pixels = read(tmp_path / f"x.{suffix}")
+    assert pixels.dtype == np.uint8 and pixels.shape == (32, 48, 3)
+    assert np.array_equal(pixels[:, :, 2], np.rint(RAMP / 257).astype(np.uint8))
+
+
+@pytest.mark.parametrize(("mode", "suffix"), [("P", "png"), ("LA", "png"), ("RGBA", "png"), ("1", "png"), ("P", "gif")])
+def test_every_mode_is_seen_as_pillow_sees_it(tmp_path: Path, mode: str, suffix: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    path = tmp_path / f"x.{suffix}"
+    Image.fromarray(noise).resize((40, 40)).convert(mode).save(path)
+    assert np.array_equal(read(path), np.array(Image.open(path).convert("RGB")))
+
+
+def test_a_file_that_is_no_whole_image_is_named_with_the_reason(tmp_path: Path) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    noise.save(tmp_path / "whole.jpg"), noise.save(tmp_path / "whole.png")
+    jpeg, content = (tmp_path / "whole.jpg").read_bytes(), (tmp_path / "whole.png").read_bytes()
+    start = jpeg.index(b"\xff\xc0") + 5
+    files = {
+        "truncated.jpg": (jpeg[: len(jpeg) // 2], "truncated"),
+        "truncated.png": (content[: len(content) // 2], "truncated"),
+        "head.jpg": (jpeg[:200], "Truncated|no image"),
+        "zero.jpg": (b"", "empty"),
+        "page.jpg": (b"<html>", "no image"),
+        "bomb.jpg": (jpeg[:start] + b"\xff\xff\xff\xff" + jpeg[start + 4 :], "exceeds limit"),
+        "bomb.png": (content[:16] + b"\0\0\xff\xff" * 2 + content[24:], "exceeds limit|no image"),
+    }
+    (tmp_path / "folder.png").mkdir()
+    for name, (damaged, _) in files.items():
+        (tmp_path / name).write_bytes(damaged)
+    others = {"folder.png": "Is a directory", "gone.png": "No such file"}
+    for name, reason in {**{name: reason for name, (_, reason) in files.items()}, **others}.items():
+        with pytest.raises(TrainingFailed, match=reason) as caught:
+            read(tmp_path / name)
+        assert str(caught.value).startswith(f"{tmp_path / name}: ") and "\n" not in str(caught.value)
 
 
 def test_normalised_bytes_have_the_mean_and_deviation_that_was_asked_for() -> None:
