@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from train.doctor import packages
 from train.doctor.finding import Finding, not_applicable, ok, problem, warning
-from train.doctor.machine import SILENT, Machine, Said
+from train.doctor.machine import TIMED_OUT, Machine, Output
 
 DRIVER = 525
 """The oldest that runs PyTorch's CUDA 12 libraries (CUDA compatibility guide, minor version compatibility), and that
@@ -52,14 +52,14 @@ def checks(machine: Machine) -> Iterator[Finding]:
         why = "STATION_GPUS is none" if machine.is_station else "there is no NVIDIA GPU in this machine"
         yield not_applicable("GPUs", why)
         return
-    said = machine.run("nvidia-smi", "-q", "-x")
-    if said is None or said.code != 0:
-        yield _no_answer(machine, said)
+    output = machine.run("nvidia-smi", "-q", "-x")
+    if output is None or output.code != 0:
+        yield _no_answer(machine, output)
         return
     try:
-        tree = xml.fromstring(said.out)
+        tree = xml.fromstring(output.out)
     except xml.ParseError:
-        yield problem("GPUs", f"nvidia-smi says what is no XML: {said.first_line[:80]}", "nvidia-smi -q -x | head")
+        yield problem("GPUs", f"nvidia-smi says what is no XML: {output.first_line[:80]}", "nvidia-smi -q -x | head")
         return
     gpus = [Gpu(number, node) for number, node in enumerate(tree.iter("gpu"))]
     yield _count(machine, gpus)
@@ -70,27 +70,27 @@ def checks(machine: Machine) -> Iterator[Finding]:
     yield _others(gpus)
 
 
-def _no_answer(machine: Machine, said: Said | None) -> Finding:
+def _no_answer(machine: Machine, output: Output | None) -> Finding:
     """Why nvidia-smi does not answer: its own words are few and well known."""
     name = "GPUs"
-    if said is None:
+    if output is None:
         if machine.is_container:
             return problem(name, "this container was given none: nvidia-smi is not here", _AGAIN)
         return problem(name, "a card is there, its driver is not installed", "sudo apt-get install nvidia-driver")
-    words = said.first_line
+    words = output.first_line
     if "Unknown Error" in words and machine.is_container:
         # what systemd's daemon-reload on the host does to running containers: NVIDIA/nvidia-container-toolkit#48
         seen = f"lost while the container ran (a systemctl daemon-reload on the host): {words}"
         return problem(name, seen, f"{_AGAIN}  # on the host, where make doctor tells how to prevent it")
     if "version mismatch" in words:
         return problem(name, f"the driver was upgraded under a running kernel: {words}", "sudo reboot")
-    if said.code == SILENT:
+    if output.code == TIMED_OUT:
         return problem(name, f"the driver hangs: {words}", "sudo dmesg | grep -i -e xid -e nvrm")
-    if "communicate with the NVIDIA driver" in words or (said.code == 9 and not words):  # codes: nvidia-smi(1)
+    if "communicate with the NVIDIA driver" in words or (output.code == 9 and not words):  # codes: nvidia-smi(1)
         return problem(name, f"the driver is not loaded: {words or 'nvidia-smi exits with 9'}", "sudo modprobe nvidia")
-    if "No devices were found" in words or "GPU is lost" in words or said.code == 15:
+    if "No devices were found" in words or "GPU is lost" in words or output.code == 15:
         return problem(name, f"fallen off the bus: {words}", "sudo dmesg | grep -i -e xid -e nvrm")
-    return problem(name, f"nvidia-smi fails ({said.code}): {words or 'without a word'}", "nvidia-smi")
+    return problem(name, f"nvidia-smi fails ({output.code}): {words or 'without a word'}", "nvidia-smi")
 
 
 def _count(machine: Machine, gpus: list[Gpu]) -> Finding:
@@ -118,12 +118,12 @@ def _driver(tree: xml.Element) -> Finding:
 
 def _kernels(machine: Machine, gpus: list[Gpu]) -> Iterator[Finding]:
     """Whether the wheel of torch has machine code for the cards."""
-    said = machine.run("nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader")
+    output = machine.run("nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader")
     torch = packages.torch_of()
-    if said is None or said.code != 0 or torch is None or torch.cuda is None:
+    if output is None or output.code != 0 or torch is None or torch.cuda is None:
         return
     low, high = packages.capabilities(torch.cuda)
-    pairs = re.findall(r"(\d+), *(\d+)\.(\d+)", said.out)
+    pairs = re.findall(r"(\d+), *(\d+)\.(\d+)", output.out)
     caps: list[tuple[str, tuple[int, int]]] = [(number, (int(major), int(minor))) for number, major, minor in pairs]
     bad = [f"GPU {number} ({major}.{minor})" for number, (major, minor) in caps if not low <= (major, minor) <= high]
     known = f"{torch.version} for CUDA {torch.cuda} has kernels for {low[0]}.{low[1]} to {high[0]}.{high[1]}"

@@ -18,18 +18,18 @@ def checks(machine: Machine) -> Iterator[Finding]:
     """All checks of the host's engine; none inside a container."""
     if machine.is_container:
         return
-    said = machine.run("docker", "info", "--format", "{{json .}}")
-    if said is None:
+    output = machine.run("docker", "info", "--format", "{{json .}}")
+    if output is None:
         yield not_applicable("Docker", "not installed; the station needs it, training does not: make engine, as root")
         return
     try:
-        told = json.loads(said.out)
+        told = json.loads(output.out)
     except (ValueError, RecursionError):
         told = None
     info: dict[str, Any] = told if isinstance(told, dict) else {}
     errors = info.get("ServerErrors") or []
-    if said.code != 0 or errors or not info.get("ServerVersion"):
-        words = str(errors[0]) if errors else said.first_line
+    if output.code != 0 or errors or not info.get("ServerVersion"):
+        words = str(errors[0]) if errors else output.first_line
         if "permission denied" in words:
             yield problem("Docker", "you may not use the engine", "sudo usermod -aG docker $USER  # then log in again")
         else:
@@ -44,21 +44,21 @@ def checks(machine: Machine) -> Iterator[Finding]:
 
 
 def _compose(machine: Machine) -> Finding:
-    said = machine.run("docker", "compose", "version", "--short")
-    found = re.match(r"v?(\d+)\.(\d+)", said.out.strip()) if said and said.code == 0 else None
-    if not found or said is None:
+    output = machine.run("docker", "compose", "version", "--short")
+    found = re.match(r"v?(\d+)\.(\d+)", output.out.strip()) if output and output.code == 0 else None
+    if not found or output is None:
         return problem("docker compose", "the plugin is missing", "make engine")
     if (int(found.group(1)), int(found.group(2))) < COMPOSE:
-        seen = f"{said.out.strip()} is older than {COMPOSE[0]}.{COMPOSE[1]}"
+        seen = f"{output.out.strip()} is older than {COMPOSE[0]}.{COMPOSE[1]}"
         return problem("docker compose", seen, "make engine")
-    return ok("docker compose", said.out.strip())
+    return ok("docker compose", output.out.strip())
 
 
 def _buildx(machine: Machine) -> Finding:
-    said = machine.run("docker", "buildx", "version")
-    if said is None or said.code != 0:
+    output = machine.run("docker", "buildx", "version")
+    if output is None or output.code != 0:
         return problem("docker buildx", "the plugin is missing, and building the image takes it", "make engine")
-    return ok("docker buildx", " ".join(said.out.split()[1:2]) or "there")
+    return ok("docker buildx", " ".join(output.out.split()[1:2]) or "there")
 
 
 def _gpus(machine: Machine, info: dict[str, Any]) -> Iterator[Finding]:

@@ -17,13 +17,13 @@ from pathlib import Path
 
 _PATIENCE = 8.0
 """Seconds that a program may take: one that asks a driver which hangs must not hang us."""
-SILENT = 124
+TIMED_OUT = 124
 """The exit code of one that took longer, as timeout(1) has it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
-    """What a program said."""
+class Output:
+    """What a program printed, and its exit code."""
 
     code: int
     out: str
@@ -63,7 +63,7 @@ class Machine:
         except OSError:
             return []
 
-    def run(self, *command: str) -> Said | None:
+    def run(self, *command: str) -> Output | None:
         """What a program says, or None if it is not installed. One that takes too long has failed."""
         program = shutil.which(command[0], path=self.environ.get("PATH"))
         if program is None:
@@ -74,16 +74,16 @@ class Machine:
                 env=dict(self.environ),
             )  # fmt: skip
         except OSError as error:
-            return Said(126, "", f"{command[0]}: {error.strerror}")
+            return Output(126, "", f"{command[0]}: {error.strerror}")
         try:
-            out, said = process.communicate(timeout=_PATIENCE)
+            out, err = process.communicate(timeout=_PATIENCE)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):
                 process.kill()
             # not waited for, as subprocess.run would: what a driver holds in the kernel does not even die
-            process.returncode = SILENT
-            return Said(SILENT, "", f"{command[0]} has not answered for {_PATIENCE:.0f} s")
-        return Said(process.returncode, out.decode(errors="replace"), said.decode(errors="replace"))
+            process.returncode = TIMED_OUT
+            return Output(TIMED_OUT, "", f"{command[0]} has not answered for {_PATIENCE:.0f} s")
+        return Output(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
     @property
     def is_station(self) -> bool:
