@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from train import screen
 from train.commands import shared
 from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED, Refused, one_line
+from train.errors import EXIT_FINISHED, Refused
+from train.format import duration
 
 if TYPE_CHECKING:
     from train.record.store import Run
@@ -38,25 +39,21 @@ def run(options: Namespace, runs: Path) -> int:
         page.write(run, Path(options.to))
         screen.say(f"wrote {options.to}")
         return EXIT_FINISHED
-    try:
-        print(_as_json(run) if options.json else _summary(run))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        where = run.folder / "run.json"
-        raise Refused(f"{where} is damaged ({one_line(error)}); its page may show more: --to FILE.html") from None
+    print(_as_json(run) if options.json else _summary(run))
     return EXIT_FINISHED
 
 
 def _as_json(run: Run) -> str:
-    from train.record import advice, times
+    from train.record import times
 
     record = run.shown()
     account = times.of(run, record)
-    facts = {"name": run.name, "state": record["state"], **account.plain(), "verdict": advice.verdict(account, record)}
+    facts = {"name": run.name, "state": record["state"], **account.plain(), "verdict": times.verdict(account, record)}
     return json.dumps(facts, indent=1)
 
 
 def _summary(run: Run) -> str:
-    from train.record import advice, page, times
+    from train.record import page, times
     from train.record.table import with_reason
 
     record = run.shown()
@@ -65,16 +62,16 @@ def _summary(run: Run) -> str:
     lines = [f"{screen.name(run.name)}: {with_reason(record['state'], record.get('reason'))}"]
     parts = page.parts(account)
     lines.append(
-        f"  {page.long(account.whole)} from its creation to its end, of which" if parts else "  no time is known of"
+        f"  {duration(account.whole)} from its creation to its end, of which" if parts else "  no time is known of"
     )
     width = max((len(part["name"]) for part in parts), default=0)
     largest = max((part["share"] for part in parts), default=1.0)
     for part in parts:
         bar = "#" * round(_BAR * part["share"] / largest)
-        time = page.long(part["seconds"])
+        time = duration(part["seconds"])
         lines.append(f"  {part['name']:<{width}}  {time:>12}  {100 * part['share']:5.1f} %  {bar}".rstrip())
     if account.redone:
-        lines.append(f"  made again: {account.redone} steps, {page.long(account.again)}")
-    lines += [f"  {line}" for line in (*advice.verdict(account, record), *account.notes)]
+        lines.append(f"  made again: {account.redone} steps, {duration(account.again)}")
+    lines += [f"  {line}" for line in (*times.verdict(account, record), *account.notes)]
     lines.append(f"  what each part is, and figures: train report {run.name} --to {run.name}.html")
     return "\n".join(screen.wrapped(screen.printable(line), columns, indent=4) for line in lines)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from train.doctor.finding import Finding, not_applicable, ok, problem, warning
 from train.doctor.machine import Machine
-from train.runs.memory import size
+from train.format import size
 
 MB = 2**20
 _LEAST_FREE, _LITTLE_FREE = 500 * MB, 5 * 1024 * MB

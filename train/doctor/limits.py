@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from train.doctor.finding import Finding, ok, problem
 from train.doctor.machine import Machine
-from train.runs.memory import chain, size
+from train.format import size
+from train.runs.memory import chain
 
 MB, GB = 2**20, 2**30
 _LEAST_SHARED = 256 * MB

@@ -25,8 +25,8 @@ from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.precision import ON_GPU_ALONE, Precision
 from train.parallel.world import NoGPU, World, pick_device, take_device
 from train.record import manifest as manifests
+from train.record.durable import check_target, published
 from train.record.store import Run
-from train.record.target import check, published
 from train.tasks import Task, where
 
 log = logging.getLogger("train")
@@ -79,7 +79,7 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
     Raises:
         Refused: the target cannot be written, or the model cannot be exported.
     """
-    check(target, SUFFIXES)
+    check_target(target, SUFFIXES)
     task, config, model, step = load_trained(run, step)
     with published(target) as partial:
         if target.suffix == ".onnx":

@@ -7,6 +7,8 @@ matplotlib escapes, alone it is not. A policy in the page forbids scripts altoge
 from __future__ import annotations
 
 import datetime
+import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,18 @@ from typing import Any
 import train
 from train import screen
 from train.errors import Refused, one_line
-from train.record import advice, best, figures, manifest, settings, table, times
+from train.format import duration, size
+from train.record import best, manifest, settings, table, times
+from train.record.durable import check_target, published
 from train.record.manifest import Unreadable
+from train.record.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, columns_of, draw, measures
 from train.record.store import Run, now
-from train.record.target import check, published
 
 SUFFIXES = (".html", ".htm")
+_INK, _LINE = "#010203", "#040506"
+"""Stand for colours of the page: its text, and a run's line."""
+_SIZE = (6.2, 2.6)
+"""Inches; the page scales it."""
 
 
 def write(run: Run, target: Path) -> None:
@@ -28,7 +36,7 @@ def write(run: Run, target: Path) -> None:
     Raises:
         Refused: it cannot be written, or run.json cannot be read.
     """
-    check(target, SUFFIXES)
+    check_target(target, SUFFIXES)
     text = html(run)
     with published(target) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -57,15 +65,15 @@ def html(run: Run) -> str:
 
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
-    environment.filters |= {"long": long, "size": _size, "moment": _moment, "say": settings.shown}
+    environment.filters |= {"duration": duration, "size": size, "moment": _moment, "say": settings.shown}
     account = found("where time went", lambda: times.of(run, record), times.Account())
     content: dict[str, Any] = {
         "run": run.name,
         "record": record,
         "account": account,
         "parts": parts(account),
-        "verdict": found("the verdict", lambda: advice.verdict(account, record), []),
-        "figures": found("figures", lambda: figures.drawn(run), {}),
+        "verdict": found("the verdict", lambda: times.verdict(account, record), []),
+        "figures": found("figures", lambda: drawn(run), {}),
         "settings": found("the configuration", lambda: settings.listed(run), []),
         "attempts": found("attempts", lambda: _attempts(record), []),
         "checkpoints": found("checkpoints", lambda: _checkpoints(run), []),
@@ -153,40 +161,17 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
     top, found = best.best(run), []
     for step in sorted(run.steps_saved()):
         folder = run.checkpoint(step)
-        said, size = "", None
+        said, count = "", None
         try:
             content = manifest.read_manifest(folder)
-            size = sum(int(entry["size"]) for entry in content["files"].values())
+            count = sum(int(entry["size"]) for entry in content["files"].values())
         except (ValueError, Unreadable, Refused, KeyError, TypeError) as error:
             said = one_line(error)
         found.append(
-            {"step": step, "size": size, "problem": said, "time": folder.stat().st_mtime,
+            {"step": step, "size": count, "problem": said, "time": folder.stat().st_mtime,
              "best": f"best {top.metric}: {top.value:.4f}" if top and top.step == step else ""}
         )  # fmt: skip
     return found
-
-
-def long(seconds: float) -> str:
-    """A time in words: 95 ms, 12.3 s, 4 min 10 s, 3 h 20 min, 2 d 4 h."""
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for size, small, names in ((86400, 3600, ("d", "h")), (3600, 60, ("h", "min")), (60, 1, ("min", "s"))):
-        if whole >= size:
-            rest = whole % size // small
-            return f"{whole // size} {names[0]}" + (f" {rest} {names[1]}" if rest else "")
-    return f"{seconds:.1f} s"
-
-
-def _size(count: float | None) -> str:
-    if count is None:
-        return "-"
-    for power, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= power:
-            return f"{count / power:.1f} {unit}"
-    return f"{count} bytes"
 
 
 def _moment(stamp: Any) -> str:
@@ -199,3 +184,46 @@ def _moment(stamp: Any) -> str:
     except (ValueError, OverflowError, OSError):
         return str(stamp or "")
     return f"{at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def drawn(run: Run) -> dict[str, str]:
+    """The figures by title, as SVG elements; {} where there is nothing to draw."""
+    curves = Curves(run.name, columns_of(run), _LINE)
+    if not curves.columns.steps:
+        return {}
+    panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:MOST_MEASURES]), LR, SPEED, STEP, WAIT]
+    return {_title(panel): _svg(curves, panel) for panel in panels}
+
+
+def _title(panel: str) -> str:
+    return TITLES[panel].replace("\n", " ") if panel in TITLES else panel.removeprefix("eval ")
+
+
+def _svg(curves: Curves, panel: str) -> str:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    ink: dict[Any, Any] = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK
+    )
+    # text stays text: smaller, in the page's letters, and found by a search in it
+    own: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": panel, "text.parse_math": False, "grid.color": _INK}
+    with rc_context({**ink, **own, "font.family": "sans-serif", "axes.facecolor": "none", "legend.facecolor": "none"}):
+        figure = Figure(_SIZE, layout="constrained")
+        axis = figure.subplots()
+        draw(axis, [curves], panel)
+        axis.set_ylabel("")
+        axis.set_xlabel("step", fontsize=9)
+        target = io.StringIO()
+        figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(target.getvalue())
+
+
+def _inline(text: str) -> str:
+    """The element itself, without what only a file has, in the colours of the page."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)  # as wide as the page wants it; viewBox says its shape
+    rest = rest.replace(_INK, "currentColor").replace(_LINE, "var(--line)")
+    return f'{head} role="img">{rest}'.strip()

@@ -5,24 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train import screen
 from train.errors import Refused, shortened
-from train.record import columns, settings
-from train.record.columns import HIGHEST, LOSS, LR, SPEED, STEP, WAIT, Columns, Measure
+from train.record import metrics, settings
+from train.record.durable import check_target, published
 from train.record.store import Run
-from train.record.target import check, published
 
 if TYPE_CHECKING:
-    from array import array
-
     from numpy.typing import NDArray
 
     Figures = NDArray[Any]
 
+LOSS, LR, SPEED, WAIT, STEP = "loss", "lr", "samples_per_s", "data_wait", "step_time"
+_TRAINING = (LOSS, LR, SPEED, WAIT, STEP)
+HIGHEST = 1e100
+"""Above it matplotlib's axes overflow; a loss in single precision is infinite long before."""
 SUFFIXES = (".png", ".svg", ".pdf")
 
 TITLES = {
@@ -40,6 +42,57 @@ MOST_MEASURES = 12
 """Figures of evaluations that are drawn: a page is not endless, and a picture has at most 65536 pixels."""
 _LABEL = 70
 """Letters, at most, beside an axis."""
+
+
+def _column() -> array[float]:
+    return array("d")  # eight bytes a figure; a float of Python's own takes 24, a line of them as a dict 900
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A figure of the evaluations: after which steps it was measured, and what it was."""
+
+    steps: array[float] = dataclasses.field(default_factory=_column)
+    values: array[float] = dataclasses.field(default_factory=_column)
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """What the lines of a run have. nan, which leaves a gap, is where a line has no such figure, or none to draw."""
+
+    steps: array[float] = dataclasses.field(default_factory=_column)
+    """Of the training lines."""
+    training: dict[str, array[float]] = dataclasses.field(
+        default_factory=lambda: {name: _column() for name in _TRAINING}
+    )
+    """LOSS, LR, SPEED, WAIT and STEP of each training line, in the units of metrics.Training."""
+    evaluations: dict[str, Measure] = dataclasses.field(default_factory=dict)
+    """By name, which is fit to be shown."""
+
+
+def columns_of(run: Run) -> Columns:
+    """The lines that there are, in their order.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    found = Columns()
+    for line in metrics.each(run):
+        step: float = line["step"]
+        if metrics.is_evaluation(line):
+            for name, value in line["eval"].items():
+                measure = found.evaluations.setdefault(screen.printable(name), Measure())
+                measure.steps.append(step)
+                measure.values.append(_drawable(value))
+        else:
+            found.steps.append(step)
+            for name, column in found.training.items():
+                column.append(_drawable(line.get(name)))
+    return found
+
+
+def _drawable(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and abs(value) < HIGHEST else math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +150,14 @@ def plot(runs: list[Run], target: Path) -> bool:
     Raises:
         Refused: the target cannot be written, or no run has metrics yet.
     """
-    check(target, SUFFIXES)
+    check_target(target, SUFFIXES)
     own = settings.differing(runs)
     drawn = []
     for number, run in enumerate(runs):
         name = screen.printable(run.name)
         prefix = f"{name}  " if len(runs) > 1 else ""
         colour = _colour(number, len(runs))
-        drawn.append(Curves(name, columns.of(run), colour, prefix, screen.printable(verdict(run)), own[number]))
+        drawn.append(Curves(name, columns_of(run), colour, prefix, screen.printable(verdict(run)), own[number]))
     empty = [curves.name for curves in drawn if not curves.columns.steps]
     if empty:
         raise Refused(f"{', '.join(empty)} has no metrics to plot yet; see: train logs {empty[0]}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from train import screen
 from train.errors import shortened
+from train.format import ago, duration
 from train.record import times
 from train.record.best import best
 from train.record.store import Run, seconds_of
@@ -18,11 +19,7 @@ def _ago(stamp: Any) -> str:
     moment = seconds_of(stamp)
     if moment is None:
         return "?" if stamp else "-"
-    seconds = time.time() - moment
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(seconds, 0):.0f} s ago"
+    return ago(time.time() - moment)
 
 
 def with_reason(state: str, reason: str | None) -> str:
@@ -125,7 +122,10 @@ def story(run: Run, record: dict[str, Any]) -> str:
     whole = account.parts["lost"]
     if whole:
         away = whole - account.again
-        line("time lost", f"{whole:.1f} s: {away:.1f} s until training again, {account.again:.1f} s for those steps")
+        line(
+            "time lost",
+            f"{duration(whole)}: {duration(away)} until training again, {duration(account.again)} for those steps",
+        )
     return _wrapped(lines)
 
 
@@ -144,13 +144,6 @@ def _made(attempt: dict[str, Any], is_script: bool) -> str:
     """What an attempt has made: steps; of a script only how long it ran is known."""
     if is_script:
         ended = attempt.get("ended")
-        return f"ran {_long(_seconds(attempt['started'], ended))}" if ended else f"began {_ago(attempt['started'])}"
+        return f"ran {duration(_seconds(attempt['started'], ended))}" if ended else f"began {_ago(attempt['started'])}"
     to = f"-{attempt['to_step']}" if attempt.get("to_step") is not None else "-"
     return f"steps {attempt['from_step']}{to}"
-
-
-def _long(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{max(seconds, 0):.0f} s"

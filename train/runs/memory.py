@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from train.format import UNITS, size
+
 ADVICE = (
     "halve the batch of a rank (of a task: --micro_batch_size, in a new run), use fewer loader workers or ranks, "
     "or raise the limit"
@@ -31,7 +33,6 @@ _DEVICE_FULL = re.compile(
     r"Tried to allocate ([\d.]+) (\w+)\. GPU \d+ has a total capacity of ([\d.]+) (\w+).*"
     r"Of the allocated memory ([\d.]+) (\w+) is allocated by PyTorch, .*?and ([\d.]+) (\w+) is reserved by PyTorch"
 )
-_UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _LOOK_EVERY = 30.0
 """Seconds between two looks at the counters: in so long who was killed is gone, and its death was noticed."""
 
@@ -170,12 +171,6 @@ def left(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup"))
     return min(free, default=2**60)
 
 
-def size(count: float) -> str:
-    """Bytes in words: 512 MiB, 1.5 GiB."""
-    unit = next((unit for unit in _UNITS if count < 1024 * 2 ** _UNITS[unit]), "TiB")
-    return f"{round(count / 2 ** _UNITS[unit], 1):g} {unit}"
-
-
 def is_refused(text: str) -> bool:
     """Whether a message says that memory of the host was refused."""
     return bool(_REFUSED.search(text)) and "CUDA" not in text
@@ -188,7 +183,7 @@ def device_is_too_small(text: str) -> bool:
     if found is None:
         return False
     pairs = zip(found.groups()[::2], found.groups()[1::2], strict=True)
-    asked, total, allocated, reserved = (float(number) * 2 ** _UNITS.get(unit, 0) for number, unit in pairs)
+    asked, total, allocated, reserved = (float(number) * 2 ** UNITS.get(unit, 0) for number, unit in pairs)
     return asked > total - allocated - reserved
 
 

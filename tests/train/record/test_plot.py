@@ -15,8 +15,8 @@ import pytest
 
 from train.commands import plot as command
 from train.errors import Refused
-from train.record import columns, folders, settings
-from train.record.plot import plot
+from train.record import folders, settings
+from train.record.plot import columns_of, plot
 from train.record.store import Run
 
 
@@ -82,7 +82,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     run = made(tmp_path, "a", steps=3, evaluations=False)
     with run.metrics.open("a") as file:
         file.write('{"step": 4, "lo')
-    found = columns.of(run)
+    found = columns_of(run)
     assert list(found.steps) == [1, 2, 3] and found.evaluations == {}
 
 

@@ -74,9 +74,3 @@ def test_a_kill_of_long_ago_is_not_why_a_rank_dies_now(tmp_path: Path, process: 
     assert not died_of_memory(kills)
     killed(tmp_path, 2)
     assert died_of_memory(kills)
-
-
-def test_sizes_in_words() -> None:
-    assert [memory.size(n) for n in (5, 2048, 1 << 29, 3 << 29, 1 << 42)] == [
-        "5 bytes", "2 KiB", "512 MiB", "1.5 GiB", "4 TiB",
-    ]  # fmt: skip

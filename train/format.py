@@ -1,0 +1,31 @@
+"""Figures in words for people: bytes, and times."""
+
+from __future__ import annotations
+
+UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+"""Of bytes: the power of two of each."""
+_TIMES = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
+
+
+def size(count: float) -> str:
+    """Bytes: 512 MiB, 1.5 GiB."""
+    unit = next((unit for unit in UNITS if count < 1024 * 2 ** UNITS[unit]), "TiB")
+    return f"{round(count / 2 ** UNITS[unit], 1):g} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time: 95 ms, 12.3 s, 4 min 10 s, 3 h 20 min, 2 d 4 h."""
+    if seconds < 0.9995:
+        return f"{1000 * max(seconds, 0):.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    large, factor, small, rest = next(row for row in _TIMES if whole >= row[1])
+    more = whole % factor // rest
+    return f"{whole // factor} {large}" + (f" {more} {small}" if more else "")
+
+
+def ago(seconds: float) -> str:
+    """How long something is past, in the largest unit alone: 3 h ago."""
+    unit, factor = next(((row[0], row[1]) for row in _TIMES if seconds >= row[1]), ("s", 1))
+    return f"{max(seconds, 0) / factor:.0f} {unit} ago"
