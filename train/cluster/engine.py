@@ -70,7 +70,7 @@ class Submission:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class JobStatus:
     """How a run stands at its engine."""
 
     state: str
@@ -107,14 +107,14 @@ class Engine(Protocol):
             Refused: the engine did not take it, or its answer was lost.
         """
 
-    def jobs(self, place: str | None) -> dict[str, Job]:
+    def jobs(self, place: str | None) -> dict[str, JobStatus]:
         """The jobs there, by the id of their submission.
 
         Raises:
             Refused: the engine does not answer.
         """
 
-    def stop(self, run: Run, job: Job, now: bool) -> None:
+    def stop(self, run: Run, job: JobStatus, now: bool) -> None:
         """Begin to end a job that is not over: one that runs saves, unless `now`. Called again until it is over."""
 
     def logs(self, run: Run, rank: int, since: str | None = None) -> list[str] | None:

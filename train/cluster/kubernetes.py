@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from train.cluster.engine import CONFIG, FILE, TASK, Job, Submission, call, template
+from train.cluster.engine import CONFIG, FILE, TASK, JobStatus, Submission, call, template
 from train.errors import Refused, one_line
 from train.record import environment, store
 from train.record.store import Run
@@ -181,7 +181,7 @@ def _company(run: Run, namespace: str) -> list[dict[str, Any]]:
     ]
 
 
-def jobs(place: str | None) -> dict[str, Job]:
+def jobs(place: str | None) -> dict[str, JobStatus]:
     """All TrainJobs of ours in a namespace, those that have ended among them."""
     said = _kubectl(place or NAMESPACE, "get", "trainjob,pod", f"--selector={_OURS}=trainstation", "--output=json")
     try:
@@ -198,20 +198,20 @@ def jobs(place: str | None) -> dict[str, Job]:
         raise Refused(f"kubectl answers with something else than TrainJobs and pods: {one_line(repr(error))}") from None
 
 
-def _job(job: Mapping[str, Any], pods: list[dict[str, Any]]) -> Job:
+def _job(job: Mapping[str, Any], pods: list[dict[str, Any]]) -> JobStatus:
     """How a TrainJob stands, by its conditions and its pods."""
     for condition in job.get("status", {}).get("conditions") or ():
         if condition["status"] == "True" and condition["type"] == "Complete":
-            return Job(store.FINISHED, "its trainjob is complete")
+            return JobStatus(store.FINISHED, "its trainjob is complete")
         if condition["status"] == "True" and condition["type"] == "Failed":
-            return Job(store.FAILED, _words(condition) or "its trainjob has failed")
+            return JobStatus(store.FAILED, _words(condition) or "its trainjob has failed")
     phases = [pod.get("status", {}).get("phase", "Pending") for pod in pods]
     running, nodes = phases.count("Running"), job["spec"]["trainer"]["numNodes"]
     if job["metadata"].get("deletionTimestamp"):
-        return Job(store.RUNNING, f"its trainjob is being deleted; {running} pods still run")
+        return JobStatus(store.RUNNING, f"its trainjob is being deleted; {running} pods still run")
     pending = next((pod for pod, phase in zip(pods, phases, strict=True) if phase == "Pending"), None)
     why = f"; {pending['metadata']['name']} waits: {_waits(pending)}" if pending else ""
-    return Job(store.RUNNING if running else store.QUEUED, f"{running} of {nodes} pods run{why}")
+    return JobStatus(store.RUNNING if running else store.QUEUED, f"{running} of {nodes} pods run{why}")
 
 
 def _waits(pod: Mapping[str, Any]) -> str:
@@ -227,7 +227,7 @@ def _words(said: Mapping[str, Any]) -> str:
     return one_line(": ".join(filter(None, (said.get("reason"), said.get("message")))))
 
 
-def stop(run: Run, job: Job, now: bool) -> None:
+def stop(run: Run, job: JobStatus, now: bool) -> None:
     """Delete the TrainJob: its pods get SIGTERM, save, and are gone. What the run has saved stays in its claim."""
     _delete(run, "trainjob", "--cascade=foreground", "--wait=false")
     if now:

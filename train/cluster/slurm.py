@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import train
-from train.cluster.engine import Job, Submission, call, of_others, template
+from train.cluster.engine import JobStatus, Submission, call, of_others, template
 from train.errors import Refused
 from train.record import store
 from train.record.store import Run
@@ -166,11 +166,11 @@ def submit(run: Run) -> str:
     return f"job {said.strip().partition(';')[0]}"
 
 
-def jobs(place: str | None) -> dict[str, Job]:
+def jobs(place: str | None) -> dict[str, JobStatus]:
     """The user's jobs that Slurm has not done with."""
     rows = (line.split("|", 3) for line in _squeue("%j|%i|%T|%r").splitlines() if line.count("|") >= 3)
     return {
-        name.rpartition(".")[2]: Job(
+        name.rpartition(".")[2]: JobStatus(
             store.RUNNING if state in _RUNNING else store.QUEUED,
             f"job {number} is {state.lower()}" + (f" ({why})" if why != "None" else ""),
         )
@@ -182,7 +182,7 @@ def _squeue(form: str, *more: str) -> str:
     return call("squeue", "--noheader", "--me", f"--format={form}", *more, seconds=20.0)
 
 
-def stop(run: Run, job: Job, now: bool) -> None:
+def stop(run: Run, job: JobStatus, now: bool) -> None:
     """Ask its ranks to end, by its folder, or take it out of the queue."""
     if job.state == store.QUEUED:
         remove(run)

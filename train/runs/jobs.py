@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from train.cluster import engine as engines
-from train.cluster.engine import Engine, Job, Submission, engine
+from train.cluster.engine import Engine, JobStatus, Submission, engine
 from train.errors import Refused
 from train.record import durable, folders, store
 from train.record.store import Run
@@ -30,7 +30,7 @@ _LAST = 10.0
 
 Tell = Callable[[str], None]
 """Takes a line for people."""
-_Jobs = Mapping[str, Job]
+_Jobs = Mapping[str, JobStatus]
 
 
 def is_submitted(record: dict[str, Any]) -> bool:
@@ -204,7 +204,7 @@ def settled(run: Run, tell: Tell) -> tuple[dict[str, Any], bool]:
     return judged(record, jobs), jobs is not None and (job is None or job.is_over)
 
 
-def _job_of(run: Run) -> Job | None:
+def _job_of(run: Run) -> JobStatus | None:
     """Its job; None: the engine has none that is not over.
 
     Raises:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import PATIENCE, Station
-from train.cluster.engine import Job, seconds_of
+from train.cluster.engine import JobStatus, seconds_of
 from train.record import folders
 from train.runs import control
 from train.runs.jobs import judged
 
-WAITS, RUNS = Job("queued", "job 7 is pending (Priority)"), Job("running", "job 7 is running")
+WAITS, RUNS = JobStatus("queued", "job 7 is pending (Priority)"), JobStatus("running", "job 7 is running")
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ WAITS, RUNS = Job("queued", "job 7 is pending (Priority)"), Job("running", "job 
         ("created", WAITS, "queued", "slurm: job 7 is pending (Priority)"),
         ("created", RUNS, "running", "slurm: job 7 is running"),
         ("created", None, "interrupted", "train resume a hands it over again"),
-        ("created", Job("failed", "PodFailurePolicy"), "failed", "PodFailurePolicy"),
+        ("created", JobStatus("failed", "PodFailurePolicy"), "failed", "PodFailurePolicy"),
         ("stopped", WAITS, "queued", "pending"),  # warned, saved, and in the queue again
         ("stopped", RUNS, "stopped", "as it was"),
         ("stopped", None, "stopped", "as it was"),
@@ -34,7 +34,7 @@ WAITS, RUNS = Job("queued", "job 7 is pending (Priority)"), Job("running", "job 
         ("finished", RUNS, "finished", "as it was"),
     ],
 )
-def test_a_state_is_what_folder_and_engine_say(state: str, job: Job | None, effective: str, words: str) -> None:
+def test_a_state_is_what_folder_and_engine_say(state: str, job: JobStatus | None, effective: str, words: str) -> None:
     taken = {"submission": "x", "submitted": {"engine": "slurm", "at": None}}
     seen = judged({"name": "a", "state": state, "reason": "as it was", **taken}, {"x": job} if job else {})
     assert seen["state"] == effective

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from train.cluster.engine import Job, engine
+from train.cluster.engine import JobStatus, engine
 from train.errors import Refused
 from train.record import store
 from train.runs import jobs
@@ -26,7 +26,7 @@ class _Place:
 
     name: str
     at: str | None
-    jobs: Mapping[str, Job] | None = None
+    jobs: Mapping[str, JobStatus] | None = None
     """The last answer; None: there was none yet."""
     asked: float = 0.0
     """When that was asked, in seconds since the epoch."""
