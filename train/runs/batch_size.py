@@ -121,13 +121,6 @@ def main() -> None:
     request, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     die_with_parent(request["parent"])
     memory.lower_than_agent()
-    code, said = _outcome(request, rank)
-    print(said, file=sys.stderr, flush=True)
-    os._exit(code)  # peers may be gone, and an orderly end would wait for them
-
-
-def _outcome(request: dict[str, Any], rank: int) -> tuple[int, str]:
-    """An exit code, and why it is not 0."""
     import torch
 
     from train import config as configuration
@@ -135,14 +128,16 @@ def _outcome(request: dict[str, Any], rank: int) -> tuple[int, str]:
     from train.tasks import where
 
     task = task_of(request["task"], request["copy"])  # it was loaded in the process that asks
+    code, said = 0, ""
     try:
         _steps(task, configuration.build(request["config"], task.Settings), rank, request["ranks"], request["store"])
     except Exception as error:
+        code, said = 1, where(error, task.file)
         text = one_line(f"{type(error).__name__}: {error}")
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or memory.is_refused(text) or _is_full(text):
-            return _FULL, text[:300]
-        return 1, where(error, task.file)
-    return 0, ""
+            code, said = _FULL, text
+    print(said, file=sys.stderr, flush=True)
+    os._exit(code)  # peers may be gone, and an orderly end would wait for them
 
 
 def _is_full(text: str) -> bool:

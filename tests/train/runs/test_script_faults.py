@@ -323,7 +323,7 @@ def within(folder: Path, station: Station, *arguments: object) -> subprocess.Com
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["script", *later("its process", "task", "task's loader", "spawn")])
+@pytest.mark.parametrize("what", ["script", *later("task", "task's loader")])
 def test_out_of_memory_is_called_so_with_its_limit_and_not_tried_again(
     control_group: Path, station: Station, what: str
 ) -> None:
@@ -331,30 +331,15 @@ def test_out_of_memory_is_called_so_with_its_limit_and_not_tried_again(
     if what == "script":
         write(station, f"if rank == 1:\n{textwrap.indent(HOG, '    ')}\ntime.sleep(1000)")
         order = ["launch", "--script", "script.py", "--nproc", 2]
-    elif what == "its process":
-        write(
-            station,
-            f"""
-            import torch
-            from torch.utils.data import DataLoader
-            class Hog:
-                def __len__(self): return 4
-                def __getitem__(self, index): exec({HOG!r}, {{}})
-            list(DataLoader(Hog(), num_workers=1))
-            """,
-        )
-        order = ["launch", "--script", "script.py"]
     else:
-        text = TASK.format(when="int(os.environ['RANK']) == 1" if what == "task" else what == "spawn")
+        text = TASK.format(when="int(os.environ['RANK']) == 1" if what == "task" else False)
         if what == "task's loader":
             hog = f"class Hog(TensorDataset):\n    def __getitem__(self, index): exec({HOG!r}, {{}})\n"
             text = text.replace("def model", hog + "def model").replace("return TensorDataset", "return Hog")
             fields += ["--data.workers", 1]
         (station.folder / "task.py").write_text(text)
-        order = ["launch", "task.py", "--nproc", 2, *fields] if what == "task" else ["launch", "task.py", *fields]
-        if what == "spawn":
-            order = ["run", "task.py", "--spawn", 2, *fields]
-    done = within(control_group, station, *order, "--name", "a", *(["--follow"] if what != "spawn" else []))
+        order = ["launch", "task.py", "--nproc", 2 if what == "task" else 1, *fields]
+    done = within(control_group, station, *order, "--name", "a", "--follow")
     record = station.wait_for_end("a")
     assert done.returncode == 3, done.stderr
     assert record["state"] == store.FAILED and len(record["attempts"]) == 1, record
