@@ -227,12 +227,6 @@ class Run:
         finally:
             os.close(fd)
 
-    def check_not_handed_over(self) -> None:
-        """Raises Refused: somebody hands it to the engine of a cluster just now."""
-        if (self.folder / _HANDING).exists():
-            with self.handing_over():
-                pass
-
     def shown(self) -> dict[str, Any]:
         """run.json with the effective state."""
         record = self.read()

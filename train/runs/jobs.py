@@ -227,7 +227,8 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
     Raises:
         Refused: the engine does not say how it stands, or is being given the run just now.
     """
-    run.check_not_handed_over()
+    with run.handing_over():  # not in the middle of it
+        pass
     while (job := _job_of(run)) is not None:
         engine_of(run.read()).stop(run, job, now)
         time.sleep(_ASK_EVERY)
