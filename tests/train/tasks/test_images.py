@@ -159,7 +159,7 @@ def test_torchvisions_models_come_with_the_wanted_number_of_classes_and_learn(na
     images.loss(model, batch).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     figures = images.metrics(model.eval(), batch)
-    assert figures.keys() == {"accuracy", "top5"} and figures["top5"] == 1.0
+    assert figures.keys() == {"loss", "accuracy", "top5"} and figures["top5"] == 1.0
 
 
 def test_a_vision_transformer_is_made_for_the_size_of_the_pictures() -> None:
