@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from train.data.misfit import misfit
 from train.data.seeding import Seed, owned, seed_host, seed_owned
 from train.errors import TrainingFailed, one_line
 
@@ -103,69 +102,120 @@ def gatherer(
     `passes`) is raised, as is whatever else `collate` raises.
     """
     tensors, rows = _in_memory(dataset) if collate is None else ((), None)
-    if tensors:  # indexing once is ten times faster than item by item and collation; nothing is drawn, nor seeded
 
-        def gather_tensors(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
-            indices = torch.from_numpy(micro.indices)
-            if rows is not None:
-                indices = rows[indices]
-            return [tensor.index_select(0, indices) for tensor in tensors], ()  # half the time of tensor[indices]
+    def gather_tensors(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
+        indices = torch.from_numpy(micro.indices)
+        if rows is not None:
+            indices = rows[indices]
+        return [tensor.index_select(0, indices) for tensor in tensors], ()  # half the time of tensor[indices]
 
-        return gather_tensors
-    join = collate or default_collate
-    many = getattr(dataset, "__getitems__", None)
-    own: list[Seed] | None = None  # they are of the process that fetches
+    # indexing once is ten times faster than item by item and collation; nothing is drawn, nor seeded
+    return gather_tensors if tensors else _Items(dataset, collate, skip).gather
 
-    def seed(micro: MicroBatch) -> None:
-        seed_host(micro.seed)
-        seed_owned(own or (), micro.seed)
 
-    def gather(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
-        nonlocal own
-        if own is not None:
-            return gather_seeded(micro)
-        own = owned(dataset, collate)
-        made = gather_seeded(micro)
-        after = owned(dataset, collate)
-        if len(after) > len(own):  # in its first sample the data set has made one: what that drew, nothing has seeded
-            own = after
-            made = gather_seeded(micro)
+class _Items:
+    """Makes batches of a data set's items."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool) -> None:
+        self._dataset, self._collate, self._skip = dataset, collate, skip
+        self._own: list[Seed] | None = None  # they are of the process that fetches
+
+    def gather(self, micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
+        if self._own is not None:
+            return self._batch(micro)
+        self._own = owned(self._dataset, self._collate)
+        made = self._batch(micro)
+        after = owned(self._dataset, self._collate)
+        if len(after) > len(self._own):  # one was made in the first sample: what that drew, nothing has seeded
+            self._own = after
+            made = self._batch(micro)
         return made
 
-    def gather_seeded(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
-        seed(micro)
-        indices = micro.indices.tolist()
-        if many is None:
-            items, bad = _one_by_one(dataset, micro, skip)
-        else:
-            try:
-                items, bad = many(indices), []
-                if isinstance(items, (list, tuple)) and len(items) != len(indices):  # the others would weigh wrongly
-                    raise ValueError(
-                        f"__getitems__ of {type(dataset).__name__} gives {len(items)} items for {len(indices)} "
-                        "indices; it must give one for each, in their order"
-                    )
-            except (Exception, SystemExit) as error:
-                if passes(error):
-                    raise
-                seed(micro)
-                items, bad = _one_by_one(dataset, micro, skip)
-                if not bad:  # no sample's own fault
-                    raise
-        if bad and not (skip and items):
+    def _seed(self, micro: MicroBatch) -> None:
+        seed_host(micro.seed)
+        seed_owned(self._own or (), micro.seed)
+
+    def _batch(self, micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
+        self._seed(micro)
+        many = getattr(self._dataset, "__getitems__", None)
+        items, bad = self._one_by_one(micro) if many is None else self._at_once(many, micro)
+        if bad and not (self._skip and items):
             return None, bad
+        join = self._collate or default_collate
         try:
             return join(items), bad
         except Exception as error:
-            if passes(error) or skip or not isinstance(items, (list, tuple)):
+            if passes(error) or self._skip or not isinstance(items, (list, tuple)):
                 raise
             found = misfit(join, items)
             if found is None:
                 raise
             place, problem = found
-            return None, [_bad(dataset, indices[place], micro.of_evaluation, problem)]
+            return None, [_bad(self._dataset, int(micro.indices[place]), micro.of_evaluation, problem)]
 
-    return gather
+    def _at_once(self, many: Callable[[list[int]], Any], micro: MicroBatch) -> tuple[Any, list[Bad]]:
+        indices = micro.indices.tolist()
+        try:
+            items = many(indices)
+            if isinstance(items, (list, tuple)) and len(items) != len(indices):  # the others would weigh wrongly
+                raise ValueError(
+                    f"__getitems__ of {type(self._dataset).__name__} gives {len(items)} items for {len(indices)} "
+                    "indices; it must give one for each, in their order"
+                )
+            return items, []
+        except (Exception, SystemExit) as error:
+            if passes(error):
+                raise
+            self._seed(micro)
+            items, bad = self._one_by_one(micro)
+            if not bad:  # no sample's own fault
+                raise
+            return items, bad
+
+    def _one_by_one(self, micro: MicroBatch) -> tuple[list[Any], list[Bad]]:
+        items: list[Any] = []
+        bad: list[Bad] = []
+        for index in micro.indices.tolist():
+            try:
+                items.append(self._dataset[index])
+            except (Exception, SystemExit) as error:
+                if passes(error):
+                    raise
+                bad.append(_bad(self._dataset, index, micro.of_evaluation, error))
+                if not self._skip:
+                    break
+        return items, bad
+
+
+def misfit(join: Callable[[list[Any]], Any], items: Sequence[Any]) -> tuple[int, Exception] | None:
+    """Which of these items cannot become a batch with the others, and why; None where it is no single one's fault."""
+
+    def problem(*some: Any) -> Exception | None:
+        try:
+            join(list(some))
+        except Exception as error:
+            return error
+        return None
+
+    def paired(item: Any) -> Exception | None:
+        error = problem(items[0], item)
+        is_unclear = "not resizable" in str(error)  # torch's, in a worker, where the first one is larger
+        return (problem(item, items[0]) if is_unclear else None) or error
+
+    words, errors = "cannot be put into a batch", [problem(item) for item in items]
+    is_alone = any(errors)
+    if is_alone and all(errors) and len(items) > 1:
+        return None
+    if not is_alone:
+        words, errors = "cannot be put into one batch with the others", [paired(item) for item in items]
+    places = [place for place, error in enumerate(errors) if error is not None]
+    if not places:
+        return None
+    error = next(error for error in errors if error is not None)
+    made = ValueError(f"{words}: {type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    made.__cause__ = error
+    nothing_goes_with_the_first = not is_alone and len(places) == len(items) - 1 > 1
+    return (0 if nothing_goes_with_the_first else places[0]), made
 
 
 def _in_memory(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
@@ -185,21 +235,6 @@ def _in_memory(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
         rows = inner if rows is None else inner[rows]
         dataset = dataset.dataset
     return (dataset.tensors, rows) if type(dataset) is TensorDataset else ((), None)
-
-
-def _one_by_one(dataset: Any, micro: MicroBatch, skip: bool) -> tuple[list[Any], list[Bad]]:
-    items: list[Any] = []
-    bad: list[Bad] = []
-    for index in micro.indices.tolist():
-        try:
-            items.append(dataset[index])
-        except (Exception, SystemExit) as error:
-            if passes(error):
-                raise
-            bad.append(_bad(dataset, index, micro.of_evaluation, error))
-            if not skip:
-                break
-    return items, bad
 
 
 def fetcher(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Callable[[MicroBatch], Any]:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from train.data.fetch import misfit
 from train.data.loader import Loader
-from train.data.misfit import misfit
 from train.data.plan import MicroBatch
 from train.runs import likely
 from train.runs.worker import failure_of
