@@ -123,7 +123,7 @@ def exact_flags(scale: Scale, task: str) -> dict[str, Any]:
     """A task of the size at which its exactness is looked at: many steps in a few seconds, with dropout."""
     flags = scale.flags(task) | {"checkpoint.every_steps": 4, "log.every_steps": 1}
     if scale.is_gpu and task == "resnet":
-        # 1.3 MB of pictures: more than is copied among what is computed (train/data/copies.py); a last batch of less
+        # 1.3 MB of pictures: more than is copied among what is computed (train/data/to_device.py); a last batch of less
         flags |= {"batch_size": 48, "task.count": 128, "task.size": 96}
     if task == "gpt":
         flags |= {"task.dropout": 0.1}

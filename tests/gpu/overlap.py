@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, mebibytes
-from train.data.copies import Copies
-from train.data.loader import prepared
+from train.data.to_device import Copies, prepared
 
 _WHAT = "batches copied while the device computes"
 _SIZE, _STEPS = 32 << 20, 24

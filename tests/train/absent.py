@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from train.data import loader
-from train.data.nested import mapped
+from train.data.to_device import mapped
 from train.engine import build, loop, setup
 from train.engine.meter import Meter
 from train.parallel import strategy

@@ -3,7 +3,7 @@
 The task `images` beside torchvision's reference pipeline (references/classification of its repository): class folders
 read by Pillow, RandomResizedCrop, flip, conversion to floating point, normalisation, a DataLoader and its collation.
 Both in this process on one thread, in turn, by the CPU time that they take. Both augment alike: that is tested
-(tests/train/data/test_cut.py).
+(tests/train/data/test_crop.py).
 """
 
 from __future__ import annotations

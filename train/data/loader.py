@@ -12,20 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from train.data import workers as processes
-from train.data.copies import Copies
 from train.data.fetch import Bad, gatherer
-from train.data.nested import mapped
-from train.data.pinned import pinned
 from train.data.plan import MicroBatch
-from train.data.seeding import Seed, owned, seed_compute
-
-OnDevice = Callable[[Any], Any]
-"""From a batch as it was fetched, on the device now, to what loss and metrics get: a task's `on_device`."""
-
+from train.data.seeding import owned
+from train.data.to_device import Copies, OnDevice, pinned, prepared
 
 _DYING = 1.0
 """Seconds for which a worker whose connection is gone is waited for."""
@@ -206,58 +199,3 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def prepared(
-    batch: Any,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    channels_last: bool,
-    on_device: OnDevice | None,
-    own: Sequence[Seed] = (),
-    copies: Copies | None = None,
-) -> Any:
-    """A fetched batch as loss and metrics get it; see Loader.
-
-    Args:
-        seed: of the micro batch.
-        own: generators that `on_device` can reach, see seeding.py.
-        copies: to a GPU, of large tensors; None: as the others'.
-    """
-    if copies is not None:
-        copies.begin()
-    if on_device is not None and batch is not None:
-        batch = to_device(batch, device, copies=copies)
-        seed_compute(seed, device, "on device", own)
-        batch = on_device(batch)
-    return to_device(batch, device, dtype, channels_last, copies)
-
-
-def to_device(
-    batch: Any,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    channels_last: bool = False,
-    copies: Copies | None = None,
-) -> Any:
-    """The batch with every tensor in it (in lists, tuples, dicts, named tuples) moved to the device."""
-
-    def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if copies is not None and copies.takes(value):
-                value = copies.copy(value)  # as it is; what else becomes of it is computed
-            kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            if value.device == device and value.dtype == kind and not (channels_last and value.dim() == 4):
-                return value
-            layout = torch.channels_last if channels_last and value.dim() == 4 else torch.preserve_format
-            # a copy to the host must be there when it is looked at
-            return value.to(device, kind, non_blocking=device.type == "cuda", memory_format=layout)
-        if isinstance(value, PackedSequence):
-            packed = value.to(device, non_blocking=device.type == "cuda")
-            return packed.to(dtype) if dtype is not None and packed.data.is_floating_point() else packed
-        if hasattr(value, "to") and not isinstance(value, np.ndarray):
-            return value.to(device)
-        return value
-
-    return mapped(batch, move)

@@ -19,10 +19,10 @@ from train.checkpoint.kinds import keep_types
 from train.config import SPREAD, Config
 from train.data.fetch import fetcher
 from train.data.fingerprint import of_sets
-from train.data.loader import prepared
 from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan
 from train.data.seeding import seed_host
+from train.data.to_device import prepared
 from train.errors import Refused, one_line
 from train.parallel.precision import Precision
 from train.tasks import Task, where

@@ -16,9 +16,10 @@ from torch import nn
 from train.checkpoint.state import load, weights
 from train.config import Config
 from train.data.fetch import Bad, fetcher
-from train.data.loader import Loader, prepared
+from train.data.loader import Loader
 from train.data.plan import MicroBatch, evaluation_micro_batches
 from train.data.sharing import Sharing
+from train.data.to_device import prepared
 from train.engine import arithmetic, build, opened
 from train.engine.evaluate import evaluate
 from train.errors import Refused, TrainingFailed, one_line

@@ -1,4 +1,4 @@
-"""Batches made ahead by a thread: in order, with their errors at their places, and only while somebody wants them."""
+"""Batches on their way: made ahead by a thread in order, with errors at their places; of the kinds that they were."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from train.data.pinned import ahead, pinned
+from train.data.to_device import LEAST, Copies, ahead, pinned
 
 
 def test_the_order_is_kept_and_the_thread_begins_before_it() -> None:
@@ -60,6 +60,17 @@ def test_no_more_is_made_than_a_few_ahead_and_nothing_once_nobody_asks() -> None
 def test_on_the_cpu_nothing_is_done() -> None:
     items = iter([1, 2])
     assert pinned(items, torch.device("cpu"), has_workers=True) is items
+
+
+class Odd(torch.Tensor):
+    """Some library's kind of tensor."""
+
+
+def test_large_plain_tensors_of_the_host_alone_are_copied_ahead() -> None:
+    large, copies = torch.zeros(LEAST, dtype=torch.uint8), Copies(torch.device("cuda"))
+    others = [large[1:], large.as_subclass(Odd), large.to("meta"), torch.zeros(1 << 11, 1 << 11).to_sparse()]
+    copies.begin()
+    assert copies.takes(large) and not any(copies.takes(other) for other in others)
 
 
 class Pair(NamedTuple):
