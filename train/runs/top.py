@@ -124,7 +124,7 @@ def _visible(record: dict[str, Any]) -> list[int]:
     """Which GPU each rank on this machine has."""
     chosen = str(record.get("gpus") or "")
     ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
-    return ids or list(range(min(look.whole(record.get("world_size")) or 1, look.MOST_RANKS)))
+    return ids or list(range(min(record["world_size"] or 1, look.MOST_RANKS)))
 
 
 def _line_of(run: Run, record: dict[str, Any]) -> list[str]:

@@ -114,8 +114,8 @@ class Collector(prometheus_client.registry.Collector):
         figures.one_of("train_run_state", record["state"], look.STATES, name)
         figures.add("train_run_step", progress.step, name)
         figures.add("train_run_target_steps", progress.total, name)
-        figures.add("train_run_epoch", look.whole(record.get("epoch")), name)
-        figures.add("train_run_ranks", look.whole(record.get("world_size")), name)
+        figures.add("train_run_epoch", record["epoch"], name)
+        figures.add("train_run_ranks", record["world_size"], name)
         figures.add("train_run_loss", progress.loss, name)
         figures.add("train_run_learning_rate", progress.rate, name)
         figures.add("train_run_samples_per_second", progress.samples_per_s, name)
@@ -125,9 +125,8 @@ class Collector(prometheus_client.registry.Collector):
         figures.add("train_run_started_timestamp_seconds", seconds_of(record.get("started")), name)
         if not lives:
             figures.add("train_run_ended_timestamp_seconds", seconds_of(record.get("ended")), name)
-        attempts = [attempt for attempt in record["attempts"] if isinstance(attempt, dict)]
-        figures.add("train_run_attempts_total", len(attempts), name)
-        figures.add("train_run_deaths_total", look.deaths(record, attempts), name)
+        figures.add("train_run_attempts_total", len(record["attempts"]), name)
+        figures.add("train_run_deaths_total", look.deaths(record), name)
         saved = look.saved(run)
         if saved is not None:
             figures.add("train_run_checkpoint_step", saved[0], name)

@@ -89,8 +89,8 @@ class Runs:
                 continue
             try:
                 record = self.engines.seen(*self._record(run))
-                if record["state"] not in STATES or not isinstance(record["attempts"], list):
-                    raise Refused("no state, or no attempts")
+                if record["state"] not in STATES:
+                    raise Refused(f"an unknown state: {record['state']}")
                 found[run.name] = record
             except (Refused, OSError):  # being removed, or damaged: train ls says so
                 self.damaged += run.folder.exists()
@@ -131,14 +131,14 @@ def is_at_work(record: dict[str, Any]) -> bool:
     One that an engine has put back, or whose nodes gather, or that is being resumed waits: nothing of it stands still.
     """
     attempt = record["attempts"][-1] if record["attempts"] else None
-    return record["state"] == store.RUNNING and isinstance(attempt, dict) and attempt.get("end") is None
+    return record["state"] == store.RUNNING and attempt is not None and attempt["end"] is None
 
 
 def progress(run: Run, record: dict[str, Any]) -> Progress:
     """How far a run is. Of one that has ended the speed is not told."""
     line: Any = metrics.last_training(run) if is_alive(record) else None
     line = line or {}
-    step, total = whole(record.get("step")) or 0, whole(record.get("total_steps"))
+    step, total = record["step"], record.get("total_steps")
     if is_alive(record) and (logs := last_logs(run, record)):
         step = max(step, heartbeat.reached(logs))
     step_time, waited = number(line.get("step_time")), number(line.get("data_wait"))
@@ -152,9 +152,7 @@ def progress(run: Run, record: dict[str, Any]) -> Progress:
 
 def last_logs(run: Run, record: dict[str, Any]) -> Path | None:
     """Where the ranks of the last attempt write; None: there was none."""
-    attempt = record["attempts"][-1] if record["attempts"] else None
-    said = whole(attempt.get("number")) if isinstance(attempt, dict) else None
-    return None if said is None else run.logs(said)
+    return run.logs(record["attempts"][-1]["number"]) if record["attempts"] else None
 
 
 def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
@@ -165,7 +163,7 @@ def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
     logs = last_logs(run, record)
     if logs is None:
         return []
-    expected = 0 if record.get("cluster") else min(whole(record.get("world_size")) or 1, MOST_RANKS)
+    expected = 0 if record.get("cluster") else min(record["world_size"] or 1, MOST_RANKS)
     numbers = set(range(expected))
     with contextlib.suppress(OSError):
         numbers |= {int(match[1]) for path in logs.iterdir() if (match := _BEAT.fullmatch(path.name))}
@@ -185,10 +183,10 @@ def moved(record: dict[str, Any], found: list[Rank]) -> float | None:
 
     Whichever rank it was: one that is through with its part waits for the others without a sign.
     """
-    if record.get("script") or not record["attempts"] or not isinstance(record["attempts"][-1], dict):
+    if record.get("script") or not record["attempts"]:
         return None
     last = max((rank.beaten for rank in found), default=0.0)
-    return max(last, store.seconds_of(record["attempts"][-1].get("started")) or 0.0) or None
+    return max(last, store.seconds_of(record["attempts"][-1]["started"]) or 0.0) or None
 
 
 def phase(found: list[Rank]) -> int:
@@ -228,11 +226,6 @@ def number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def whole(value: Any) -> int | None:
-    """A count that is none below zero, and none beyond what counts here can be."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
-
-
 def resident(process: Any) -> float | None:
     """Bytes of memory of a process."""
     import psutil
@@ -242,7 +235,8 @@ def resident(process: Any) -> float | None:
     return None
 
 
-def deaths(record: dict[str, Any], attempts: list[dict[str, Any]]) -> int:
+def deaths(record: dict[str, Any]) -> int:
     """How many attempts died. Of one that was killed as a whole nobody could say so before the next begins."""
-    unsaid = record["state"] in (store.INTERRUPTED, store.COPY) and bool(attempts) and attempts[-1].get("end") is None
-    return sum(attempt.get("end") == "died" for attempt in attempts) + unsaid
+    ends = [attempt["end"] for attempt in record["attempts"]]
+    unsaid = record["state"] in (store.INTERRUPTED, store.COPY) and ends[-1:] == [None]
+    return ends.count("died") + unsaid
