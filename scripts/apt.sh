@@ -1,21 +1,16 @@
 # shellcheck shell=bash
-# Packages from the distribution, where another apt may be at work: many machines update themselves. Sourced by the
-# scripts that install something.
+# Sourced by the scripts that install packages of the distribution.
 
-# with_apt COMMAND…: runs apt-get or dpkg without its output; waits for another one's locks, five minutes at most. Where the
-# command fails it prints its last line. (apt's own option to wait leaves out the lock of its lists.)
-with_apt() {
-    local log waits="" since=$SECONDS
+# apt_install PACKAGE…: waits for another apt's lock as apt itself can, and prints its output only where it fails.
+apt_install() {
+    local log
     log=$(mktemp)
-    until LC_ALL=C DEBIAN_FRONTEND=noninteractive "$@" >"$log" 2>&1 </dev/null; do
-        if ! grep -qE 'Could not get lock|lock was locked|is another process using it' "$log" || [ $((SECONDS - since)) -ge 300 ]; then
-            printf '%s: %s\n' "$1" "$({ grep -E '^(E|dpkg): ' "$log" || grep . "$log"; } | tail -n 1)" >&2
-            rm -f "$log"
-            return 1
-        fi
-        [ -n "$waits" ] || echo "another apt is at work ($(grep -oE 'process [0-9]+ \([^)]*\)' "$log" | head -n 1)): waiting for it" >&2
-        waits=yes
-        sleep 2
-    done
+    if { apt-get update && DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y --no-install-recommends -o DPkg::Lock::Timeout=300 "$@"; } >"$log" 2>&1 </dev/null; then
+        rm -f "$log"
+        return
+    fi
+    grep -E "^(E|dpkg): " "$log" >&2 || tail -n 5 "$log" >&2
     rm -f "$log"
+    return 1
 }

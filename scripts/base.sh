@@ -23,8 +23,7 @@ if ! command -v debootstrap >/dev/null || [ ! -e "$keyring" ]; then
     command -v apt-get >/dev/null || die "debootstrap is missing and this is no Debian or Ubuntu"
     # shellcheck source=scripts/apt.sh
     . "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
-    { with_apt apt-get update && with_apt apt-get install -y --no-install-recommends debootstrap debian-archive-keyring; } ||
-        die "could not install debootstrap, see above"
+    apt_install debootstrap debian-archive-keyring || die "could not install debootstrap, see above"
 fi
 
 # The archives of main, its updates and security, as apt on this machine knows them; on Ubuntu there is none, and

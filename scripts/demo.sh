@@ -16,21 +16,7 @@ runs=${TRAIN_RUNS:-runs}
 export TRAIN_RUNS=$runs
 mkdir -p "$runs"
 
-# Two demos may start in the same second: the last name given out is kept in a file, and the second one waits.
-fresh_name() {
-    local name
-    exec 8>>"$runs/.demo"
-    flock 8
-    while :; do
-        name=demo-$(date +%Y%m%d-%H%M%S)
-        [ "$name" = "$(cat "$runs/.demo")" ] || [ -e "$runs/$name" ] || break
-        sleep 0.2
-    done
-    echo "$name" >"$runs/.demo"
-    exec 8>&-
-    printf '%s' "$name"
-}
-name=$(fresh_name)
+name=demo-$(date +%Y%m%d-%H%M%S)-$$ # another demo may start in the same second
 
 # One field of the run's record, as in `field metrics accuracy`; empty where it is missing.
 field() {

@@ -26,7 +26,7 @@ command -v apt-get >/dev/null || die "this is no Debian or Ubuntu: install Docke
 
 # shellcheck source=scripts/apt.sh
 . "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
-install_packages() { with_apt apt-get install -y --no-install-recommends "$@" || die "could not install $*, see above"; }
+install_packages() { apt_install "$@" || die "could not install $*, see above"; }
 log=$(mktemp)
 work=$(mktemp -d)
 trap 'rm -rf "$log" "$work"' EXIT
@@ -45,16 +45,16 @@ install_from_next_release() {
         awk '$1 == "Packages" && $3 == "bookworm" && $4 == "main" {print $2; exit}')
     [ -n "$archive" ] || die "found no source for bookworm main in apt's configuration"
     echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive trixie main" >"$work/next.list"
-    with_apt apt-get "${options[@]}" update || die "could not read Debian 13's package list, see above"
-    (cd "$work/debs" && with_apt apt-get "${options[@]}" download docker-compose docker-buildx) ||
+    apt-get -qq "${options[@]}" update || die "could not read Debian 13's package list, see above"
+    (cd "$work/debs" && apt-get -qq "${options[@]}" download docker-compose docker-buildx) ||
         die "could not download docker-compose and docker-buildx, see above"
     # Their files stand where the old package's do; --force-overwrite lets version 2 take the place of version 1.
-    with_apt dpkg -i --force-overwrite "$work"/debs/*.deb || die "dpkg refused docker-compose and docker-buildx, see above"
+    dpkg -i --force-overwrite "$work"/debs/*.deb >"$log" 2>&1 || { tail -n 5 "$log" >&2; die "dpkg refused docker-compose and docker-buildx, see above"; }
 }
 
 if ! { command -v dockerd && have_compose && have_buildx; } >/dev/null; then
     say "installing Docker from the packages of $PRETTY_NAME"
-    with_apt apt-get update || die "apt-get update failed, see above"
+    apt-get -qq update || die "apt-get update failed, see above"
 fi
 if ! command -v dockerd >/dev/null; then
     needed=(docker.io iptables ca-certificates)

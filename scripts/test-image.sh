@@ -19,8 +19,7 @@ if [ ${#missing[@]} -gt 0 ]; then
     echo "test-image: installing ${missing[*]}"
     # shellcheck source=scripts/apt.sh
     . scripts/apt.sh
-    { with_apt apt-get update && with_apt apt-get install -y --no-install-recommends "${missing[@]}"; } ||
-        die "could not install ${missing[*]}, see above"
+    apt_install "${missing[@]}" || die "could not install ${missing[*]}, see above"
 fi
 
 # The tests' own packages, apart from the project's: a browser driver and linters are nothing a run needs.
