@@ -11,40 +11,31 @@ die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 . scripts/station-settings.sh
 # shellcheck source=scripts/station-identity.sh
 . scripts/station-identity.sh
-# shellcheck source=scripts/station-ports.sh
-. scripts/station-ports.sh
 # shellcheck source=scripts/station-image.sh
 . scripts/station-image.sh
 # shellcheck source=scripts/station-checks.sh
 . scripts/station-checks.sh
 
-mode=""             # gpu or cpu
-devices=""          # the devices of a GPU station, as compose wants them: a list, which its file cannot hold
-gpu_ids=all
+mode=""                        # gpu or cpu
+devices=""                     # the devices of a GPU station, as compose wants them: a list, which its file cannot hold
+id="" engine_options="" shm_lowered=""
 # Every file is named: compose would take others that lie in the checkout before these, and dev can put them there.
-compose() {
-    local file files=(--file docker-compose.yml)
-    [ "$mode" != cpu ] || files+=(--file docker-compose.cpu.yml)
-    [ -z "$(setting CLUSTER_NETWORK)" ] || files+=(--file docker-compose.cluster.yml)
-    [ -z "$devices" ] || files+=(--file -)
-    while IFS= read -r file; do files+=(--file "$file"); done < <(more_files)
-    if [ -n "$devices" ]; then
-        docker compose --project-name "$project" "${files[@]}" "$@" <<<"$devices"
-    else
-        docker compose --project-name "$project" "${files[@]}" "$@"
-    fi
-}
-compose_files() { # the same for .env, where docker compose alone finds it
+compose_files() {
     printf docker-compose.yml
     [ "$mode" != cpu ] || printf :docker-compose.cpu.yml
     [ -z "$(setting CLUSTER_NETWORK)" ] || printf :docker-compose.cluster.yml
     more_files | while IFS= read -r file; do printf ':%s' "$file"; done
 }
-state() { docker inspect -f '{{.State.Status}} {{if .State.Health}}{{.State.Health.Status}}{{end}} {{.RestartCount}}' "$1" 2>/dev/null || echo gone; }
+compose() {
+    local file files=()
+    while IFS= read -r -d : file; do files+=(--file "$file"); done < <(compose_files; printf :)
+    docker compose --project-name "$project" "${files[@]}" ${devices:+--file -} "$@" <<<"$devices"
+}
 
 # What a command speaks of is this checkout's own station, in $id, or nothing.
 find_station() {
     check_engine
+    load_settings
     find_project
     id=$(station_id)
 }
@@ -55,29 +46,30 @@ need_station() {
     other=$(other_checkout)
     die "this checkout has no station: make up${other:+ (COMPOSE_PROJECT_NAME=$project is the station of $other)}"
 }
+is_running() { [ -n "$id" ] && [ "$(docker inspect -f '{{.State.Running}}' "$id")" = true ]; }
 need_running() {
     need_station
-    [ "$(docker inspect -f '{{.State.Running}}' "$id")" = true ] || die "the station is not running: make up"
+    is_running || die "the station is not running: make up"
 }
 
 # GPU or CPU, and why. GPUS in the environment or .env decides; without it the engine is asked.
 choose_mode() {
-    local gpus why first
+    local gpus why first ids=all
     gpus=$(setting GPUS)
-    case $gpus in
-        none) mode=cpu; say "CPU: GPUS=none says so"; return ;;
-    esac
-    if why=$(engine_gives_gpus); then
+    if [ "$gpus" = none ]; then
+        mode=cpu
+        say "CPU: GPUS=none says so"
+    elif why=$(engine_gives_gpus); then
         mode=gpu
         case $gpus in
-            '' | all) gpu_ids=all ;;
-            *,*) gpu_ids=${gpus%,} ;;
-            *) gpu_ids=0; for ((first = 1; first < gpus; first++)); do gpu_ids+=,$first; done ;;
+            '' | all) ;;
+            *,*) ids=${gpus%,} ;;
+            *) ids=0; for ((first = 1; first < gpus; first++)); do ids+=,$first; done ;;
         esac
         say "GPU: the engine hands out NVIDIA devices${gpus:+ (GPUS=$gpus)}"
-        if [ "$gpu_ids" != all ]; then
-            devices="{deploy: {resources: {reservations: {devices: !override [{driver: nvidia, device_ids: [\"${gpu_ids//,/\",\"}\"], capabilities: [gpu]}]}}}}"
-            devices="services: {station: $devices, second: $devices, dcgm-exporter: $devices}"
+        if [ "$ids" != all ]; then
+            devices="{deploy: {resources: {reservations: {devices: !override [{driver: nvidia, device_ids: [\"${ids//,/\",\"}\"], capabilities: [gpu]}]}}}}"
+            devices="{services: {station: $devices, second: $devices, dcgm-exporter: $devices}}"
         fi
     elif [ -n "$gpus" ]; then
         die "GPUS=$gpus, but $why"
@@ -85,76 +77,55 @@ choose_mode() {
         mode=cpu
         say "CPU: $why"
     fi
-    export GPU_IDS=$gpu_ids
+    export GPU_IDS=$ids
 }
 
+# Waits until the station is healthy, and asks it itself: the engine looks every 15 seconds. A container that gives up is
+# taken away again, after its reason was shown.
+wait_healthy() {
+    local health="" reason since=$SECONDS
+    while [ $((SECONDS - since)) -lt 300 ]; do
+        health=$(docker exec "$id" /usr/local/bin/station-health 2>/dev/null) || :
+        case $health in
+            healthy) return ;;
+            'the keeper '* | 'the exporter '*) say "warning: $health"; return ;; # as dev's work on train/ has it
+            '' | 'JupyterLab '*) ;; # it still starts: beside training it may take minutes
+            *) [ $((SECONDS - since)) -lt 60 ] || break ;;
+        esac
+        [[ $(docker inspect -f '{{.State.Status}} {{.RestartCount}}' "$id" 2>/dev/null) =~ ^(running|created)\ 0$ ]] || break
+        sleep 1
+    done
+    reason=$(docker logs --tail 200 "$id" 2>&1 | grep -E 'error:|health:' | tail -n 1 | sed -E 's/^trainstation: (error: )?//' | tr -d '\000-\037\177')
+    take_back
+    die "the station did not start: ${reason:-see make logs}"
+}
 # After a first start that failed: what it made goes again, and what was there before stays.
 take_back() {
     [ "$fresh" = yes ] || return 0
     if [ -n "$had_volumes" ]; then compose down; else compose down --volumes; fi >/dev/null 2>&1 || true
 }
 
-# Waits until the station is healthy, and asks it itself: the engine looks every 15 seconds. On a machine that trains (the
-# keeper brings its runs back at once) JupyterLab may take minutes to start, which is waited for. A container that gives up
-# is taken away again, after its reason was shown.
-wait_healthy() {
-    local id=$1 now="" reason health since=$SECONDS busy=""
-    while [ $((SECONDS - since)) -lt 300 ]; do
-        health=$(docker exec "$id" /usr/local/bin/station-health 2>/dev/null) || :
-        case $health in
-            healthy) return 0 ;;
-            'the keeper '* | 'the exporter '*) say "warning: $health"; return 0 ;; # as dev's work on train/ has it
-        esac
-        now=$(state "$id")
-        case $now in 'running '*' 0' | 'created '*' 0') ;; *) break ;; esac
-        if [ $((SECONDS - since)) -ge 60 ]; then
-            case $health in '' | 'JupyterLab '*) ;; *) break ;; esac
-            [ "$busy" ] || say "the machine is busy: JupyterLab still starts"
-            busy=yes
-        fi
-        sleep 1
-    done
-    reason=$(docker logs --tail 200 "$id" 2>&1 | grep -E 'error:|health:' | tail -n 1 | sed -E 's/^trainstation: (error: )?//' | tr -d '\000-\037\177')
-    take_back
-    die "the station did not start: ${reason:-its state is $now, see make logs}"
-}
-
-# The names of the runs inside that are in a state.
-run_names() {
-    timeout 20 docker exec "${inside[@]}" "$id" train ls --state "$1" --json 2>/dev/null |
-        sed -n 's/^  "name": "\(.*\)",$/\1/p' | tr '\n' ' ' | tr -d '\000-\037\177' | cut -c 1-300 || :
-}
-# Runs that the keeper leaves alone: of an earlier release, of before the home volume was lost, or from elsewhere.
-warn_of_copies() {
-    local runs
-    runs=$(run_names copy)
-    [ -z "$runs" ] || say "warning: not known as started by this station, and so not resumed: ${runs% }; to go on: scripts/train resume NAME"
-}
 # Compose makes the container anew where its image or settings have changed, which its living runs notice.
 warn_of_interruption() {
-    local name runs
-    [ -n "$id" ] && [ "$(docker inspect -f '{{.State.Running}}' "$id")" = true ] || return 0
-    name=$(docker inspect -f '{{.Name}}' "$id")
-    [[ $(compose up --detach --no-build --dry-run station 2>&1) == *"Container ${name#/}  Recreate"* ]] || return 0
-    runs=$(run_names running)
-    [ -n "$runs" ] || return 0
-    say "warning: the station is made anew, for its image or settings have changed: runs are saved first, and the keeper resumes them after it: ${runs% }"
-    [ ! -t 1 ] || { say "Ctrl-C within 5 s leaves them as they are"; sleep 5; }
+    local runs
+    is_running && [[ $(compose up --detach --no-build --dry-run station 2>&1) == *' Recreate'* ]] || return 0
+    runs=$(timeout 20 docker exec "${inside[@]}" "$id" train ls --state running --json 2>/dev/null |
+        sed -n 's/^  "name": "\(.*\)",$/\1/p' | tr '\n' ' ' | tr -d '\000-\037\177' | cut -c 1-300) || :
+    [ -z "$runs" ] || say "the station is made anew, for its image or settings have changed: runs are saved first, and the keeper resumes them: ${runs% }"
 }
 
 # Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.
 start() {
-    local output skip="" try only=()
+    local output only=()
     ! wants_monitoring || only=(station)
-    for try in 1 2 3 4 5; do
-        if output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1); then return; fi
-        case $output in *'already allocated'* | *'already in use'* | *'ports are not available'*) ;; *) break ;; esac
-        [ -z "$jupyter_set" ] || [ -z "$ssh_set" ] || break
-        [ "$try" != 5 ] || break
-        skip+=" $JUPYTER_PORT  $SSH_PORT "
-        choose_ports "$(station_id)" "$skip"
-        remember_identity
-    done
+    if output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1); then return; fi
+    case "${#own_ports[@]} $output" in
+        4*'already allocated'* | 4*'already in use'* | 4*'ports are not available'*)
+            choose_ports "$JUPYTER_PORT"
+            remember_identity
+            if output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1); then return; fi
+            ;;
+    esac
     take_back
     die "the engine did not start the station: $(tail -n 1 <<<"$output" | sed 's/^Error response from daemon: //')"
 }
@@ -173,41 +144,38 @@ start_monitoring() {
     say "warning: the station is up, the monitoring is not: $(tail -n 1 <<<"$output"); PROMETHEUS_IMAGE, GRAFANA_IMAGE and DCGM_EXPORTER_IMAGE can name a mirror's copies"
 }
 
-up() {
-    local fresh=yes had_volumes other found="" address same=""
+up() { # [rebuild ARGUMENTS…]
+    local fresh=yes had_volumes other address same=""
     find_station
-    check_compose
     check_users
     check_settings
     check_compose_files
     other=$(other_checkout)
     [ -z "$other" ] || die "COMPOSE_PROJECT_NAME=$project is the name of the station of $other: take another, or leave it out"
+    check_no_other
     had_volumes=$(volumes)
     [ -z "$id" ] || fresh=no
     [ "$(setting PROTECT_CHECKOUT true)" = true ] ||
         say "warning: PROTECT_CHECKOUT=false: who works inside can change what make and docker compose do on this machine"
     [ -z "$moved_from" ] || say "this checkout was moved here from $moved_from: its station comes along"
     [ -z "$copied_from" ] || say "this checkout is a copy of $copied_from, whose station is left alone: it gets one of its own"
-    choose_ports "$id"
+    choose_ports
     choose_host_name
-    [ -n "$mode" ] || choose_mode
-    if find_image || [ "${REBUILD:-}" = no ]; then found=yes; else check_engine_disk; fi
+    choose_mode
+    if find_image && [ $# = 0 ]; then set --; else check_engine_disk; set -- build "${@:2}"; fi
     make_missing_files
     remember_identity
-    files_are_made
     warn_of_credentials
-    if [ -z "$found" ]; then
-        build
+    if [ $# -gt 0 ]; then
+        "$@"
         remember_identity
     fi
     export STATION_IMAGE=$image
     warn_of_interruption
     start
     id=$(station_id)
-    wait_healthy "$id"
-    claim_volumes "$id"
+    wait_healthy
     keep_image
-    warn_of_copies
     start_monitoring
     address=$(url)
     case $address in
@@ -243,32 +211,23 @@ url() {
     say "http://$host:$port/lab?token=$token"
 }
 
-# In the way of ssh's own files: in quotes, for it splits at blanks, and with its own signs doubled.
-for_ssh() { local p=${1//\\/\\\\}; p=${p//\"/\\\"}; printf '"%s"' "${p//%/%%}"; }
 # One line to paste, in any shell. The station's host key is fetched through the engine, so ssh has nothing to ask.
 ssh_command() { # sets ssh_words
-    local port host key
+    local port host key known=UserKnownHostsFile=$PWD/.secrets/known_hosts
     read -r host port < <(where 2222)
     key=$(docker exec "$id" cut -d' ' -f1,2 /etc/trainstation/hostkeys/ssh_host_ed25519_key.pub) || key=""
     [[ $key =~ ^ssh-ed25519\ [A-Za-z0-9+/=]+$ ]] || die "the station has no host key yet: make status says how it is"
     [ "$(as_owner cat .secrets/known_hosts 2>/dev/null)" = "[$host]:$port $key" ] || secret known_hosts <<<"[$host]:$port $key"
-    # shellcheck disable=SC2016
-    [[ $PWD != *'${'* ]] || die "ssh takes the \${ in $PWD for a variable: move the checkout to another path"
+    case $PWD in *' '*) known="UserKnownHostsFile=\"$PWD/.secrets/known_hosts\"" ;; esac # ssh splits it at blanks
     ssh_words=(ssh -p "$port")
-    if [ -e .secrets/id_ed25519 ]; then
-        case $PWD in *[%\\\"]*) ssh_words+=(-o "IdentityFile=$(for_ssh "$PWD/.secrets/id_ed25519")") ;; *) ssh_words+=(-i "$PWD/.secrets/id_ed25519") ;; esac
-    fi
-    case $PWD in
-        *[[:space:]%\\\"\']*) ssh_words+=(-o "UserKnownHostsFile=$(for_ssh "$PWD/.secrets/known_hosts")") ;;
-        *) ssh_words+=(-o "UserKnownHostsFile=$PWD/.secrets/known_hosts") ;;
-    esac
-    ssh_words+=("dev@$host")
+    [ ! -e .secrets/id_ed25519 ] || ssh_words+=(-i "$PWD/.secrets/id_ed25519")
+    ssh_words+=(-o "$known" "dev@$host")
 }
 ssh_line() {
     local word line=""
     ssh_command
     for word in "${ssh_words[@]}"; do
-        [[ $word =~ ^[A-Za-z0-9_./:=@,+-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+        [[ $word =~ ^[A-Za-z0-9_./:=@,+-]+$ ]] || word="'$word'"
         line+=" $word"
     done
     say "${line# }"
@@ -277,25 +236,9 @@ ssh_line() {
 terminal=(--interactive)
 if [ -t 0 ] && [ -t 1 ]; then terminal+=(--tty); fi
 inside=(--user dev --workdir /workspace --env HOME=/home/dev --env USER=dev)
-# A login shell, unless the files in the home folder end it or hang: then one that does not read them. They are tried
-# with a command on stdin, as if in a tmux, for files that start one. With arguments nothing is tried: --noprofile reads
-# none of them.
 as_dev=/usr/local/lib/trainstation/as-dev # gives the command the whole environment
-shell() {
-    local tried
-    [ $# -eq 0 ] || exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" bash --login "$@"
-    tried=$(docker exec -i "${inside[@]}" --env TMUX=tried,0,0 "$id" "$as_dev" timeout -s KILL 15 bash -li <<<'echo "a shell: $((40 + 2))"' 2>/dev/null) || :
-    case $tried in
-        *'a shell: 42'*) exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" bash --login ;;
-    esac
-    say "what ~/.bashrc or ~/.profile does ends the shell or hangs: this one has not read them; mend them and come again" >&2
-    exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" bash --noprofile --norc
-}
+enter() { exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" "$@"; }
 
-id=""
-engine_options="" shm_lowered="" # by check_users and check_limits
-copied_from="" moved_from="" # by find_project
-trap unmake EXIT
 command=${1:-}
 [ $# -eq 0 ] || shift
 # What make was given as ARGS: ssh hands it whole to the shell inside, for the others it is split at blanks; nothing of it
@@ -303,41 +246,25 @@ command=${1:-}
 if [ -n "${STATION_ARGS:-}" ]; then
     if [ "$command" = ssh ]; then set -- "$STATION_ARGS"; else read -d '' -ra words <<<"$STATION_ARGS" || :; set -- ${words[@]+"${words[@]}"}; fi
 fi
-case $command in up | down | rebuild | shell | exec | ssh | ssh-command | logs | url | status | clean) check_own_files ;; esac
+[ "$command" = inputs ] || check_own_files
 case $command in
     up) one_at_a_time; up ;;
+    rebuild) one_at_a_time; up rebuild "$@" ;;
     down)
         find_station
-        if [ -z "$id" ] && [ $# -eq 0 ]; then
+        if [ -z "$id$(volumes)" ]; then
             say "this checkout has no station"
         elif [ -z "$(other_checkout)" ]; then
             compose --profile '*' down --remove-orphans "$@" # also what was started with --profile alone
         fi
         ;;
-    rebuild)
-        one_at_a_time
-        find_station
-        check_compose
-        check_users
-        check_settings
-        check_compose_files
-        choose_mode
-        make_missing_files
-        files_are_made
-        find_image || :
-        build "$@"
-        REBUILD=no up
-        ;;
-    shell) need_running; shell "$@" ;;
-    exec)
-        need_running
-        exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" "$@"
-        ;;
+    shell) need_running; enter bash --login "$@" ;;
+    exec) need_running; enter "$@" ;;
     ssh) need_running; ssh_command; exec "${ssh_words[@]}" "$@" ;;
     ssh-command) need_running; ssh_line ;;
     logs) need_station; compose logs --tail 200 "$@" station ;;
     url) need_running; url ;;
-    inputs) inputs ;; # what an image has to be built from to be taken as it is
+    inputs) load_settings; inputs ;; # what an image has to be built from to be taken as it is
     id) find_station; say "$id" ;;
     status)
         need_running
@@ -349,14 +276,10 @@ case $command in
         ;;
     clean)
         find_station
-        [ -z "$(other_checkout)" ] || die "this checkout has no station"
-        if [ -z "$(docker image ls --quiet "trainstation:used-by-$project")" ] && ! in_use "$project"; then
-            say "this checkout has no station"
-            exit
-        fi
+        if [ -z "$id$(volumes)" ] || [ -n "$(other_checkout)" ]; then die "this checkout has no station"; fi
         if [ -n "$id" ]; then image=$(docker inspect -f '{{.Config.Image}}' "$id"); else image=$(setting STATION_IMAGE); fi
         compose --profile '*' down --volumes --remove-orphans
-        [ -z "$image" ] || release_image "$image"
+        [ -z "$image" ] || drop_image "$image"
         say "removed: container, volumes (home folder, host keys), and the image where no other station uses it. Still here: runs, data, .env, .secrets"
         ;;
     *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|status|clean" ;;

@@ -59,17 +59,6 @@ def test_a_notebook_cell_prints_torchs_version(station: Station, page: Page, kep
     page.screenshot(path=kept / "notebook.png")
 
 
-def test_the_page_shows_nothing_that_this_station_has_not(station: Station, page: Page) -> None:
-    """No panel of dead buttons for GPUs on a CPU station; no language server; nothing that fails to start."""
-    errors: list[str] = []
-    page.on("console", lambda message: errors.append(message.text) if "plugin" in message.text else None)
-    page.goto(f"{station.url}/lab?token={station.token}&reset")
-    expect(page.locator(".jp-LauncherCard", has_text="Terminal")).to_be_visible()
-    expect(page.locator("li.lm-TabBar-tab[data-id='running-sessions'], li[title^='Running']").first).to_be_visible()
-    expect(page.locator("li[title*='GPU']")).to_have_count(0)
-    assert not errors
-
-
 def test_a_terminal_begins_in_the_checkout_where_paths_of_the_documentation_are(station: Station, page: Page) -> None:
     page.goto(f"{station.url}/lab?token={station.token}&reset")
     page.locator(".jp-LauncherCard", has_text="Terminal").click()

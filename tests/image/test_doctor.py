@@ -52,10 +52,3 @@ def test_a_limit_of_memory(station: Station, checkout: Path) -> None:
     assert finding["verdict"] == "problem"
     assert "512 MiB" in finding["seen"]
     assert examined(station, checkout, "--memory", "16g", "--memory-swap", "16g")["memory"]["verdict"] == "ok"
-
-
-def test_a_full_disk(station: Station, checkout: Path) -> None:
-    full = "--mount", f"type=tmpfs,target={WORK}/runs,tmpfs-size=1048576"
-    findings = examined(station, checkout, *full, before=f"head -c 900000 /dev/zero >{WORK}/runs/full")
-    assert findings["room on disk"]["verdict"] == "problem"
-    assert findings["file system"]["verdict"] == "warning"  # and it is memory

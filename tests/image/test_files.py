@@ -45,7 +45,7 @@ def test_every_setting_of_the_compose_file_is_explained() -> None:
     used = set(re.findall(r"\$\{([A-Z_]+)", (ROOT / "docker-compose.yml").read_text()))
     explained = set(re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
     made_by_scripts = {"GPU_IDS", "DEV_UID", "DEV_GID", "STATION_TARGET", "STATION_IMAGE"}
-    made_by_scripts |= {"STATION_VERSION", "STATION_REVISION", "STATION_INPUTS"}
+    made_by_scripts |= {"STATION_VERSION", "STATION_REVISION"}
     made_by_scripts |= {"STATION_HOSTNAME", "COMPOSE_PROJECT_NAME"}
     assert used - explained - made_by_scripts == set()
 

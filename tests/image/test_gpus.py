@@ -34,7 +34,6 @@ FROM {base}
 RUN cd /usr/local/bin && printf '#!/bin/sh\\necho healthy\\n' >station-health && chmod 755 station-health
 RUN mkdir -p /etc/trainstation/hostkeys && echo ssh-ed25519 AAAA >/etc/trainstation/hostkeys/ssh_host_ed25519_key.pub
 HEALTHCHECK --interval=1s CMD true
-LABEL trainstation.inputs={inputs}
 ENTRYPOINT ["sleep", "infinity"]
 STOPSIGNAL SIGKILL
 """
@@ -96,7 +95,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, base: str) -> Iterator[Engi
 def gpu_station(make_station: Callable[..., Station], engine: Engine, base: str) -> Iterator[Station]:
     station = make_station("gpus", DOCKER_HOST=engine.host, MEMLOCK="65536", CUDA_IMAGE=base)
     inputs = run("scripts/station.sh", "inputs", cwd=station.folder, env=station.env).stdout.strip()
-    dockerfile = EMPTY.format(base=base, inputs=inputs)
+    dockerfile = EMPTY.format(base=base)
     build = [
         "docker",
         "--host",

@@ -310,7 +310,8 @@ def test_what_is_mounted_does_not_lie_in_a_runs_folder_elsewhere(tmp_path: Path)
     (tmp_path / "mine" / "sets").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     scripts = [str(ROOT / "scripts" / f"station-{part}.sh") for part in ("settings", "checks")]
-    check = 'die() { echo "$1"; exit 1; }; for file in "${@:2}"; do . "$file"; done; check_place DATASETS_DIR "$1"'
+    check = 'die() { echo "$1"; exit 1; }; for file in "${@:2}"; do . "$file"; done; load_settings'
+    check += '; check_place DATASETS_DIR "$1"'
     for runs in ("mine", "link"):
         env = {**os.environ, "RUNS_DIR": f"{tmp_path}/{runs}"}
         done = run("bash", "-c", check, "-", f"{tmp_path}/link/sets", *scripts, cwd=tmp_path, env=env, check=False)

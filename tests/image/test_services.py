@@ -22,12 +22,6 @@ def test_make_up_on_a_fresh_clone_ends_healthy_and_prints_how_to_get_in(station:
     assert "train launch digits" in printed
 
 
-def test_make_up_again_changes_nothing(station: Station) -> None:
-    before = station.container
-    station.make("up")
-    assert station.container == before
-
-
 def test_proxied_pages_without_the_token_lead_to_the_login_and_leave_no_traceback(station: Station) -> None:
     before = station.log.count("Traceback")
     for path in ("/tensorboard/", "/proxy/9477/", "/proxy/absolute/9477/metrics"):
@@ -191,9 +185,3 @@ def test_the_single_node_script_trains_to_the_end(station: Station) -> None:
     done = station.ssh("/workspace/scripts/run-single-node.sh digits --name single --epochs 1")
     assert "single finished" in done.stdout + done.stderr
     assert station.show("single")["world_size"] == 2
-
-
-def test_status_shows_health_and_runs(station: Station) -> None:
-    printed = station.make("status").stdout
-    assert "health   healthy" in printed
-    assert "NAME" in printed

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +26,6 @@ def attempt(station: Station, *options: str, user: str = "dev", **settings: obje
 def known(station: Station) -> Station:
     station.make("ssh-command")  # writes the host key where ssh looks
     return station
-
-
-def test_the_ssh_command_is_one_plain_line_that_works_from_anywhere(station: Station, tmp_path: Path) -> None:
-    line = station.make("ssh-command").stdout
-    assert line.count("\n") == 1
-    done = run(*shlex.split(line), "id -un", cwd=tmp_path)
-    assert done.stdout == "dev\n"
 
 
 def test_another_key_is_refused(known: Station, tmp_path: Path) -> None:

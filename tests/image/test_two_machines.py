@@ -12,8 +12,8 @@ from typing import Any
 
 from conftest import ROOT, Station, metrics_lines, run, until
 
-STEPS = 400
-FIELDS = ("--steps", str(STEPS), "--log.every_steps", "1", "--checkpoint.every_steps", "20", "--cpu_threads", "1")
+STEPS = 150
+FIELDS = ("--steps", str(STEPS), "--log.every_steps", "1", "--checkpoint.every_steps", "10", "--cpu_threads", "1")
 
 
 def services(*arguments: str) -> dict[str, Any]:
