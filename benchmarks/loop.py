@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import command, small
 from train.bench.turns import silently
-from train.checkpoint.shared import ENVIRONMENT, Owned
+from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from train.errors import EXIT_FINISHED
 from train.record import folders
 from train.runs import admit, spawn
@@ -125,7 +125,7 @@ def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) 
     run = folders.create(folder, name, prepared.files, prepared.record)
     lock = run.acquire()
     assert lock is not None  # nobody else knows of it
-    memory = Owned()  # as the agent of a launched run has it: without, there are no snapshots
+    memory = SnapshotMemory()  # as the agent of a launched run has it: without, there are no snapshots
     try:
         processes = Forked(run, lock, 1, {ENVIRONMENT: memory.address})
         code = Supervisor(run, processes, Road.SPAWNED, StopRequest(())).keep()

@@ -31,8 +31,7 @@ from tests.gpu.harness import (
     train_here,
 )
 from train.bench import checkpoint
-from train.checkpoint import shared
-from train.checkpoint.shared import Owned
+from train.checkpoint.buffers import ENVIRONMENT, Buffers, SnapshotMemory
 from train.checkpoint.snapshot import Snapshots
 from train.checkpoint.state import size_of, state_of
 from train.record import manifest
@@ -144,14 +143,14 @@ def _alone(scale: Scale) -> Row:
 def _snapshot(scale: Scale) -> Row:
     """Of the GPT, in memory that is lent to it as a launched run's agent does: until there are two, or too long."""
     asked, copied, steps = list[float](), list[float](), set[int]()
-    stop, memory, take = StopRequest(()), Owned(), Snapshots._take
+    stop, memory, copy = StopRequest(()), SnapshotMemory(), Snapshots._copy
 
-    def timed(snapshots: Snapshots) -> None:
+    def timed(snapshots: Snapshots, step: int, known: int) -> None:
+        if asked:
+            copied.append(snapshots.cost)  # of the one before
         began = time.perf_counter()
-        take(snapshots)
+        copy(snapshots, step, known)
         asked.append(time.perf_counter() - began)
-        if snapshots._beside is not None and snapshots._beside.taken:
-            copied.append(snapshots._beside.taken)  # of the one before
 
     def stepped(*_: object) -> None:
         steps.add(memory.step)
@@ -161,12 +160,12 @@ def _snapshot(scale: Scale) -> Row:
             stop.ask(USER, "there are no more")
 
     flags = scale.flags("gpt") | {"precision": "bf16", "steps": 1_000_000}
-    lent = mock.patch.dict(os.environ, {shared.ENVIRONMENT: memory.address})
+    lent = mock.patch.dict(os.environ, {ENVIRONMENT: memory.address})
     handle, begun = register_optimizer_step_post_hook(stepped), time.monotonic()
     try:
-        with mock.patch.object(Snapshots, "_take", timed), passing(scale, "gpt", flags) as run, lent:
+        with mock.patch.object(Snapshots, "_copy", timed), passing(scale, "gpt", flags) as run, lent:
             train_here(run, stop)
-        step, size = memory.step, memory.size
+        step, size = memory.step, Buffers(memory.address).taken // 2
     finally:
         handle.remove()
         memory.close()

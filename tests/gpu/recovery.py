@@ -115,14 +115,14 @@ class Kept:
 
     def _kept(self) -> int:
         """The newest step in the memory of its agent; 0: none, or there is no agent."""
-        from train.checkpoint import shared
+        from train.checkpoint import buffers
 
         step = 0
         with contextlib.suppress(OSError):
             for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
                 if "memfd:train-snapshot-" in str(entry.readlink()):
                     fd = os.open(entry, os.O_RDONLY)
-                    head = shared._head(fd)
+                    head = buffers._head(fd)
                     os.close(fd)
                     step = max(step, head.step if head else 0)
         return step

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_flags, passing, train_here
-from train.checkpoint import beside, snapshot
-from train.checkpoint.shared import ENVIRONMENT, Owned
+from train.checkpoint import snapshot
+from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from train.data import loader
 from train.parallel import choose, nccl
 
@@ -88,7 +88,7 @@ class Watch:
         """Whether the host came to the end of a step while the device was still held in the one before."""
         self._is_gpu = is_gpu
         self._held: Any = None
-        self.memory: Owned | None = None
+        self.memory: SnapshotMemory | None = None
         """Where snapshots are kept, if they are."""
         self.kept = 0
         """The step of the newest one when nothing may wait any more."""
@@ -159,12 +159,11 @@ def _ddp_alone(scale: Scale) -> Iterator[None]:
 @contextlib.contextmanager
 def _memory(watch: Watch) -> Iterator[None]:
     """Memory for snapshots, which are taken whenever the one before is there."""
-    watch.memory = Owned()
+    watch.memory = SnapshotMemory()
     try:
         with (
             mock.patch.dict(os.environ, {ENVIRONMENT: watch.memory.address}),
             mock.patch.object(snapshot, "SHARE", 1e9),
-            mock.patch.object(beside, "SHARE", 1e9),
         ):
             yield
     finally:

@@ -2,7 +2,8 @@
 
 Beside the copy in a run folder a file `script` may say what happens to a rank while it computes a step (counted from
 1 in each attempt): lines `STEP RANK ACTION`, where ACTION is the name of a signal, `limit`, after which this rank can
-write no file beyond 16 kB, `vector`, for a loss that is no scalar, or `sh` with a command line for a shell.
+write no file beyond 16 kB, `vector`, for a loss that is no scalar, `copy`, after which the state is copied into memory
+after every step however long that takes (rank 0 decides), or `sh` with a command line for a shell.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset
+
+from train.checkpoint import snapshot
 
 
 @dataclass
@@ -123,6 +126,8 @@ def _act(step: int) -> None:
         _plan.remove(line)
         if line[2] == "limit":
             resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
+        elif line[2] == "copy":
+            snapshot.SHARE = math.inf
         elif line[2] == "vector":
             _state["vector"] = True
         elif line[2] == "sh":

@@ -22,7 +22,7 @@ from benchmarks import recovery as bench
 from tests.gpu import __main__ as proof
 from tests.gpu import apart, compiler, dp, exact, harness, ranks, recovery, speed, steps, waits
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, Stretch
-from train.checkpoint.shared import Owned, Slots
+from train.checkpoint.buffers import Buffers, SnapshotMemory
 from train.runs import admit
 from train.runs.request import Request
 
@@ -283,12 +283,13 @@ def test_a_rank_is_killed_once_memory_has_a_state() -> None:
                 with contextlib.suppress(OSError):
                     if "memfd:train-snapshot-" in str(entry.readlink()):
                         os.close(int(entry.name))
-            memory = Owned()
-            slots = Slots(memory.address)
+            memory = SnapshotMemory()
+            buffers = Buffers(memory.address)
             there.sendall(b".")
             there.recv(1)
-            slots.reserve(1 << 16)
-            there.sendall(b"." if slots.write(7, b"plain", iter([b"tensors"])) else b"!")
+            buffers.reserve(1 << 16)
+            buffers.write(7, b"plain", iter([memoryview(b"8 bytes.")]))
+            there.sendall(b".")
             there.recv(1)
         finally:
             os._exit(0)

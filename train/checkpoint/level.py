@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from train import faults
-from train.checkpoint import packed, room
+from train.checkpoint import serialize
+from train.checkpoint.buffers import Buffers, begin_of_tensors
 from train.checkpoint.road import Road
-from train.checkpoint.shared import Slots, begin_of_tensors
 from train.errors import Refused
 from train.parallel.world import World
 from train.record import manifest as manifests
@@ -60,8 +60,8 @@ class Agreed:
     saved: int = 0
     """The newest step that all have a checkpoint of; 0: none."""
     manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
-    slot: int | None = None
-    """The buffer of this machine's memory in which the state lies; None: take it from the disk."""
+    from_memory: bool = False
+    """Whether this machine has the state in memory."""
     problem: str = ""
     """Why it is not a newer state in memory, and why not all have the best checkpoint."""
     made_here: float = math.inf
@@ -69,7 +69,7 @@ class Agreed:
 
 
 def agree(
-    run: Run, world: World, slots: Slots | None, fingerprint: str, left: Callable[[], int],
+    run: Run, world: World, buffers: Buffers | None, fingerprint: str, left: Callable[[], int],
     newest: Newest,
 ) -> Agreed:  # fmt: skip
     """Choose the newest state, and bring it to every machine. A collective.
@@ -81,7 +81,7 @@ def agree(
     Raises:
         OSError, Refused: a machine cannot read or take it; on every rank alike.
     """
-    mine = world.on_leads(lambda: _offer(run, slots, fingerprint, newest))
+    mine = world.on_leads(lambda: _offer(run, buffers, fingerprint, newest))
     everybody = world.gather(mine)
     offers = [everybody[lead] for lead in world.leads]
     saved, kept = max(each.saved for each in offers), max(each.kept for each in offers)
@@ -92,14 +92,12 @@ def agree(
         return Agreed(step, saved, problem=said, made_here=made_here, **values)
 
     problem = ""
-    if slots is not None and kept and kept >= saved:
+    if buffers is not None and kept and kept >= saved:
         source = next(place for place, each in enumerate(offers) if each.kept == kept)
         have = [(each.kept, each.mark) == (kept, offers[source].mark) for each in offers]
-        problem = "" if all(have) else _send_memory(run, world, slots, Road(world, source, have), left)
+        problem = "" if all(have) else _send_memory(run, world, buffers, Road(world, source, have), left)
         if not problem:
-            found = slots.newest()
-            assert found is not None
-            return agreed(source, kept, min(each.saved for each in offers), slot=found[0])
+            return agreed(source, kept, min(each.saved for each in offers), from_memory=True)
         problem = f"the state after step {kept} in memory is not used: {problem}"
     if not saved:
         return Agreed(problem=problem)
@@ -125,7 +123,7 @@ def _parted(mine: tuple[tuple[str, int], ...], theirs: tuple[tuple[str, int], ..
     return min((step for _, step in theirs[common + 1 :]), default=math.inf)
 
 
-def _offer(run: Run, slots: Slots | None, fingerprint: str, newest: Newest) -> Offer:
+def _offer(run: Run, buffers: Buffers | None, fingerprint: str, newest: Newest) -> Offer:
     """On the first rank of a machine: clear away what a kill left, and see what is there."""
     manifests.clean(run)
     step, manifest = newest()
@@ -139,12 +137,12 @@ def _offer(run: Run, slots: Slots | None, fingerprint: str, newest: Newest) -> O
         except (OSError, ValueError, Refused):  # a damaged one is not for others
             found_best = None
     offer = Offer(step, _mark(manifest), best=found_best, best_save=best_mark, attempts=attempts)
-    while slots is not None and (found := slots.newest()) is not None:
-        content = packed.read(slots, found[0], fingerprint)
+    while buffers is not None and (found := buffers.newest()) is not None:
+        content = serialize.read(buffers, found[0], fingerprint)
         if content is not None:
             offer = dataclasses.replace(offer, kept=content.step, mark=content.mark)
             break
-        slots.wipe(found[0])
+        buffers.wipe(found[0])
     return offer
 
 
@@ -174,10 +172,10 @@ def _send_best(run: Run, world: World, offers: list[Offer], step: int, sent: int
     return ""
 
 
-def _send_memory(run: Run, world: World, slots: Slots, road: Road, left: Callable[[], int]) -> str:
+def _send_memory(run: Run, world: World, buffers: Buffers, road: Road, left: Callable[[], int]) -> str:
     """Bring the newest state in memory to those that lack it. Returns why not all have it then, '' if they do."""
-    found = slots.newest() if road.sends else None
-    content = slots.read(found[0]) if found is not None else None
+    found = buffers.newest() if road.sends else None
+    content = buffers.read(found[0]) if found is not None else None
     head = found[1] if found is not None else None
     described = road.tell((head, content[0]) if head is not None and content is not None else None)
     if described is None:
@@ -187,9 +185,9 @@ def _send_memory(run: Run, world: World, slots: Slots, road: Road, left: Callabl
     problem = ""
     if road.takes:
         try:
-            problem = "" if slots.taken + left() > 2 * size else f"a machine has no room for 2 x {room.words(size)}"
+            problem = "" if buffers.taken + left() > 2 * size else f"a machine has no room for 2 x {size} bytes"
             if not problem:
-                slots.reserve(size)
+                buffers.reserve(size)
         except OSError as error:
             problem = f"a machine has no room for it: {error.strerror}"
     problem = next(filter(None, world.gather(problem)), "")
@@ -198,19 +196,15 @@ def _send_memory(run: Run, world: World, slots: Slots, road: Road, left: Callabl
     _send_lines(run, world, road)
     if world.is_lead:
         if road.takes:  # what others have made anew, perhaps of the same number
-            slots.wipe_from(head.step)
+            buffers.wipe_from(head.step)
         pieces = road.pass_on(head.tensors, _Memory(content[1], head.start) if content is not None else None)
         if road.takes:
-            try:
-                if slots.write(head.step, plain, pieces, 1.0):
-                    faults.here("taken")
-                else:
-                    problem = "another one is written"
-            except OSError as error:
-                problem = f"a machine cannot take it: {error.strerror}"
+            buffers.write(head.step, plain, pieces)
+            faults.here("taken")
         for _ in pieces:  # what nobody here has taken
             pass
-    return next(filter(None, world.gather(problem)), "")
+    world.gather(None)
+    return ""
 
 
 class _Memory:

@@ -1,297 +1,301 @@
-"""The state of the last finished step, in memory that no rank owns (shared.py): the death of a rank costs no step.
+"""Copies of the training state in memory that outlives the ranks: a rank's death costs the steps since the last copy.
 
-It gets there in two ways. Rank 0 copies its state after a step, as often as that takes a hundredth of the time; on a
-GPU the device does, and the host goes on (beside.py). And a rank whose peer has died leaves its own behind before it
-ends: copies of a model on several ranks are equal after every step, so that the state of any survivor is the state of
-the run. It is taken between two updates only:
+In ddp the first rank of a machine copies the whole state, with fsdp and hsdp each rank copies its part. All copy after
+the same step: rank 0 asks for a copy in the stats of a step, as often as copies take a hundredth of the time, and a
+rank that cannot take part asks against it. A copy is sealed only when the loss of its step is known to be finite and
+the lines of the run are written up to it.
 
-    begin_update()                  from here on no other thread may look
-    the optimizer's step, which waits for nobody
-    end_update(step)                weights, optimizer and buffers are those after this step
-
-In the middle of a step, where a rank waits for a peer that is gone, weights and optimizer are still those after the
-step before. Buffers are not: a forward has changed them, and no rank's but the first one's count. What the ranks agreed
-on in the last step (`Strategy.agreed`) takes their place. What a module keeps as its extra state (`get_extra_state`) a
-forward has changed, too: a copy of it is made after each step, of models that have one. And while the task's own code
-runs (`aside`) weights may be others for a moment, as averages are for an evaluation: nobody looks until it has ended.
-
-A snapshot is for ranks that the same supervisor starts again: same configuration, on any number of ranks.
+On a GPU the copy is work of the device, behind the update of the step and before the next forward, so the host goes on;
+the memory is page-locked (pinned.py). A thread waits for it and seals it. On a CPU everything happens at once.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import copy
+import dataclasses
 import logging
+import mmap
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from train.checkpoint import room
-from train.checkpoint.beside import SHARE, Beside, Lines
-from train.checkpoint.packed import Packed, pack
-from train.checkpoint.shared import Slots, begin_of_tensors
+from train.checkpoint import serialize
+from train.checkpoint.buffers import Buffers, begin_of_tensors
+from train.checkpoint.pinned import lay_open, pin, unpin
+from train.checkpoint.serialize import Content, Packed
 from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
 
 log = logging.getLogger("train")
 
-_FORWARD = 1.5
-"""Seconds that it waits for the task's code to end. A forward may take longer than the supervisor waits: if by torch's
-count of changes nothing has been done to the weights, they are looked at then."""
-_PATIENCE = 20.0
-"""Seconds that a survivor waits for its own update to end, and for others to have left their states behind."""
+SHARE = 0.01
+"""The part of the time that copies may take from training."""
+_BUSY = 0.25
+"""The part of the time that a core may work for checksums beside training on a GPU."""
+_SPEED = 1e9
+"""Bytes in a second: the first estimate of what a copy costs."""
+_SLACK = 1 << 16
+"""Bytes by which the plain part of a state may grow with its numbers."""
+_AT_ONCE = 1 << 26
+"""Bytes that are reserved without a thread: it takes some hundredths of a second."""
+_PATIENCE = 10.0
+"""Seconds that the end waits for a copy that is under way: a device may hang."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of madvise(2), since Linux 5.14."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """A copy that is written and not sealed."""
+
+    slot: int
+    step: int
+    state: Packed
+    begun: Any
+    ended: Any
+    """CUDA events around the work of the device; None on a CPU."""
+    seconds: float
+    """Time of the host that it took."""
 
 
 class Snapshots:
-    """One rank's part in keeping the state. Without slots it does nothing."""
+    """One rank's copies. Without buffers it does nothing."""
 
     def __init__(
-        self,
-        slots: Slots | None,
-        fingerprint: str,
-        world: World,
-        say: Callable[[str], None],
-        left: Callable[[], int],
-        mark: str = "",
-    ) -> None:
+        self, buffers: Buffers | None, world: World, is_spread: bool, fingerprint: str, mark: str,
+        room: Callable[[], int], is_written: Callable[[], bool], say: Callable[[str], None],
+    ) -> None:  # fmt: skip
         """
         Args:
-            fingerprint: of all that must be the same where the state is taken up.
-            left: bytes of memory that can still be had.
+            is_spread: each rank has a part of the state only.
+            fingerprint: of all that must be the same where a copy is used.
             mark: of this attempt, the same on all machines.
+            room: bytes of memory that can still be had.
+            is_written: whether the disk has taken all lines of this rank.
+            say: a line for people, on the first rank of a machine.
         """
-        self._mark = mark
-        self._slots, self._fingerprint, self._world, self._say, self._left_over = slots, fingerprint, world, say, left
-        self._lock = threading.Lock()
-        self._holder: int | None = None
-        self.aside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        """To be entered while the task's code runs."""
-        self._is_aside = self._is_wanted = False
-        self._left_behind = threading.Event()
-        self._versions: list[int] = []
-        """How often each parameter had been changed after that step."""
-        self._at = 0
-        """The step whose state this rank holds; 0: none that is worth keeping."""
-        self._agreed: Mapping[int, Tensor] = {}
-        self._extra: dict[str, Any] | None = {}
-        """What else the model's state had after that step; None: it cannot be copied."""
-        self._due = 0.0
-        self._needed = self._room = 0
-        """Bytes of the state when it was last looked at, and for which memory was asked."""
-        is_beside = slots is not None and world.device.type == "cuda"
-        self._beside = Beside(slots, world.device) if slots is not None and is_beside else None
-        self.lines: Callable[[], Lines] = lambda: list
-        """Gives what reads the lines of the last steps."""
-
-    @property
-    def is_on(self) -> bool:
-        return self._slots is not None
-
-    @property
-    def _serves(self) -> bool:
-        """Whether this rank's state can serve when another is dead. On a GPU the host does not know what state the
-        device is in while it waits for a peer that is gone."""
-        return self.is_on and self._world.size > 1 and self._world.device.type == "cpu"
+        self._buffers, self._world, self._is_spread = buffers, world, is_spread
+        self._fingerprint, self._mark = fingerprint, mark
+        self._room, self._is_written, self._say = room, is_written, say
+        self._copies = is_spread or world.is_lead
+        self._maps: list[mmap.mmap] = []
+        self._memory: list[Tensor] = []
+        """The buffers as tensors, once they are reserved and locked."""
+        self._pinned: list[int] = []
+        self._thread: threading.Thread | None = None
+        """Makes the memory ready, or seals a copy."""
+        self._draft: _Draft | None = None
+        self._problem = ""
+        """Why there can be no more copies; '' while there can."""
+        self._is_over = False
+        """Whether that has been said, and this rank votes against copies from now on."""
+        self.cost = 0.0
+        """Seconds that a copy takes, of which SHARE allows the next one."""
+        self._next = 0.0
+        """When the next copy may begin."""
+        self._asked = collections.deque[bool](maxlen=4)
+        """Of the steps whose stats are not read yet, whether this rank asked for a copy."""
+        self._pace, self._last = 0.0, time.monotonic()
+        """Seconds of a step, and when the last one ended."""
+        self._steps_ahead = 2 if world.device.type == "cuda" else 1
+        """Ends of steps from a request to its copy: stats of a GPU are read a step later."""
 
     def attach(self, strategy: Strategy, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-        """Say what is kept."""
+        """Set what is copied."""
         self._strategy, self._optimizer, self._precision = strategy, optimizer, precision
-        # found now: in the middle of a step a forward may have put another tensor in the place of a buffer
-        state = strategy.module.state_dict(keep_vars=True)
-        owned = {id(value) for values in (strategy.module.parameters(), strategy.module.buffers()) for value in values}
-        self._extras = [name for name, value in state.items() if id(value) not in owned]
-        self._buffers = {name: id(value) for name, value in state.items() if _is_buffer(value)}
-        self._parameters = list(strategy.module.parameters())
-        if self._serves:
-            self.aside = _Aside(self._enter, self._exit)
-            threading.Thread(target=self._wait_for_death, daemon=True, name="bell").start()
 
-    def begin_update(self) -> None:
-        """Before the optimizer's step: the state is in no order from now on."""
-        if self._slots is not None:
-            self._lock.acquire()
-            self._holder = threading.get_ident()
+    def vote(self) -> float:
+        """This rank's word in the stats of the step that it makes: where the sum is positive, all copy. 1: a copy is
+        due, by rank 0's clock; -1: this rank cannot take part."""
+        if self._buffers is None:
+            return 0.0
+        is_ready = not self._is_over and self._is_written() and (bool(self._memory) or not self._copies)
+        begins = max(time.monotonic(), self._last + self._steps_ahead * self._pace)
+        asks = is_ready and self._world.is_first and begins >= self._next
+        if asks:
+            self._next = begins + self.cost * (1 / SHARE - 1)
+        self._asked.append(asks)
+        return float(asks) if is_ready else -1.0
 
-    def end_update(self, step: int) -> None:
-        """The state is that after this step, and its loss is in order."""
-        if self._holder is None:
+    def after_step(self, step: int, sums: Iterable[float], known: int) -> None:
+        """The state is that after this step: copy it where all have agreed to.
+
+        Args:
+            sums: of the votes of each step whose stats were read since the last call.
+            known: up to which step losses are known to be finite, and lines written.
+        """
+        if self._buffers is None or self._is_over:
             return
-        is_first = not self._at
-        self._at = step
-        if self._serves:
-            self._agreed = self._strategy.agreed
-            self._versions = self._changes()
-            if self._extras:
-                self._extra = self._copied()
-        self._holder = None
-        self._lock.release()
-        if not self._world.is_lead or self._slots is None:
-            return
-        if is_first:
-            self._reserve()
-        elif self._is_due():
-            self._take()
-            if self._slots is not None and self._needed > self._room:
-                self._reserve()
+        began = time.monotonic()
+        self._pace, is_due = began - self._last, False
+        for votes in sums:
+            is_due |= votes > 0
+            if self._asked.popleft() and votes <= 0:  # another rank cannot yet: ask again in the next step
+                self._next = 0.0
+        try:
+            if self._copies:
+                self._go_on(step, is_due, known)
+        except Exception as error:  # an optimizer may hold what cannot be copied like this
+            self._problem = str(error)
+        self._last = time.monotonic()
+        if self._problem:
+            self._is_over = True
+            self._say(f"no snapshots in memory: {self._problem}")
 
-    def _is_due(self) -> bool:
-        return time.monotonic() >= self._due and (self._beside is None or self._beside.is_due)
+    def _go_on(self, step: int, is_due: bool, known: int) -> None:
+        """Seal the copy before, begin a new one, or make the memory ready for them."""
+        is_written = self._is_written()
+        if self._draft is not None and known >= self._draft.step and is_written:
+            draft, self._draft = self._draft, None
+            self._start(self._seal, draft)
+        if is_due and self._memory and self._draft is None and is_written:
+            self._copy(step, known)
+        elif not self._memory and not self._is_busy:
+            self._prepare(self._pack(step))
 
     def close(self) -> None:
-        """At the end of training."""
-        if self._beside is not None:
-            self._beside.close()
+        """Give the memory back at the end of training, behind a copy that is under way."""
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)
+        if not self._is_busy:
+            self._unlock()
 
-    def leave_behind(self) -> bool:
-        """Before this rank ends because another has died: leave its state to those who come after. Whether it has."""
-        if not self._serves or self._holder == threading.get_ident():
-            return False
-        self._is_wanted, is_locked = True, False
-        try:
-            is_locked = self._lock.acquire(timeout=_FORWARD)
-            if not is_locked and not (self._is_aside and self._versions == self._changes()):
-                is_locked = self._lock.acquire(timeout=_PATIENCE)
-                if not is_locked:
-                    return False
-            return bool(self._at) and self._write(self._left(), _PATIENCE)
-        except Exception as error:  # whatever it is, the checkpoint on the disk is there
-            log.warning("the state after step %d could not be left in memory: %s", self._at, error)
-            return False
-        finally:
-            self._left_behind.set()
-            if is_locked:
-                self._lock.release()
+    @property
+    def _is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
-    def _enter(self) -> None:
-        if self._is_wanted:  # nothing comes of what would follow: a peer is gone
-            self._left_behind.wait(_PATIENCE)
-        self._lock.acquire()
-        self._is_aside = True
+    def _start(self, what: Callable[..., None], *arguments: Any) -> None:
+        self._thread = threading.Thread(target=what, args=arguments, daemon=True, name="snapshot")
+        self._thread.start()
 
-    def _exit(self) -> None:
-        self._is_aside = False
-        self._lock.release()
-
-    def _changes(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters if id(parameter) not in self._agreed]
-
-    def _wait_for_death(self) -> None:
-        assert self._slots is not None
-        with contextlib.suppress(OSError):
-            self._slots.wait_for_bell()
-            self.leave_behind()
-
-    def _copied(self) -> dict[str, Any] | None:
-        """A copy of what the model's state has besides parameters and buffers."""
-        with contextlib.suppress(Exception):  # it may hold anything
-            state = self._strategy.module.state_dict(keep_vars=True)
-            return copy.deepcopy({name: state[name] for name in self._extras})
-        return None
-
-    def _left(self) -> dict[str, Any] | None:
-        """The model's state with the buffers that the ranks agreed on; None where that is not known."""
-        agreed, extra, state = self._agreed, self._extra, dict[str, Any]()
-        if extra is None:
-            return None
-        for name, value in self._strategy.module.state_dict(keep_vars=True).items():
-            if name in extra:
-                state[name] = extra[name]
-            elif _is_buffer(value):
-                if self._buffers.get(name) not in agreed:
-                    return None
-                state[name] = agreed[self._buffers[name]]
-            else:  # a forward may update parameters, too
-                state[name] = agreed.get(id(value), value)
-        return state
-
-    def _write(self, model: dict[str, Tensor] | None, patience: float) -> bool:
-        lines = self.lines()()
-        if model is None or lines is None:
-            return False
-        packed = self._pack(model)
-        plain = packed.plain(lines)
-        assert self._slots is not None
-        self._needed = begin_of_tensors(len(plain)) + packed.end
-        if not self._slots.holds(self._needed) and not (patience and self._finds_room(packed)):
-            return False
-        return self._slots.write(self._at, plain, packed.pieces(), patience)
-
-    def _finds_room(self, packed: Packed) -> bool:
-        """Of a survivor: whether there is memory that rank 0 had not come to take, in its first step, say."""
-        assert self._slots is not None
-        size = room.needed(packed)
-        if room.problem(self._slots, size, self._left_over()):
-            return False
-        self._slots.reserve(size)
-        return True
-
-    def _pack(self, model: dict[str, Tensor]) -> Packed:
-        return pack(
-            model, self._optimizer, self._precision, fingerprint=self._fingerprint, step=self._at, mark=self._mark
+    def _pack(self, step: int) -> Packed:
+        return serialize.pack(
+            self._strategy.module, self._optimizer, self._precision, self._fingerprint, step, self._mark
         )
 
-    def _take(self) -> None:
-        """On the first rank of a machine, between two steps."""
-        began = time.monotonic()
-        try:
-            model = self._strategy.module.state_dict(keep_vars=True)
-            if self._beside is None:
-                self._write(model, 0.0)
-            else:
-                self._copy(self._beside, model)
-        except Exception as error:  # an optimizer may hold what cannot be copied like this
-            self._give_up(f"no snapshots in memory: {error}")
-        now = time.monotonic()
-        self._due = now + (now - began) * (1 / SHARE - 1)
+    def _copy(self, step: int, known: int) -> None:
+        """Copy the state after a step into the older buffer."""
+        began = time.perf_counter()
+        if self._thread is not None:
+            self._thread.join()  # the copy before: no part may fall two copies behind
+        state = self._pack(step)
+        if state.size > min(map(len, self._memory)):  # it has grown, by layers that no step before has used, say
+            self._unlock()
+            self._prepare(state)
+            return
+        assert self._buffers is not None
+        self._next = time.monotonic() + self.cost * (1 / SHARE - 1)
+        slot, begun = self._buffers.begin(), self._event()
+        state.copy_to(self._memory[slot])
+        draft = _Draft(slot, step, state, begun, self._event(), time.perf_counter() - began)
+        if known >= step:
+            self._seal(draft)
+        else:
+            self._draft = draft
 
-    def _copy(self, beside: Beside, model: dict[str, Tensor]) -> None:
-        if beside.problem:
-            return self._give_up(beside.problem)
-        packed = self._pack(model)
-        self._needed = room.least(packed)
-        beside.copy(self._at, packed, self.lines())
-        return None
-
-    def _reserve(self) -> None:
-        """On the first rank of a machine, when the optimizer has its state: take the memory, if it is there. And again
-        where there is more of it later: of layers that no step before has used, say."""
-        assert self._slots is not None
-        try:
-            packed = self._pack(self._strategy.module.state_dict(keep_vars=True))
-        except Exception as error:
-            return self._give_up(f"no snapshots in memory: {error}")
-        size = self._room = room.needed(packed)
-        if self._slots.holds(size):  # since an attempt before
+    def _event(self) -> torch.cuda.Event | None:
+        if self._world.device.type != "cuda":
             return None
-        problem = room.problem(self._slots, size, self._left_over())
-        if problem:
-            return self._give_up(problem)
-        self._say(f"snapshots in memory: 2 x {room.words(size)}")
-        return room.take(self._slots, size, self._say)
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(torch.cuda.current_stream(self._world.device))
+        return event
 
-    def _give_up(self, why: str) -> None:
-        self._slots = None
-        self._say(why)
+    def _seal(self, draft: _Draft) -> None:
+        """Wait for the device, and write the header."""
+        try:
+            assert self._buffers is not None
+            taken = draft.seconds
+            if draft.ended is not None:
+                torch.cuda.set_device(self._world.device)  # else this thread would open the first one
+                draft.ended.synchronize()
+                taken += draft.begun.elapsed_time(draft.ended) / 1000
+            began = time.perf_counter()
+            self._buffers.seal(draft.slot, self._maps[draft.slot], draft.step, draft.state.plain, draft.state.end)
+            sealing = time.perf_counter() - began
+            cost = taken + sealing if draft.ended is None else max(taken, sealing * SHARE / _BUSY)
+            self._next += (cost - self.cost) * (1 / SHARE - 1)
+            self.cost = cost
+        except Exception as error:
+            self._problem = str(error)
+
+    def _prepare(self, state: Packed) -> None:
+        """Reserve memory for copies of a state, if there is enough, and lock it."""
+        assert self._buffers is not None
+        size = begin_of_tensors(len(state.plain) + _SLACK) + state.end
+        ranks = self._world.node.size if self._is_spread else 1
+        missing, left = 2 * size - self._buffers.taken, self._room()
+        if missing > 0 and missing * ranks > left / 2:
+            self._problem = (
+                f"{2 * ranks} x {_words(size)} are more than half of the {_words(left)} that are left; "
+                "a death costs the steps since the last checkpoint"
+            )
+            return
+        if not self._buffers.holds(size):  # else from an attempt before
+            self._say(f"snapshots in memory: 2 x {_words(size)}" + (" for each rank" if self._is_spread else ""))
+        self.cost = size / _SPEED
+        if size <= _AT_ONCE and self._world.device.type == "cpu":
+            self._lock(size)
+        else:
+            self._start(self._lock, size)
+
+    def _lock(self, size: int) -> None:
+        """Reserve the memory, map it, and pin it for a GPU."""
+        try:
+            assert self._buffers is not None
+            self._buffers.reserve(size)
+            self._maps, device = self._buffers.map(), self._world.device
+            for one in self._maps:
+                with contextlib.suppress(OSError):  # an older kernel: the first copy touches the pages
+                    one.madvise(_POPULATE_WRITE)
+            memory = [lay_open(one) for one in self._maps]
+            for flat in memory if device.type == "cuda" else ():
+                code = pin(flat, device)
+                if not code:
+                    self._pinned.append(flat.data_ptr())
+                else:
+                    log.warning(
+                        "warning: %.0f MB of memory cannot be pinned (CUDA error %d): snapshots hold training up",
+                        len(flat) / 1e6, code,
+                    )  # fmt: skip
+            self._memory = memory
+        except (OSError, ValueError, RuntimeError) as error:
+            self._problem = str(error)
+
+    def _unlock(self) -> None:
+        """Unpin the memory before it is unmapped: another one may come to lie where it was."""
+        while self._pinned:
+            unpin(self._pinned.pop(), self._world.device)
+        self._memory, self._maps = [], []
 
 
-class _Aside(contextlib.AbstractContextManager[None]):
-    """Two functions as a context, at less cost than a generator."""
-
-    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-        self._enter, self._leave = enter, leave
-
-    def __enter__(self) -> None:
-        self._enter()
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
+def _words(size: float) -> str:
+    """Bytes in words."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1e3:.0f} kB"
 
 
-def _is_buffer(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and bool(value.numel())
+def newest_common(buffers: Buffers, world: World) -> int:
+    """The newest step of which all ranks have a copy, by the headers alone; 0: none. A collective."""
+    return max(set.intersection(*world.gather(set(buffers.steps))), default=0)
+
+
+def take_up(buffers: Buffers, world: World, step: int, fingerprint: str) -> Content | None:
+    """This rank's copy after a step, on all ranks or on none. A collective.
+
+    Where a rank cannot use its copy, or they are of different attempts, all forget theirs.
+    """
+    slot = buffers.steps[step]
+    content = serialize.read(buffers, slot, fingerprint)
+    marks = world.gather(content.mark if content is not None else None)
+    if None in marks or len(set(marks)) > 1:
+        buffers.wipe(slot)
+        return None
+    return content

@@ -128,9 +128,9 @@ class Checkpoint:
     asynchronous: Changeable[bool] = True
     """Write in the background: training waits only for a copy of the state in host memory."""
     snapshots: Changeable[bool] = True
-    """Launched runs: keep the state of the last step in memory that its agent owns, so that the death of a rank costs
-    no step. Takes twice the memory of the state; where that does not fit, the log says so. With fsdp and hsdp, of
-    a step that is as recent as copies at a hundredth of the time allow."""
+    """Launched runs: copy the state into memory that the agent owns, as often as that takes a hundredth of the time, so
+    that a rank's death costs only the steps since the last copy. Takes twice the memory of the state; where that does
+    not fit, the log says so."""
 
 
 @dataclass(config=_STRICT)

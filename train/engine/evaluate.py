@@ -24,7 +24,6 @@ _ASK_EVERY = 16
 """Micro batches between two looks, by all ranks, at whether a stop was asked for."""
 _LARGE = 64 << 20
 """Bytes of a buffer that holds weights rather than what an evaluation counts."""
-_NOTHING = contextlib.nullcontext()
 _OTHER_NAMES = "metrics must return the same names for every batch"
 
 
@@ -39,7 +38,6 @@ def evaluate(
     beat: Callable[[], None] = lambda: None,
     sharing: Sharing | None = None,
     look: Callable[[Any], None] = lambda _: None,
-    aside: contextlib.AbstractContextManager[None] = _NOTHING,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
 
@@ -52,7 +50,6 @@ def evaluate(
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
         sharing: whose micro batches are whose; None: as ranks without anything special share them.
         look: is shown the first batch of this rank.
-        aside: is entered while the task's code runs.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
@@ -79,7 +76,7 @@ def evaluate(
                 if not rows:
                     look(batch)
                 seed_compute(micro.seed, world.device, own=own)
-                with precision.autocast(), aside:
+                with precision.autocast():
                     figures = evaluation_figures(task, module, batch, len(micro.indices))
                 if not micro.is_repeated:
                     names = names or list(figures)

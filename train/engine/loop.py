@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import math
@@ -12,7 +11,6 @@ import torch
 
 from train import config as configuration
 from train import faults
-from train.checkpoint.beside import Lines
 from train.checkpoint.saver import CannotSave
 from train.engine import schedule
 from train.engine.account import Account
@@ -29,7 +27,7 @@ from train.engine.wait import DataWait
 from train.errors import TrainingFailed
 from train.parallel.strategy import VOTES
 from train.record import heartbeat
-from train.record.metrics import Speed, Training
+from train.record.metrics import Training
 from train.record.record import Times
 
 _EMPTY_STEPS = 10
@@ -55,7 +53,7 @@ def train(job: Job, done: int) -> Done:
             loop.step()
             save, evaluates = agenda.saves(loop.done), agenda.evaluates(loop.done)
             save |= loop.read_votes(everything=save or evaluates)
-            job.snapshots.end_update(loop.done)
+            loop.copy()
             if save or loop.is_stopping:
                 loop.save()
             if evaluates and not loop.is_stopping:
@@ -66,9 +64,6 @@ def train(job: Job, done: int) -> Done:
         with contextlib.suppress(Exception):
             job.saver.wait()
         job.report.times(loop.times())
-        raise
-    except Exception:  # a peer is gone, most likely
-        job.snapshots.leave_behind()
         raise
     return Done(loop.done, loop.is_stopping and not loop.is_complete, loop.times())
 
@@ -96,13 +91,16 @@ class _Loop:
             self._meter.awaited.arrived,
         )
         self._check = ModelCheck(job.strategy.module, job.task.loss, job.own)
-        self._votes = Votes(job.strategy.votes_type, job.world.device, job.strategy.is_ordered, job.stop)
+        self._votes = Votes(
+            job.strategy.votes_type, job.world.device, job.strategy.is_ordered, job.stop, job.snapshots.vote
+        )
         self._readback = Readback[_Step](job.world.device)
-        from_memory = job.saved < done  # deaths that cost no step must not put off what the disk is to have
+        from_memory = job.saved < done  # deaths must not put off what the disk is to have
         self._clock = Clock(job.config.checkpoint.every_minutes, job.run.since_saved(job.saved) if from_memory else 0.0)
-        self._lines: collections.deque[Training] = collections.deque(maxlen=2)
-        """Those that rank 0, if it died now, might not have written."""
-        job.snapshots.lines = self.lines
+        self._known = done
+        """The last step whose stats were read, and whose line is written."""
+        self._copies: list[float] = []
+        """What the ranks said of a copy, in the steps read since the last call of `copy`."""
 
     @property
     def is_complete(self) -> bool:
@@ -134,9 +132,16 @@ class _Loop:
         for made, values in self._readback.take(everything):
             votes = dict(zip(VOTES, values, strict=True))
             self._look_at(made, votes)
+            self._known = made.number
+            self._copies.append(votes["copy"])
             self.is_stopping |= votes["stop"] > 0
             save |= votes["save"] > 0
         return save
+
+    def copy(self) -> None:
+        """Let the state be copied into memory, where that is due."""
+        sums, self._copies = self._copies, []
+        self.job.snapshots.after_step(self.done, sums, self._known)
 
     def _look_at(self, made: _Step, votes: dict[str, float]) -> None:
         """Check the loss of a step; write its line."""
@@ -155,34 +160,10 @@ class _Loop:
             )
         if self._is_told(made) and job.world.is_lead:
             self._write(made, loss)
-        elif self._is_told(made) and job.snapshots.is_on:
-            self._lines.append(self._line(made, loss, self._meter.read(job.world.device)))
 
     def _is_told(self, made: _Step) -> bool:
         """Whether a line belongs to a step."""
         return made.number % self.job.config.log.every_steps == 0 or made.number == self.job.total_steps
-
-    def _line(self, made: _Step, loss: float, figures: Speed) -> Training:
-        epoch = self.job.plan.epoch_of(made.number)
-        return {"step": made.number, "epoch": epoch, "loss": loss, "lr": made.rate, **figures}
-
-    def lines(self) -> Lines:
-        """What reads the lines of the last steps, which rank 0 may not have written. As things stand now: it may be
-        called when training has gone on."""
-        written, pending, steps = list(self._lines), self._readback.peek(), self._readback.steps
-        figures = self._meter.figures(self.job.world.device) if any(map(self._is_told, steps)) else None
-
-        def read() -> list[Training] | None:
-            found = list(written)
-            for made, values in pending():
-                loss = self._loss(made, dict(zip(VOTES, values, strict=True)))
-                if not math.isfinite(loss):
-                    return None
-                if figures is not None and self._is_told(made):
-                    found.append(self._line(made, loss, figures))
-            return found
-
-        return read
 
     def times(self) -> Times:
         """Where the time of this attempt has gone so far, on this rank."""
@@ -196,7 +177,8 @@ class _Loop:
 
     def _write(self, made: _Step, loss: float) -> None:
         job = self.job
-        line = self._line(made, loss, self._meter.read(job.world.device))
+        epoch, speed = job.plan.epoch_of(made.number), self._meter.read(job.world.device)
+        line: Training = {"step": made.number, "epoch": epoch, "loss": loss, "lr": made.rate, **speed}
         job.report.training(line)
         job.report.progress(made.number, line["epoch"], loss, line["samples_per_s"], self.times)
         advice = self._meter.wait.advice(made.number == job.total_steps)
@@ -214,7 +196,7 @@ class _Loop:
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._stream,
                 lambda: job.stop.asked, beat, job.sharing,
-                job.report.evaluated_samples, job.snapshots.aside,
+                job.report.evaluated_samples,
             )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True

@@ -49,23 +49,19 @@ class Meter:
         """The speed of the steps since the last call, and the memory."""
         waited, fetched = self.awaited.seconds() - self._waited, self.awaited.host - self._fetched
         self.wait.add(waited, self._elapsed(), fetched)
-        figures = self.figures(device)
-        self.restart()
-        return figures
-
-    def _elapsed(self) -> float:
-        return max(time.perf_counter() - self._since, 1e-9)
-
-    def figures(self, device: torch.device) -> Speed:
-        """What `read` would give."""
         elapsed, steps = self._elapsed(), max(self.steps, 1)
         if device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(device)
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {
+        figures: Speed = {
             "samples_per_s": self.samples / elapsed,
-            "data_wait": (self.awaited.seconds() - self._waited) / steps,
+            "data_wait": waited / steps,
             "step_time": elapsed / steps,
             "memory": memory,
         }
+        self.restart()
+        return figures
+
+    def _elapsed(self) -> float:
+        return max(time.perf_counter() - self._since, 1e-9)

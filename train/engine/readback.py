@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,22 +28,9 @@ class Readback(Generic[T]):
             event.record()
         self._pending.append((step, sums, event))
 
-    @property
-    def steps(self) -> list[T]:
-        """Those whose sums `take` would give, if it were to wait for everything."""
-        return [step for step, _, _ in self._pending]
-
-    def peek(self) -> Callable[[], Iterator[tuple[T, list[float]]]]:
-        """What `take` would give now, left where it is, for whoever waits for it: from any thread."""
-        return functools.partial(_read, list(self._pending))
-
     def take(self, everything: bool) -> Iterator[tuple[T, list[float]]]:
         while len(self._pending) > (0 if everything else self._lag):
-            yield from _read([self._pending.popleft()])
-
-
-def _read(pending: list[tuple[T, Tensor, Any]]) -> Iterator[tuple[T, list[float]]]:
-    for step, sums, event in pending:
-        if event is not None:
-            event.synchronize()
-        yield step, sums.tolist()
+            step, sums, event = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+            yield step, sums.tolist()

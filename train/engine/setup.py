@@ -14,9 +14,8 @@ import torch
 
 from train import config as configuration
 from train import faults
+from train.checkpoint.buffers import Buffers
 from train.checkpoint.saver import Saver
-from train.checkpoint.shared import Slots, lines_of
-from train.checkpoint.shares import Shares
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
 from train.data.loader import Loader
@@ -68,7 +67,7 @@ class Job:
     """Last step after which an evaluation is on record; -1 without one."""
     saved: int
     """The step of the newest checkpoint on the disk; 0 without one."""
-    snapshots: Snapshots | Shares
+    snapshots: Snapshots
 
     @functools.cached_property
     def sharing(self) -> Sharing:
@@ -103,10 +102,10 @@ class Done:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory outside the ranks that this one may keep its state in."""
+    """Memory outside the ranks that this one may copy its state to."""
 
     address: str
-    """See checkpoint/shared.py."""
+    """Of the buffers: checkpoint/buffers.py."""
     room: Callable[[], int]
     """Bytes that can still be had."""
 
@@ -141,23 +140,19 @@ def set_up(
     optimizer = build.make_optimizer(task, model, config)
     faults.here("start")
     is_spread = config.parallel.strategy in configuration.SPREAD
-    slots = _slots(memory, config, seat)
-    slots = slots if world.is_everywhere(slots is not None) else None
+    buffers = _buffers(memory, config, seat)
+    buffers = buffers if world.is_everywhere(buffers is not None) else None
     same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
     place = (world.rank, world.size) if is_spread else ()
     fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
     left = memory.room if memory else lambda: 0
-    start = restore(run, world, slots, fingerprint, model, optimizer, precision, is_spread, left)
+    start = restore(run, world, buffers, fingerprint, model, optimizer, precision, is_spread, left)
     step = start.step
     faults.here("loaded")
     arithmetic.compile_as_asked(model, config)
     evaluations = world.on_first(lambda: metrics.evaluations(run))
-    beside = lines_of(memory.address) if memory is not None else None
-    told = Loggers(run, world, config, total, step, bar and world.is_first, beside)
+    told = Loggers(run, world, config, total, step, bar and world.is_first)
     held.callback(told.close)
-    if world.is_lead:
-        _mend(run, told, start)
-
     mark = world.share(uuid.uuid4().hex)
 
     def saved(at: int) -> None:
@@ -174,9 +169,7 @@ def set_up(
         told, stop, heart,
         evaluations[-1]["step"] if evaluations else -1,
         start.saved,
-        (Shares if is_spread else Snapshots)(
-            slots, fingerprint, world, told.say, left, mark
-        ),
+        Snapshots(buffers, world, is_spread, fingerprint, mark, left, told.is_written, told.say),
     )  # fmt: skip
     job.snapshots.attach(strategy, optimizer, precision)
     held.callback(job.snapshots.close)
@@ -203,34 +196,18 @@ def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Modu
     return model
 
 
-def _slots(memory: Memory | None, config: Config, seat: Seat) -> Slots | None:
-    """Where snapshots are kept, if they are.
-
-    After the loader has forked: its processes must not keep a lock for a rank that is dead.
-    """
+def _buffers(memory: Memory | None, config: Config, seat: Seat) -> Buffers | None:
+    """The memory for copies of the state, if there are to be any."""
     is_mine = len(seat.leads) > 1 or seat.local_size == seat.size  # not over machines that no agents of ours join
     if memory is None or not config.checkpoint.snapshots or not is_mine:
         return None
     # by what is asked for: of machines that leave and join, a single rank may be left
     part = seat.local_rank if config.parallel.strategy in configuration.SPREAD else 0
     try:
-        return Slots(memory.address, part)
+        return Buffers(memory.address, part)
     except OSError as error:
         log.warning("warning: no snapshots in memory: %s", error)
         return None
-
-
-def _mend(run: Run, told: Loggers, start: Start) -> None:
-    """Write the lines of steps that outlived rank 0 when it had not written them yet."""
-    if not start.lines:
-        return
-    last = 0
-    for written in metrics.each(run):
-        if not metrics.is_evaluation(written):
-            last = written["step"]
-    for line in start.lines:
-        if last < line["step"] <= start.step:
-            told.training(line)
 
 
 def _announce(job: Job, attempt: int, start: Start, mark: str) -> None:
@@ -249,7 +226,7 @@ def _announce(job: Job, attempt: int, start: Start, mark: str) -> None:
         f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
         + (f", {spread}" if spread not in ("single", "ddp") else "")
         + (f", continuing after step {step}" if step else "")
-        + (" as it was in memory" if start.slot is not None else "")
+        + (" as it was in memory" if start.from_memory else "")
     )
     reason = run.read().get("cpu_threads_reason")
     if attempt == 1 and reason:

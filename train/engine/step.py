@@ -64,7 +64,6 @@ def step(
         strategy.scale_gradients(_to_true_mean(samples, reduced))
     strategy.settle(job.optimizer, job.config.clip_grad_norm)
     _seed_update(job, number)
-    job.snapshots.begin_update()
     faults.here("update")
     strategy.update(job.optimizer)
     meter.samples += samples
@@ -91,7 +90,7 @@ def _micro_batch(job: Job, micro: MicroBatch, batch: Any, votes: Votes, samples:
     """
     seed_compute(micro.seed, job.world.device, own=job.own)
     with job.strategy.micro_batch(micro.number, is_last):
-        with job.precision.autocast(), job.snapshots.aside:
+        with job.precision.autocast():
             loss = training_loss(job.task, job.strategy.compute, batch, len(micro.indices))
         if micro.is_repeated:
             votes.counts_itself |= loss.counts_itself

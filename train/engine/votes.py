@@ -7,6 +7,7 @@ only when it is another number than in the step before.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,14 +16,21 @@ from train.engine.loss import Figure
 from train.parallel.strategy import VOTES
 from train.signals import StopRequest
 
-COUNT, COUNTED = VOTES.index("count"), VOTES.index("counted")
+COUNT, COUNTED, COPY = VOTES.index("count"), VOTES.index("counted"), VOTES.index("copy")
 
 
 class Votes:
     """One rank's VOTES of the step that is being made; before them, where sums are made in order, their parts."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, is_ordered: bool, stop: StopRequest) -> None:
-        self._dtype, self._device, self._is_ordered, self._stop = dtype, device, is_ordered, stop
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, is_ordered: bool, stop: StopRequest,
+        copy: Callable[[], float] = lambda: 0.0,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            copy: this rank's word on a copy of the state after the step (checkpoint/snapshot.py), asked once a step.
+        """
+        self._dtype, self._device, self._is_ordered, self._stop, self._copy = dtype, device, is_ordered, stop, copy
         self._is_host, self._largest = device.type == "cpu", torch.finfo(dtype).max
         self._tensor = torch.zeros(len(VOTES), dtype=dtype, device=device)
         self._cells = self._tensor.unbind()
@@ -39,6 +47,7 @@ class Votes:
         """
         self._save = save
         self._cast: Tensor | None = None
+        self._copy_said: float | None = None
         self.counts_itself = False
         self.fed = False
         """Whether this rank has computed on data."""
@@ -82,6 +91,9 @@ class Votes:
         self._set(2, float(self._stop.asked))
         self._set(3, float(self._save))
         self._set(COUNTED, float(self.counts_itself))
+        if self._copy_said is None:
+            self._copy_said = self._copy()
+        self._set(COPY, self._copy_said)
         self._cast = self._tensor if self._parts is None else torch.cat([self._parts.reshape(-1), self._tensor])
         return self._cast
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -36,9 +35,9 @@ from train.parallel.exposed import Exposed
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
-VOTES = ("loss", "count", "stop", "save", "counted")
-"""Numbers that are summed over the ranks in every step: what the loss adds up to and over how many samples, and how
-many ranks were asked to stop, want to save, and have a loss that counts by itself."""
+VOTES = ("loss", "count", "stop", "save", "counted", "copy")
+"""Numbers that are summed over the ranks in every step: what the loss adds up to and over how many samples, how many
+ranks were asked to stop, want to save, and have a loss that counts by itself, and whether to copy the state."""
 
 
 class Strategy(Protocol):
@@ -50,8 +49,6 @@ class Strategy(Protocol):
     """Whether gradients are added in one order, whatever the number of ranks."""
     votes_type: torch.dtype
     """Of the tensors that carry VOTES."""
-    agreed: Mapping[int, Tensor]
-    """What the ranks last agreed on for each buffer, by its id; no rank changes it afterwards."""
     exposed: Exposed
     """How long this rank waits for communication."""
     tells_exposed: bool
@@ -101,8 +98,6 @@ class Strategy(Protocol):
 
 
 _NOTHING = contextlib.nullcontext()
-_WATCHED = 2
-"""Updates of an attempt in which buffers are compared by their values with what the ranks agreed on."""
 
 
 class Spread:
@@ -112,7 +107,6 @@ class Spread:
     tells_exposed = True
     votes_type: torch.dtype
     module: nn.Module
-    agreed: Mapping[int, Tensor] = MappingProxyType({})
 
     def __init__(self, world: World, config: Config, precision: Precision) -> None:
         self.world, self.config, self.precision = world, config, precision
@@ -133,7 +127,6 @@ class Spread:
         # frozen ones may hold anything: a mask of infinities, numbers of eight bits
         self._checked = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._held = _held(model)
-        self._updates, self._in_steps = 0, frozenset[int]()
         # sums in less than fp32 would be wrong (a third is 0.334 in bf16); a model of float64 loses nothing
         doubles = any(parameter.dtype == torch.float64 for parameter in self.trainable)
         self.votes_type = torch.float64 if doubles else torch.float32
@@ -196,28 +189,13 @@ class Spread:
         self.agree_on_buffers()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        versions = [tensor._version for tensor in self._buffers] if self.agreed else []
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
         else:
             stepping.step(optimizer)
-        if self.agreed:
-            self._agree_after_step(versions)
-        self._updates += 1
         self.clear()
-
-    def _agree_after_step(self, versions: list[int]) -> None:
-        """What hooks of an optimizer's step make of buffers (averages of weights), they make on all ranks alike."""
-        if self._updates < _WATCHED:  # past torch's count of changes, too
-            self._in_steps = frozenset(id(one) for one in self._buffers if not torch.equal(one, self.agreed[id(one)]))
-        changed = [
-            one for one, version in zip(self._buffers, versions, strict=True)
-            if one._version != version or id(one) in self._in_steps
-        ]  # fmt: skip
-        if changed:
-            self.agreed = {**self.agreed, **{id(one): one.detach().clone() for one in changed}}
 
     def _clip(self, largest: float) -> None:
         norm = nn.utils.get_total_norm([p.grad for p in self.trainable if p.grad is not None])
@@ -228,7 +206,7 @@ class Spread:
     def hold_buffers(self) -> None:
         """Keep the model's buffers the tensors they were: `self.mean = 0.9 * self.mean + …` makes another each time.
 
-        What is summed, agreed on and kept in memory goes by these tensors.
+        What is summed and agreed on goes by these tensors.
 
         Raises:
             TrainingFailed: a buffer that belongs to the state has got another shape or type.
@@ -252,7 +230,6 @@ class Spread:
         """Give every rank rank 0's buffers, so that what a checkpoint holds is what every rank continues with."""
         if self.world.size == 1 or not self._buffers:
             return
-        agreed: dict[int, Tensor] = {}
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self._buffers:
             by_type.setdefault(buffer.dtype, []).append(buffer)
@@ -261,12 +238,10 @@ class Spread:
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
                 with self.exposed.waiting():
                     dist.broadcast(flat.view(torch.uint8), src=0)  # bytes: gloo knows few types
-                parts = flat.split([buffer.numel() for buffer in buffers])
-                views = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
-                agreed.update((id(buffer), view) for buffer, view in zip(buffers, views, strict=True))
                 if not self.world.is_first:
+                    parts = flat.split([buffer.numel() for buffer in buffers])
+                    views = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
                     torch._foreach_copy_(buffers, views)  # one kernel on a GPU, not one a buffer
-        self.agreed = agreed
 
     def clear(self) -> None:
         """Forget the gradients."""

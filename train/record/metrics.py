@@ -90,14 +90,9 @@ def _finite(value: Any) -> Any:
 
 
 class Lines:
-    """Appends whole lines to a file. What a full disk refuses stays here and is tried again, in order.
+    """Appends whole lines to a file. What a full disk refuses stays here and is tried again, in order."""
 
-    Args:
-        beside: a file in memory that outlives this process, for a copy of what is refused: see `bring_home`.
-    """
-
-    def __init__(self, path: Path, beside: Path | None = None) -> None:
-        self._name, self._beside, self._copied = path.name, beside, 0
+    def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
         self._good = self._synced = path.stat().st_size
         self._is_doubtful = False
@@ -118,21 +113,15 @@ class Lines:
             _write_all(self._file, text, self._good)
         except OSError as error:
             self.problem = str(error.strerror)
-            self._copy()
             return False
         self._good += len(text)
-        self._pending, self._copied = [], 0
+        self._pending = []
         return True
 
-    def _copy(self) -> None:
-        """Lay what waits for the disk beside. Some of it may lie there twice in the end, or be on the disk, too."""
-        text = b"".join(self._name.encode() + b" " + line for line in self._pending[self._copied :])
-        if self._beside is None or not text:
-            return
-        text = b"\n" + text  # another may have been killed while it wrote here
-        with contextlib.suppress(OSError), self._beside.open("ab", buffering=0) as file:
-            file.write(text)
-            self._copied = len(self._pending)
+    @property
+    def is_written(self) -> bool:
+        """Whether the system has taken every line."""
+        return not self._pending
 
     def sync(self) -> bool:
         """Make the lines durable. Whether they are."""
@@ -159,7 +148,7 @@ class Lines:
             file.seek(self._synced)
             text = file.read()
         self._file.truncate(self._synced)
-        self._pending[:0], self._copied = text.splitlines(keepends=True), 0
+        self._pending[:0] = text.splitlines(keepends=True)
         self._good = self._synced
         self._is_doubtful = False
 
@@ -167,38 +156,6 @@ class Lines:
         """Hand over what is left and close the file."""
         self.flush()
         self._file.close()
-
-
-def bring_home(run: Run, beside: bytes) -> None:
-    """Append what the disk refused to processes that are gone, where they had laid it beside.
-
-    Raises:
-        OSError: the disk does not take it. Nothing is changed then.
-    """
-    files: dict[str, list[bytes]] = {}
-    for copied in beside.splitlines(keepends=True):
-        name, _, text = copied.partition(b" ")
-        if text.endswith(b"\n") and _place(text):  # else whoever wrote it was killed
-            files.setdefault(name.decode(), []).append(text)
-    for file_name, lines in files.items():
-        with (run.folder / file_name).open("a+b", buffering=0) as file:
-            file.seek(0)
-            written = file.read()
-            end = written.rfind(b"\n") + 1
-            file.truncate(end)
-            last = next(filter(None, map(_place, reversed(written[:end].splitlines()))), (0, False))
-            missing = {place: line for line in lines if (place := _place(line)) and place > last}
-            _write_all(file, b"".join(line for _, line in sorted(missing.items())), end)
-
-
-def _place(line: bytes) -> tuple[int, bool] | None:
-    """Where a line belongs: by its step, an evaluation after the training line. None: it is not a whole line."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        if not line.startswith(b"{"):
-            return int(line.split(b" ", 1)[0]), False
-        parsed = json.loads(line)
-        return int(parsed["step"]), is_evaluation(parsed)
-    return None
 
 
 def _write_all(file: io.FileIO, text: bytes, end: int) -> None:

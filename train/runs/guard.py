@@ -10,31 +10,26 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from train.checkpoint.shared import Owned
-from train.errors import Refused
 from train.record import heartbeat
 from train.record.store import Run
 from train.runs.idle import MINUTES, Idle, end, seats
 from train.runs.processes import Guard
 from train.runs.watch import Watch, stack_of
 
+_KILLED = 0.2
+"""Seconds that its peers live on where a signal has ended a rank: all that they could say is that it is gone."""
 _GRACE = 3.0
-"""Seconds that ranks have to notice by themselves that one of them is dead."""
+"""The same where it has failed: they may be about to say why."""
 _TOLD = 10.0
 """The same where it has said itself why it ends, and to nobody who waits for it: on a rank alone, before it had met the
-others, for example. They may be about to say so, too."""
-_KILLED = 0.2
-"""The same on GPUs where a signal has ended one of them, and memory has a newer state than the disk. They have none to
-leave behind, and what they could say is that it is gone. A copy that is under way is waited for, up to _GRACE."""
-_SPEED = 250e6
-"""Bytes in a second, at least, at which survivors leave the state behind."""
+others, for example."""
 
 
-def of(run: Run, attempt: int, ranks: Iterable[int], kept: Owned | None) -> Guard:
+def of(run: Run, attempt: int, ranks: Iterable[int]) -> Guard:
     """What looks after this attempt: a task shows signs of life of its own, of a script there is only its output."""
     record = run.read()
     if not record.get("script"):
-        return OfTask(run, run.logs(attempt), ranks, kept)
+        return OfTask(run, run.logs(attempt), ranks)
     minutes = (record.get("watch") or {}).get("hang_minutes")
     return OfScript(run.logs(attempt), MINUTES if minutes is None else float(minutes))
 
@@ -42,11 +37,9 @@ def of(run: Run, attempt: int, ranks: Iterable[int], kept: Owned | None) -> Guar
 class OfTask:
     """Ends ranks that show no sign of life, and peers of one that is gone."""
 
-    def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kept: Owned | None = None) -> None:
+    def __init__(self, run: Run, logs: Path, ranks: Iterable[int]) -> None:
         self.hang = ""
-        self._run, self._logs, self._kept = run, logs, kept
-        if kept is not None:
-            kept.hush()
+        self._run, self._logs = run, logs
         limits = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")).get("watch", {})
         start = float(limits.get("start_minutes", 30.0))
         self._watch = Watch(logs, ranks, limits.get("hang_minutes"), start)
@@ -57,15 +50,17 @@ class OfTask:
         if not living:
             return
         if self._dead_since is None and self._watch.dead(started):
-            self._note_death(_KILLED if _were_killed(exits) and self._on_gpus() and self._is_kept() else _GRACE)
+            self._note_death(_GRACE)
         elif exits:
             self._note_death(_TOLD)
+        if _were_killed(exits):
+            self._patience = _KILLED
         self.hang = self.hang or self._watch.hangs() or ""
         is_written = not self.hang or self._watch.dump(living)
         if self.hang and self._dead_since is None and is_written:
             self._dead_since = 0.0
         # torchrun alone would give peers that wait for the dead 30 seconds
-        if self._dead_since is not None and is_written and time.monotonic() - self._dead_since > self._grace():
+        if self._dead_since is not None and is_written and time.monotonic() - self._dead_since > self._patience:
             for pid in living:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -77,31 +72,10 @@ class OfTask:
     def _note_death(self, patience: float) -> None:
         if self._dead_since is None:
             self._dead_since, self._patience = time.monotonic(), patience
-            if self._kept is not None:
-                self._kept.ring()
 
     @property
     def is_ending(self) -> bool:
         return self._dead_since is not None
-
-    def _is_kept(self) -> bool:
-        """Whether memory has a newer state than the disk: a checkpoint that is being published counts for less."""
-        with contextlib.suppress(OSError, Refused):
-            return self._kept is not None and self._kept.step > next(iter(self._run.steps_saved()), 0)
-        return False
-
-    def _grace(self) -> float:
-        if self._patience == _KILLED:
-            return _GRACE if self._kept is not None and self._kept.is_written else _KILLED
-        # those that compute on GPUs, or have a part of the state only, leave nothing behind
-        if self._kept is None or self._kept.parts > 1 or self._on_gpus():
-            return self._patience
-        return self._patience + self._kept.size / _SPEED
-
-    def _on_gpus(self) -> bool:
-        with contextlib.suppress(OSError, Refused):
-            return bool(self._run.read().get("device") == "cuda")
-        return False
 
     def close(self) -> None:
         for path in self._logs.glob("*.stack.txt"):

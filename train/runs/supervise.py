@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import math
 import os
 import signal
@@ -17,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from train import faults, screen, signals
 from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Refused, one_line
@@ -31,16 +30,10 @@ from train.runs.processes import Guard, Processes
 from train.runs.scripts import healthy_minutes
 from train.runs.verdict import Asked, Decision, Facts, Road
 
-T = TypeVar("T")
-
 MAX_RESTARTS = 3
 """Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
 _AGAIN = 1.0
 """Seconds between two requests to stop to the same ranks, and between two attempts to note who they are."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""What a disk says that may take the same later: it is full, or a network is away."""
-_UNTIL_ROOM = 2.0
-"""Seconds between two tries to write on it."""
 _TAIL = 1 << 16
 """Bytes at the end of a log that are read: a progress bar fills much of it."""
 
@@ -238,8 +231,7 @@ class Supervisor:
         if self.nodes is not None:
             ranks, more = self.nodes.seats()[0].size, {"nodes": self.nodes.names(), "interface": self.nodes.interface}
         pids = self._pids(mine)
-        self._as_soon_as_possible(self.processes.write_lines)
-        number = self._as_soon_as_possible(lambda: self.run.begin_attempt(ranks, self._kept, pids=pids, **more))
+        number = self.run.begin_attempt(ranks, self._kept, pids=pids, **more)
         with self._deciding:
             self._attempt, self._decision, self._is_written = number, None, False
         return number
@@ -324,7 +316,7 @@ class Supervisor:
             return self._decision or Decision("died", None, code=EXIT_INTERRUPTED)
         told = outcome.read(self.run.logs(self._attempt), 0)
         try:
-            decision = self._as_soon_as_possible(lambda: self._decide_and_write(deaths))
+            decision = self._decide_and_write(deaths)
         except (OSError, Refused) as error:
             if self.road is Road.LAUNCHED:
                 raise
@@ -352,31 +344,6 @@ class Supervisor:
                 write(self.run, self._attempt, self._decision)
                 self._is_written = True
             return self._decision
-
-    def _as_soon_as_possible(self, write: Callable[[], T]) -> T:
-        """Write on the disk; where that is full, and the run is to go on after a step that memory alone has, when it is
-        full no more: the step would be lost with this process.
-
-        Raises:
-            OSError: there is nothing to wait for, or a stop is asked, which waits for nobody to make room.
-        """
-        said = False
-        while True:
-            try:
-                return write()
-            except OSError as error:
-                self._hear()
-                saved, kept = self._newest(), self.processes.kept()
-                is_wanted = self._decision is not None and self._decision.again and kept > saved
-                if error.errno not in _FULL or not is_wanted or self.stop.asked:
-                    raise
-                if not said:
-                    said = True
-                    self.say(
-                        f"{self.run.folder} takes nothing ({error.strerror}): waiting until it does; the state after "
-                        f"step {kept} is in memory alone, and lost if this ends; the last checkpoint is of step {saved}"
-                    )
-            self._wait(_UNTIL_ROOM)
 
     def _wait_for_others(self) -> Asked | None:
         """While the ranks of other nodes end. Returns a stop that is wanted now."""

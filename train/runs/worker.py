@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from train import faults, screen
-from train.checkpoint import shared
+from train.checkpoint.buffers import ENVIRONMENT
 from train.errors import Refused, TrainingFailed, may_pass, one_line
 from train.parallel.seat import Seat, seat_of_environment
 from train.record import heartbeat, outcome
@@ -67,7 +67,7 @@ def _train(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> 
             from train.engine import finish, setup
             from train.engine.loop import train
 
-            address = os.environ.pop(shared.ENVIRONMENT, None)  # this run's, not of one that its task may start
+            address = os.environ.pop(ENVIRONMENT, None)  # this run's, not of one that its task may start
             kept = setup.Memory(address, memory.left) if address else None
             job, done = setup.set_up(run, seat, attempt, stop, bar, heart, held, kept)
             return finish.conclude(job, train(job, done), attempt)

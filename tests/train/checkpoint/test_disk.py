@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.train.checkpoint.test_snapshots import Kept
+from tests.train.checkpoint.test_snapshots import COPY, Kept
 from tests.train.conftest import Station
 from tests.train.tiers import later
 from tests.train.training import Engine
-from train import signals
 from train.checkpoint import writer
 from train.checkpoint.writer import DurableFile
 from train.record import manifest
-from train.record.metrics import Lines, samples_file
-from train.signals import StopRequest
+from train.record.metrics import Lines
 
 SYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
 ASYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "true"}
@@ -217,54 +214,16 @@ def test_lines_whose_fsync_failed_are_written_again(mount: Mount, tmp_path: Path
     assert path.read_text().splitlines() == ["first" * 2000, "second" * 20000, "third"]
 
 
-class Room:
-    """Does something when a run says that it waits for room on its disk, which a file `ballast` fills."""
-
-    def __init__(self, volume: Engine, then: Callable[[], None]) -> None:
-        self.run, self.ballast = volume.station.run("a"), volume.station.runs / "ballast"
-        self.said: list[str] = []
-        self.lines: list[int] = []
-        """In metrics.jsonl and in the sample logs, when it was said."""
-        self._then = then
-
-    def hear(self, text: str) -> None:
-        self.said.append(text)
-        if "takes nothing" in text:
-            files = [self.run.metrics, *(samples_file(self.run, rank) for rank in (0, 1))]
-            self.lines = [len(file.read_text().splitlines()) for file in files]
-            self._then()
-
-    def script(self, victim: int) -> list[str]:
-        """Twice, in one attempt, the disk is filled: what the first time met half written is cleared away."""
-        once, fill = f"mkdir {self.ballast.parents[1]}/once", f"dd if=/dev/zero of={self.ballast} bs=1k oflag=append"
-        fills = [f"{step} 0 sh {once}{step} && {fill} conv=notrunc; true" for step in (3, 6)]
-        return [*fills, f"56 {victim} SIGKILL"]
-
-
-LONG = {"epochs": 15, "checkpoint__every_steps": 20}  # sixty steps, of which the disk takes the lines of some
-
-
-@pytest.mark.parametrize("victim", [1, 0])
-def test_a_death_on_a_full_disk_costs_no_step_and_no_line(volume: Engine, engine: Engine, victim: int) -> None:
-    """The run waits for room, for what memory has would be lost with the process that waits."""
-    engine.run(f"wanted-for-long{victim}", 2, **LONG)
-    room = Room(volume, lambda: threading.Timer(3, room.ballast.unlink).start())
-    record = Kept(volume).run("a", 2, room.script(victim), say=room.hear, **LONG)
-    assert record["state"] == "finished", room.said
-    assert "takes nothing" in room.said[0] and "the state after step 55 is in memory alone" in room.said[0]
-    assert not any("takes nothing" in said for said in room.said[1:])
-    assert len(room.lines) == 3 and all(0 < lines < 54 for lines in room.lines), room.lines  # the others were refused
-    assert volume.outcome("a") == engine.outcome(f"wanted-for-long{victim}")
-    assert [(attempt["end"], attempt["from_step"]) for attempt in record["attempts"]] == [("died", 0), ("finished", 55)]
-
-
-def test_who_stops_a_run_that_waits_for_room_waits_for_nobody_to_make_it(volume: Engine, engine: Engine) -> None:
-    engine.run("wanted-after-a-stop", 2, **LONG)
-    stop = StopRequest(())
-    room = Room(volume, lambda: stop.ask(signals.USER, "train stop"))
+def test_a_death_on_a_full_disk_ends_the_run_and_a_resume_goes_on(volume: Engine, engine: Engine) -> None:
+    long = {"epochs": 15, "checkpoint__every_steps": 20}  # sixty steps, of which the disk takes the lines of some
+    engine.run("wanted-after-a-death", 2, **long)
+    ballast = volume.station.runs / "ballast"
+    once, fill = f"mkdir {ballast.parents[1]}/once", f"dd if=/dev/zero of={ballast} bs=1k oflag=append"
+    # twice: what the first time met half written is cleared away
+    fills = [f"{step} 0 sh {once}{step} && {fill} conv=notrunc; true" for step in (3, 6)]
     with pytest.raises(OSError, match="No space left"):  # which its agent says in a line, and ends
-        Kept(volume).run("a", 2, room.script(1), say=room.hear, stop=stop, **LONG)
-    assert room.run.state() == "interrupted"
-    room.ballast.unlink()
+        Kept(volume).run("a", 2, [COPY, *fills, "56 1 SIGKILL"], **long)
+    assert volume.station.run("a").state() == "interrupted"
+    ballast.unlink()
     assert volume.resume("a", 2)["state"] == "finished"
-    assert volume.outcome("a") == engine.outcome("wanted-after-a-stop")
+    assert volume.outcome("a") == engine.outcome("wanted-after-a-death")

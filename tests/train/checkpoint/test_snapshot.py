@@ -1,10 +1,8 @@
-"""The state in memory: what takes it up goes on as the one that it was taken from, bit for bit."""
+"""The state in memory: what takes it up goes on as the one that it was copied from, bit for bit."""
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from train.checkpoint import packed, snapshot
-from train.checkpoint.shared import Owned, Slots
+from train.checkpoint import serialize, snapshot
+from train.checkpoint.buffers import Buffers, SnapshotMemory
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
 from train.parallel.precision import Precision
@@ -42,57 +40,45 @@ class Net(nn.Module):
         return (self.two(torch.tanh(self.one(hidden))) * self.scale).sum() * self.low.double().mean()
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _plain(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
-
-
 class Seat:
-    """One rank's place: its model, and what keeps its state."""
+    """One rank's place: its model, and what copies its state after every step."""
 
-    def __init__(self, address: str, make: Any = _adam, size: int = 1, rank: int = 0, room: int = 1 << 40) -> None:
+    def __init__(self, address: str, room: int = 1 << 40, fingerprint: str = "same", is_spread: bool = False) -> None:
         torch.manual_seed(3)
         self.said: list[str] = []
-        self.precision = Precision("fp32", CPU)
+        self.precision, self.world = Precision("fp32", CPU), World(0, 1, 0, CPU)
         self.model = Net()
-        self.optimizer = make(self.model)
-        world = World(rank, size, rank, CPU)
-        self.strategy = Spread(world, Config(), self.precision)
-        self.strategy._take(self.model)
-        self.slots = Slots(address)
-        self.snapshots = Snapshots(self.slots, "same", world, self.said.append, lambda: room)
-        self.snapshots.attach(self.strategy, self.optimizer, self.precision)
-        self.done = 0
-
-    def forward(self) -> Tensor:
-        return self.model(torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(self.done)))
-
-    def agree(self) -> None:
-        """What `Spread.agree_on_buffers` does on rank 0."""
-        self.strategy.agreed = {id(buffer): buffer.clone() for buffer in self.model.buffers() if buffer.numel()}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, amsgrad=True)
+        strategy = Spread(self.world, Config(), self.precision)
+        strategy._take(self.model)
+        self.strategy, self.buffers, self.fingerprint = strategy, Buffers(address), fingerprint
+        self.done, self.lag, self.is_written = 0, 0, True
+        self.snapshots = Snapshots(
+            self.buffers, self.world, is_spread, fingerprint, "mark",
+            lambda: room, lambda: self.is_written, self.said.append,
+        )  # fmt: skip
+        self.snapshots.attach(strategy, self.optimizer, self.precision)
 
     def step(self, count: int = 1) -> None:
+        """As the loop does it: the vote in the step, the losses of all steps but the last `lag` known after it."""
         for _ in range(count):
-            self.forward().backward()
-            self.agree()
-            self.snapshots.begin_update()
+            self.model(torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(self.done))).backward()
+            vote = self.snapshots.vote()
             self.strategy.update(self.optimizer)
             self.done += 1
-            self.snapshots.end_update(self.done)
+            self.snapshots.after_step(self.done, [vote], self.done - self.lag)
+
+    def settle(self) -> None:
+        """What a thread does comes to its end."""
+        assert self.snapshots._thread is not None
+        self.snapshots._thread.join()
 
     def take_up(self) -> bool:
-        found = self.slots.newest()
-        content = found and packed.read(self.slots, found[0], "same")
-        if not content:
+        step = snapshot.newest_common(self.buffers, self.world)
+        content = snapshot.take_up(self.buffers, self.world, step, self.fingerprint) if step else None
+        if content is None:
             return False
-        packed.apply(content, self.model, self.optimizer, self.precision)
+        serialize.apply(content, self.model, self.optimizer, self.precision)
         self.done = content.step
         return True
 
@@ -103,292 +89,194 @@ class Seat:
         return [(t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).tolist()) for t in tensors if t.numel()]
 
 
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every step, however long a copy takes."""
+    monkeypatch.setattr(snapshot, "SHARE", float("inf"))
+
+
 @pytest.fixture
-def owned() -> Iterator[Owned]:
-    made = Owned()
+def memory() -> Iterator[SnapshotMemory]:
+    made = SnapshotMemory()
     yield made
-    made.ring()
     made.close()
 
 
-@pytest.mark.parametrize("make", [_adam, _sgd, _plain])
-def test_another_goes_on_from_it_bit_for_bit(owned: Owned, make: Any) -> None:
-    one = Seat(owned.address, make)
-    one.step(2)
-    one.snapshots._due = 0.0
-    one.step()
-    other = Seat(owned.address, make)
-    assert other.take_up() and other.done == 3
-    assert other.bits() == one.bits()
+def test_another_goes_on_from_it_bit_for_bit(memory: SnapshotMemory) -> None:
+    one = Seat(memory.address)
+    one.step(4)
+    other = Seat(memory.address)
+    assert other.take_up() and other.done == memory.step == 4
+    before = one.bits()
+    assert other.bits() == before
     assert other.model.conv.weight.stride() == one.model.conv.weight.stride()
     assert other.model.two.weight is other.model.one.weight
-    one.step(4)
+    one.step(4)  # both buffers are new, and what was taken up is a copy
+    assert other.bits() == before
     other.step(4)
     assert other.bits() == one.bits()
 
 
-def test_what_is_taken_up_is_a_copy(owned: Owned) -> None:
-    one = Seat(owned.address)
-    one.step(2)
-    other = Seat(owned.address)
-    assert other.take_up()
-    before = other.bits()
-    one.snapshots._due = 0.0
-    one.step()
-    one.snapshots._due = 0.0
-    one.step()  # both buffers are new
-    assert other.bits() == before
+def test_a_copy_that_is_damaged_or_of_other_ranks_is_not_used(memory: SnapshotMemory) -> None:
+    one = Seat(memory.address)
+    one.step(4)
+    assert one.buffers.steps.keys() == {3, 4}
+    found = one.buffers.newest()
+    assert found is not None
+    one.buffers.map()[found[0]][found[1].start] ^= 1
+    assert not one.take_up()
+    assert one.buffers.steps.keys() == {3}  # the damaged one is forgotten, and the one before serves
+    assert Seat(memory.address).take_up()
+    assert not Seat(memory.address, fingerprint="of rank 1 of 3").take_up()
+    assert not one.buffers.steps
 
 
-def test_nothing_is_taken_up_by_another_run_or_from_damaged_memory(owned: Owned) -> None:
-    one = Seat(owned.address)
-    one.step(2)
-    assert packed.read(one.slots, 0, "other") is None
-    found = packed.read(one.slots, 0, "same")
-    assert found is not None and found.step == 2
-    assert packed.read(one.slots, 1, "same") is None
-
-
-def test_a_state_that_does_not_fit_is_refused_in_a_line(owned: Owned) -> None:
-    one = Seat(owned.address, room=300_000)
+def test_where_memory_is_short_there_are_no_copies_and_a_line_says_so(memory: SnapshotMemory) -> None:
+    one = Seat(memory.address, room=300_000)
     one.step(3)
     assert one.said == [
         "no snapshots in memory: 2 x 78 kB are more than half of the 300 kB that are left; "
         "a death costs the steps since the last checkpoint"
     ]
-    assert (owned.size, owned.step) == (0, 0)
+    assert (one.buffers.taken, memory.step, one.snapshots.vote()) == (0, 0, -1)
 
 
-def test_what_it_takes_is_said_and_taken_once(owned: Owned) -> None:
-    one = Seat(owned.address)
+def test_what_it_takes_is_said_and_taken_once(memory: SnapshotMemory) -> None:
+    one = Seat(memory.address)
     one.step(3)
     assert one.said == ["snapshots in memory: 2 x 78 kB"]
-    assert 70_000 < owned.size < 90_000
-    again = Seat(owned.address, room=0)  # the next attempt: the memory is there
+    again = Seat(memory.address, room=0)  # the next attempt: the memory is there
     again.step(5)
-    assert not again.said
-    assert owned.step >= 2
+    assert not again.said and memory.step == 5
 
 
-def test_more_memory_is_taken_for_a_state_that_grows(owned: Owned) -> None:
-    one = Seat(owned.address)
+def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> None:
+    one = Seat(memory.address, is_spread=True)
     one.step(3)
     one.optimizer.state[one.model.one.bias]["late"] = torch.ones(250_000)
-    for _ in range(2):
-        one.snapshots._due = 0.0
-        one.step()
-    assert one.said == ["snapshots in memory: 2 x 78 kB", "snapshots in memory: 2 x 1.1 MB"]
-    assert owned.step == 5
-    again = Seat(owned.address)
+    one.step(2)
+    assert one.said == [f"snapshots in memory: 2 x {size} for each rank" for size in ("78 kB", "1.1 MB")]
+    assert memory.step == 5
+    again = Seat(memory.address)
     assert again.take_up() and again.bits() == one.bits()
 
 
-def test_snapshots_take_a_hundredth_of_the_time(owned: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Seat(owned.address, _plain)
+def test_copies_take_a_hundredth_of_the_time(memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "SHARE", 0.01)
+    now, copied, pack = 0.0, list[int](), Snapshots._pack
+
+    def slow(snapshots: Snapshots, step: int) -> Any:
+        nonlocal now
+        now += 0.02
+        copied.append(step)
+        return pack(snapshots, step)
+
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(snapshot.time, name, lambda: now)
+    one = Seat(memory.address)
     one.step()
-    now, taken = [0.0], []
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-
-    def write(*_: Any) -> bool:
-        taken.append(one.snapshots._at)
-        now[0] += 0.02
-        return True
-
-    monkeypatch.setattr(one.snapshots, "_write", write)
+    monkeypatch.setattr(Snapshots, "_pack", slow)
     for _ in range(24):
-        now[0] += 0.5
+        now += 0.5
         one.step()
     # two hundredths of a second for each 1.98 s without: every fourth step
-    assert taken == [2, 6, 10, 14, 18, 22]
+    assert copied == [2, 6, 10, 14, 18, 22]
+    now += 10.0
+    copied.clear()
+    for _ in range(5):  # a hundredth of a step, and less
+        now += 2.0
+        one.step()
+    assert copied == [26, 27, 28, 29, 30]
 
 
-def test_a_survivor_in_the_middle_of_a_step_leaves_the_state_of_the_step_before(owned: Owned) -> None:
-    one = Seat(owned.address, size=2)
-    one.slots.reserve(1 << 20)
-    one.step(3)
-    wanted = one.bits()
-    one.snapshots._due = time.monotonic() + 3600
-    one.forward().backward()  # changes running statistics, and waits for a peer that is gone
-    assert one.bits() != wanted
-    one.strategy.agreed = {}  # of the step that will never be made
-    assert one.snapshots.leave_behind()
-    other = Seat(owned.address)
-    assert other.take_up() and other.done == 3
-    assert other.bits() == wanted
-
-
-class Counting(Net):
-    """Keeps what is neither a parameter nor a buffer in its state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.seen = 0, torch.zeros(2)
-
-    def get_extra_state(self) -> Any:
-        return {"calls": self.calls, "seen": self.seen}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.calls, self.seen = state["calls"], state["seen"]
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen += 1
-        return super().forward(pictures)
-
-
-class Telling(Counting):
-    """The same, as a tensor that is made when the state is asked for."""
-
-    def get_extra_state(self) -> Any:
-        return torch.tensor(self.calls)
-
-    def set_extra_state(self, state: Any) -> None:
-        self.calls, self.seen = int(state), torch.full((2,), float(state))
-
-
-@pytest.mark.parametrize("net", [Counting, Telling])
-def test_extra_state_that_a_forward_has_changed_is_left_as_it_was_after_the_step(
-    owned: Owned, monkeypatch: pytest.MonkeyPatch, net: type[Counting]
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "Net", net)
-    one = Seat(owned.address, size=2)
-    one.slots.reserve(1 << 20)
-    one.step(3)
-    one.snapshots._due = time.monotonic() + 3600
-    one.forward().backward()
-    assert one.model.get_extra_state() is not None and one.model.calls == 4  # type: ignore[attr-defined]
-    assert one.snapshots.leave_behind()
-    other = Seat(owned.address)
-    assert other.take_up() and other.done == 3
-    model = other.model
-    assert isinstance(model, Counting) and (model.calls, model.seen.tolist()) == (3, [3.0, 3.0])
-
-
-def test_running_statistics_that_the_ranks_did_not_agree_on_are_not_left(owned: Owned) -> None:
-    one = Seat(owned.address, size=2, rank=1)
-    one.slots.reserve(1 << 20)
-    one.agree = lambda: None  # type: ignore[method-assign]
+def test_a_copy_counts_once_its_loss_is_known(memory: SnapshotMemory) -> None:
+    """As on a GPU, where losses are read a step later."""
+    one = Seat(memory.address)
     one.step(2)
-    assert not one.snapshots.leave_behind()
-    assert owned.step == 0
-
-
-def test_half_an_update_is_never_left(owned: Owned) -> None:
-    one = Seat(owned.address, size=2, rank=1)
-    one.slots.reserve(1 << 20)
-    one.step(2)
-    one.forward().backward()
-    one.agree()
-    one.snapshots.begin_update()
-    assert not one.snapshots.leave_behind()  # it died in there itself
-    left: list[bool] = []
-    bell = threading.Thread(target=lambda: left.append(one.snapshots.leave_behind()))
-    bell.start()
-    bell.join(timeout=0.2)
-    assert bell.is_alive() and owned.step == 0
-    one.strategy.update(one.optimizer)
-    one.snapshots.end_update(3)
-    bell.join(timeout=30)
-    assert left == [True] and owned.step == 3
-    other = Seat(owned.address)
-    assert other.take_up()
-    assert other.bits() == one.bits()
-
-
-@pytest.mark.parametrize("swap", [lambda p, value: p.data.copy_(value), lambda p, value: p.detach().copy_(value)])
-def test_weights_that_the_tasks_code_has_for_a_moment_are_not_left(owned: Owned, swap: Any) -> None:
-    """Averages are swapped in for an evaluation, and out again."""
-    one = Seat(owned.address, size=2, rank=1)
-    one.slots.reserve(1 << 20)
-    one.step(2)
-    wanted = one.bits()
-    with one.snapshots.aside:
-        kept = one.model.one.weight.detach().clone()
-        swap(one.model.one.weight, kept + 1)
-        owned.ring()
-        time.sleep(0.3)
-        assert owned.step == 0
-        swap(one.model.one.weight, kept)
-    with one.snapshots.aside:  # it is the bell's turn before the next batch
-        assert owned.step == 2
-    other = Seat(owned.address)
-    assert other.take_up() and other.bits() == wanted
-
-
-def step_left(owned: Owned) -> int:
-    """The step of the state that somebody leaves in memory within half a minute; 0: nobody has."""
-    deadline = time.monotonic() + 30
-    while not owned.step and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return owned.step
-
-
-def test_a_forward_that_takes_long_is_not_waited_for_where_no_weight_has_changed(
-    owned: Owned, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "_FORWARD", 0.1)
-    one = Seat(owned.address, size=2, rank=1)
-    one.slots.reserve(1 << 20)
-    one.step(2)
-    with one.snapshots.aside:
-        owned.ring()
-        assert step_left(owned) == 2
-
-
-def test_memory_that_cannot_be_had_in_the_middle_of_an_update_holds_nothing_up(owned: Owned) -> None:
-    one = Seat(owned.address, size=2)
+    one.lag = 1
     one.step()
-    one.snapshots.begin_update()
-    one.snapshots._give_up("no snapshots in memory: there is none")
-    one.snapshots.end_update(2)
-    with one.snapshots.aside:
-        assert not one.snapshots.is_on
-
-
-def test_the_bell_alone_makes_a_survivor_leave_its_state(owned: Owned) -> None:
-    one = Seat(owned.address, size=2, rank=1)
-    one.slots.reserve(1 << 20)
-    one.step(2)
-    assert owned.step == 0
-    owned.ring()
-    assert step_left(owned) == 2
-
-
-def test_a_survivor_takes_the_memory_that_rank_0_had_not_come_to_take(owned: Owned) -> None:
-    full = Seat(owned.address, size=2, rank=1, room=1)
-    full.step()
-    assert not full.snapshots.leave_behind() and owned.size == 0
-    one = Seat(owned.address, size=2, rank=1)
+    bits = one.bits()
+    assert memory.step == 2  # of step 3 nobody knows whether the loss is finite
     one.step()
-    assert one.snapshots.leave_behind()
-    other = Seat(owned.address)
-    assert other.take_up() and other.done == 1
-    assert other.bits() == one.bits()
+    one.settle()
+    assert memory.step == 3
+    other = Seat(memory.address)
+    assert other.take_up() and other.bits() == bits
 
 
-def test_a_loss_that_is_not_finite_is_not_kept(owned: Owned) -> None:
-    one = Seat(owned.address, size=2, rank=1)
-    one.slots.reserve(1 << 20)
-    one.snapshots.lines = lambda: lambda: None
+def test_a_rank_whose_lines_the_disk_refuses_votes_against_copies(memory: SnapshotMemory) -> None:
+    one = Seat(memory.address)
     one.step(2)
-    assert not one.snapshots.leave_behind()
-
-
-def test_the_highest_step_of_the_survivors_wins(owned: Owned) -> None:
-    seats = [Seat(owned.address, size=4, rank=rank) for rank in (1, 2, 3)]
-    seats[0].slots.reserve(1 << 20)
-    for seat, steps in zip(seats, (4, 5, 4), strict=True):
-        seat.step(steps)
-        assert seat.snapshots.leave_behind()
-    other = Seat(owned.address)
-    assert other.take_up() and other.done == 5
-    assert other.bits() == seats[1].bits()
-
-
-def test_what_cannot_be_copied_ends_snapshots_and_nothing_else(owned: Owned) -> None:
-    one = Seat(owned.address)
+    one.is_written = False
+    assert one.snapshots.vote() == -1
+    one.snapshots.after_step(3, [1.0], 3)  # refused after the vote
+    assert memory.step == 2
+    one.is_written = True
+    one.done = 3
     one.step()
+    assert memory.step == 4
+
+
+def test_what_cannot_be_copied_ends_copies_and_nothing_else(memory: SnapshotMemory) -> None:
+    one = Seat(memory.address)
+    one.step(2)
     one.optimizer.state[one.model.scale]["lock"] = threading.Lock()
     one.step(4)
     assert len(one.said) == 2 and one.said[1].startswith("no snapshots in memory: cannot pickle")
-    assert (one.done, owned.step) == (5, 0)
+    assert (one.done, memory.step, one.snapshots.vote()) == (6, 2, -1)
+
+
+def test_a_rank_that_is_not_ready_is_asked_again_in_the_next_step(memory: SnapshotMemory) -> None:
+    one = Seat(memory.address)
+    one.step(2)
+    one.snapshots._next = 0.0
+    assert one.snapshots.vote() == 1
+    one.snapshots.after_step(3, [0.0], 3)  # another rank has voted against it
+    assert memory.step == 2 and one.snapshots.vote() == 1
+
+
+def test_the_scale_of_losses_is_kept_without_a_look_at_it(memory: SnapshotMemory) -> None:
+    one = Seat(memory.address)
+    scaler = one.precision.scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=7)
+    assert one.precision.scaling() == scaler.state_dict()  # before its first loss
+    scaler.scale(torch.tensor(1.0))
+    assert scaler._scale is not None and scaler._growth_tracker is not None
+    scaler._scale.fill_(64.0)
+    scaler._growth_tracker.fill_(5)
+    scaling = one.precision.scaling()
+    assert scaling is not None and scaling["scale"] is scaler._scale
+    assert scaling["_growth_tracker"] is scaler._growth_tracker
+    one.snapshots.after_step(1, [], 1)
+    one.snapshots.vote()
+    one.snapshots.after_step(2, [1.0], 2)
+    other = Seat(memory.address)
+    other.precision.scaler = torch.amp.GradScaler("cpu")
+    assert other.take_up()
+    assert other.precision.scaler.state_dict() == scaler.state_dict()
+
+
+def test_each_thread_that_locks_memory_or_lets_it_go_uses_the_gpu_of_its_rank(
+    memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins on the first GPU, and would open it, on every rank."""
+    used, current = list[tuple[str, Any]](), threading.local()
+
+    class Runtime:
+        """What torch has of CUDA's, which locks nothing and remembers which GPU it was asked on."""
+
+        def cudaHostRegister(self, *_: int) -> int:
+            used.append(("lock", getattr(current, "gpu", 0)))
+            return 0
+
+        def cudaHostUnregister(self, _: int) -> int:
+            used.append(("let go", getattr(current, "gpu", 0)))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "gpu", device.index))
+    one = Seat(memory.address)
+    one.world.device = torch.device("cuda", 1)
+    one.snapshots.after_step(1, [], 1)  # a thread takes the memory, and locks it
+    one.settle()
+    one.snapshots.close()
+    assert used == [(what, 1) for what in ("lock", "lock", "let go", "let go")]

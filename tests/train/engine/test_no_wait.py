@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from tests.train.absent import GPU, Watch, training
-from train.checkpoint.beside import Beside
-from train.checkpoint.packed import pack
-from train.checkpoint.shared import Owned, Slots
+from train.checkpoint.serialize import pack
 from train.checkpoint.stage import divided
 from train.checkpoint.state import state_of
 from train.data.plan import Plan, micro_batches_of
@@ -32,7 +30,7 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 WARM = 2
 """Steps in which the engine waits on purpose: to see whether a forward changes the model."""
-ON_PURPOSE = {"end", "_agree_after_step"}
+ON_PURPOSE = {"end"}
 _MICROS = {(m.step, m.number): m.indices.tolist() for m in micro_batches_of(Plan(20, 8, 4), Sharing(), 3, 5)}
 BAD = [_MICROS[3, 0][0], *_MICROS[3, 1], *_MICROS[4, 0], *_MICROS[4, 1]]
 """Of the fourth step a sample and the second micro batch, and all of the fifth."""
@@ -162,11 +160,8 @@ def test_a_state_is_named_and_packed_without_a_wait(tmp_path: Path, precision: s
         watch.waits.clear()
         job = loop.job
         assert divided(state_of(job.strategy.module, job.optimizer), 0, 2)
-        packed = pack(job.strategy.module.state_dict(keep_vars=True), job.optimizer, job.precision)
-        memory = watch.pinned(torch.empty(packed.end, dtype=torch.uint8))
-        owned = Owned()
-        Beside(Slots(owned.address), torch.device("cpu"))._put(packed, memory)
-        owned.close()
+        packed = pack(job.strategy.module, job.optimizer, job.precision, "same", 1, "mark")
+        packed.copy_to(watch.pinned(torch.empty(packed.size, dtype=torch.uint8)))
         assert watch.waits == []
         assert job.strategy.not_finite() == "" and functions(watch.waits) == {"not_finite"}
 

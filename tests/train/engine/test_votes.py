@@ -49,13 +49,13 @@ def test_nothing_of_a_step_is_left_in_the_next() -> None:
     votes.begin(1, save=True)
     votes.add(0, figure(2.0, 8, count=torch.tensor(5)))
     stop.ask("user", "train stop")
-    assert cast(votes) == {"loss": 2, "count": 5, "stop": 1, "save": 1, "counted": 1}
+    assert cast(votes) == {"loss": 2, "count": 5, "stop": 1, "save": 1, "counted": 1, "copy": 0}
     stop.asked = False
     votes.begin(1, save=False)
     assert cast(votes) == dict.fromkeys(VOTES, 0.0) and not votes.fed
     votes.begin(1, save=False)
     votes.add(0, figure(2.0, 8))
-    assert cast(votes) == {"loss": 16, "count": 8, "stop": 0, "save": 0, "counted": 0}
+    assert cast(votes) == {"loss": 16, "count": 8, "stop": 0, "save": 0, "counted": 0, "copy": 0}
 
 
 def test_the_first_of_several_counts_may_be_a_number_and_the_next_a_tensor() -> None:
@@ -74,4 +74,5 @@ def test_parts_are_added_in_the_order_of_the_micro_batches(order: tuple[int, ...
     for number in order:
         votes.add(number, figure(values[number], 1))
     read = dict(zip(VOTES, votes.read(votes.cast()).tolist(), strict=True))
-    assert read == {"loss": torch.tensor(values).sum().item(), "count": 3, "stop": 0, "save": 1, "counted": 0}
+    total = torch.tensor(values).sum().item()
+    assert read == {"loss": total, "count": 3, "stop": 0, "save": 1, "counted": 0, "copy": 0}

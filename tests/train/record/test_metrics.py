@@ -107,17 +107,3 @@ def test_a_tail_goes_on_behind_a_cut(run: Run) -> None:
     write(run, training(2, loss=0.125))
     (line,) = tail.new()
     assert cast(Training, line)["loss"] == 0.125
-
-
-def test_lines_that_lie_beside_come_home_once_each_in_their_order(tmp_path: Path) -> None:
-    run = folders.create(tmp_path, "r", {}, {})
-    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    metrics.samples_file(run, 1).write_text("1 5\n")
-    metrics.bring_home(
-        run,
-        b'\nmetrics.jsonl {"step": 2, "eval": {}}\nmetrics.jsonl {"step": 3}\n\nsamples.rank1.log 2 7 8\n'
-        b'\nmetrics.jsonl {"step": 2}\nmetrics.jsonl {"step": 3}\nmetrics.jsonl {"st\nsamples.rank1.log 1 5\n'
-        b"samples.rank1.log 3 9",
-    )
-    assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "eval": {}}\n{"step": 3}\n'
-    assert metrics.samples_file(run, 1).read_text() == "1 5\n2 7 8\n"

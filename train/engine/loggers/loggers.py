@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,20 +29,16 @@ _PROGRESS_EVERY = 0.5
 class Loggers:
     """One rank's loggers. The first of a machine writes metrics and progress; each its own sample log, if wanted."""
 
-    def __init__(
-        self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool,
-        beside: Path | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool) -> None:
         """
         Args:
             done: the step that this attempt continues after.
-            beside: where lines are kept that the disk refuses; see record/metrics.py.
         """
         self.run = run
         self._next_note = 0.0
         self._best = config.checkpoint.best  # until an evaluation was held against it
-        self._samples = Lines(samples_file(run, world.rank), beside) if config.log.samples else None
-        self._metrics = Lines(run.metrics, beside) if world.is_lead else None
+        self._samples = Lines(samples_file(run, world.rank)) if config.log.samples else None
+        self._metrics = Lines(run.metrics) if world.is_lead else None
         self._console = Console(run.name, total_steps, done, bar) if world.is_lead else None
         self._feed = self._feeding(config.log.wandb) if world.is_first and config.log.wandb else None
         self._board: TensorBoard | None = None
@@ -62,7 +57,7 @@ class Loggers:
     def samples(self, step: int, indices: list[npt.NDArray[np.int64]]) -> None:
         """Note which samples this rank consumed in a step (counted from 1).
 
-        At once, and before the ranks add up the step: one that has made it, and outlives this one, finds the line.
+        At once, and before the ranks add up the step: a copy of the state after it must find the line.
         """
         if self._samples is not None:
             self._samples.add(samples_text(step, (index for part in indices for index in part.tolist())))
@@ -72,7 +67,7 @@ class Loggers:
         """A training line of metrics.jsonl. The first rank of a machine only."""
         assert self._metrics is not None
         self._metrics.add(metrics_text(line))
-        self._metrics.flush()  # before the next step is added up, for the same reason
+        self._metrics.flush()  # before the state after its step is copied
         if self._board is not None:
             self._board.training(line)
 
@@ -120,6 +115,10 @@ class Loggers:
         """A line for people, from the first rank of a machine, that does not tear the bar."""
         if self._console is not None:
             self._console.say(text)
+
+    def is_written(self) -> bool:
+        """Whether the disk has taken all of this rank's lines."""
+        return all(file is None or file.is_written for file in (self._metrics, self._samples))
 
     def sync(self) -> str:
         """Make this rank's lines durable: a published checkpoint must find those of all steps before it.

@@ -73,10 +73,7 @@ class Processes(Protocol):
         """The codes, by rank, of those that failed first; of a signal: negative."""
 
     def kept(self) -> int:
-        """The newest step whose state has outlived the ranks in memory; 0: none."""
-
-    def write_lines(self) -> None:
-        """Write down what the disk has refused to ranks that are gone. Raises OSError where it still does."""
+        """The newest step whose state all ranks have copied into memory; 0: none."""
 
     def told(self) -> Mapping[int, Outcome]:
         """What is known of their ends without reading files."""

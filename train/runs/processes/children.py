@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Mapping
 from typing import NoReturn
 
-from train.checkpoint.shared import Owned
+from train.checkpoint.buffers import SnapshotMemory
 from train.errors import one_line
 from train.parallel.seat import Seat
 from train.record.outcome import Outcome
@@ -26,7 +26,7 @@ from train.record.store import Lock, Run
 from train.runs import guard, memory, title
 from train.runs.nodes import Nodes
 from train.runs.processes import Guard, flight_recorder
-from train.runs.processes.kept import lend, memory_of, write_lines
+from train.runs.processes.kept import lend, memory_of
 from train.signals import POLITE, StopRequest, die_with_parent
 
 _LOOK_EVERY = 0.02
@@ -63,7 +63,7 @@ class Children:
         ]
         if self._nodes is not None:
             self._seats = self._nodes.seats()
-        looked_after = guard.of(self.run, attempt, [seat.rank for seat in self._seats], self._memory)
+        looked_after = guard.of(self.run, attempt, [seat.rank for seat in self._seats])
         # no signal is lost between the fork and the first line of the child
         kept = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
         try:
@@ -127,13 +127,11 @@ class Children:
     def kept(self) -> int:
         return self._memory.step if self._memory is not None else 0
 
-    def write_lines(self) -> None:
-        write_lines(self.run, self._memory)
-
 
 def _be(
-    run: Run, lock: Lock, seat: Seat, attempt: int, threads: int, parent: int, kept: Owned | None, nodes: Nodes | None
-) -> NoReturn:
+    run: Run, lock: Lock, seat: Seat, attempt: int, threads: int, parent: int, kept: SnapshotMemory | None,
+    nodes: Nodes | None,
+) -> NoReturn:  # fmt: skip
     """Be a rank, in a process that has just been forked, until it ends."""
     try:
         from train.runs import worker

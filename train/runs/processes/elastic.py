@@ -27,7 +27,7 @@ from train.record.outcome import Outcome
 from train.record.store import Lock, Run
 from train.runs import guard, scripts
 from train.runs.processes import Guard, flight_recorder
-from train.runs.processes.kept import lend, memory_of, write_lines
+from train.runs.processes.kept import lend, memory_of
 
 if TYPE_CHECKING:
     import psutil
@@ -69,7 +69,7 @@ class Elastic:
 
     def start(self, attempt: int) -> Guard | None:
         self.problem, self._exits, self._found = "", {}, []
-        looked_after = guard.of(self.run, attempt, range(self.ranks), self._memory)
+        looked_after = guard.of(self.run, attempt, range(self.ranks))
         self._thread = threading.Thread(target=self._host, args=(attempt,), name="torchrun")
         try:
             self._thread.start()
@@ -127,9 +127,6 @@ class Elastic:
 
     def kept(self) -> int:
         return self._memory.step if self._memory is not None else 0
-
-    def write_lines(self) -> None:
-        write_lines(self.run, self._memory)
 
     def _launch(self, attempt: int) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs

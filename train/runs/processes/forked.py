@@ -94,9 +94,6 @@ class Forked:
     def kept(self) -> int:
         return 0
 
-    def write_lines(self) -> None:
-        """None are kept: their steps are made again."""
-
     def told(self) -> Mapping[int, Outcome]:
         return {}
 

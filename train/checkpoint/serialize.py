@@ -1,14 +1,15 @@
-"""A state as bytes and back: what is in it in a few plain words, and the tensors, one after the other."""
+"""Turns the training state into a plain part and tensors, one after the other, and back.
+
+The plain part is what pickle makes of the state with a `Place` for each tensor.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import mmap
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,19 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from train.checkpoint.shared import Piece, Slots, begin_of_tensors
+from train.checkpoint.buffers import Buffers, begin_of_tensors
 from train.parallel.precision import Precision
-from train.record.metrics import Training
 
 _ALIGN = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A tensor, in the plain part."""
+    """Stands for a tensor in the plain part."""
 
     at: int
-    """Bytes after where the tensors begin."""
+    """Its offset in bytes from the first tensor."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -43,7 +43,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor that is spread over ranks: this one's part of it, and what it is a part of."""
+    """Stands for a DTensor: the part that this rank has of it, and the whole."""
 
     place: Place
     placements: tuple[Any, ...]
@@ -53,14 +53,14 @@ class Part:
 
 @dataclasses.dataclass
 class Packed:
-    """Tensors on their way into a buffer, each once, however often it is named."""
+    """A state that is ready to be copied into a buffer: each tensor once, however often it is named."""
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     starts: list[int] = dataclasses.field(default_factory=list)
-    """Where each begins, in bytes."""
+    """The offset of each, in bytes."""
     end: int = 0
-    said: bytes = b""
-    """All but the tensors, as it was when they were found."""
+    plain: bytes = b""
+    """All but the tensors."""
     _places: dict[int, Place] = dataclasses.field(default_factory=dict)
     _parts: dict[int, Part] = dataclasses.field(default_factory=dict)
 
@@ -87,54 +87,55 @@ class Packed:
             self.end += -(-place.size // _ALIGN) * _ALIGN
         return place
 
-    def plain(self, lines: list[Training]) -> bytes:
-        """The plain part for `Slots.write`: where the tensors are, and what else there is to say. Zeros may follow."""
-        return self.said + pickle.dumps(lines)
+    @property
+    def size(self) -> int:
+        """Bytes of a buffer that it goes into."""
+        return begin_of_tensors(len(self.plain)) + self.end
 
-    def pieces(self) -> Iterator[Piece]:
-        """The bytes of the tensors, each filled up to a multiple of _ALIGN."""
-        for value in self.tensors:
-            if not value.numel():
-                continue
-            piece = as_it_lies(value).cpu().numpy().data
-            yield piece
-            if len(piece) % _ALIGN:
-                yield bytes(_ALIGN - len(piece) % _ALIGN)
+    def copy_to(self, memory: Tensor) -> None:
+        """Copy the tensors into a buffer (uint8); a GPU does it when it comes to it, and the host goes on."""
+        start = begin_of_tensors(len(self.plain))
+        for tensor, at in zip(self.tensors, self.starts, strict=True):
+            if tensor.numel():
+                flat = _bytes_of(tensor)
+                memory[start + at : start + at + len(flat)].copy_(flat, non_blocking=True)
 
 
-def as_it_lies(value: Tensor) -> Tensor:
-    """The bytes of a tensor as a snapshot has them (uint8, of its size), where it is: a view, wherever one can be."""
+def _bytes_of(value: Tensor) -> Tensor:
+    """The bytes of a tensor (uint8), on its device: a view, wherever one can be."""
     value = value.detach()
     if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
         value = value.permute(0, 2, 3, 1)
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 
-def pack(model: dict[str, Tensor], optimizer: torch.optim.Optimizer, precision: Precision, **said: Any) -> Packed:
-    """A state for `Slots.write`.
+def pack(
+    model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, fingerprint: str, step: int, mark: str
+) -> Packed:
+    """The state of a model, its optimizer and its loss scaling.
 
     Args:
-        said: what else there is to say: `fingerprint`, `step` and `mark`, as `Content` has them.
+        fingerprint: of all that must be the same where the copy is used.
+        step: after which the state is this.
+        mark: of the attempt that made the step.
     """
-    packed = Packed()
-    state = packed.walk({"model": dict(model), "optimizer": optimizer.state_dict(), "scaler": precision.scaling()})
-    packed.said = pickle.dumps(said | {"state": state})
+    packed, weights = Packed(), dict(model.state_dict(keep_vars=True))
+    state = packed.walk({"model": weights, "optimizer": optimizer.state_dict(), "scaler": precision.scaling()})
+    packed.plain = pickle.dumps({"fingerprint": fingerprint, "step": step, "mark": mark, "state": state})
     return packed
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """A snapshot that has been read and verified."""
+    """A copy that has been read and verified."""
 
     step: int
+    mark: str
     state: dict[str, Any]
     """`model`, `optimizer`, `scaler`."""
-    lines: list[Training]
-    """Training lines that may not have been written when rank 0 died."""
     memory: mmap.mmap
     start: int
-    mark: str = ""
-    """Of the attempt that left it."""
+    """The offset of the tensors in it."""
 
     def tensor(self, place: Place) -> Tensor:
         """A tensor that owns its memory."""
@@ -150,7 +151,7 @@ class Content:
         """The value with tensors instead of places.
 
         Args:
-            mesh: of the ranks that a state is spread over, if it is.
+            mesh: of the ranks that share the state, where each has a part of it.
         """
         if isinstance(value, dict):
             return {key: self.walk(inner, mesh) for key, inner in value.items()}
@@ -165,21 +166,20 @@ class Content:
         return self.tensor(value) if isinstance(value, Place) else value
 
 
-def read(slots: Slots, slot: int, fingerprint: str) -> Content | None:
-    """What a buffer holds; None if it is damaged, or of another run's state."""
+def read(buffers: Buffers, slot: int, fingerprint: str) -> Content | None:
+    """The copy in a buffer; None if it is damaged, or of a state with another fingerprint."""
     with contextlib.suppress(OSError, pickle.UnpicklingError, KeyError, ValueError, EOFError, AttributeError):
-        found = slots.read(slot)
+        found = buffers.read(slot)
         if found is not None:
-            text = io.BytesIO(found[0])
-            said, lines = pickle.load(text), pickle.load(text)
-            if said["fingerprint"] == fingerprint:
-                start = begin_of_tensors(len(found[0]))
-                return Content(said["step"], said["state"], lines, found[1], start, said["mark"])
+            plain, memory = found
+            told = pickle.loads(plain)
+            if told["fingerprint"] == fingerprint:
+                return Content(told["step"], told["mark"], told["state"], memory, begin_of_tensors(len(plain)))
     return None
 
 
 def apply(content: Content, module: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    """Put a snapshot into a model and its fresh optimizer."""
+    """Load a copy into a model and its fresh optimizer."""
     mesh = next((one.device_mesh for one in module.parameters() if isinstance(one, DTensor)), None)
     state = OrderedDict(content.walk(content.state["model"], mesh))
     state._metadata = getattr(module.state_dict(), "_metadata", {})  # type: ignore[attr-defined]
