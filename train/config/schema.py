@@ -106,7 +106,7 @@ class Data:
     drop_last: bool = False
     """Leave out the short last batch of every epoch (other samples each time). Evaluations see everything."""
     on_error: Changeable[Literal["stop", "skip"]] = "stop"
-    """What a sample that cannot be read does: stop the run, named; or be left out, counted and listed."""
+    """What a sample that cannot be read does: stop the run, named; or be left out and listed. Not with fsdp."""
 
     @property
     def leaves_out(self) -> bool:

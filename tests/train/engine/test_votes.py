@@ -52,7 +52,7 @@ def test_nothing_of_a_step_is_left_in_the_next() -> None:
     assert cast(votes) == {"loss": 2, "count": 5, "stop": 1, "save": 1, "counted": 1, "copy": 0}
     stop.asked = False
     votes.begin(1, save=False)
-    assert cast(votes) == dict.fromkeys(VOTES, 0.0) and not votes.fed
+    assert cast(votes) == dict.fromkeys(VOTES, 0.0)
     votes.begin(1, save=False)
     votes.add(0, figure(2.0, 8))
     assert cast(votes) == {"loss": 16, "count": 8, "stop": 0, "save": 0, "counted": 0, "copy": 0}
