@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -236,7 +236,7 @@ def live(
     return found
 
 
-def made_twice(record: dict[str, Any]) -> int:
+def made_twice(record: Mapping[str, Any]) -> int:
     """How many steps of a run were made twice."""
     return sum(max(0, a["to_step"] - b["from_step"]) for a, b in itertools.pairwise(record["attempts"]))
 

@@ -128,7 +128,7 @@ def _offer(run: Run, buffers: Buffers | None, fingerprint: str, newest: Newest) 
     manifests.clean(run)
     step, manifest = newest()
     attempts = tuple(
-        (attempt["mark"], int(attempt["from_step"])) for attempt in run.read()["attempts"] if attempt.get("mark")
+        (attempt["mark"], attempt["from_step"] or 0) for attempt in run.read()["attempts"] if attempt.get("mark")
     )
     found_best, best_mark = kept(run, wanted(run)), ""
     if found_best is not None:

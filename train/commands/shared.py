@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def add_nodes(parser: Parser) -> None:
     add("--wait-minutes", metavar="M", help="how long to wait for the others (30)")
 
 
-def nodes_of(options: Namespace, before: dict[str, Any] | None = None) -> dict[str, Any] | None:
+def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """What a launch or resume on several machines is given, as nodes.Settings has it. None: nothing of it; {}: one
     machine alone.
 

@@ -28,7 +28,6 @@ def run(options: Namespace, runs: Path) -> int:
     if not options.json:
         print(story(run, record))
         return EXIT_FINISHED
-    if not record.get("script"):
-        record |= best.facts(run)
-    print(json.dumps(record, indent=1))
+    facts = {} if record.get("script") else best.facts(run)
+    print(json.dumps({**record, **facts}, indent=1))
     return EXIT_FINISHED

@@ -7,9 +7,9 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from train.data.fetch import Bad
+from train.record.record import Record
 from train.record.store import Run
 
 log = logging.getLogger("train")
@@ -44,7 +44,7 @@ class Skipped:
         elif self._told == _TOLD + 1:
             log.warning("warning: more samples are left out; all of them: %s in the run folder", FILE)
 
-    def _add(self, record: dict[str, Any], new: list[Bad]) -> None:
+    def _add(self, record: Record, new: list[Bad]) -> None:
         with (self._run.folder / FILE).open("a+b") as file:
             file.seek(self._read_to)
             line = b"\n"

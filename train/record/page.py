@@ -21,6 +21,7 @@ from train.record import best, manifest, settings, table, times
 from train.record.durable import check_target, published
 from train.record.manifest import Unreadable
 from train.record.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, columns_of, draw, measures
+from train.record.record import Record
 from train.record.store import Run, now
 
 SUFFIXES = (".html", ".htm")
@@ -108,7 +109,7 @@ def parts(account: times.Account) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _facts(run: Run, record: dict[str, Any]) -> list[tuple[str, Any]]:
+def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
     """What a reader asks first."""
     steps = f"{record['step']} of {record['total_steps']}" if record.get("total_steps") else None
     results = ", ".join(f"{name} {settings.shown(value)}" for name, value in dict(record.get("metrics") or {}).items())
@@ -128,7 +129,7 @@ def _facts(run: Run, record: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in pairs if value not in (None, "", {}, [])]
 
 
-def _environment(record: dict[str, Any]) -> list[tuple[str, Any]]:
+def _environment(record: Record) -> list[tuple[str, Any]]:
     hosts = [str(one["host"]) for one in record["attempts"] if isinstance(one, dict) and one.get("host")]
     hosts = list(dict.fromkeys([*hosts, *([str(record["host"])] if record.get("host") else [])]))
     pairs = [
@@ -141,7 +142,7 @@ def _environment(record: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in pairs if value not in (None, "")]
 
 
-def _attempts(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _attempts(record: Record) -> list[dict[str, Any]]:
     """Of each attempt what `train show` tells, and how long it was."""
     found = []
     for attempt in record["attempts"]:

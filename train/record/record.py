@@ -6,7 +6,7 @@ Imports no torch.
 import functools
 import sys
 from types import UnionType
-from typing import Any, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, NotRequired, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 _LARGEST = sys.float_info.max
 """Whole numbers beyond it overflow wherever one counts with them."""
@@ -82,55 +82,55 @@ class Record(TypedDict):
     step: int
     """The last one made, counted from 1."""
     epoch: int
-    world_size: int | None
+    world_size: NotRequired[int]
     stopped_by: str | None
-    reason: NotRequired[str | None]
+    reason: NotRequired[str]
     pids: NotRequired[dict[str, Any]]
-    host: NotRequired[str | None]
-    device: NotRequired[str | None]
+    host: NotRequired[str]
+    device: NotRequired[str]
     created: NotRequired[str | None]
     started: NotRequired[str | None]
     ended: NotRequired[str | None]
     tmux_session: NotRequired[str | None]
-    cwd: NotRequired[str | None]
+    cwd: NotRequired[str]
     versions: NotRequired[dict[str, Any]]
     git_revision: NotRequired[str | None]
     station: NotRequired[str | None]
     """The id of the station that has started the run, and the digest by its key (station.py)."""
     station_digest: NotRequired[str | None]
-    nproc: NotRequired[int | None]
+    nproc: NotRequired[int]
     gpus: NotRequired[str | None]
-    max_restarts: NotRequired[int | None]
+    max_restarts: NotRequired[int]
     kept: NotRequired[dict[str, int] | None]
     """How often the keeper has resumed it, and at which step."""
     torchelastic: NotRequired[str | None]
     """The torchrun that it belongs to."""
 
-    task: NotRequired[str | None]
-    task_source: NotRequired[str | None]
-    task_sha256: NotRequired[str | None]
+    task: NotRequired[str]
+    task_source: NotRequired[str]
+    task_sha256: NotRequired[str]
     task_imports: NotRequired[dict[str, str]]
     chosen: NotRequired[list[str]]
     """Fields that the launch has chosen a value for."""
     total_steps: NotRequired[int | None]
-    steps_per_epoch: NotRequired[int | None]
-    samples: NotRequired[int | None]
+    steps_per_epoch: NotRequired[int]
+    samples: NotRequired[int]
     without_data: NotRequired[dict[str, Any]]
     """Where ranks wait without data (engine/uneven.py)."""
-    saved_step: NotRequired[int | None]
+    saved_step: NotRequired[int]
     loss: NotRequired[float | None]
     samples_per_s: NotRequired[float | None]
     metrics: NotRequired[dict[str, float | None]]
     """Of the last evaluation."""
     weights_sha256: NotRequired[str | None]
-    data_wait: NotRequired[str | None]
+    data_wait: NotRequired[str]
     """How much of the time training waited for data, and what helps."""
     skipped: NotRequired[dict[str, int]]
     """Samples that could not be read, by data set."""
     wandb: NotRequired[dict[str, Any]]
 
-    script: NotRequired[str | None]
-    """Of a run that executes a script: where it lay."""
+    script: NotRequired[str]
+    """Where it lay; of a run that executes a script."""
     script_arguments: NotRequired[list[str]]
     script_imports: NotRequired[dict[str, str]]
     watch: NotRequired[dict[str, Any]]
@@ -138,20 +138,20 @@ class Record(TypedDict):
     cluster: NotRequired[Cluster | None]
     nodes: NotRequired[Any]
     submitted: NotRequired[Submitted]
-    submission: NotRequired[str | None]
+    submission: NotRequired[str]
     """Its id, by which the engine's jobs of the run are found."""
     refused: NotRequired[Any]
     """This machine cannot be one of the run's several."""
 
 
-def checked(content: dict[str, Any]) -> dict[str, Any]:
+def checked(content: dict[str, Any]) -> Record:
     """The content of a run.json, where every field that is known is of its type.
 
     Raises:
         ValueError: it is not so; the message says which field.
     """
     _check("", content, Record)
-    return content
+    return cast(Record, content)
 
 
 _ALLOWED = {float: (int, float)}
@@ -168,7 +168,8 @@ def _check(where: str, value: Any, kind: Any) -> None:
         for name in sorted(kind.__required_keys__ - value.keys()):
             raise ValueError(f"{where}{name} is missing")
         for name in _hints(kind).keys() & value.keys():
-            _check(f"{where}{name}.", value[name], _hints(kind)[name])
+            if value[name] is not None or name in kind.__required_keys__:  # what may be missing may be null
+                _check(f"{where}{name}.", value[name], _hints(kind)[name])
     elif origin is UnionType:
         if value is not None:  # each union here is of one kind and None
             _check(where, value, arguments[0])

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def station_id(make: bool = False) -> str | None:
     return None if key is None else hashlib.sha256(b"station id" + key).hexdigest()[:12]
 
 
-def mark(folder: Path, record: dict[str, Any], files: Path | None = None) -> dict[str, Any]:
+def mark(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> dict[str, Any]:
     """What run.json must have so that this station knows the run as its own; without a key, None for both.
 
     Args:
@@ -56,7 +57,7 @@ def mark(folder: Path, record: dict[str, Any], files: Path | None = None) -> dic
     return {STATION: station if digest else None, DIGEST: digest}
 
 
-def has_started(folder: Path, record: dict[str, Any]) -> bool:
+def has_started(folder: Path, record: Mapping[str, Any]) -> bool:
     """Whether this station has started the run, and it is still the same run in the same folder."""
     given, digest = record.get(DIGEST), None
     with contextlib.suppress(OSError):
@@ -84,7 +85,7 @@ def keeper_seen() -> float | None:
     return None
 
 
-def _digest(folder: Path, record: dict[str, Any], files: Path) -> str | None:
+def _digest(folder: Path, record: Mapping[str, Any], files: Path) -> str | None:
     """The digest of a run by the key; None: there is no key. Raises OSError: a file of the run cannot be read."""
     key = _key()
     if key is None:

@@ -18,12 +18,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from train import signals
 from train.errors import Refused
 from train.record import durable, heartbeat, plain, station
-from train.record.record import checked
+from train.record.record import Record, checked
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER, PLACED = "polite", "now", "keeper", "placed"
@@ -109,7 +109,7 @@ class Run:
     def metrics(self) -> Path:
         return self.folder / "metrics.jsonl"
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Record:
         """run.json.
 
         Raises:
@@ -127,12 +127,12 @@ class Run:
         record["stopped_by"] = _stopped_by(record)
         return record
 
-    def update(self, change: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> None:
+    def update(self, change: Callable[[Record], None] | None = None, **values: Any) -> None:
         """Change run.json under a lock of the folder, so that agent and rank 0 never undo each other's change."""
         with self._changing(math.inf):
             self._change(change, values, lasts=True)
 
-    def note(self, change: Callable[[dict[str, Any]], None] | None = None, **values: Any) -> bool:
+    def note(self, change: Callable[[Record], None] | None = None, **values: Any) -> bool:
         """`update` of what is not worth dying for, nor waiting: a process that stands still may hold the lock for ever,
         and whoever notes here is to find that out. Whether it was taken."""
         try:
@@ -142,9 +142,9 @@ class Run:
             return False
         return True
 
-    def _change(self, change: Callable[[dict[str, Any]], None] | None, values: dict[str, Any], lasts: bool) -> None:
+    def _change(self, change: Callable[[Record], None] | None, values: dict[str, Any], lasts: bool) -> None:
         record = self.read()
-        record.update(values)
+        record.update(cast(Record, values))
         if change:
             change(record)
         durable.write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", lasts)
@@ -227,7 +227,7 @@ class Run:
         finally:
             os.close(fd)
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> Record:
         """run.json with the effective state."""
         record = self.read()
         if record.get("state") in (RUNNING, CREATED) and not self.alive():
@@ -294,15 +294,15 @@ class Run:
         last_sign = heartbeat.last_sign(self.logs(before))  # of a script; a task has none
         last_written = _stamp(max((self.folder / "run.json").stat().st_mtime, last_sign))
 
-        def change(record: dict[str, Any]) -> None:
+        def change(record: Record) -> None:
             nonlocal number
             number, started = len(record["attempts"]) + 1, now()
             for left in self.folder.glob(".run.json.*"):  # by a kill inside write_atomically; others wait for us
                 left.unlink()
             if record["attempts"] and record["attempts"][-1]["end"] is None:  # nobody lived to say it
                 record["attempts"][-1].update(
-                    end="died", reason="killed as a whole, or with its machine or container",
-                    ended=last_written, to_step=self._reached(record),
+                    {"end": "died", "reason": "killed as a whole, or with its machine or container",
+                     "ended": last_written, "to_step": self._reached(record)}
                 )  # fmt: skip
             record["attempts"].append(
                 {"number": number, "started": started, "ready": None, "ended": None, "end": None, "reason": "",
@@ -311,9 +311,9 @@ class Run:
                  "from_step": None if record.get("script") else at}
             )  # fmt: skip
             record["started"] = record["started"] or started
-            record.update(state=RUNNING, reason="", stopped_by=None, ended=None)
-            record.update(world_size=world_size, host=socket.gethostname())
-            record.update(values)
+            record.update({"state": RUNNING, "reason": "", "stopped_by": None, "ended": None})
+            record.update({"world_size": world_size, "host": socket.gethostname()})
+            record.update(cast(Record, values))
 
         self.logs(before + 1).mkdir(parents=True, exist_ok=True)  # first: what fails and is tried again is one attempt
         self.update(change)
@@ -327,9 +327,9 @@ class Run:
             mark: of the attempt, the same on all machines, whose records number their attempts each for itself.
         """
 
-        def change(record: dict[str, Any]) -> None:
+        def change(record: Record) -> None:
             *before, attempt = record["attempts"]
-            attempt.update(from_step=step, ready=now(), mark=mark)
+            attempt.update({"from_step": step, "ready": now(), "mark": mark})
             # another machine may have made a step of which the dead of this one could not write any more
             if before and before[-1]["ready"] and before[-1]["to_step"] is not None:
                 before[-1]["to_step"] = max(before[-1]["to_step"], step)
@@ -348,21 +348,22 @@ class Run:
         """
         number = 0
 
-        def change(record: dict[str, Any]) -> None:
+        def change(record: Record) -> None:
             nonlocal number
             number, ended = len(record["attempts"]), now()
             if state is not None:
-                record.update(state=state, reason=why, ended=ended)
-            record.update(pids={}, **values)
+                record.update({"state": state, "reason": why, "ended": ended})
+            record.update(cast(Record, {"pids": {}, **values}))
             if record["attempts"]:
-                record["attempts"][-1].update(ended=ended, end=end, reason=why, to_step=self._reached(record))
+                reached = self._reached(record)
+                record["attempts"][-1].update({"ended": ended, "end": end, "reason": why, "to_step": reached})
                 if last_lines:
                     record["attempts"][-1]["last_lines"] = last_lines
 
         self.update(change)
         self._forget_beats(number)
 
-    def _reached(self, record: dict[str, Any]) -> int | None:
+    def _reached(self, record: Record) -> int | None:
         """The last step that the last attempt made; None: it runs a script."""
         attempt = record["attempts"][-1]
         if attempt["from_step"] is None:
@@ -401,7 +402,7 @@ class Run:
         return self.checkpoints / f"step-{step:08d}"
 
 
-def _stopped_by(record: dict[str, Any]) -> str | None:
+def _stopped_by(record: Record) -> str | None:
     """Who asked for the stop of a stopped run. One that an earlier release stopped has it in its reason alone."""
     if record["state"] != STOPPED or record.get("stopped_by"):
         return record.get("stopped_by")

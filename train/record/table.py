@@ -12,6 +12,7 @@ from train.errors import shortened
 from train.format import ago, duration
 from train.record import times
 from train.record.best import best
+from train.record.record import Attempt, Record
 from train.record.store import Run, seconds_of
 
 
@@ -28,7 +29,7 @@ def with_reason(state: str, reason: str | None) -> str:
     return reason if reason and reason.startswith(state) else f"{state}: {reason}" if reason else state
 
 
-def end_of(attempt: dict[str, Any], state: str) -> str:
+def end_of(attempt: Attempt, state: str) -> str:
     """How an attempt of a run in this state ended; of one that was killed as a whole nobody could write it down."""
     return attempt.get("end") or ("running" if state == "running" else "died with its machine or container")
 
@@ -38,18 +39,18 @@ def _seconds(first: Any, second: Any) -> float:
     return end - begin if begin is not None and end is not None else 0.0
 
 
-def _figures(record: dict[str, Any]) -> str:
+def _figures(record: Record) -> str:
     metrics = record.get("metrics") or {}
     if not metrics and record.get("loss") is not None:
         return f"loss {record['loss']:.4f}"
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
 
 
-def _done(record: dict[str, Any]) -> str:
+def _done(record: Record) -> str:
     return f"{record['step']}/{record['total_steps']}" if record.get("total_steps") else "-"
 
 
-def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) -> str:
+def listing(records: list[Record], runs: Path, is_part: bool = False) -> str:
     """A table of runs in their order. `is_part`: others were left out."""
     if not records and is_part:
         return f"none of the runs in {shortened(str(runs))} is such a one"
@@ -65,7 +66,7 @@ def listing(records: list[dict[str, Any]], runs: Path, is_part: bool = False) ->
     return screen.table(rows, screen.width(sys.stdout), spare=(3, 4))
 
 
-def story(run: Run, record: dict[str, Any]) -> str:
+def story(run: Run, record: Record) -> str:
     """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next.
 
     Args:
@@ -81,8 +82,8 @@ def story(run: Run, record: dict[str, Any]) -> str:
     line("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None)
     line("result", _figures(record))
     line("weights", record.get("weights_sha256"))
-    taken = record.get("submitted") or {}
-    at = f" in {taken['at']}" if taken.get("at") else ""
+    taken = record.get("submitted")
+    at = f" in {taken['at']}" if taken and taken.get("at") else ""
     line("submitted", f"{taken['engine']}{at}" if taken else None)
     line("ranks", record.get("world_size"))
     line("host", record.get("host"))
@@ -140,7 +141,7 @@ def _left_out(run: Run, counts: dict[str, int]) -> str:
     return f"{', '.join(parts)}: {run.folder / 'skipped.jsonl'} says which and why" if parts else ""
 
 
-def _made(attempt: dict[str, Any], is_script: bool) -> str:
+def _made(attempt: Attempt, is_script: bool) -> str:
     """What an attempt has made: steps; of a script only how long it ran is known."""
     if is_script:
         ended = attempt.get("ended")

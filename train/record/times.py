@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.record import heartbeat
-from train.record.record import Times
+from train.record.record import Attempt, Record, Times
 from train.record.store import COPY, INTERRUPTED, RUNNING, Run, seconds_of
 
 PARTS = {
@@ -73,7 +73,7 @@ class Account:
         return {"seconds": round(self.whole, 3), **parts, "steps_redone": self.redone, "notes": self.notes}
 
 
-def of(run: Run, record: dict[str, Any] | None = None) -> Account:
+def of(run: Run, record: Record | None = None) -> Account:
     """Where the time of a run went; of one that lives, up to now.
 
     Args:
@@ -90,7 +90,7 @@ def of(run: Run, record: dict[str, Any] | None = None) -> Account:
     return account(record, now, seen, next(iter(run.steps_saved()), 0))
 
 
-def account(record: dict[str, Any], now: float, seen: float, saved: int) -> Account:
+def account(record: Record, now: float, seen: float, saved: int) -> Account:
     """The same from what is known of it.
 
     Args:
@@ -157,7 +157,7 @@ class _Line:
         return max(way, 0.0)
 
 
-def _training(found: Account, attempt: dict[str, Any], seconds: float, end: str, next_from: int | None) -> None:
+def _training(found: Account, attempt: Attempt, seconds: float, end: str, next_from: int | None) -> None:
     """Tell apart what an attempt did from the moment it was ready.
 
     Args:
@@ -203,13 +203,13 @@ def _lose(found: Account, own: dict[str, float], steps: int, made: int) -> None:
     found.redone += steps
 
 
-def measured(attempt: dict[str, Any]) -> Times | None:
+def measured(attempt: Attempt) -> Times | None:
     """What an attempt has noted of its times; None: nothing, or not all of them: it was of an earlier release."""
     times: Times | None = attempt.get("times")
     return times if times is not None and times.keys() >= Times.__annotations__.keys() else None
 
 
-def _notes(record: dict[str, Any], attempts: list[dict[str, Any]], went_back: float) -> list[str]:
+def _notes(record: Record, attempts: list[Attempt], went_back: float) -> list[str]:
     """What a reader must know."""
     notes = []
     ready = [attempt for attempt in attempts if attempt.get("ready")]
@@ -231,7 +231,7 @@ def _notes(record: dict[str, Any], attempts: list[dict[str, Any]], went_back: fl
     return notes
 
 
-def verdict(account: Account, record: dict[str, Any]) -> list[str]:
+def verdict(account: Account, record: Record) -> list[str]:
     """Sentences: how much was computing, and of what else was much, what helps."""
     wanted = account.whole - account.parts["idle"]
     if account.whole <= 0 or wanted <= 0:
@@ -250,7 +250,7 @@ def verdict(account: Account, record: dict[str, Any]) -> list[str]:
     return said
 
 
-def _remedy(part: str, record: dict[str, Any]) -> str:
+def _remedy(part: str, record: Record) -> str:
     if part == "data" and record.get("data_wait"):
         return str(record["data_wait"])
     return {

@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from train import screen, signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from train.record import heartbeat, store
+from train.record.record import Record
 from train.record.store import Run
 from train.runs import scripts, supervise
 
@@ -53,12 +53,12 @@ def nothing_left(run: Run, flags: dict[str, str], script: str | None) -> str:
     return f"{run.name} has finished already{more}"
 
 
-def rests_by_itself(record: dict[str, Any]) -> bool:
+def rests_by_itself(record: Record) -> bool:
     """Whether a run was stopped, and not by its user."""
     return bool(record["state"] == store.STOPPED and record["stopped_by"] not in (signals.USER, signals.CTRL_C))
 
 
-def count_of(run: Run, record: dict[str, Any]) -> dict[str, int]:
+def count_of(run: Run, record: Record) -> dict[str, int]:
     """The keeper's count for a run that it resumes now: deaths in a row without a new checkpoint. Stops are none, nor
     is an end while other machines were waited for, before any attempt began."""
     saved = next(iter(run.steps_saved()), 0)
@@ -68,13 +68,13 @@ def count_of(run: Run, record: dict[str, Any]) -> dict[str, int]:
     return {"step": saved, "times": before + is_death, "attempts": len(record["attempts"])}
 
 
-def _has_only_waited(record: dict[str, Any], attempts: int) -> bool:
+def _has_only_waited(record: Record, attempts: int) -> bool:
     """Whether a run over several machines gave up before an attempt began, since there were so many. One that was
     killed meanwhile has not written down its end."""
     return record.get("cluster") is not None and len(record["attempts"]) == attempts and bool(record.get("ended"))
 
 
-def _ran_well(run: Run, record: dict[str, Any]) -> bool:
+def _ran_well(run: Run, record: Record) -> bool:
     """Whether the last attempt of a script ran so long that deaths before it do not count."""
     if not record.get("script") or not record["attempts"]:
         return False
@@ -118,7 +118,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     return how_it_stands(record)
 
 
-def how_it_stands(record: dict[str, Any]) -> tuple[int, str]:
+def how_it_stands(record: Record) -> tuple[int, str]:
     """Of a run that was asked to stop: an exit code, and a line."""
     name = record["name"]
     if record["state"] == store.FAILED:
@@ -160,7 +160,7 @@ def _holds(pid: int, run: Run) -> bool:
     return False
 
 
-def how_to_go_on(record: dict[str, Any]) -> str:
+def how_to_go_on(record: Record) -> str:
     """What a user can do with a stopped run."""
     if record.get("script"):
         return f"train resume {record['name']} {scripts.AFTER_STOP}"

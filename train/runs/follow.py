@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from train import screen
 from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from train.record import metrics, store
+from train.record.record import Record
 from train.record.store import Run
 from train.runs.control import how_to_go_on
 from train.runs.folding import Folding
@@ -32,7 +33,7 @@ class View:
         self._log: tuple[Path, int] | None = None
         self._folding = Folding(_STATE_EVERY)
 
-    def update(self, record: dict[str, Any]) -> None:
+    def update(self, record: Record) -> None:
         """Show the record's progress."""
         if self.show_log:
             self._show_log(record)
@@ -41,7 +42,7 @@ class View:
         if self._bar is None and total and screen.has_bar(self.stream):
             self._bar = Bar(self.run.name, total, record["step"], self.stream)
         if self._bar is not None and total:
-            loss, speed = record.get("loss"), record.get("samples_per_s", 0)
+            loss, speed = record.get("loss"), record.get("samples_per_s") or 0.0
             self._bar.show(record["step"], total, record.get("epoch"), loss, speed)
         for line in self._metrics.new():
             if metrics.is_evaluation(line):
@@ -60,7 +61,7 @@ class View:
         if self._bar is not None:
             self._bar.close()
 
-    def _show_log(self, record: dict[str, Any]) -> None:
+    def _show_log(self, record: Record) -> None:
         attempts = record.get("attempts") or []
         if not attempts:
             return
@@ -127,7 +128,7 @@ def left_alone(run: Run, close: Callable[[], None]) -> int:
     return EXIT_INTERRUPTED
 
 
-def tell_end(run: Run, record: dict[str, Any]) -> int:
+def tell_end(run: Run, record: Record) -> int:
     """Say how a run ended. Returns the exit code that stands for it.
 
     Args:
@@ -145,8 +146,8 @@ def tell_end(run: Run, record: dict[str, Any]) -> int:
     }.get(state, f"{run.name} is {state}")
     if not record.get("total_steps") and state == store.FINISHED:  # of a script, or where the steps are not seen
         last = f"{run.name} finished"
-    if state == store.FAILED and (record.get("attempts") or [{}])[-1].get("last_lines"):
-        for text in record["attempts"][-1]["last_lines"]:
+    if state == store.FAILED and record["attempts"]:
+        for text in record["attempts"][-1].get("last_lines") or ():
             screen.say(f"  | {text}")
     screen.say(last)
     return EXIT_REFUSED if state == store.FAILED and record.get(store.REFUSED) else CODES.get(state, EXIT_FAILED)

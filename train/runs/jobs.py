@@ -13,12 +13,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from train.cluster import engine as engines
 from train.cluster.engine import Engine, JobStatus, Submission, engine
 from train.errors import Refused
 from train.record import durable, folders, store
+from train.record.record import Record
 from train.record.store import Run
 from train.runs import control, supervise
 from train.signals import USER
@@ -33,12 +34,12 @@ Tell = Callable[[str], None]
 _Jobs = Mapping[str, JobStatus]
 
 
-def is_submitted(record: dict[str, Any]) -> bool:
+def is_submitted(record: Record) -> bool:
     """Whether an engine starts this run, and nobody else."""
     return isinstance(taken := record.get("submitted"), dict) and taken.get("engine") in engines.ENGINES
 
 
-def engine_of(record: dict[str, Any]) -> Engine:
+def engine_of(record: Record) -> Engine:
     return engine(record["submitted"]["engine"])
 
 
@@ -122,7 +123,7 @@ def _hand_over(run: Run, undo: Callable[[], None]) -> str:
             raise
         said = job.text
 
-    def change(record: dict[str, Any]) -> None:
+    def change(record: Record) -> None:
         if record["state"] == store.CREATED and not run.alive():  # it may run already
             record["reason"] = f"handed to {name}: {said}"
 
@@ -130,7 +131,7 @@ def _hand_over(run: Run, undo: Callable[[], None]) -> str:
     return said
 
 
-def effective(runs: Iterable[Run], tell: Tell) -> list[dict[str, Any]]:
+def effective(runs: Iterable[Run], tell: Tell) -> list[Record]:
     """The records of runs with their effective states. Each place of an engine is asked once, if at all.
 
     Args:
@@ -152,7 +153,7 @@ def effective(runs: Iterable[Run], tell: Tell) -> list[dict[str, Any]]:
     return found
 
 
-def shown(run: Run, tell: Tell) -> dict[str, Any]:
+def shown(run: Run, tell: Tell) -> Record:
     """A run's record with its effective state, the engine's view included.
 
     Raises:
@@ -162,7 +163,7 @@ def shown(run: Run, tell: Tell) -> dict[str, Any]:
     return next(iter(effective([run], tell)), record) if is_submitted(record) else record
 
 
-def _answer(record: dict[str, Any], tell: Tell) -> _Jobs | None:
+def _answer(record: Record, tell: Tell) -> _Jobs | None:
     """The jobs of an engine; None: it does not answer."""
     try:
         return engine_of(record).jobs(record["submitted"].get("at"))
@@ -171,7 +172,7 @@ def _answer(record: dict[str, Any], tell: Tell) -> _Jobs | None:
         return None
 
 
-def judged(record: dict[str, Any], jobs: _Jobs | None) -> dict[str, Any]:
+def judged(record: Record, jobs: _Jobs | None) -> Record:
     """A record with its effective state.
 
     Args:
@@ -191,7 +192,7 @@ def judged(record: dict[str, Any], jobs: _Jobs | None) -> dict[str, Any]:
     return record | {"state": job.state, "reason": f"{record['submitted']['engine']}: {job.text}"}
 
 
-def settled(run: Run, tell: Tell) -> tuple[dict[str, Any], bool]:
+def settled(run: Run, tell: Tell) -> tuple[Record, bool]:
     """A run's effective record, and whether nothing more comes of it by itself."""
     record = run.shown()
     jobs: _Jobs | None = None
@@ -274,7 +275,7 @@ def resume(run: Run, flags: dict[str, str]) -> str:
 
         def undo() -> None:
             durable.write_atomically(path, before)
-            run.update(**was)
+            run.update(lambda record: record.update(cast(Record, was)))
 
         return f"{_hand_over(run, undo)}; how it stands: train show {run.name}"
 
@@ -316,10 +317,10 @@ def forget(run: Run) -> str:
         raise
 
 
-def _record(run: Run) -> dict[str, Any]:
+def _record(run: Run) -> Record:
     with contextlib.suppress(Refused):  # damaged: to be removed all the same
         return run.read()
-    return {}
+    return cast(Record, {})
 
 
 def others(run: Run) -> list[Run]:

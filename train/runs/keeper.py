@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from train import hashing, screen
 from train.errors import EXIT_FINISHED, Refused, one_line
 from train.record import folders, station, store
+from train.record.record import Record
 from train.record.store import Run
 from train.runs import control, launch, scripts, supervise, warm
 
@@ -190,7 +190,7 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
     tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")
 
 
-def _age(run: Run, record: dict[str, Any]) -> float:
+def _age(run: Run, record: Record) -> float:
     """Seconds since a run was created; by its file, where the record was damaged."""
     created = store.seconds_of(record.get("created"))
     return time.time() - ((run.folder / "run.json").stat().st_mtime if created is None else created)

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from train.cluster import WAIT_MINUTES, address, same
 from train.cluster.address import Place
@@ -25,6 +25,7 @@ from train.parallel.seat import Seat
 from train.record import station
 from train.record.durable import write_atomically
 from train.record.outcome import Kind, Outcome
+from train.record.record import Record
 from train.record.store import Run
 from train.runs.verdict import Asked, Facts
 
@@ -214,7 +215,7 @@ class Nodes:
             text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {int(value)}", text)
         if text != before:
             write_atomically(path, text)
-            self.run.update(lambda record: record.update(station.mark(self.run.folder, record)))
+            self.run.update(lambda record: record.update(cast(Record, station.mark(self.run.folder, record))))
         self._member.hello |= {"chosen": self.begun["chosen"], "has_begun": True}
 
     def trouble(self) -> None:

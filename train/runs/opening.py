@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from train.cluster import address
 from train.errors import Refused
 from train.gpus import VISIBLE, seen_here
 from train.record import durable, environment, folders, station, store
+from train.record.record import Record
 from train.record.store import Lock, Run
 from train.runs import control, gpus, preload, scripts
 from train.runs.launch import Order, session_of
@@ -104,12 +105,12 @@ def _check(order: Order) -> tuple[int, str | None, dict[str, str | bytes], dict[
     return ranks, os.environ.get(VISIBLE), prepared.files, prepared.record
 
 
-def _nodes(cluster: dict[str, Any] | None) -> range:
+def _nodes(cluster: Mapping[str, Any] | None) -> range:
     """How many machines there may be at a time."""
     return range(cluster["least"], cluster["most"] + 1) if cluster else range(1, 2)
 
 
-def _listen(cluster: dict[str, Any] | None) -> socket.socket | None:
+def _listen(cluster: Mapping[str, Any] | None) -> socket.socket | None:
     """On node 0: open the place where the others come to. Raises Refused if it is taken."""
     if not cluster or cluster["node"]:
         return None
@@ -169,10 +170,10 @@ def _reopen(order: Order, run: Run, kept: environment.Kept, apart: Apart) -> Ope
             if not order.by_keeper:  # what holds from now on, for the keeper too
                 kept = environment.after(environment.read(run.folder), kept)
                 durable.write_atomically(run.folder / environment.FILE, environment.to_json(kept))
-                changes |= station.mark(run.folder, record | changes)  # after the files: a kill leaves a copy
+                changes |= station.mark(run.folder, {**record, **changes})  # after the files: a kill leaves a copy
             # nobody is to take the process ids of the attempt before for those of the next
             changes |= {"reason": "", "stopped_by": None, "ended": None, "pids": {}, "state": store.CREATED}
-            run.update(lambda record: record.pop(store.REFUSED, None), **changes)
+            run.update(lambda record: record.pop("refused", None), **changes)
         return Opened(run, lock, ranks, warnings, listening)
     except BaseException:
         lock.release()
@@ -199,7 +200,7 @@ def _together(run: Run, *names: str) -> Iterator[None]:
                 copy.unlink(missing_ok=True)
 
 
-def _ranks_again(order: Order, run: Run, record: dict[str, Any]) -> tuple[int, str | None]:
+def _ranks_again(order: Order, run: Run, record: Record) -> tuple[int, str | None]:
     """How many ranks go on, and the GPUs that they see, which this process then sees too: `gpus.again` chooses them."""
     before = environment.read(run.folder)
     kept = before.values.get(VISIBLE) if before is not None else None
@@ -212,7 +213,7 @@ def _ranks_again(order: Order, run: Run, record: dict[str, Any]) -> tuple[int, s
     return ranks, os.environ.get(VISIBLE)
 
 
-def _check_again(order: Order, run: Run, record: dict[str, Any], lock: Lock) -> tuple[int, str | None, str, list[str]]:
+def _check_again(order: Order, run: Run, record: Record, lock: Lock) -> tuple[int, str | None, str, list[str]]:
     """Check that a task's run can go on. Returns its ranks, their GPUs, its configuration as TOML, and warnings.
 
     A refusal is told while the process that holds the lock is still importing, so the lock is let go before.
@@ -232,7 +233,7 @@ def _check_again(order: Order, run: Run, record: dict[str, Any], lock: Lock) -> 
         raise
 
 
-def _check_still_wanted(run: Run, record: dict[str, Any]) -> None:
+def _check_still_wanted(run: Run, record: Record) -> None:
     """What the keeper saw may have changed until the lock was held: stopped by its user, resumed and finished."""
     if record.get("submitted"):
         raise Refused(f"{run.name} was handed to an engine, which starts it; its user goes on with: train resume")

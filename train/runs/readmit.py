@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from train.record import manifest as manifests
 from train.record import station
 from train.record.durable import write_atomically
 from train.record.metrics import evaluations
+from train.record.record import Record
 from train.record.store import Run
 from train.runs import imports
 from train.runs.admit import check_best, check_ranks, check_sync_batchnorm, checked_model
@@ -98,7 +99,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     return task, config, warnings + _edited(run, record)
 
 
-def _edited(run: Run, record: dict[str, Any]) -> list[str]:
+def _edited(run: Run, record: Record) -> list[str]:
     """What is to be said of a task's files that are not what they were."""
     lines = []
     source = record.get("task_source")
@@ -133,7 +134,7 @@ def _device_again(run: Run, config: Config, ranks: int) -> torch.device:
 def apply_resume(run: Run, config: Config) -> None:
     """Write the changes of a resume into the run folder."""
     write_atomically(run.folder / "config.toml", configuration.to_toml(config))
-    run.update(lambda record: record.update(station.mark(run.folder, record)))
+    run.update(lambda record: record.update(cast(Record, station.mark(run.folder, record))))
 
 
 def _check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> None:

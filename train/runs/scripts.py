@@ -12,10 +12,12 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
+from train.record.record import Record
 from train.record.store import Run
 from train.runs import imports
 
@@ -58,7 +60,7 @@ def replace(run: Run, path: Path) -> dict[str, Any]:
     return record
 
 
-def differs(run: Run, record: dict[str, Any]) -> str:
+def differs(run: Run, record: Record) -> str:
     """How the script differs from the one that the run was started with: 'has changed', 'is gone', or ''."""
     copy = run.folder / COPY
     if not copy.is_file():  # put away by somebody: there is the original alone
@@ -69,7 +71,7 @@ def differs(run: Run, record: dict[str, Any]) -> str:
         return "is gone"
 
 
-def warnings(run: Run, record: dict[str, Any]) -> list[str]:
+def warnings(run: Run, record: Record) -> list[str]:
     """What is to be said about the script when a run goes on."""
     lines = []
     how = differs(run, record)
@@ -83,7 +85,7 @@ def warnings(run: Run, record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def command(run: Run, record: dict[str, Any]) -> list[str]:
+def command(run: Run, record: Record) -> list[str]:
     """What follows `python -u`: the script where it lies, or its copy in its place."""
     script, arguments = record["script"], record["script_arguments"]
     if differs(run, record):
@@ -91,7 +93,7 @@ def command(run: Run, record: dict[str, Any]) -> list[str]:
     return [script, *arguments]
 
 
-def healthy_minutes(record: dict[str, Any]) -> float:
+def healthy_minutes(record: Mapping[str, Any]) -> float:
     """How long an attempt of a script must have run to be no failure to start (watch.healthy_minutes)."""
     from train import config
 

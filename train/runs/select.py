@@ -10,6 +10,7 @@ from typing import Any
 
 from train.errors import Refused, nearest
 from train.record import folders, store
+from train.record.record import Record
 from train.record.store import Run
 from train.runs import jobs
 
@@ -70,8 +71,8 @@ def remove(runs: list[Run]) -> list[str]:
 
 
 def chosen(
-    records: list[dict[str, Any]], states: str | None, order: str | None, limit: int | None, reverse: bool
-) -> list[dict[str, Any]]:
+    records: list[Record], states: str | None, order: str | None, limit: int | None, reverse: bool
+) -> list[Record]:
     """Those of these records (the oldest first) that are wanted, in the order wanted.
 
     Args:
@@ -104,7 +105,7 @@ def _choices(given: str, choices: tuple[str, ...]) -> str:
     return f"must be one of {', '.join(choices)}{nearest(given, choices)}"
 
 
-def loss_of(record: dict[str, Any]) -> float:
+def loss_of(record: Record) -> float:
     """The last evaluation's loss, else that of the last step shown; infinite where there is none."""
     metrics = record.get("metrics")
     value = (metrics if isinstance(metrics, dict) else {}).get("loss", record.get("loss"))
@@ -114,7 +115,7 @@ def loss_of(record: dict[str, Any]) -> float:
         return math.inf
 
 
-def _key(record: dict[str, Any], order: str) -> tuple[int, Any]:
+def _key(record: Record, order: str) -> tuple[int, Any]:
     """What to sort by: 0 and the value, or 1 where there is none."""
     if order == "name":
         return 0, record["name"]

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -383,7 +383,7 @@ class Supervisor:
             )
 
     def _facts(self, deaths: int) -> Facts:
-        record: dict[str, Any] = {}
+        record: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, Refused):
             record = self.run.read()
         logs = self.run.logs(self._attempt)

@@ -14,6 +14,7 @@ from train import screen
 from train.errors import one_line
 from train.gpus import Gpu, Gpus
 from train.record import heartbeat, store
+from train.record.record import Record
 from train.record.store import Run
 from train.runs import jobs
 from train.runs.monitor import look
@@ -86,7 +87,7 @@ class Page:
             f"load {load:.1f} of {os.cpu_count()}  memory {memory.used / 2**30:.1f} of {memory.total / 2**30:.0f} GiB"
         )
 
-    def _ranks(self, record: dict[str, Any]) -> list[str]:
+    def _ranks(self, record: Record) -> list[str]:
         """A line a rank of the attempt that runs: what it is doing, and what it takes."""
         visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
         lines = []
@@ -114,20 +115,20 @@ class Page:
         return f"cpu {_NONE:>4}    mem {_NONE:>5}    "
 
 
-def _is_explained(record: dict[str, Any]) -> bool:
+def _is_explained(record: Record) -> bool:
     """Whether there is a reason to show: why a run has ended, or what is said of it where its ranks are not seen."""
     unseen = look.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
     return bool(record.get("reason")) and (unseen or record["state"] in (store.FAILED, store.INTERRUPTED, store.COPY))
 
 
-def _visible(record: dict[str, Any]) -> list[int]:
+def _visible(record: Record) -> list[int]:
     """Which GPU each rank on this machine has."""
     chosen = str(record.get("gpus") or "")
     ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
     return ids or list(range(min(record["world_size"] or 1, look.MOST_RANKS)))
 
 
-def _line_of(run: Run, record: dict[str, Any]) -> list[str]:
+def _line_of(run: Run, record: Record) -> list[str]:
     now = look.progress(run, record)
     left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
     return [

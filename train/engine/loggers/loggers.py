@@ -19,7 +19,7 @@ from train.errors import nearest
 from train.parallel.world import World
 from train.record import best, metrics
 from train.record.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
-from train.record.record import Times
+from train.record.record import Record, Times
 from train.record.store import Run
 
 _PROGRESS_EVERY = 0.5
@@ -143,6 +143,6 @@ def _hyper_parameters(config: Config, ranks: int) -> dict[str, str | float | boo
     return {n: v if isinstance(v, (bool, int, float, str)) else str(v) for n, v in kept.items() if v is not None}
 
 
-def _noting(times: Times) -> Callable[[dict[str, Any]], None]:
+def _noting(times: Times) -> Callable[[Record], None]:
     """What puts them into the record of the attempt."""
-    return lambda record: record["attempts"][-1].update(times=times)
+    return lambda record: record["attempts"][-1].update({"times": times})

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import prometheus_client
 from prometheus_client import Metric
@@ -24,6 +23,7 @@ from train import screen
 from train.errors import one_line
 from train.gpus import ECC, REASONS, Gpu, Gpus, process_of
 from train.record import heartbeat, station, store
+from train.record.record import Record
 from train.record.store import Run, seconds_of
 from train.runs.monitor import look
 from train.runs.monitor.figures import Figures
@@ -102,7 +102,7 @@ class Collector(prometheus_client.registry.Collector):
         for record in shown:
             self._try(f"the run {record['name']!a}", functools.partial(self._add_run, figures, record, taken))
 
-    def _add_run(self, figures: Figures, record: dict[str, Any], taken: dict[int, float]) -> None:
+    def _add_run(self, figures: Figures, record: Record, taken: dict[int, float]) -> None:
         name = record["name"]
         run = Run(self._runs.folder / name)
         lives, progress = look.is_alive(record), look.progress(run, record)
@@ -134,7 +134,7 @@ class Collector(prometheus_client.registry.Collector):
         if look.is_at_work(record):
             self._add_ranks(figures, run, record, taken)
 
-    def _add_ranks(self, figures: Figures, run: Run, record: dict[str, Any], taken: dict[int, float]) -> None:
+    def _add_ranks(self, figures: Figures, run: Run, record: Record, taken: dict[int, float]) -> None:
         found = look.ranks(run, record)
         figures.add("train_run_last_progress_timestamp_seconds", look.moved(record, found), run.name)
         if not record.get("script"):
@@ -172,7 +172,7 @@ class Collector(prometheus_client.registry.Collector):
                     figures.add("train_gpu_throttled", float(bool(gpu.reasons & bit)), *labels, reason)
 
 
-def _is_troubled(record: dict[str, Any], since: float) -> bool:
+def _is_troubled(record: Record, since: float) -> bool:
     """Whether an alert is about a run that has ended: whatever has ended later must not hide it."""
     if record["state"] == store.FAILED:
         return (seconds_of(record.get("ended")) or 0.0) > since

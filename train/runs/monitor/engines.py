@@ -9,11 +9,11 @@ import dataclasses
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from train.cluster.engine import JobStatus, engine
 from train.errors import Refused
 from train.record import store
+from train.record.record import Record
 from train.runs import jobs
 
 ASK_EVERY = 15.0
@@ -55,7 +55,7 @@ class Engines:
     def __init__(self) -> None:
         self._places: dict[tuple[str, str | None], _Place] = {}
 
-    def seen(self, record: dict[str, Any], changed: float) -> dict[str, Any]:
+    def seen(self, record: Record, changed: float) -> Record:
         """A record with its effective state, as far as it is known.
 
         Args:

@@ -19,6 +19,7 @@ from typing import Any
 from train.errors import Refused
 from train.record import folders, heartbeat, metrics, store
 from train.record.heartbeat import Beat
+from train.record.record import Record
 from train.record.store import Run
 from train.runs.monitor.engines import Engines
 
@@ -69,10 +70,10 @@ class Runs:
         self.folder = folder
         self.damaged = 0
         """Run folders that could not be read when they were last looked at."""
-        self._known: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self._known: dict[str, tuple[tuple[int, ...], Record]] = {}
         self.engines = Engines()
 
-    def records(self, names: list[str] | None = None) -> list[dict[str, Any]]:
+    def records(self, names: list[str] | None = None) -> list[Record]:
         """run.json with the effective state: of those that live first, then of those that ended last.
 
         Args:
@@ -100,14 +101,14 @@ class Runs:
         newest_first = sorted(found.values(), key=self._last_change, reverse=True)
         return sorted(newest_first, key=lambda record: record["state"] not in ALIVE)  # stable
 
-    def _last_change(self, record: dict[str, Any]) -> float:
+    def _last_change(self, record: Record) -> float:
         """When a run ended. One that was killed could not say so: the file of its record was written last before."""
         if record["state"] in (store.INTERRUPTED, store.COPY):
             with contextlib.suppress(OSError):
                 return (self.folder / record["name"] / "run.json").stat().st_mtime
         return store.seconds_of(record.get("ended") or record.get("started")) or 0.0
 
-    def _record(self, run: Run) -> tuple[dict[str, Any], float]:
+    def _record(self, run: Run) -> tuple[Record, float]:
         """What the folder of a run shows, and when that was written, in seconds since the epoch."""
         status = (run.folder / "run.json").stat()
         mark = (status.st_mtime_ns, status.st_ino, status.st_size)
@@ -120,12 +121,12 @@ class Runs:
         return record, status.st_mtime
 
 
-def is_alive(record: dict[str, Any]) -> bool:
+def is_alive(record: Record) -> bool:
     """Whether the run has not ended, or is about to begin."""
     return record["state"] in ALIVE
 
 
-def is_at_work(record: dict[str, Any]) -> bool:
+def is_at_work(record: Record) -> bool:
     """Whether an attempt runs. Else what the last one left (its start, its ranks' signs of life) is no news of the run.
 
     One that an engine has put back, or whose nodes gather, or that is being resumed waits: nothing of it stands still.
@@ -134,7 +135,7 @@ def is_at_work(record: dict[str, Any]) -> bool:
     return record["state"] == store.RUNNING and attempt is not None and attempt["end"] is None
 
 
-def progress(run: Run, record: dict[str, Any]) -> Progress:
+def progress(run: Run, record: Record) -> Progress:
     """How far a run is. Of one that has ended the speed is not told."""
     line: Any = metrics.last_training(run) if is_alive(record) else None
     line = line or {}
@@ -150,12 +151,12 @@ def progress(run: Run, record: dict[str, Any]) -> Progress:
     )  # fmt: skip
 
 
-def last_logs(run: Run, record: dict[str, Any]) -> Path | None:
+def last_logs(run: Run, record: Record) -> Path | None:
     """Where the ranks of the last attempt write; None: there was none."""
     return run.logs(record["attempts"][-1]["number"]) if record["attempts"] else None
 
 
-def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
+def ranks(run: Run, record: Record) -> list[Rank]:
     """The ranks of the attempt that runs, those that have shown no sign of life yet among them.
 
     Of a run on several machines, those that have shown one here: which others are to is not written down.
@@ -178,7 +179,7 @@ def ranks(run: Run, record: dict[str, Any]) -> list[Rank]:
     return found
 
 
-def moved(record: dict[str, Any], found: list[Rank]) -> float | None:
+def moved(record: Record, found: list[Rank]) -> float | None:
     """When a run at work last showed progress, in seconds since the epoch; None: a script's steps are its own.
 
     Whichever rank it was: one that is through with its part waits for the others without a sign.
@@ -196,7 +197,7 @@ def phase(found: list[Rank]) -> int:
     return behind.phase if behind is not None and 0 <= behind.phase < len(heartbeat.NAMES) else heartbeat.STARTING
 
 
-def process(record: dict[str, Any], rank: Rank) -> Any:
+def process(record: Record, rank: Rank) -> Any:
     """psutil's view of a rank; None where it is not seen from here: on another machine, beyond a container's wall."""
     import psutil
 
@@ -235,7 +236,7 @@ def resident(process: Any) -> float | None:
     return None
 
 
-def deaths(record: dict[str, Any]) -> int:
+def deaths(record: Record) -> int:
     """How many attempts died. Of one that was killed as a whole nobody could say so before the next begins."""
     ends = [attempt["end"] for attempt in record["attempts"]]
     unsaid = record["state"] in (store.INTERRUPTED, store.COPY) and ends[-1:] == [None]
