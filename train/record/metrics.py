@@ -286,5 +286,6 @@ def _is_sound(line: dict[str, Any]) -> bool:
     step = line.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
         return False
-    figures = line.get("eval", {})
-    return isinstance(figures, dict) and not any(isinstance(value, (str, list, dict)) for value in figures.values())
+    figures = line.get("eval", {name: line.get(name) for name in Training.__annotations__})
+    kinds = (int, float, type(None))
+    return isinstance(figures, dict) and all(isinstance(value, kinds) for value in figures.values())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import io
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,35 +51,22 @@ def html(run: Run) -> str:
     from jinja2 import Environment
 
     record = run.shown()
-    problems: list[str] = []
-
-    def found(what: str, look: Callable[[], Any], otherwise: Any) -> Any:
-        """What can be found; of a damaged run folder the page says what it lacks."""
-        try:
-            return look()
-        except Exception as error:
-            problems.append(
-                f"{what} cannot be shown, for the run folder is damaged or of another release: {_say(error)}"
-            )
-            return otherwise
-
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
     environment.filters |= {"duration": duration, "size": size, "moment": _moment, "say": settings.shown}
-    account = found("where time went", lambda: times.of(run, record), times.Account())
+    account = times.of(run, record)
     content: dict[str, Any] = {
         "run": run.name,
         "record": record,
         "account": account,
         "parts": parts(account),
-        "verdict": found("the verdict", lambda: times.verdict(account, record), []),
-        "figures": found("figures", lambda: drawn(run), {}),
-        "settings": found("the configuration", lambda: settings.listed(run), []),
-        "attempts": found("attempts", lambda: _attempts(record), []),
-        "checkpoints": found("checkpoints", lambda: _checkpoints(run), []),
-        "facts": found("the facts", lambda: _facts(run, record), []),
-        "environment": found("the environment", lambda: _environment(record), []),
-        "problems": problems,
+        "verdict": times.verdict(account, record),
+        "figures": drawn(run),
+        "settings": settings.listed(run),
+        "attempts": _attempts(record),
+        "checkpoints": _checkpoints(run),
+        "facts": _facts(run, record),
+        "environment": _environment(record),
         "made": now(),
         "version": train.__version__,
     }
@@ -93,10 +79,6 @@ def _printable(value: Any) -> Any:
         return value
     text = str(value).encode(errors="backslashreplace").decode()  # words may be no UTF-8
     return "\n".join(map(screen.printable, text.split("\n")))
-
-
-def _say(error: Exception) -> str:
-    return one_line(f"{type(error).__name__}: {error}")[:300]
 
 
 def parts(account: times.Account) -> list[dict[str, Any]]:

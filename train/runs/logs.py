@@ -68,8 +68,7 @@ def _print_earlier(run: Run, rank: int) -> int:
 
 
 def _last(run: Run) -> int:
-    attempts = run.read().get("attempts")
-    return len(attempts) if isinstance(attempts, list) else 0
+    return len(run.read()["attempts"])
 
 
 def _exists(run: Run, attempt: int, rank: int) -> bool:

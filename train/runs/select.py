@@ -107,12 +107,8 @@ def _choices(given: str, choices: tuple[str, ...]) -> str:
 
 def loss_of(record: Record) -> float:
     """The last evaluation's loss, else that of the last step shown; infinite where there is none."""
-    metrics = record.get("metrics")
-    value = (metrics if isinstance(metrics, dict) else {}).get("loss", record.get("loss"))
-    try:
-        return math.inf if value is None or math.isnan(value) else float(value)
-    except (TypeError, OverflowError):  # a damaged record
-        return math.inf
+    value = (record.get("metrics") or {}).get("loss", record.get("loss"))
+    return math.inf if value is None or math.isnan(value) else value
 
 
 def _key(record: Record, order: str) -> tuple[int, Any]:
@@ -122,7 +118,7 @@ def _key(record: Record, order: str) -> tuple[int, Any]:
     if order == "state":
         return 0, STATES.index(record["state"]) if record.get("state") in STATES else len(STATES)
     if order == "step":
-        return (0, -record["step"]) if record.get("total_steps") and isinstance(record["step"], int) else (1, 0)
+        return (0, -record["step"]) if record.get("total_steps") else (1, 0)
     if order == "loss":
         loss = loss_of(record)
         return (1, 0.0) if math.isinf(loss) else (0, loss)
