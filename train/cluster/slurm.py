@@ -183,13 +183,12 @@ def _squeue(form: str, *more: str) -> str:
 
 
 def stop(run: Run, job: JobStatus, now: bool) -> None:
-    """Ask its ranks to end, by its folder, or take it out of the queue."""
-    if job.state == store.QUEUED:
+    """Ask its ranks to end, by its folder; take from Slurm what waits, or has an end that a node has not heard of."""
+    wanted = store.NOW if now else store.POLITE
+    if job.state == store.QUEUED or run.read()["state"] not in (store.CREATED, store.RUNNING):
         remove(run)
-    elif run.read()["state"] in (store.CREATED, store.RUNNING):
-        wanted = store.NOW if now else store.POLITE
-        if run.stop_asked() not in (wanted, store.NOW):  # one that is just starting overlooks the first
-            run.ask_stop(wanted)
+    elif run.stop_asked() not in (wanted, store.NOW):  # one that is just starting overlooks the first
+        run.ask_stop(wanted)
 
 
 def logs(run: Run, rank: int, since: str | None = None) -> list[str] | None:
