@@ -5,19 +5,15 @@ mend: this process is replaced by a new one every few seconds, until the command
 """
 
 import os
-import re
 import signal
 import sys
 import time
 import traceback
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 TRY_EVERY = 5.0
 """Seconds."""
-NO_SUCH_COMMAND = 64
-"""Exit code after which supervisord.conf starts it no more: a checkout older than the image lacks the command."""
 REASON = "TRAIN_SERVICE_REASON"
 """Variable in which the next process finds why the last one failed."""
 
@@ -41,8 +37,8 @@ class Lines:
         return getattr(self.stream, name)
 
 
-def carry_out(command, arguments, absent):
-    """Run the command. Returns why it failed; where this checkout has no such command, `absent` is made instead."""
+def carry_out(command, arguments):
+    """Run the command. Returns why it failed."""
     lines = sys.stderr
     try:
         from train.cli import main
@@ -51,9 +47,6 @@ def carry_out(command, arguments, absent):
     except SystemExit as end:
         if not end.code:
             raise
-        if end.code == 2 and re.search(r"no command|invalid choice", lines.last):
-            absent.touch()
-            sys.exit(NO_SUCH_COMMAND)
         return lines.last or f"exit code {end.code}"
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -67,14 +60,10 @@ def serve(command, *arguments):
     """Run the command, and replace this process by a new one where it fails."""
     before = os.environ.pop(REASON, "")
     sys.stderr = Lines(sys.stderr, before)
-    failed, absent = Path(f"/run/dev/{command}.failed"), Path(f"/run/dev/{command}.absent")
-    absent.unlink(missing_ok=True)
-    with suppress(Exception):  # an older checkout's keeper gives no sign of life
-        if command == "keeper" and find_spec("train.record.station") is None:
-            absent.touch()
+    failed = Path(f"/run/dev/{command}.failed")
     if not before:
         failed.unlink(missing_ok=True)
-    reason = carry_out(command, arguments, absent)
+    reason = carry_out(command, arguments)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with suppress(OSError):  # no room: the log has it
         failed.write_text(reason)
