@@ -104,14 +104,7 @@ def story(run: Run, record: Record) -> str:
         line("best", f"step {found.step}, {found.metric} {found.value:.4f}{lost}")
     sent = record.get("wandb") or {}
     line("wandb", sent.get("problem") or sent.get("url") or sent.get("id"))
-    attempts = record.get("attempts") or []
-    for attempt in attempts:
-        end = end_of(attempt, record["state"])
-        ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
-        made = _made(attempt, bool(record.get("script")))
-        lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {with_reason(end, attempt.get('reason'))}")
-    if attempts and attempts[-1].get("last_lines") and record["state"] in ("failed", "interrupted", "copy"):
-        lines += [f"    | {text}" for text in attempts[-1]["last_lines"]]
+    lines += _attempts(record)
     if record.get("script"):
         line("steps redone", "-")  # only the script knows
         line("time lost", "-")
@@ -122,12 +115,21 @@ def story(run: Run, record: Record) -> str:
     line("steps redone", account.redone)
     whole = account.parts["lost"]
     if whole:
-        away = whole - account.again
-        line(
-            "time lost",
-            f"{duration(whole)}: {duration(away)} until training again, {duration(account.again)} for those steps",
-        )
+        away, again = duration(whole - account.again), duration(account.again)
+        line("time lost", f"{duration(whole)}: {away} until training again, {again} for those steps")
     return _wrapped(lines)
+
+
+def _attempts(record: Record) -> list[str]:
+    """A line an attempt, and what the rank printed last whose death has ended the run."""
+    lines = []
+    for attempt in record["attempts"]:
+        ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
+        made, end = _made(attempt, bool(record.get("script"))), end_of(attempt, record["state"])
+        lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {with_reason(end, attempt.get('reason'))}")
+    if record["attempts"] and record["state"] in ("failed", "interrupted", "copy"):
+        lines += [f"    | {text}" for text in record["attempts"][-1].get("last_lines") or ()]
+    return lines
 
 
 def _wrapped(lines: list[str]) -> str:
