@@ -97,6 +97,8 @@ class Snapshots:
         """Whether that has been said, and this rank votes against copies from now on."""
         self.cost = 0.0
         """Seconds that a copy takes, of which SHARE allows the next one."""
+        self._costs = collections.deque[float](maxlen=3)
+        """Of the last copies; the least counts, for on a busy machine one may take very long."""
         self._next = 0.0
         """When the next copy may begin."""
         self._asked = collections.deque[bool](maxlen=4)
@@ -219,8 +221,9 @@ class Snapshots:
             self._buffers.seal(draft.slot, self._maps[draft.slot], draft.step, draft.state.plain, draft.state.end)
             sealing = time.perf_counter() - began
             cost = taken + sealing if draft.ended is None else max(taken, sealing * SHARE / _BUSY)
-            self._next += (cost - self.cost) * (1 / SHARE - 1)
-            self.cost = cost
+            self._costs.append(cost)
+            self._next += (min(self._costs) - self.cost) * (1 / SHARE - 1)
+            self.cost = min(self._costs)
         except Exception as error:
             self._problem = str(error)
 
