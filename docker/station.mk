@@ -1,6 +1,6 @@
 # The station's targets; the Makefile includes this file.
 
-.PHONY: up down shell ssh ssh-command logs url status rebuild clean-station engine base test-image
+.PHONY: up down shell ssh ssh-command logs url status rebuild clean-station engine base sbom audit test-image
 up: ## start the station: JupyterLab on 8888, ssh on 2222 (GPUS=none, all, 2 or 0,1)
 	@scripts/station.sh up
 
@@ -40,6 +40,12 @@ engine: ## install and start a Docker engine (Debian, Ubuntu; as root)
 
 base: ## build the base image from Debian's archive, where no image registry answers
 	@scripts/base.sh
+
+sbom: ## list what the image is made of, as CycloneDX: build/sbom.json
+	@scripts/sbom.sh list
+
+audit: ## ask Debian which packages of the image it has mended since
+	@scripts/sbom.sh audit
 
 test-image: setup ## build the image and test the running station, on a real engine
 	@scripts/test-image.sh $(ARGS)
