@@ -48,6 +48,8 @@ def test_a_tiny_shared_memory(station: Station, checkout: Path) -> None:
 
 
 def test_a_limit_of_memory(station: Station, checkout: Path) -> None:
+    if run("docker", "info", "--format", "{{.CgroupVersion}}").stdout.strip() != "2":
+        pytest.skip("the limits of control groups of version 1 are not read")
     finding = examined(station, checkout, "--memory", "512m")["memory"]
     assert finding["verdict"] == "problem"
     assert "512 MiB" in finding["seen"]
