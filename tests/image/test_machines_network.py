@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import pytest
 from conftest import Station, run, until
-from test_bad_input import refused
 
 
 @dataclass
@@ -46,8 +45,6 @@ def test_stations_of_two_machines_train_together_at_addresses_of_their_own(
 ) -> None:
     settings = [{"CLUSTER_NETWORK": shared.name, "CLUSTER_ADDRESS": shared.address(50 + node)} for node in range(2)]
     both = [make_station(f"machine{node}", **settings[node]) for node in range(2)]
-    elsewhere = "192.0.2.7"
-    assert f"CLUSTER_ADDRESS={elsewhere} is not in {shared.name}" in refused(both[0], CLUSTER_ADDRESS=elsewhere)
     try:
         for one in both:
             one.make("up")
