@@ -172,7 +172,8 @@ def _training(found: Account, attempt: Attempt, seconds: float, end: str, next_f
         own["unknown"], after = seconds, 0.0
     else:
         known = min(times["seconds"], seconds)
-        shrink = known / times["seconds"] if times["seconds"] else 0.0
+        noted = max(times["seconds"], times["start"] + times["checkpoints"] + times["evaluation"])  # of two clocks
+        shrink = known / noted if noted else 0.0
         own |= {part: shrink * float(times[part] or 0.0) for part in ("start", "checkpoints", "evaluation")}
         left = max(known - sum(own.values()), 0.0)
         own["communication"] = min(shrink * (times["communication"] or 0.0), left)
