@@ -6,6 +6,7 @@
 
 project="" # its name
 from_environment="" # the name counts for this call alone
+drawn=""            # it was drawn just now
 copied_from="" moved_from=""
 
 checksum() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi | cut -c "1-$1"; }
@@ -14,9 +15,11 @@ folder_of() { label "$1" com.docker.compose.project.working_dir; }
 is_station=(--filter label=com.docker.compose.service=station --filter label=com.docker.compose.oneoff=False)
 container() { docker ps --all --quiet --no-trunc --filter "label=com.docker.compose.project=$project" "${is_station[@]}" | head -n 1; }
 
+of_env() { sed -nE "s/^[[:space:]]*(export[[:space:]]+)?$1[[:space:]]*=[[:space:]]*['\"]?([^'\" ]*).*/\2/p" .env | tr -d '\r' | tail -n 1; }
+
 find_project() {
     local name="" kept="" path=""
-    [ ! -e .env ] || name=$(sed -nE "s/^COMPOSE_PROJECT_NAME=['\"]?([^'\" ]*).*/\1/p" .env | tr -d '\r' | tail -n 1)
+    [ ! -e .env ] || name=$(of_env COMPOSE_PROJECT_NAME)
     { read -r kept; read -r path; } < <(as_owner cat .secrets/checkout 2>/dev/null) || :
     project=${COMPOSE_PROJECT_NAME:-${name:-$kept}}
     [ -z "$project" ] || [[ $project =~ ^[a-z0-9][a-z0-9_-]*$ ]] ||
@@ -25,7 +28,11 @@ find_project() {
     if [ -n "$path" ] && ! [ "$path" -ef . ]; then
         if [ "$(head -n 1 "$path/.secrets/checkout" 2>/dev/null)" = "$kept" ]; then copied_from=$path project=""; else moved_from=$path; fi
     fi
-    [ -n "$project" ] || project=trainstation-$(random 3)
+    # Earlier versions kept the path in .env. A copy of .env alone says no more of whose the volumes are.
+    if [ -n "$name" ] && [ -z "$kept" ] && [ -n "$(volumes)" ] && ! [ "$(folder_of "$(container)")" -ef . ] && ! [ "$(of_env STATION_CHECKOUT)" -ef . ]; then
+        die "there are volumes of a station $name, and no .secrets/checkout here says that it is this one's: give .env another COMPOSE_PROJECT_NAME, or, where it is, make that file with two lines, $name and $PWD"
+    fi
+    [ -n "$project" ] || { project=trainstation-$(random 3) drawn=yes; }
 }
 # What .env keeps of all this, so that docker compose alone finds the same station.
 remember_identity() {
@@ -48,7 +55,7 @@ other_checkout() {
 volumes() { docker volume ls --quiet --filter "label=com.docker.compose.project=$project"; }
 check_no_other() { # a station that docker compose alone started here has another name
     local other
-    [ -z "$from_environment" ] || return 0
+    [ -n "$drawn" ] || return 0
     for other in $(docker ps --all --quiet --no-trunc "${is_station[@]}"); do
         [ "$(folder_of "$other")" -ef . ] && [ "$other" != "$id" ] || continue
         other=$(label "$other" com.docker.compose.project)

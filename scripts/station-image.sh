@@ -67,6 +67,8 @@ keep_image() {
     local before
     before=$(setting STATION_IMAGE)
     docker tag "$image" "${image%-*}" 2>/dev/null || : # what docker compose takes by itself where .env names no image
+    [ -z "$from_environment" ] || return 0             # .env has the image of another station
+    docker image rm "trainstation:used-by-$project" >/dev/null 2>&1 || : # of an earlier version
     [[ $before != trainstation:*-* || $before == "$image" ]] || drop_image "$before"
 }
 # Removes an image, unless a container of any station needs it.

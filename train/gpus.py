@@ -139,7 +139,7 @@ def process_of(number: int, lock: Path, processes: dict[int, float]) -> int | No
     for pid in processes if sees_host_ids() else ():
         with contextlib.suppress(OSError):
             mark, folder = lock.stat(), Path("/proc") / str(pid)
-            lines = (folder / "status").read_text().splitlines()
+            lines = (folder / "status").read_text(errors="replace").splitlines()
             numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
             if numbers[-1:] == [str(number)] and any(_is_same(file, mark) for file in (folder / "fd").iterdir()):
                 return pid

@@ -17,7 +17,7 @@ from typing import Any
 import train
 from train.cluster.engine import JobStatus, Submission, call, of_others, template
 from train.errors import Refused
-from train.record import store
+from train.record import environment, store
 from train.record.store import Run
 
 SCRIPT = "job.sbatch"
@@ -86,6 +86,14 @@ def _check_more(text: str | None) -> None:
         made = next((one for one in _MADE.split() if one.startswith(name[2:])), None)  # sbatch takes abbreviations
         if made is not None:
             raise Refused(f"--sbatch: --{made} cannot be given there; see the options of: train submit --help")
+        if "--dependency".startswith(name) and name != "--dependency":
+            raise Refused(f"--sbatch: {name}: write dependency in full")
+        for pair in word.removeprefix("--export=").split(",") if word.startswith("--export=") else ():
+            if "=" in pair and environment.tells_secret(*pair.split("=", 1)):
+                raise Refused(
+                    f"--sbatch: export={pair.split('=')[0]} reads like a secret, and would stand in {SCRIPT}; set it "
+                    "in your shell: Slurm hands that environment on"
+                )
 
 
 def _more_options(text: str | None) -> list[str]:
@@ -150,14 +158,16 @@ def _command(asked: Submission, root: Path | None) -> str:
     """Python, in its container if there is one."""
     if asked.image is None:
         return shlex.quote(sys.executable)
+    # an image may have values of its own for these
+    inside = 'env TRAIN_RUNS="$TRAIN_RUNS" PYTHONPATH="${PYTHONPATH:-}" PYTHONHASHSEED="$PYTHONHASHSEED" python3'
     folders = sorted({str(folder) for folder in (asked.runs, Path.cwd(), root) if folder})
     by = asked.own.get("container_by") or ("apptainer" if asked.image.endswith(".sif") else "pyxis")
     if by == "apptainer":
         binds = " ".join(f"--bind {shlex.quote(folder)}" for folder in folders)
         nv = "--nv " if asked.gpus_per_node else ""
-        return f"apptainer exec {nv}{binds} {shlex.quote(asked.image)} python3"
+        return f"apptainer exec {nv}{binds} {shlex.quote(asked.image)} {inside}"
     mounts = shlex.quote(",".join(f"{folder}:{folder}" for folder in folders))
-    return f"--container-image={shlex.quote(asked.image)} --container-mounts={mounts} python3"
+    return f"--container-image={shlex.quote(asked.image)} --container-mounts={mounts} {inside}"
 
 
 def submit(run: Run) -> str:

@@ -36,7 +36,8 @@ _Jobs = Mapping[str, JobStatus]
 
 def is_submitted(record: Record) -> bool:
     """Whether an engine starts this run, and nobody else."""
-    return isinstance(taken := record.get("submitted"), dict) and taken.get("engine") in engines.ENGINES
+    taken = record.get("submitted")
+    return isinstance(taken, dict) and taken.get("engine") in engines.ENGINES and bool(record.get("submission"))
 
 
 def engine_of(record: Record) -> Engine:
@@ -213,6 +214,11 @@ def _job_of(run: Run) -> JobStatus | None:
     """
     record = run.read()
     name = record["submitted"]["engine"]
+    if number := dict(record["submitted"]).get("job"):
+        raise Refused(
+            f"{run.name} was handed to {name} by an earlier version, as job {number}: end that there, remove "
+            f"{run.folder}, and submit it anew"
+        )
     try:
         job = engine_of(record).jobs(record["submitted"].get("at")).get(str(record.get("submission")))
     except Refused as error:
