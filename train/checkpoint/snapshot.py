@@ -148,7 +148,10 @@ class Snapshots:
         self._last = time.monotonic()
         if self._problem:
             self._is_over = True
-            self._say(f"no snapshots in memory: {self._problem}")
+            line = f"no snapshots in memory: {self._problem}"
+            self._say(line)
+            if not self._world.is_first:  # with fsdp it may be this rank alone whose memory is short
+                log.warning(line)
 
     def _go_on(self, step: int, is_due: bool, known: int) -> None:
         """Seal the copy before, begin a new one, or make the memory ready for them."""

@@ -93,13 +93,13 @@ def is_indexed_at_once(dataset: Any, collate: Callable[[list[Any]], Any] | None)
 
 
 def gatherer(
-    dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool
+    dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool, made_by: Callable[..., Any] | None = None
 ) -> Callable[[MicroBatch], tuple[Any, Sequence[Bad]]]:
     """The function that turns a micro batch's indices into a batch and those samples of it that cannot be read.
 
     With `skip` the batch is made of the others, and None without any; else it is None where there is a bad one, and
     only the first is named, which may be one that does not go into a batch with the others. What may pass (see
-    `passes`) is raised, as is whatever else `collate` raises.
+    `passes`) is raised, as is whatever else `collate` raises. Generators in the file of `made_by` are seeded too.
     """
     tensors, rows = _in_memory(dataset) if collate is None else ((), None)
 
@@ -110,22 +110,28 @@ def gatherer(
         return [tensor.index_select(0, indices) for tensor in tensors], ()  # half the time of tensor[indices]
 
     # indexing once is ten times faster than item by item and collation; nothing is drawn, nor seeded
-    return gather_tensors if tensors else _Items(dataset, collate, skip).gather
+    return gather_tensors if tensors else _Items(dataset, collate, skip, made_by).gather
 
 
 class _Items:
     """Makes batches of a data set's items."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool) -> None:
-        self._dataset, self._collate, self._skip = dataset, collate, skip
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        skip: bool,
+        made_by: Callable[..., Any] | None,
+    ) -> None:
+        self._dataset, self._collate, self._skip, self._made_by = dataset, collate, skip, made_by
         self._own: list[Seed] | None = None  # they are of the process that fetches
 
     def gather(self, micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
         if self._own is not None:
             return self._batch(micro)
-        self._own = owned(self._dataset, self._collate)
+        self._own = owned(self._dataset, self._collate, self._made_by)
         made = self._batch(micro)
-        after = owned(self._dataset, self._collate)
+        after = owned(self._dataset, self._collate, self._made_by)
         if len(after) > len(self._own):  # one was made in the first sample: what that drew, nothing has seeded
             self._own = after
             made = self._batch(micro)

@@ -27,8 +27,15 @@ _DYING = 1.0
 class _Fetching(Dataset[Any]):
     """A data set whose items are whole micro batches: a MicroBatch is the index."""
 
-    def __init__(self, train_set: Any, eval_set: Any, collate: Callable[[list[Any]], Any] | None, skip: bool) -> None:
-        self._gather = [gatherer(dataset, collate, skip) for dataset in (train_set, eval_set)]
+    def __init__(
+        self,
+        train_set: Any,
+        eval_set: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        skip: bool,
+        made_by: Callable[..., Any] | None,
+    ) -> None:
+        self._gather = [gatherer(dataset, collate, skip, made_by) for dataset in (train_set, eval_set)]
 
     def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any, Sequence[Bad]]:
         batch, bad = self._gather[micro.of_evaluation](micro)
@@ -67,6 +74,7 @@ class Loader:
         skipped: Callable[[Sequence[Bad]], None] | None = None,
         channels_last: bool = False,
         on_device: OnDevice | None = None,
+        made_by: Callable[..., Any] | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +82,7 @@ class Loader:
             dtype: floating point tensors are converted to it; None leaves them.
             channels_last: whether tensors of four dimensions are laid out so.
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
+            made_by: the task's function that made the data sets; random generators in its file are seeded too.
             skipped: samples that cannot be read are left out and told to it; None raises what the first one raised.
 
         Raises:
@@ -81,12 +90,12 @@ class Loader:
         """
         self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
         self._on_device = on_device
-        self._own = owned(on_device) if on_device is not None else []
+        self._own = owned(on_device, made_by) if on_device is not None else []
         self._copies = Copies(device) if device.type == "cuda" else None
         if workers:
             processes.check_files()
         self._sampler = _Sampler()
-        self._fetching = _Fetching(train_set, eval_set, collate, skipped is not None)
+        self._fetching = _Fetching(train_set, eval_set, collate, skipped is not None, made_by)
         self._loader = DataLoader(
             self._fetching,
             sampler=self._sampler,  # anything to iterate over is enough

@@ -91,7 +91,7 @@ def _parts(one: Any) -> list[Any]:
             return list(one) if len(one) <= _LONG else []
         if isinstance(one, (type, types.ModuleType, types.FunctionType, torch.Tensor)):
             return []
-        held += [*vars(one).values(), *vars(type(one)).values()]
+        held += [*vars(one).values(), *(value for kind in type(one).__mro__ for value in vars(kind).values())]
         if isinstance(one, nn.Module):
             held += one.modules()
         elif isinstance(one, Dataset):

@@ -37,7 +37,12 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
         Refused: the task cannot make them, or they are no map-style data sets.
     """
     seed_host(seed_of(config.seed, "datasets"))
-    made = _call(task, "datasets", config)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # other numbers of threads sum in other orders, and a resume compares the bytes
+    try:
+        made = _call(task, "datasets", config)
+    finally:
+        torch.set_num_threads(threads)
     if not isinstance(made, (tuple, list)) or len(made) != 2:
         raise Refused(f"datasets in {task.file} must return (train, evaluation or None), got {type(made).__name__}")
     for part, dataset in zip(("training", "evaluation"), made, strict=True):

@@ -200,8 +200,9 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     workers = (config.data.workers or 0) if workers is None else workers
     skipped = _tell if config.data.leaves_out else None
     loader = Loader(
-        None, eval_set, task.collate, workers, device, precision.inputs, skipped, config.channels_last, task.on_device
-    )
+        None, eval_set, task.collate, workers, device, precision.inputs, skipped, config.channels_last,
+        task.on_device, task.datasets,
+    )  # fmt: skip
     with loader, _in_one_line(task):
         take_device(device)
         stream = loader.batches(evaluation_micro_batches(plan, Sharing()))

@@ -128,7 +128,7 @@ def set_up(
     skipped = Skipped(run) if config.data.leaves_out else None
     loader = Loader(
         train_set, eval_set, task.collate, config.data.workers or 0, device, precision.inputs, skipped,
-        config.channels_last, task.on_device,
+        config.channels_last, task.on_device, task.datasets,
     )  # fmt: skip
     held.callback(loader.close)
     take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on

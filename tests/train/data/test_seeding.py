@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 from torchvision.transforms import Compose
 
+from train.data.fetch import gatherer
+from train.data.plan import MicroBatch
 from train.data.seeding import owned, seed_owned
 
 if TYPE_CHECKING:
@@ -189,6 +193,43 @@ class Transformed(Dataset[Any]):
 
     def __len__(self) -> int:
         return 10
+
+
+class Base(Dataset[Any]):
+    drawn = random.Random(0)
+    """Inherited."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(float(index)) + self.drawn.random()
+
+
+class Derived(Base):
+    """Its class stands in another file than the task."""
+
+
+OTHER_FILE = """
+import numpy as np
+rng = np.random.default_rng(0)
+def augment(value):
+    return value + rng.random()
+def datasets(config):
+    return None
+"""
+
+
+def test_what_a_task_file_and_a_base_class_draw_from_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = types.ModuleType("the_task")
+    monkeypatch.setitem(sys.modules, "the_task", task)
+    exec(OTHER_FILE, vars(task))
+    micro = MicroBatch(0, 0, np.arange(4), 7)
+    batches = [gatherer(Derived(task.augment), None, False, task.datasets)(micro)[0] for _ in range(2)]
+    assert torch.equal(*batches)
 
 
 def test_generators_are_found_as_attributes_of_what_a_task_makes_and_each_is_seeded() -> None:
