@@ -115,19 +115,6 @@ def test_a_name_that_node_0_has_for_itself_alone_is_not_its_way_to_the_others(fa
 
 
 @pytest.mark.minutes
-def test_a_bench_finds_the_way_to_the_others_where_node_0_has_a_name_for_itself_alone(far: Machines) -> None:
-    port = address.parse(far.rendezvous).port
-    bench = ("bench", "scaling", "--nnodes", 2, "--nproc", 1, "--strategies", "ddp", "--times", 1, "--json")
-    first = far.stations[0].start(*bench, "--node-rank", 0, "--rendezvous", f"127.0.1.1:{port}")
-    try:
-        far.stations[1].ok(*bench, "--node-rank", 1, "--rendezvous", f"198.51.100.1:{port}")
-        rows = json.loads(first.communicate(timeout=PATIENCE)[0])["rows"]
-    finally:
-        first.kill()
-    assert (2, "ddp") in [(row["machines"], row["way"]) for row in rows]
-
-
-@pytest.mark.minutes
 def test_lost_packets_cost_time_alone(far: Machines, like_alone: Any) -> None:
     if shutil.which("iptables") is None:
         pytest.skip("needs iptables")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import time
@@ -109,24 +110,22 @@ def _standing_still(pid: int) -> Iterator[None]:
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("node", [0, 1])
 def test_an_agent_whose_disk_does_not_answer_for_a_while_is_not_taken_for_gone(
-    machines: Machines, like_alone: Any, node: int
+    machines: Machines, like_alone: Any
 ) -> None:
     machines.launch_all("a", "--steps", 500)
-    machines.stations[node].wait_for_step("a", 50)
-    with _standing_still(machines.stations[node].record("a")["pids"]["agent"]):
+    machines.stations[0].wait_for_step("a", 50)
+    with _standing_still(machines.stations[0].record("a")["pids"]["agent"]):
         time.sleep(LOST + 8)
     like_alone(machines, "a", 2, 500)
     assert [len(station.record("a")["attempts"]) for station in machines.stations] == [1, 1]
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("snapshots", ["true", "false"], ids=["memory", "disk"])
 def test_a_node_with_a_new_disk_dies_when_it_has_the_state_of_the_other_and_has_its_lines_too(
-    machines: Machines, like_alone: Any, snapshots: str
+    machines: Machines, like_alone: Any
 ) -> None:
-    machines.launch_all("a", "--steps", 500, "--checkpoint.snapshots", snapshots)
+    machines.launch_all("a", "--steps", 500)
     machines.wait("a", 0, lambda record: record.get("saved_step", 0) >= 50, "step 50 saved")
     machines.kill("a", 1)
     machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
@@ -141,15 +140,15 @@ def test_a_node_with_a_new_disk_dies_when_it_has_the_state_of_the_other_and_has_
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("snapshots", ["true", "false"], ids=["memory", "disk"])
-def test_a_machine_with_a_new_disk_has_the_best_checkpoint_too(machines: Machines, snapshots: str) -> None:
+def test_a_machine_with_a_new_disk_has_the_best_checkpoint_too(machines: Machines) -> None:
     best = ("--checkpoint.best", "max:loss", "--checkpoint.keep", 1)  # the first that was evaluated
-    machines.launch_all("a", "--steps", 300, *best, "--checkpoint.snapshots", snapshots)
+    best += ("--checkpoint.snapshots", "false")
+    machines.launch_all("a", "--steps", 300, *best)
     machines.wait("a", 0, lambda record: record.get("saved_step", 0) >= 50, "step 50 saved")
     machines.kill("a", 1)
     machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
     shutil.rmtree(machines.stations[1].run("a").folder)  # another machine
-    assert machines.launch("a", 1, "--steps", 300, *best, "--checkpoint.snapshots", snapshots).returncode == 0
+    assert machines.launch("a", 1, "--steps", 300, *best).returncode == 0
     first, second = machines.ends("a")
     assert first["state"] == second["state"] == "finished"
     assert first["best"] == second["best"] and first["best"]["step"] < 50, (first["best"], second["best"])
@@ -280,4 +279,5 @@ def test_an_elastic_run_goes_on_without_a_node_and_takes_it_back_with_the_same_b
     assert consumed(*machines.stations, name="a") == consumed(shared_station, name="ordered")
     attempts = machines.stations[0].record("a")["attempts"]
     assert [one["world_size"] for one in attempts][:3] == [1, 2, 1]
-    assert [one["to_step"] for one in attempts[:-1]] == [two["from_step"] for two in attempts[1:]]
+    # from the last copy of the state, never from a checkpoint: those are every 50 steps
+    assert all(0 <= one["to_step"] - two["from_step"] < 50 for one, two in itertools.pairwise(attempts))

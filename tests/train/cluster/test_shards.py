@@ -50,11 +50,10 @@ def wait_for_saved(machines: Machines, node: int, step: int, saved: int) -> None
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("way", [FSDP, HSDP], ids=["fsdp", "hsdp"])
 def test_whole_nodes_are_killed_and_the_steps_since_the_last_checkpoint_are_made_again(
-    machines: Machines, like_alone: Any, way: tuple[object, ...]
+    machines: Machines, like_alone: Any
 ) -> None:
-    machines.launch_all("a", "--steps", 400, *way, nproc=2)
+    machines.launch_all("a", "--steps", 400, *HSDP, nproc=2)
     wait_for_saved(machines, 0, 70, 50)
     machines.kill("a", 1)
     machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
@@ -65,20 +64,18 @@ def test_whole_nodes_are_killed_and_the_steps_since_the_last_checkpoint_are_made
     # the disk of the one that comes back is new: it has the folder, and nothing of what was saved
     shutil.rmtree(machines.stations[0].run("a").checkpoints)
     machines.stations[0].ok("resume", "a")
-    like_alone(machines, "a", 4, 400, *way)
+    like_alone(machines, "a", 4, 400, *HSDP)
     for station in machines.stations:  # where a machine holds a whole copy, nothing is sent to it
         shards = list(station.run("a").checkpoint(400).glob("*.distcp"))
-        assert len(shards) == (4 if way is FSDP else 2)
+        assert len(shards) == 2
     attempts = machines.stations[1].record("a")["attempts"]
     begun = [attempt["from_step"] for attempt in attempts]
     assert len(begun) == 3 and begun == sorted(begun) and all(step and step % 50 == 0 for step in begun[1:]), begun
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_is_killed_and_all_go_on_from_their_parts_in_memory(
-    machines: Machines, like_alone: Any, victim: int
-) -> None:
+def test_a_rank_is_killed_and_all_go_on_from_their_parts_in_memory(machines: Machines, like_alone: Any) -> None:
+    victim = 1
     seldom = ("--checkpoint.every_steps", 1000)
     machines.launch_all("a", "--steps", 400, *FSDP, *seldom)
     reached = 0
@@ -94,8 +91,8 @@ def test_a_rank_is_killed_and_all_go_on_from_their_parts_in_memory(
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("left", [0, 1])
-def test_a_machine_is_lost_for_good_and_the_other_one_has_all(machines: Machines, alone: Any, left: int) -> None:
+def test_a_machine_is_lost_for_good_and_the_other_one_has_all(machines: Machines, alone: Any) -> None:
+    left = 1
     exact = ("--precision", "fp64")
     machines.launch_all("a", "--steps", 300, *FSDP, *exact)
     wait_for_saved(machines, left, 130, 100)
@@ -114,10 +111,8 @@ def test_a_machine_is_lost_for_good_and_the_other_one_has_all(machines: Machines
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_while_shards_are_exchanged_publishes_nothing(
-    machines: Machines, like_alone: Any, victim: int
-) -> None:
+def test_a_rank_that_dies_while_shards_are_exchanged_publishes_nothing(machines: Machines, like_alone: Any) -> None:
+    victim = 1
     # a save is three pieces, two of them of node 0: every attempt but the last dies in its second save
     fault = {"TRAIN_FAULT": f"sent@{victim}:5"}
     disk = ("--checkpoint.snapshots", "false")
