@@ -150,7 +150,7 @@ class Snapshots:
             self._is_over = True
             line = f"no snapshots in memory: {self._problem}"
             self._say(line)
-            if not self._world.is_first:  # with fsdp it may be this rank alone whose memory is short
+            if not self._world.is_lead:  # with fsdp it may be this rank alone whose memory is short
                 log.warning(line)
 
     def _go_on(self, step: int, is_due: bool, known: int) -> None:
