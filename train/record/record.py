@@ -115,8 +115,6 @@ class Record(TypedDict):
     total_steps: NotRequired[int | None]
     steps_per_epoch: NotRequired[int]
     samples: NotRequired[int]
-    without_data: NotRequired[dict[str, Any]]
-    """Where ranks wait without data (engine/uneven.py)."""
     saved_step: NotRequired[int]
     loss: NotRequired[float | None]
     samples_per_s: NotRequired[float | None]
