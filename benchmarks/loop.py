@@ -19,6 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks import command, small
+from train import hashing
 from train.bench.turns import silently
-from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from train.errors import EXIT_FINISHED
 from train.record import folders
-from train.runs import admit, spawn
-from train.runs.processes.forked import Forked
+from train.runs import admit
 from train.runs.request import Request
-from train.runs.supervise import Supervisor
-from train.runs.verdict import Road
 from train.signals import StopRequest
+from train.supervise.attempts import Supervisor
+from train.supervise.decide import LaunchMode
+from train.supervise.forks import CHECKS, RANKS, acquire
+from train.supervise.ranks import Ranks
 
 TENSORS, LOADER, TRAIN = "a loop that indexes tensors", "a loop on DataLoader", "train"
 
@@ -74,7 +76,7 @@ def bench(folder: Path, model: str, times: int) -> str:
     if model not in SUBJECTS:
         raise SystemExit(f"--model {model}: choose one of {', '.join(SUBJECTS)}")
     subject = SUBJECTS[model]
-    silently(spawn.warm_up)  # lines of ranks are no figures
+    silently(forkserver.ensure_running)  # its lines are no figures
     there = {way: make for way, (package, make) in _TRAINERS.items() if importlib.util.find_spec(package)}
     found: dict[str, list[Cost]] = {way: [] for way in (TENSORS, LOADER, TRAIN, *there)}
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as place:
@@ -125,12 +127,12 @@ def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) 
     run = folders.create(folder, name, prepared.files, prepared.record)
     lock = run.acquire()
     assert lock is not None  # nobody else knows of it
-    memory = SnapshotMemory()  # as the agent of a launched run has it: without, there are no snapshots
+    zygote = acquire(hashing.fixed(os.environ), (*CHECKS, *RANKS))
     try:
-        processes = Forked(run, lock, 1, {ENVIRONMENT: memory.address})
-        code = Supervisor(run, processes, Road.SPAWNED, StopRequest(())).keep()
+        # as in a launched run, with memory for snapshots
+        code = Supervisor(run, Ranks(run, lock, 1, zygote), LaunchMode.LAUNCHED, StopRequest(())).keep()
     finally:
-        memory.close()
+        zygote.close()
         lock.release()
     if code != EXIT_FINISHED:
         raise RuntimeError((run.logs(1) / "rank0.log").read_text())

@@ -28,7 +28,7 @@ from benchmarks import bare, command, perceptron
 from train.record import store
 from train.runs import launch
 from train.runs.launch import Order
-from train.runs.watch import lives
+from train.supervise.health import lives
 
 RANKS, SAVE_EVERY = 2, 50
 PATIENCE = 120.0

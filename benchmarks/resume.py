@@ -8,6 +8,7 @@ is that of a whole attempt of one step: reading and verifying the checkpoint, th
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -18,23 +19,27 @@ from typing import Any
 import torch
 
 from benchmarks import command, virtual
-from train.bench.turns import silently
+from train import hashing
 from train.checkpoint.saver import Saver
 from train.engine import build, opened
 from train.errors import EXIT_FINISHED
 from train.parallel.world import World
 from train.record import folders
 from train.record.store import Run
-from train.runs import admit, spawn
+from train.runs import admit
 from train.runs.request import Request
 from train.signals import StopRequest
+from train.supervise.attempts import Supervisor
+from train.supervise.decide import LaunchMode
+from train.supervise.forks import CHECKS, RANKS, Zygote, acquire
+from train.supervise.ranks import Ranks
 
 BATCH = 1000
 
 
 def bench(folder: Path, samples: int, times: int = 5) -> str:
     """Measure in this folder. Returns a table in Markdown."""
-    silently(spawn.warm_up)  # lines of ranks are no figures
+    zygote = acquire(hashing.fixed(os.environ), (*CHECKS, *RANKS))
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
         places = [int(samples / BATCH * share) for share in (0.01, 0.95)]
         bases = [_placed(Path(name), samples, step) for step in places]
@@ -44,9 +49,9 @@ def bench(folder: Path, samples: int, times: int = 5) -> str:
             for place, base in enumerate(bases):
                 run = Run(base.folder.with_name(f"{base.name}-{count}"))
                 shutil.copytree(base.folder, run.folder)
-                seconds, line = _resumed(run)
+                seconds, line = _resumed(run, zygote)
                 shutil.rmtree(run.folder)
-                if count > 1:  # the first wait for the server that forks ranks
+                if count > 1:  # the first wait for the zygote
                     took[place].append(seconds)
                     memory[place].append(line["memory"])
     lines = [
@@ -77,12 +82,12 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
     return run
 
 
-def _resumed(run: Run) -> tuple[float, dict[str, Any]]:
+def _resumed(run: Run, zygote: Zygote) -> tuple[float, dict[str, Any]]:
     """Seconds that an attempt took, and the line of its step."""
     lock = run.acquire()
     assert lock is not None  # a fresh copy
     began = time.perf_counter()
-    code = spawn.spawn(run, lock, 1, StopRequest(()))
+    code = Supervisor(run, Ranks(run, lock, 1, zygote), LaunchMode.LAUNCHED, StopRequest(())).keep()
     seconds = time.perf_counter() - began
     lock.release()
     if code != EXIT_FINISHED:

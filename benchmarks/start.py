@@ -26,8 +26,8 @@ from benchmarks import command, virtual
 from train import hashing
 from train.record import heartbeat, store
 from train.record.store import Run
-from train.runs import warm
-from train.runs.idle import family
+from train.supervise import forks
+from train.supervise.health import family
 
 RANKS = 2
 PATIENCE = 600.0
@@ -84,7 +84,7 @@ def bench(folder: Path, times: int) -> str:
         (place / "script.py").write_text(SCRIPT)
         for count in range(times):
             took[PLAIN].append(_torchrun(place, count))
-            for how, environment in (("cold", {warm.OFF: "off"}), ("warm", held)):
+            for how, environment in (("cold", {forks.OFF: "off"}), ("warm", held)):
                 ones = _train(place / how, f"run-{count}", os.environ | environment)
                 for row, one in zip(OURS, ones, strict=True):
                     took[f"{row}, {how}"].append(one)
@@ -110,10 +110,12 @@ def bench(folder: Path, times: int) -> str:
 def _held_warm() -> Iterator[dict[str, str]]:
     """A process that has torch imported; gives the variables with which it is found."""
     with tempfile.TemporaryDirectory(prefix="train-bench-") as name:  # of its own, and short: a socket lies in it
-        environment = {"TMPDIR": name, warm.OFF: "on"}
-        process = warm.start(hashing.fixed(os.environ | environment))
+        environment = {"TMPDIR": name, forks.OFF: "on"}
+        environ = hashing.fixed(os.environ | environment)
+        process = forks.start_lender(environ)
+        assert process is not None
         try:
-            _until(lambda: any(Path(name).glob("train-warm-*/*")), lambda: process.poll() is None)
+            forks.acquire(environ, (), patience=PATIENCE).close()  # once all is imported
             yield environment
         finally:
             process.kill()
@@ -149,8 +151,8 @@ def _train(runs: Path, name: str, environment: dict[str, str]) -> list[Took]:
         _until(lambda: _step(run, 1) >= 2, run.alive)
         took.append(Took(time.perf_counter() - began, _ended() - before + _cpu(_pids(run)), _memory(_pids(run))))
 
-        _until(lambda: bool(run.steps_saved()) and len(_pids(run)) > RANKS, run.alive)
-        reached, spent, began = _step(run, 1), _cpu(_pids(run)[:1]), time.perf_counter()
+        _until(lambda: bool(run.steps_saved()) and len(_pids(run)) > RANKS + 1, run.alive)
+        reached, spent, began = _step(run, 1), _cpu(_pids(run)[:2]), time.perf_counter()
         os.kill(_pids(run)[-1], signal.SIGKILL)
         _until(lambda: _step(run, 2) > reached, run.alive)
         took.append(Took(time.perf_counter() - began, _cpu(_pids(run)) - spent, _memory(_pids(run))))
@@ -178,9 +180,12 @@ def _step(run: Run, attempt: int) -> int:
 
 
 def _pids(run: Run) -> list[int]:
-    """The agent and its ranks."""
+    """The agent, the zygote and its ranks."""
     pids = run.read().get("pids") or {}
-    return [pid for pid in [pids.get("agent"), *pids.get("ranks", [])] if pid]
+    ranks = pids.get("ranks", [])
+    with contextlib.suppress(psutil.Error):
+        return [pids["agent"], psutil.Process(ranks[0]).ppid(), *ranks] if ranks else []
+    return []
 
 
 def _until(reached: Callable[[], bool], lives: Callable[[], bool]) -> None:

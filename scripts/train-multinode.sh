@@ -8,6 +8,7 @@
 # all meet. Options: --port P (29400), --nproc N (one rank a GPU, or 2 where there is none), --min M (nodes may leave
 # and join; at least M go on), --rank R (which host this is, where addresses do not tell). Hosts may also stand in
 # TRAIN_HOSTS, or, one a line, in a file: --hosts @FILE. It runs in tmux; train stop NAME on any of them stops all.
+# With --torchrun torchrun itself starts the ranks (docs/scripts.md): all hosts must then see the same --runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +17,7 @@ refuse() {
     exit 2
 }
 
-hosts=${TRAIN_HOSTS:-} port=29400 nproc='' least='' rank='' resume='' rest=()
+hosts=${TRAIN_HOSTS:-} port=29400 nproc='' least='' rank='' resume='' torchrun='' rest=()
 while [ $# -gt 0 ]; do
     case $1 in
         --hosts | --port | --nproc | --min | --rank | --resume)
@@ -30,6 +31,10 @@ while [ $# -gt 0 ]; do
                 --resume) resume=$2 ;;
             esac
             shift 2
+            ;;
+        --torchrun)
+            torchrun=1
+            shift
             ;;
         *)
             rest+=("$1")
@@ -75,9 +80,10 @@ case $rank in '' | *[!0-9]* | ?????*) refuse "--rank $rank: give a number from 0
 [ "$rank" -lt "$count" ] || refuse "--rank $rank: the $count hosts are counted from 0 to $((count - 1))"
 
 if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
-    train=(train)
+    train=(train) python=python3
 elif [ -x .venv/bin/python ]; then
-    train=(.venv/bin/python -m train) # of this checkout, also where .venv is a link to that of another
+    python=.venv/bin/python
+    train=("$python" -m train) # of this checkout, also where .venv is a link to that of another
 else
     refuse "no environment here: make setup, or make up and make shell"
 fi
@@ -85,10 +91,18 @@ case ${list[0]} in *:*) place="[${list[0]}]:$port" ;; *) place="${list[0]}:$port
 cluster=(--nnodes "${least:+$least:}$count" --node-rank "$rank" --rendezvous "$place")
 echo "train-multinode: this is node $rank of $count (${list[$rank]}); all meet at $place" >&2
 if [ -n "$resume" ]; then
+    [ -z "$torchrun" ] || refuse "--resume is for train launch; leave out --torchrun"
     exec "${train[@]}" resume "$resume" ${nproc:+--nproc "$nproc"} "${cluster[@]}" ${rest[@]+"${rest[@]}"}
 fi
 if [ -z "$nproc" ]; then
     gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || gpus=0
     nproc=$((gpus > 0 ? gpus : 2))
+fi
+if [ -n "$torchrun" ]; then
+    [ -z "$least" ] || refuse "--min is for train launch; torchrun starts all hosts, or none"
+    # shellcheck source=scripts/torchrun.sh
+    . scripts/torchrun.sh
+    torchrun_in_tmux "$python" --nnodes "$count" --node-rank "$rank" --master-addr "${list[0]}" --master-port "$port" \
+        --nproc-per-node "$nproc" -- "${rest[@]}"
 fi
 exec "${train[@]}" launch ${rest[@]+"${rest[@]}"} --nproc "$nproc" "${cluster[@]}"

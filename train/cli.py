@@ -15,11 +15,11 @@ from train import hashing, screen
 from train.commands import COMMANDS
 from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, one_line, shortened
 
-_COMPUTING = ("run", "eval", "export")
-"""Commands that execute the code of a task in this process."""
+_COMPUTING = ("eval", "export")
+"""Commands that execute the code of a task in this process; so does `run`, where torchrun has started it."""
 _DETACHED = ("launch", "resume")
-"""Commands of which an agent is begun (train/runs/agent.py)."""
-_STARTING = (*_COMPUTING, *_DETACHED, "submit")
+"""Commands that start a run in tmux, by an agent (train/runs/agent.py)."""
+_STARTING = (*_COMPUTING, *_DETACHED, "run", "submit")
 """Commands of which processes begin in the current folder; libraries of torch's end those that have none."""
 _GONE = "the current folder is gone; go to one that is there: cd"
 
@@ -78,11 +78,11 @@ def _main(arguments: list[str]) -> int:
 
         parser_of(command).print_help()
         return EXIT_FINISHED
-    if command not in _DETACHED:
+    if command not in _DETACHED or "--script" in rest:
         return _carry_out(command, runs_first + rest, given)
-    from train.runs import ahead
+    from train.supervise.forks import begun
 
-    with ahead.begun():  # what it is to do is read meanwhile
+    with begun():  # what it is to do is read meanwhile
         return _carry_out(command, runs_first + rest, given)
 
 
@@ -93,7 +93,7 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     options = parse(parser_of(command), arguments)
     if command in _STARTING and _is_gone():
         raise Refused(_GONE)
-    if command in _COMPUTING:
+    if command in _COMPUTING or (command == "run" and "RANK" in os.environ):
         hashing.begin_again(given)
     runs = folders.runs_folder(options.runs)
     module = importlib.import_module(f"train.commands.{command}")

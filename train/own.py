@@ -23,14 +23,19 @@ def command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", __file__, module, *arguments]
 
 
-def main() -> None:
-    """Execute the module that the first argument names, with the others as its own."""
+def take_package() -> None:
+    """Import this package, and let the current folder come last."""
     root = str(Path(__file__).parents[1])
     sys.path.insert(0, root)
     importlib.import_module("train")  # from here on its modules are found through itself
     sys.path.remove(root)
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.append(os.getcwd())
+
+
+def main() -> None:
+    """Execute the module that the first argument names, with the others as its own."""
+    take_package()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

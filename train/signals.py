@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each of them asks a run to save and to stop. The handler only notes it: saving happens between two steps."""
@@ -16,6 +16,8 @@ POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 USER, KEEPER, SIGNAL, CTRL_C = "user", "keeper", "signal", "ctrl-c"
 """Who asked for a stop, as run.json has it under `stopped_by`: `train stop`; the keeper, which will continue the run; a
 signal, of a service manager for example; a second Ctrl-C. What a user wanted rests until he wants it otherwise."""
+_SAME = 0.25
+"""Seconds within which two SIGINT are one Ctrl-C: timeout(1) sends it to a process and then to its whole group."""
 
 
 class StopRequest:
@@ -30,16 +32,24 @@ class StopRequest:
         self.now = False
         """Whether nothing is to be saved."""
         self.at_once = False
-        """Whether Ctrl-C was typed twice, and nothing is to be waited for: see runs/interrupt.py."""
+        """Whether Ctrl-C was typed twice in a foreground run, and nothing is to be waited for."""
         self.interrupts = 0
         """How often Ctrl-C was typed."""
+        self.on_interrupt: Callable[[int], None] | None = None
+        """Called by the handler at each Ctrl-C, with their number."""
+        self._interrupted = -_SAME
         for number in signals:
             signal.signal(number, self.note)
 
     def note(self, number: int, frame: object) -> None:
         """The handler."""
-        self.interrupts += number == signal.SIGINT
+        is_new = number == signal.SIGINT and time.monotonic() - self._interrupted > _SAME
+        self.interrupts += is_new
         self.ask(SIGNAL, signal.Signals(number).name)
+        if is_new:
+            self._interrupted = time.monotonic()
+            if self.on_interrupt is not None:
+                self.on_interrupt(self.interrupts)
 
     def ask(self, by: str, reason: str, now: bool = False) -> None:
         """Ask for a stop. Who asks last is who has asked, but for what must be at once."""

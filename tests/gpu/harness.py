@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -12,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,18 +20,19 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from train import hashing
 from train.parallel.seat import Seat
 from train.record import folders, store
 from train.record.outcome import Outcome
 from train.record.store import Run
 from train.runs import admit
-from train.runs.processes.forked import Forked
-from train.runs.processes.here import Here
 from train.runs.request import Request
-from train.runs.supervise import Supervisor
-from train.runs.verdict import Road
-from train.runs.worker import run_rank
 from train.signals import StopRequest
+from train.supervise.attempts import Supervisor, alone
+from train.supervise.decide import LaunchMode
+from train.supervise.forks import CHECKS, RANKS, Zygote, acquire
+from train.supervise.ranks import Ranks
+from train.supervise.worker import run_rank
 
 OK, FAILED, BELOW, FIGURE, UNCHECKED = "ok", "FAILED", "below goal", "figure", "not checked"
 TASKS = Path(__file__).with_name("tasks")
@@ -139,17 +140,15 @@ def exact_flags(scale: Scale, task: str) -> dict[str, Any]:
     return flags
 
 
+@functools.cache
+def _zygote() -> Zygote:
+    """What ranks in processes of their own are forked from; it has no GPU in use, whatever this process has."""
+    return acquire(hashing.fixed(os.environ), (*CHECKS, *RANKS, "tests.gpu.models"))
+
+
 def warm_up() -> None:
-    """What the server that ranks are forked from imports before."""
-    set_forkserver_preload(
-        [
-            "train.runs.unmoved",
-            "train.runs.processes.forked",
-            "train.engine.loop",
-            "train.runs.admit",
-            "tests.gpu.models",
-        ]
-    )
+    """Let it import meanwhile."""
+    _zygote()
 
 
 def made(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> Run:
@@ -188,7 +187,7 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
     lock = run.acquire()
     assert lock is not None
     try:
-        Supervisor(run, Here(rank), Road.ALONE, StopRequest(())).keep()
+        alone(run, LaunchMode.TORCHRUN, 1, rank, StopRequest(()))
     finally:
         lock.release()
     record = run.read()
@@ -212,8 +211,9 @@ def train_forked(
     assert lock is not None, f"{run.name} is alive"
     try:
         with _quiet():
-            processes = Forked(run, lock, ranks, {"TRAIN_FAULT": fault, **environment})
-            Supervisor(run, processes, Road.SPAWNED, StopRequest(())).keep()
+            environ = {"TRAIN_FAULT": fault, **environment}
+            processes = Ranks(run, lock, ranks, _zygote(), environ=environ, is_foreground=True)
+            Supervisor(run, processes, LaunchMode.FOREGROUND, StopRequest(())).keep()
     finally:
         lock.release()
     return run.shown()

@@ -197,18 +197,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def keep(folder: Path, ranks: int) -> int:
     """Be the agent of a run, as runs/agent.py is inside tmux."""
-    from train.record.store import Run
-    from train.runs import preload
-    from train.runs.processes.children import Children
-    from train.runs.supervise import Supervisor
-    from train.runs.verdict import Road
-    from train.signals import StopRequest
 
-    preload.load(preload.RANKS)
+    from train import hashing
+    from train.record.store import Run
+    from train.signals import StopRequest
+    from train.supervise.attempts import Supervisor
+    from train.supervise.decide import LaunchMode
+    from train.supervise.forks import CHECKS, RANKS, acquire
+    from train.supervise.ranks import Ranks
+
     run, stop = Run(folder), StopRequest()
+    zygote = acquire(hashing.fixed(os.environ), (*CHECKS, *RANKS))
     lock = run.acquire(patience=30.0)
-    assert lock is not None and preload.is_clean()
-    return Supervisor(run, Children(run, lock, ranks), Road.LAUNCHED, stop).keep()
+    assert lock is not None
+    return Supervisor(run, Ranks(run, lock, ranks, zygote), LaunchMode.LAUNCHED, stop).keep()
 
 
 def train(folder: Path, steps: int, flags: dict[str, Any]) -> None:

@@ -69,8 +69,8 @@ def _send(pids: list[int | None], number: signal.Signals) -> bool:
 
 def _ranks(run: Run) -> list[int]:
     with contextlib.suppress(psutil.Error, KeyError, IndexError):
-        agent = psutil.Process(run.read()["pids"]["agent"])
-        return [child.pid for child in agent.children() if "train.runs.rank" in " ".join(child.cmdline())]
+        pids = run.read()["pids"]["ranks"]
+        return [pid for pid in pids if "train-rank" in " ".join(psutil.Process(pid).cmdline())]
     return []
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
 import random
 import signal
@@ -11,18 +13,41 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
+from train import hashing
 from train.record import manifest, outcome, store
 from train.record.store import Run
-from train.runs import supervise, verdict
-from train.runs.processes.forked import Forked
-from train.runs.verdict import Facts, Road
+from train.supervise import attempts, decide
+from train.supervise.decide import Facts, LaunchMode
+from train.supervise.forks import CHECKS, RANKS, Zygote, acquire
+from train.supervise.health import lives
+from train.supervise.ranks import Ranks
 
-Disturb = Callable[[list[Any]], None]
+
+@dataclasses.dataclass
+class Rank:
+    """A rank as those see it who disturb it."""
+
+    pid: int
+    ranks: Ranks
+
+    def is_alive(self) -> bool:
+        return lives(self.pid)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.ranks.kill(self.pid, number)
+
+
+Disturb = Callable[[list[Rank]], None]
+
+
+@functools.cache
+def zygote() -> Zygote:
+    """What all ranks here are forked from."""
+    return acquire(hashing.fixed(os.environ), (*CHECKS, *RANKS))
 
 
 def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: str = "") -> float:
@@ -32,30 +57,31 @@ def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: st
         raise Failure(f"{run.name}: the lock was never released")
     began = time.monotonic()
     number = run.begin_attempt(ranks)
-    forked = Forked(run, lock, ranks, {"TRAIN_FAULT": fault_text})
-    forked.start(number)
+    made = Ranks(run, lock, ranks, zygote(), environ={"TRAIN_FAULT": fault_text}, is_foreground=True)
+    made.start(number)
     lock.release()
+    processes = [Rank(pid, made) for pid in made.pids]
     if disturb is not None:
-        disturb(forked.processes)
+        disturb(processes)
     first_death = None
-    while not forked.wait():
-        if first_death is None and forked.exits():
+    while not made.wait():
+        if first_death is None and made.exits:
             first_death = time.monotonic()
         # what a supervisor does: peers that wait for the dead are ended
         if first_death is not None and time.monotonic() - first_death > 1:
-            forked.signal(signal.SIGKILL)
+            made.signal(signal.SIGKILL)
         if time.monotonic() - began > PATIENCE:
-            where = stacks(forked.processes)
-            forked.signal(signal.SIGKILL)
+            where = stacks(processes)
+            made.signal(signal.SIGKILL)
             raise Failure(f"{run.name}: attempt {number} never ended\n{logs(run)}\n{where}")
-    forked.close()
-    outcomes = outcome.read_all(run.logs(number))
-    facts = Facts(run.name, Road.SPAWNED, ranks=ranks, outcomes=outcomes, exits=forked.exits())
-    supervise.write(run, number, verdict.decide(facts))
+    facts = Facts(
+        run.name, LaunchMode.FOREGROUND, ranks=ranks, outcomes=outcome.read_all(run.logs(number)), exits=made.exits
+    )
+    attempts.write(run, number, decide.decide(facts))
     return time.monotonic() - began
 
 
-def stacks(processes: list[Any]) -> str:
+def stacks(processes: list[Rank]) -> str:
     """Where the ranks and their loader workers are, by py-spy, down into the C library."""
     family: list[psutil.Process] = []
     for process in processes:
@@ -82,7 +108,7 @@ def killed(run: Run, ranks: int, duration: float, random_: random.Random, kills:
         # a run that is killed early is killed again soon: so that the last steps are met as often as the first
         wait = random_.uniform(0, duration * random_.choice((0.3, 1.0)))
 
-        def kill(processes: list[Any], everyone: bool = everyone, victim: int = victim, wait: float = wait) -> None:
+        def kill(processes: list[Rank], everyone: bool = everyone, victim: int = victim, wait: float = wait) -> None:
             nonlocal hit
             deadline = time.monotonic() + wait
             while time.monotonic() < deadline and all(process.is_alive() for process in processes):
@@ -107,7 +133,7 @@ def stopped(run: Run, ranks: int, duration: float, random_: random.Random, stops
         wait = random_.uniform(0, 0.4 * duration)
 
         def ask(
-            processes: list[Any],
+            processes: list[Rank],
             everyone: bool = everyone,
             victim: int = victim,
             wait: float = wait,
@@ -118,8 +144,7 @@ def stopped(run: Run, ranks: int, duration: float, random_: random.Random, stops
                 time.sleep(0.001)  # from here on every rank listens
             time.sleep(wait)
             for process in processes if everyone else [processes[victim]]:
-                if process.is_alive():
-                    os.kill(process.pid, number)
+                process.kill(number)
 
         attempt(run, ranks, ask if hit < stops else None)
         record = run.read()

@@ -30,7 +30,7 @@ from tests.torture.check import Failure, change, compare, logs, make, outcome
 from train import faults
 from train.record import store
 from train.record.store import Run
-from train.runs import launch, spawn
+from train.runs import launch
 
 STEPS = 72
 """Three epochs."""
@@ -337,7 +337,6 @@ def main() -> int:
     began = time.monotonic()
     table = Table(os.dup(1))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the ranks' own words are in their logs
-    spawn.warm_up()
     with tempfile.TemporaryDirectory(prefix="train-torture-runs-") as temporary:
         saving = tuple(word == "async" for word in options.saving)
         torture = Torture((options.runs or Path(temporary)).absolute(), options.seed, table, options.only, saving)

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from tests.train import forks
-from train import cores, hashing
+from train import cores
 from train.record import store
 from train.record.store import Run
-from train.runs import launch, warm
+from train.runs import launch
 
 pytest.register_assert_rewrite("tests.train.training")
 
@@ -42,24 +42,6 @@ def pytest_xdist_auto_num_workers() -> int:
 os.environ["TRAIN_STATE"] = tempfile.mkdtemp(prefix="train-state-")
 """Of the tests and of all that they start: a station's key of their own, never that of who runs them."""
 atexit.register(shutil.rmtree, os.environ["TRAIN_STATE"], ignore_errors=True)
-
-_held: dict[str, str] = {}
-
-
-def held_warm(environment: dict[str, str]) -> dict[str, str]:
-    """A process with torch imported, from the first call to the end of the tests; returns how it is found."""
-    if not _held:
-        folder = tempfile.mkdtemp(prefix="train-tests-")  # short: the name of a socket has little room
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        found = {"TMPDIR": folder, warm.OFF: "on"}
-        process = warm.start(hashing.fixed(environment | found))
-        atexit.register(process.kill)
-        deadline = time.monotonic() + PATIENCE
-        while not any(Path(folder).glob("train-warm-*/*")):
-            assert time.monotonic() < deadline and process.poll() is None, "nothing is held warm"
-            time.sleep(0.05)
-        _held.update(found)
-    return _held
 
 
 def lives(pid: int) -> bool:
@@ -81,7 +63,7 @@ class Station:
         """Run `train ARGUMENTS` to its end, without a terminal; in a new interpreter where variables ask for one."""
         texts, environment = [*map(str, arguments)], self.environment() | self._warm(*arguments) | (env or {})
         if forks.fits(env or {}):
-            return forks.train(texts, self.folder, environment, PATIENCE)
+            return forks.train(texts, self.folder, self.environment(), environment, PATIENCE)
         return subprocess.run(
             [sys.executable, "-m", "train", *texts],
             cwd=self.folder,
@@ -112,8 +94,8 @@ class Station:
         )
 
     def _warm(self, *arguments: object) -> dict[str, str]:
-        """What lets a launch or a resume begin at once; with TRAIN_WARM=off over it, it starts cold."""
-        return held_warm(self.environment()) if arguments[0] in ("launch", "resume") else {}
+        """What lets a run begin at once; with TRAIN_WARM=off over it, it starts cold."""
+        return forks.held_warm(self.environment()) if arguments[0] in ("launch", "resume", "run") else {}
 
     def environment(self) -> dict[str, str]:
         # of the tests' own surroundings, what would change how a run behaves is kept out

@@ -10,57 +10,74 @@ from __future__ import annotations
 import atexit
 import importlib
 import io
-import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import BinaryIO
 
-from train.runs import warm
-from train.runs.processes.forked import Passed
+from train import hashing
+from train.supervise import forks
+from train.supervise.zygote import LIBRARIES, READ_AT_LOADING, SIGNALS
 
-PRELOAD = [
-    "train.runs.processes.forked",
-    "train.engine.loop",
-    "train.runs.admit",
-    "torch.distributed.checkpoint",
-    "pytest",  # what starting a process from a test would import
-]
-set_forkserver_preload(PRELOAD)
+ROOT = Path(__file__).parents[2]
+IMPORTS = (*LIBRARIES, *forks.CHECKS, *forks.RANKS, "pytest", "tests.train.forks")
+_held: dict[str, str] = {}
+
+
+def held_warm(environment: Mapping[str, str]) -> dict[str, str]:
+    """A lender with everything imported, from the first call to the end of the tests; returns how it is found."""
+    if not _held:
+        folder = tempfile.mkdtemp(prefix="train-tests-")  # short: the name of a socket has little room
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        found = {"TMPDIR": folder, forks.OFF: "on"}
+        process = forks.start_lender(hashing.fixed({**environment, **found}), IMPORTS, ROOT)
+        assert process is not None and process.stdin is not None
+        atexit.register(process.kill)
+        _held.update(found)
+    return _held
+
+
+def zygote(environment: Mapping[str, str]) -> forks.Zygote:
+    """A zygote from that lender, in the current folder."""
+    return forks.acquire(hashing.fixed({**environment, **held_warm(environment)}), IMPORTS, patience=240.0)
 
 
 def fits(environ: Mapping[str, str]) -> bool:
     """Whether a fork of the server is what a new process with these variables would be."""
-    return not any(key.startswith(warm.READ_AT_LOADING) for key in environ)
+    return not any(key.startswith(READ_AT_LOADING) for key in environ)
 
 
 def train(
-    arguments: list[str], folder: Path, environment: Mapping[str, str], patience: float
+    arguments: list[str], folder: Path, base: Mapping[str, str], environment: Mapping[str, str], patience: float
 ) -> subprocess.CompletedProcess[str]:
     """Run `train ARGUMENTS` in this folder to its end, as subprocess.run would.
+
+    Args:
+        base: the environment of the zygote.
+        environment: of the command.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `patience`, in seconds, and was killed.
     """
     command = [sys.executable, "-m", "train", *arguments]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        files = (Passed(out.fileno()), Passed(err.fileno()))
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_main, args=(command, str(folder), dict(environment), files)
-        )
-        process.start()
-        process.join(patience)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(command, patience, _text(out), _text(err))
-        return subprocess.CompletedProcess(command, process.exitcode, _text(out), _text(err))
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, Path(os.devnull).open("rb") as nothing:
+        made = zygote(base)
+        try:
+            files = [nothing.fileno(), out.fileno(), err.fileno()]
+            pid = made.fork("tests.train.forks:main", [command, str(folder)], files, environment)
+            deadline = time.monotonic() + patience
+            while pid not in (ended := made.ended(1.0)):
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(command, patience, _text(out), _text(err))
+        finally:
+            made.kill()
+        return subprocess.CompletedProcess(command, ended[pid], _text(out), _text(err))
 
 
 def _text(file: BinaryIO) -> str:
@@ -68,27 +85,20 @@ def _text(file: BinaryIO) -> str:
     return io.TextIOWrapper(io.BytesIO(file.read()), encoding="utf-8").read()  # line ends as text=True reads them
 
 
-def _main(command: list[str], folder: str, environment: dict[str, str], files: tuple[Passed, Passed]) -> None:
+def main(command: list[str], folder: str, files: list[int]) -> None:
     """In the fork: what `python -m train` does after its interpreter has started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = open(fd, "w", errors="strict" if fd == 1 else "backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.chdir(folder)
+    time.tzset()
+    tempfile.tempdir = None
+    sys.path[:] = [folder, *(entry for entry in sys.path if entry != "")]
+    sys.argv = [str(Path(importlib.import_module("train").__file__ or "").with_name("__main__.py")), *command[3:]]
     code = 1
     try:
-        for fd, file in enumerate(files, start=1):
-            os.dup2(file.fd, fd)
-            os.close(file.fd)
-        for name, fd in (("stdout", 1), ("stderr", 2)):
-            stream = open(fd, "w", errors="strict" if fd == 1 else "backslashreplace", closefd=False)  # noqa: SIM115
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
-        time.tzset()
-        tempfile.tempdir = None
-        sys.path[:] = [folder, *(entry for entry in sys.path if entry != "")]
-        sys.argv = [str(Path(importlib.import_module("train").__file__ or "").with_name("__main__.py")), *command[3:]]
         importlib.import_module("train.cli").main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train import forks
 from train.data.order import order
 from train.engine.export import load_trained
 from train.record import folders, store
-from train.runs import admit, readmit, spawn
+from train.runs import admit, readmit
 from train.runs.request import Request
 from train.signals import StopRequest
+from train.supervise.attempts import Supervisor
+from train.supervise.decide import LaunchMode
+from train.supervise.ranks import Ranks
 
 TASK = Path(__file__).with_name("learner.py")
 SPEED = ("samples_per_s", "data_wait", "step_time", "memory")
@@ -46,6 +50,7 @@ class Engine:
 
     def __init__(self, station: Any) -> None:
         self.station = station
+        self.zygote = forks.zygote(station.environment())
 
     def run(
         self, name: str, ranks: int = 1, script: Iterable[str] = (), task: Path = TASK, **flags: Any
@@ -73,7 +78,8 @@ class Engine:
         lock = run.acquire()
         assert lock is not None, f"{run.name} is alive"
         try:
-            self.code = spawn.spawn(run, lock, ranks, StopRequest(()))
+            made = Ranks(run, lock, ranks, self.zygote, is_foreground=True)
+            self.code = Supervisor(run, made, LaunchMode.FOREGROUND, StopRequest(())).keep()
         finally:
             lock.release()
         return run.shown() if (run.folder / "run.json").exists() else {}  # a test may have taken it away

@@ -26,10 +26,6 @@ def run(options: Namespace, runs: Path) -> int:
 
         folders.check_free(runs, options.name)
     shared.check_now(options.task, options.flags)
-    if spawn is not None:
-        from train.runs.spawn import warm_up
-
-        warm_up()
     from train.runs import foreground
     from train.runs.request import Request
 

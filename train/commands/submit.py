@@ -13,7 +13,7 @@ from train.commands import offers, shared
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 from train.runs.gpus import MOST_RANKS
-from train.runs.supervise import MAX_RESTARTS
+from train.supervise.attempts import MAX_RESTARTS
 
 T = TypeVar("T")
 

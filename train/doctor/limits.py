@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from train.doctor.finding import Finding, ok, problem
 from train.doctor.machine import Machine
 from train.format import size
-from train.runs.memory import chain
+from train.supervise.memory import chain
 
 MB, GB = 2**20, 2**30
 _LEAST_SHARED = 256 * MB

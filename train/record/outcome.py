@@ -1,7 +1,7 @@
 """How a rank ended, in its own words: a small file beside its log, which outlives it.
 
 A rank says what happened to it and no more; what becomes of the run is decided by who has seen all ranks (see
-runs/supervise.py). Nothing here imports torch.
+supervise/attempts.py). Nothing here imports torch.
 """
 
 from __future__ import annotations

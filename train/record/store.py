@@ -339,7 +339,7 @@ class Run:
     def end_attempt(
         self, end: str, why: str, state: str | None = None, last_lines: list[str] | None = None, **values: Any
     ) -> None:
-        """Record why the attempt ended, and the run's state if that ends with it. For runs/supervise.py alone.
+        """Record why the attempt ended, and the run's state if that ends with it. For supervise/attempts.py alone.
 
         Args:
             end: finished, stopped, failed or died.

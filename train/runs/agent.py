@@ -1,64 +1,61 @@
-"""The process inside tmux: reads the order, opens the run, tells who waits for it, and keeps its ranks alive.
+"""The process inside tmux: reads the order, opens the run, answers the caller, and keeps the ranks alive.
 
     python -P …/train/own.py train.runs.agent FOLDER_OF_THE_ORDER
 
-Started by runs/pane.py through runs/cold.py, with the environment of who gave the order, or forked by runs/warm.py.
+Imports no torch: what needs it is done by forks of the zygote (supervise/zygote.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
+import os
 import signal
 import sys
 import termios
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from train import own
 from train.errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
 from train.record import durable, environment, folders, store
 from train.record.store import Lock, Run
-from train.runs import preload, supervise, title
-from train.runs.apart import Told, call
-from train.runs.follow import View
-from train.runs.launch import Order
-from train.runs.nodes import Nodes, settings_of
-from train.runs.opening import Opened, open_run
-from train.runs.processes import Processes
-from train.runs.processes.children import Children
-from train.runs.processes.elastic import Elastic
-from train.runs.supervise import Supervisor
-from train.runs.verdict import Road
 from train.signals import KEEPER, USER, StopRequest
+
+_OF_PANE = ("TMUX", "TMUX_PANE", "TERM")
+"""Variables that are the terminal's own."""
 
 
 def main() -> None:
     """Carry out the order that lies in the folder given as argument."""
     desk = Path(sys.argv[1])
-    title.show(sys.executable, "-m", "train.runs.agent", str(desk))  # a fork has the name of what forked it
     content = json.loads((desk / "request.json").read_text(encoding="utf-8"))
+    _take_environment(content["env"], content["cwd"])
     _never_wait_for_terminal()
+    from train.runs.launch import Order
+    from train.runs.opening import open_run
+
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run is there, when opening.py lets the terminal go
     order = Order(**content["order"])
-    fail = functools.partial(_fail, desk)
-
-    def apart(check: Callable[[], Any], meanwhile: Callable[[], None]) -> Any:
-        return call(check, fail, meanwhile)
-
     try:
-        opened = open_run(order, environment.keep(content["env"]), apart)
-    except Told:
-        raise
+        opened = open_run(order, environment.keep(content["env"]), content["zygote"])
     except BaseException as error:
-        sys.exit(fail(error))
+        sys.exit(_fail(desk, error))
     if not _answer(desk, {"warnings": opened.warnings}):
         _undo(order, opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
     sys.exit(keep(opened, stop))
+
+
+def _take_environment(environ: dict[str, str], cwd: str) -> None:
+    """Have the environment of the caller, for a tmux server hands out that of its first client. Begin again with it,
+    for what is read at a process's start is to be the caller's too."""
+    environ = environ | {name: os.environ[name] for name in _OF_PANE if name in os.environ}
+    os.chdir(cwd)
+    if dict(os.environ) != environ:
+        os.execve(sys.executable, own.command("train.runs.agent", *sys.argv[1:]), environ)
 
 
 def _never_wait_for_terminal() -> None:
@@ -70,24 +67,30 @@ def _never_wait_for_terminal() -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    """The session was ended before there was a run. By an exit, for imported libraries have temporary folders, which
-    another signal is not to keep them from taking away."""
+    """The session was ended before there was a run."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def _fail(desk: Path, error: BaseException) -> int:
-    """Tell who waits why the order cannot be carried out. Returns an exit code."""
+    """Tell the caller why the order cannot be carried out. Returns an exit code."""
     if isinstance(error, Refused):
         _answer(desk, {"refused": str(error)})
         return EXIT_REFUSED
-    said = f"unexpected {type(error).__name__}: {error}"
-    if isinstance(error, OSError):
-        said = f"{error.strerror or error}: {error.filename}; look at its owner and mode"
-    _answer(desk, {"refused": one_line(said)})
+    said = error_line(error)
+    _answer(desk, {"refused": said})
+    return 1
+
+
+def error_line(error: BaseException) -> str:
+    """What is not foreseen, in a line; its traceback goes to the terminal."""
+    from train.supervise.forks import CheckFailed, described
+
+    if isinstance(error, CheckFailed):  # printed where it was raised
+        return str(error)
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
-    return 1
+    return described(error)
 
 
 def _answer(desk: Path, answer: dict[str, Any]) -> bool:
@@ -99,20 +102,30 @@ def _answer(desk: Path, answer: dict[str, Any]) -> bool:
     return True
 
 
-def _undo(order: Order, run: Run, lock: Lock) -> None:
+def _undo(order: Any, run: Run, lock: Lock) -> None:
     """Clear away a run whose launch was withdrawn; rest one whose resume was."""
+    from train.supervise import attempts
+
     if order.kind == "resume":
         by = KEEPER if order.by_keeper else USER
-        supervise.rest(run, store.STOPPED, "stopped (its resume was interrupted)", by)
+        attempts.rest(run, store.STOPPED, "stopped (its resume was interrupted)", by)
     lock.release()
     if order.kind != "resume":
         folders.remove(run)
 
 
-def keep(opened: Opened, stop: StopRequest) -> int:
+def keep(opened: Any, stop: StopRequest) -> int:
     """Keep the run alive until it ends, shown on the terminal as long as there is one. Returns the exit code."""
-    run = opened.run
-    view = View(run, sys.stderr, show_log=bool(run.read().get("script")))
+    from train.runs import scripts
+    from train.runs.follow import View
+    from train.supervise.attempts import Supervisor
+    from train.supervise.decide import LaunchMode
+    from train.supervise.nodes import Nodes, settings_of
+    from train.supervise.ranks import Ranks
+
+    run, record = opened.run, opened.run.read()
+    is_script = bool(record.get("script"))
+    view = View(run, sys.stderr, show_log=is_script)
 
     def show() -> None:
         with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
@@ -123,26 +136,18 @@ def keep(opened: Opened, stop: StopRequest) -> int:
             view.say(text)
 
     try:
-        settings = settings_of(run.read())
+        settings = settings_of(record)
         nodes = Nodes(run, opened.ranks, settings, opened.listening) if settings is not None else None
-        processes = _processes(run, opened.lock, opened.ranks, nodes)
-        code = Supervisor(run, processes, Road.LAUNCHED, stop, show, say, nodes).keep()
+        command = (lambda: scripts.command(run, record)) if is_script else None
+        ranks = Ranks(run, opened.lock, opened.ranks, opened.zygote, nodes, command)
+        code = Supervisor(run, ranks, LaunchMode.LAUNCHED, stop, show, say, nodes).keep()
     except (OSError, Refused) as error:  # its disk fails or its folder is gone
         say(f"{run.name} cannot go on: {one_line(error)}")
         return EXIT_FAILED
+    opened.zygote.close()
     with contextlib.suppress(OSError):
         view.close()
     return code
-
-
-def _processes(run: Run, lock: Lock, ranks: int, nodes: Nodes | None) -> Processes:
-    """Forks of this process; a script is started by torchrun, unmodified. So is a task where something that was
-    imported (a sitecustomize, say) has left threads or a GPU behind, which a fork would be without."""
-    if run.read().get("script") or not preload.is_clean():
-        if nodes is not None:
-            raise Refused("something that is imported here has left threads or a GPU behind; see train doctor")
-        return Elastic(run, lock, ranks)
-    return Children(run, lock, ranks, nodes)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from typing import Any
 
 from train import own
 from train.errors import Refused, one_line
-from train.runs import memory
 from train.signals import die_with_parent
+from train.supervise import memory
 
 _FULL = 4
 """Exit code of a rank to which memory was refused."""

@@ -14,7 +14,8 @@ from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from train.record import heartbeat, store
 from train.record.record import Record
 from train.record.store import Run
-from train.runs import scripts, supervise
+from train.runs import scripts
+from train.supervise import attempts, decide
 
 _PATIENCE = 15.0
 """Seconds after which one who waits for a script to stop is told how to end it."""
@@ -81,7 +82,7 @@ def _ran_well(run: Run, record: Record) -> bool:
     attempt = record["attempts"][-1]
     began = store.seconds_of(attempt["started"])
     last = max(store.seconds_of(attempt.get("ended")) or 0.0, heartbeat.last_sign(run.logs(attempt["number"])))
-    return began is not None and last - began >= 60 * scripts.healthy_minutes(record)
+    return began is not None and last - began >= 60 * decide.healthy_minutes(record)
 
 
 def stop(run: Run, now: bool) -> tuple[int, str]:
@@ -106,7 +107,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         if not is_script:
             reason += f"; the last checkpoint is of step {next(iter(run.steps_saved()), 0)}"
         try:
-            supervise.rest(run, store.STOPPED, reason, signals.USER)
+            attempts.rest(run, store.STOPPED, reason, signals.USER)
         except OSError as error:
             problem = f"{run.name} has ended, but its folder takes no record of it ({error.strerror}); when it does"
             raise Refused(f"{problem}: train stop {run.name}, or a keeper brings it back") from None

@@ -12,12 +12,12 @@ from typing import IO
 from train import screen
 from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from train.record import metrics, store
+from train.record.progress_lines import Folding
 from train.record.record import Record
 from train.record.store import Run
 from train.runs.control import how_to_go_on
-from train.runs.folding import Folding
-from train.runs.verdict import CODES
 from train.screen import Bar
+from train.supervise.decide import CODES
 
 _STATE_EVERY = 10.0
 """Seconds between two lines about a script's progress bar where no terminal can draw it."""

@@ -1,4 +1,4 @@
-"""`train run`: here and now. One process, or N that torch.multiprocessing starts, or one rank of a torchrun."""
+"""`train run`: here and now. Ranks that this process starts and waits for, or one rank of somebody else's torchrun."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from train import screen
 from train.errors import Refused, one_line
@@ -16,16 +17,13 @@ from train.parallel.seat import Seat, seat_of_environment
 from train.record import environment, folders
 from train.record.outcome import Kind, Outcome
 from train.record.store import Lock, Run
-from train.runs import interrupt
-from train.runs.admit import Prepared, prepare
-from train.runs.processes.forked import keep_log
-from train.runs.processes.here import Here
+from train.runs.opening import zygote_for
 from train.runs.request import ALONE, Request
-from train.runs.spawn import spawn as spawn_ranks
-from train.runs.supervise import Supervisor
-from train.runs.verdict import Road
-from train.runs.worker import exit_code, leave, log_to, run_rank, show
 from train.signals import StopRequest
+from train.supervise.attempts import Supervisor, alone
+from train.supervise.decide import LaunchMode
+from train.supervise.forks import CHECKS, CheckFailed
+from train.supervise.ranks import Ranks
 
 
 def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> int:
@@ -34,43 +32,37 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
     Raises:
         Refused: the request is wrong; nothing has been created.
     """
-    log_to(sys.stderr)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if spawn is not None:
             raise Refused("--spawn starts ranks of its own, and torchrun has started this one; leave out --spawn")
         return _under_torchrun(runs, name, request)
     request.ranks = spawn or 1
-    prepared = prepare(request)
-    made = folders.create(
-        runs, name or folders.fresh_name(runs, prepared.task.file.stem), _files(prepared), prepared.record
-    )
+    asked = {key: value for key, value in vars(request).items() if key != "nodes"}
+    zygote = zygote_for(is_script=False)
+    try:
+        files, record, stem = zygote.call(f"{__name__}:prepared", asked, after=CHECKS[-1])
+    except CheckFailed as error:
+        raise Refused(error) from None
+    made = folders.create(runs, name or folders.fresh_name(runs, stem), _with_environment(files), record)
     lock = made.acquire()
     assert lock is not None  # a folder that has just been made
     stop = StopRequest((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
-    if spawn is not None:
-        return spawn_ranks(made, lock, spawn, stop, is_attended=True)
-    return _alone(made, stop)
+    ranks = Ranks(made, lock, request.ranks, zygote, is_foreground=True)
+    code = Supervisor(made, ranks, LaunchMode.FOREGROUND, stop).keep()
+    zygote.close()
+    return code
 
 
-def _alone(made: Run, stop: StopRequest) -> int:
-    """Train in this process. Returns the exit code."""
+def prepared(request: dict[str, Any]) -> tuple[dict[str, str | bytes], dict[str, Any], str]:
+    """Check a new run, in a fork. Returns its files, its record and what names are made from."""
+    from train.runs.admit import prepare
 
-    def rank(attempt: int) -> Outcome:
-        keep_log(made.logs(attempt), 0)
-        end = run_rank(made, Seat(), attempt, stop, bar=sys.stderr.isatty())
-        if end.kind is Kind.DIED:
-            interrupt.hold(stop)
-            if not end.is_of_system:  # a disk that fails is told in a line
-                show(end)
-        return end
-
-    supervisor = Supervisor(made, Here(rank), Road.ALONE, stop)
-    interrupt.listen(made, stop, supervisor.end_at_once)
-    return supervisor.keep()
+    found = prepare(Request(**request))
+    return found.files, found.record, found.task.file.stem
 
 
-def _files(prepared: Prepared) -> dict[str, str | bytes]:
-    return prepared.files | {environment.FILE: environment.to_json(environment.keep(os.environ))}
+def _with_environment(files: dict[str, str | bytes]) -> dict[str, str | bytes]:
+    return files | {environment.FILE: environment.to_json(environment.keep(os.environ))}
 
 
 def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
@@ -81,6 +73,9 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     """
     import torch.distributed as dist
 
+    from train.supervise.worker import leave, log_to
+
+    log_to(sys.stderr)
     seat = seat_of_environment()
     meeting, _, _ = next(dist.rendezvous("env://", seat.rank, seat.size))
     board = dist.PrefixStore(f"train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
@@ -102,7 +97,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
             end, code = _rank_of_torchrun(made, attempt, seat, stop)
             return end
 
-        Supervisor(made, Here(rank, seat.size), Road.TORCHRUN, stop).keep()
+        alone(made, LaunchMode.TORCHRUN, seat.size, rank, stop)
     except Refused as error:
         board.set("run", json.dumps({"refused": one_line(error)}))
         with contextlib.suppress(OSError):
@@ -124,6 +119,8 @@ def shape(seat: Seat) -> tuple[int, range]:
 
 def _rank_of_torchrun(made: Run, attempt: int, seat: Seat, stop: StopRequest) -> tuple[Outcome, int]:
     """Train a rank. Returns its end and its exit code."""
+    from train.supervise.worker import exit_code, keep_log, run_rank, show
+
     logs = made.logs(attempt)
     keep_log(logs, seat.rank)
     end = run_rank(made, seat, attempt, stop, bar=seat.rank == 0 and sys.stderr.isatty())
@@ -141,15 +138,17 @@ def _job_of(run: Run) -> str | None:
 
 def _open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
     """Create the run, or find it again when torchrun has restarted us."""
+    from train.runs.admit import prepare
+
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.getppid()}"
     made: Run | None = None
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         candidates = [Run(runs / name)] if name and (runs / name / "run.json").exists() else list(folders.every(runs))
         made = next((old for old in candidates if _job_of(old) == job), None)
     if made is None:
-        prepared = prepare(request)
-        record = prepared.record | {"torchelastic": job}
-        made = folders.create(runs, name or folders.fresh_name(runs, prepared.task.file.stem), _files(prepared), record)
+        found = prepare(request)
+        record, files = found.record | {"torchelastic": job}, _with_environment(found.files)
+        made = folders.create(runs, name or folders.fresh_name(runs, found.task.file.stem), files, record)
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
     if lock is None:
         raise Refused(f"{made.name} is running already")

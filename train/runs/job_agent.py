@@ -17,7 +17,6 @@ import functools
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from typing import Any
 from train import screen
 from train.cluster import address, engine
 from train.cluster.address import Place
-from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass, one_line
+from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
 from train.record import environment, store
 from train.record.store import Run
 from train.runs import agent, control, gpus
-from train.runs.apart import Told, call
 from train.runs.jobs import laid_over
 from train.runs.launch import Order
 from train.runs.opening import open_run
@@ -61,9 +59,7 @@ def main(beside: Path, stop: StopRequest) -> int:
         if order is None:
             screen.say(f"train: {run.name} has finished already")
             return EXIT_FINISHED
-        opened = open_run(order, environment.keep(os.environ), lambda check, meanwhile: call(check, fail, meanwhile))
-    except Told:
-        raise
+        opened = open_run(order, environment.keep(os.environ))
     except Exception as error:
         return fail(error)
     for line in opened.warnings:
@@ -177,9 +173,7 @@ def _fail(beside: Path, run: Run | None, error: BaseException) -> int:
     if isinstance(error, Refused):
         said, code = str(error), 1 if may_pass(error) else EXIT_REFUSED
     else:
-        said, code = one_line(f"unexpected {type(error).__name__}: {error}"), 1
-        with contextlib.suppress(OSError):
-            traceback.print_exception(error)
+        said, code = agent.error_line(error), 1
     screen.say(f"train: {said}")
     if code == EXIT_REFUSED:
         with contextlib.suppress(OSError):  # a ConfigMap in a pod, which nobody asks for it

@@ -21,8 +21,9 @@ from train.errors import Refused
 from train.record import durable, folders, store
 from train.record.record import Record
 from train.record.store import Run
-from train.runs import control, supervise
+from train.runs import control
 from train.signals import USER
+from train.supervise import attempts
 
 _ASK_EVERY = 0.5
 """Seconds between two questions whether a job that was asked to stop has ended."""
@@ -249,7 +250,7 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
     if run.read().get("stopped_by") != USER:
         saved = next(iter(run.steps_saved()), 0)
         where = f"the last checkpoint is of step {saved}" if saved else "what it saved is where its nodes keep it"
-        supervise.rest(run, store.STOPPED, f"stopped (train stop); {where}", USER)
+        attempts.rest(run, store.STOPPED, f"stopped (train stop); {where}", USER)
     lock.release()
     return control.how_it_stands(run.shown())
 

@@ -1,6 +1,7 @@
 """`train keeper`: brings interrupted runs back, at its start and for as long as it lives; saves all on SIGTERM.
 
-While it lives it holds a process that has torch imported, so that launches and resumes begin at once (runs/warm.py).
+While it lives it lends a zygote that has torch imported, so that launches and resumes begin at once
+(supervise/zygote.py).
 Safe beside other keepers and beside users: whoever takes a run's lock first has it. Imports no torch.
 """
 
@@ -20,7 +21,8 @@ from train.errors import EXIT_FINISHED, Refused, one_line
 from train.record import folders, station, store
 from train.record.record import Record
 from train.record.store import Run
-from train.runs import control, launch, scripts, supervise, warm
+from train.runs import control, launch
+from train.supervise import attempts, decide, forks
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
@@ -30,27 +32,27 @@ LONGEST_WAIT = 300.0
 """A run that is refused, for example because its data is not there, is tried again after 2, 4, 8 … seconds, at most
 after so many."""
 
-WARM_AGAIN = 30.0
-"""Seconds between two starts of the process that holds torch."""
+LEND_AGAIN = 30.0
+"""Seconds between two starts of the zygote that is lent."""
 
 _at_once = threading.Semaphore(8)
 """So many runs are looked after at the same time."""
 
 
-class _Warm:
-    """Holds the process that agents are forked from; one that has ended (packages have changed) is started again."""
+class _Lender:
+    """Holds the zygote that is lent; one that has ended (packages have changed) is started again."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._at = -WARM_AGAIN
+        self._at = -LEND_AGAIN
 
     def keep(self) -> None:
-        if os.environ.get(warm.OFF) == "off" or time.monotonic() - self._at < WARM_AGAIN:
+        if os.environ.get(forks.OFF) == "off" or time.monotonic() - self._at < LEND_AGAIN:
             return
         if self._process is None or self._process.poll() is not None:
             self._at = time.monotonic()
             try:
-                self._process = warm.start(hashing.fixed(os.environ))
+                self._process = forks.start_lender(hashing.fixed(os.environ))
             except OSError as error:  # the machine is busy: runs start cold meanwhile
                 screen.say(f"{store.now()} no warm start: {one_line(error)}")
 
@@ -89,7 +91,7 @@ def keep(runs: Path, once: bool) -> int:
     # each in a thread of its own: a run whose data set hangs while it is checked keeps nobody waiting
     busy: dict[str, threading.Thread] = {}
     waits: dict[str, _Wait] = {}
-    held = _Warm()
+    held = _Lender()
     while not ended.is_set():
         if not once:
             station.touch_keeper()
@@ -176,9 +178,9 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
             if record["state"] in (store.RUNNING, store.CREATED) and control.count_of(run, record)["times"] > TIMES:
                 reason = f"interrupted {TIMES} times in a row without a new checkpoint after step {count['step']}"
                 if record.get("script"):
-                    minutes = scripts.healthy_minutes(record)
+                    minutes = decide.healthy_minutes(record)
                     reason = f"interrupted {TIMES} times in a row before it had run {minutes:g} minutes"
-                supervise.rest(run, store.FAILED, reason)
+                attempts.rest(run, store.FAILED, reason)
                 tell(run, f"{reason}; not resumed any more")
         finally:
             lock.release()

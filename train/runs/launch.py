@@ -1,6 +1,6 @@
 """From a request to a running session: `train launch` and `train resume` up to the point where tmux has taken over.
 
-Imports no torch. The process inside tmux (runs/agent.py) does, checks the request, and answers through a private
+Imports no torch. The process inside tmux (runs/agent.py) has the request checked and answers through a private
 folder; so a refusal reaches the caller before anything is left behind. The environment travels in a file of that
 folder, because a tmux server hands out that of its first client, and arguments can be read by everybody.
 """
@@ -28,7 +28,7 @@ from train.errors import Refused
 from train.record import environment
 from train.record.folders import remove
 from train.record.store import KEEPER, NOW, Run
-from train.runs import ahead
+from train.supervise import forks
 
 _TRIES = 50
 """How often a session is asked for, ten times a second."""
@@ -143,21 +143,21 @@ def start(order: Order, cancelled: Callable[[], bool] = lambda: False) -> list[s
     """
     runs, session = Path(order.runs), session_of(order.name)
     tmux(runs)  # refuses before there is anything to clear away
-    begun = ahead.take()
-    desk = begun.desk if begun is not None else Path(tempfile.mkdtemp(prefix="train-launch-"))
+    begun = forks.take_begun()
+    desk = begun.path.parent if begun is not None else Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
     try:
         order.visible = None if order.by_keeper else os.environ.get("CUDA_VISIBLE_DEVICES")
         environ, differences = _environment(order)
         told = begun.told() if begun is not None else None
-        content = {"order": dataclasses.asdict(order), "env": environ, "cwd": os.getcwd(), "ahead": told}
+        content = {"order": dataclasses.asdict(order), "env": environ, "cwd": os.getcwd(), "zygote": told}
         request = desk / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
         began = not _has_session(runs, session)  # from here on: Ctrl-C may come while tmux starts it
         # a run that has ended lets its lock go, and its session a moment later
         is_leaving = (lambda: not Run(runs / order.name).alive()) if order.kind == "resume" else (lambda: False)
-        said = new_session(runs, session, own.command("train.runs.pane", str(desk)), is_leaving)
+        said = new_session(runs, session, own.command("train.runs.agent", str(desk)), is_leaving)
         began = not said
         if said:
             if "duplicate session" in said:

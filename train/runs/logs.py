@@ -8,8 +8,8 @@ from pathlib import Path
 
 from train import screen
 from train.errors import EXIT_FINISHED, Refused
+from train.record.progress_lines import Folding
 from train.record.store import Run
-from train.runs.folding import Folding
 
 ALL = 0
 """Every attempt, the first one first."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import shutil
 import signal
@@ -13,19 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from train import hashing
 from train.cluster import address
 from train.errors import Refused
 from train.gpus import VISIBLE, seen_here
 from train.record import durable, environment, folders, station, store
 from train.record.record import Record
 from train.record.store import Lock, Run
-from train.runs import control, gpus, preload, scripts
+from train.runs import control, gpus, scripts
 from train.runs.launch import Order, session_of
-from train.runs.supervise import MAX_RESTARTS
-from train.runs.verdict import CODES
-
-Apart = Callable[[Callable[[], Any], Callable[[], None]], Any]
-"""Calls the first in a process that is thrown away, and the second here meanwhile; returns what the first does."""
+from train.supervise.attempts import MAX_RESTARTS
+from train.supervise.decide import CODES
+from train.supervise.forks import CHECKS, RANKS, SCRIPT, Zygote, acquire
 
 
 @dataclasses.dataclass
@@ -36,34 +34,28 @@ class Opened:
     lock: Lock
     ranks: int
     """On this machine."""
+    zygote: Zygote
     warnings: list[str]
     listening: socket.socket | None = None
     """On node 0 of several: where the others come to."""
 
 
-def open_run(order: Order, kept: environment.Kept, apart: Apart) -> Opened:
-    """Check the order, create or find its run, take the lock. What a task is forked from is imported then.
+def open_run(order: Order, kept: environment.Kept, begun: Mapping[str, str] | None = None) -> Opened:
+    """Check the order, create or find its run, take the lock. The zygote of its ranks imports meanwhile.
+
+    Args:
+        begun: the zygote that was begun for it; see forks.Begun.
 
     Raises:
         Refused: it cannot be carried out; nothing has been created or changed.
-        Told: the same, and `apart` has said so.
+        CheckFailed: the same, for a reason that is not foreseen.
     """
     runs = Path(order.runs)
     if order.kind == "resume":
-        return _reopen(order, folders.find(runs, order.name), kept, apart)
-    if order.kind == "script":
-        from train.runs.admit import versions
-
-        ranks, visible = gpus.count_ranks(order.nproc, order.gpus)
-        if visible is not None:
-            gpus.see(visible)  # before the cards are looked at
-        visible = os.environ.get(VISIBLE)
-        text, record = scripts.taken(Path(order.script[0]))
-        record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions(seen_here())}
-        record["watch"] = _watch_flags(order.flags)
-        files: dict[str, str | bytes] = {scripts.COPY: text}
-    else:
-        ranks, visible, files, record = _apart(apart, functools.partial(_check, order))
+        return _reopen(order, folders.find(runs, order.name), kept, begun)
+    zygote = zygote_for(order.kind == "script", begun)
+    check = check_script if order.kind == "script" else check_new
+    ranks, visible, files, record = _checked(zygote, check, order)
     gpus.see(visible)
     listening = _listen(order.cluster)
     record |= {
@@ -83,20 +75,40 @@ def open_run(order: Order, kept: environment.Kept, apart: Apart) -> Opened:
         raise Refused(f"{run.name} is running already")
     if order.queued:
         folders.fill(run, files, record | {"host": socket.gethostname(), "reason": ""})
-    return Opened(run, lock, ranks, kept.said, listening)
+    return Opened(run, lock, ranks, zygote, kept.said, listening)
 
 
-def _apart(apart: Apart, check: Callable[[], Any]) -> Any:
-    """Check a task where nothing that its code does can change the process that ranks are forked from."""
-    preload.load(preload.CHECKS)
-    return apart(check, functools.partial(preload.load, preload.RANKS))
+def zygote_for(is_script: bool, begun: Mapping[str, str] | None = None) -> Zygote:
+    """A zygote for a run in this folder and environment."""
+    return acquire(hashing.fixed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS), begun)
 
 
-def _check(order: Order) -> tuple[int, str | None, dict[str, str | bytes], dict[str, Any]]:
+def _checked(zygote: Zygote, check: Callable[..., Any], order: Order) -> Any:
+    """What a check below returns, made in a fork: what a task's own code does there is not done here."""
+    after = SCRIPT[-1] if order.kind == "script" else CHECKS[-1]
+    return zygote.call(f"{__name__}:{check.__name__}", dataclasses.asdict(order), after=after)
+
+
+def check_script(given: dict[str, Any]) -> tuple[int, str | None, dict[str, str | bytes], dict[str, Any]]:
+    """Check a new run of a script, as `check_new`."""
+    from train.runs.admit import versions
+
+    order = Order(**given)
+    ranks, visible = gpus.count_ranks(order.nproc, order.gpus)
+    if visible is not None:
+        gpus.see(visible)  # before the cards are looked at
+    text, record = scripts.taken(Path(order.script[0]))
+    record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions(seen_here())}
+    record["watch"] = _watch_flags(order.flags)
+    return ranks, os.environ.get(VISIBLE), {scripts.COPY: text}, record
+
+
+def check_new(given: dict[str, Any]) -> tuple[int, str | None, dict[str, str | bytes], dict[str, Any]]:
     """Check a new run of a task. Returns its ranks, the GPUs they may see, and what to create its folder with."""
     from train.runs.admit import prepare
     from train.runs.request import Request
 
+    order = Order(**given)
     on_cpu = order.request.get("flags", {}).get("device") == "cpu"
     ranks, visible = gpus.count_ranks(order.nproc, order.gpus, on_cpu)
     if visible is not None:
@@ -135,7 +147,7 @@ def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _reopen(order: Order, run: Run, kept: environment.Kept, apart: Apart) -> Opened:
+def _reopen(order: Order, run: Run, kept: environment.Kept, begun: Mapping[str, str] | None) -> Opened:
     lock = run.acquire(patience=10.0 if run.read().get("state") in CODES else 1.0)
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -146,14 +158,14 @@ def _reopen(order: Order, run: Run, kept: environment.Kept, apart: Apart) -> Ope
         here = Path.cwd()
         if record.get("cwd") and Path(record["cwd"]).is_dir():
             os.chdir(record["cwd"])
+        zygote = zygote_for(bool(record.get("script")), begun)
         changes: dict[str, Any] = {"tmux_session": session_of(run.name)}
         if record.get("script"):
-            ranks, visible = _ranks_again(order, run, record)
             changes["watch"] = (record.get("watch") or {}) | _watch_flags(order.flags)
-            warnings = [] if order.script else scripts.warnings(run, record)
+            ranks, visible = zygote.call(f"{__name__}:ranks_again", dataclasses.asdict(order), after=SCRIPT[-1])
+            content, warnings = "", [] if order.script else scripts.warnings(run, record)
         else:
-            check = functools.partial(_check_again, order, run, record, lock)
-            ranks, visible, content, warnings = _apart(apart, check)
+            ranks, visible, content, warnings = _checked(zygote, check_again, order)
         _outlive_terminal()
         gpus.see(visible)
         cluster = record.get("cluster") if order.cluster is None else order.cluster or None
@@ -174,7 +186,7 @@ def _reopen(order: Order, run: Run, kept: environment.Kept, apart: Apart) -> Ope
             # nobody is to take the process ids of the attempt before for those of the next
             changes |= {"reason": "", "stopped_by": None, "ended": None, "pids": {}, "state": store.CREATED}
             run.update(lambda record: record.pop("refused", None), **changes)
-        return Opened(run, lock, ranks, warnings, listening)
+        return Opened(run, lock, ranks, zygote, warnings, listening)
     except BaseException:
         lock.release()
         raise
@@ -200,9 +212,11 @@ def _together(run: Run, *names: str) -> Iterator[None]:
                 copy.unlink(missing_ok=True)
 
 
-def _ranks_again(order: Order, run: Run, record: Record) -> tuple[int, str | None]:
+def ranks_again(given: dict[str, Any]) -> tuple[int, str | None]:
     """How many ranks go on, and the GPUs that they see, which this process then sees too: `gpus.again` chooses them."""
-    before = environment.read(run.folder)
+    order = Order(**given)
+    run = Run(Path(order.runs) / order.name)
+    before, record = environment.read(run.folder), run.read()
     kept = before.values.get(VISIBLE) if before is not None else None
     current = os.environ.get(VISIBLE)
     gpus.see(gpus.again(order.gpus is not None, order.visible, kept, record.get("gpus"), current))
@@ -213,24 +227,19 @@ def _ranks_again(order: Order, run: Run, record: Record) -> tuple[int, str | Non
     return ranks, os.environ.get(VISIBLE)
 
 
-def _check_again(order: Order, run: Run, record: Record, lock: Lock) -> tuple[int, str | None, str, list[str]]:
-    """Check that a task's run can go on. Returns its ranks, their GPUs, its configuration as TOML, and warnings.
-
-    A refusal is told while the process that holds the lock is still importing, so the lock is let go before.
-    """
+def check_again(given: dict[str, Any]) -> tuple[int, str | None, str, list[str]]:
+    """Check that a task's run can go on. Returns its ranks, their GPUs, its configuration as TOML, and warnings."""
     from train import config as configuration
     from train.runs.readmit import prepare_resume
 
-    try:
-        if order.script:
-            raise Refused(f"--script is for runs of scripts; {run.name} trains a task, and goes on with its own copy")
-        ranks, visible = _ranks_again(order, run, record)
-        cluster = record.get("cluster") if order.cluster is None else order.cluster
-        _, config, warnings = prepare_resume(run, order.flags, ranks, _nodes(cluster))
-        return ranks, visible, configuration.to_toml(config), warnings
-    except BaseException:
-        lock.free()
-        raise
+    order = Order(**given)
+    run = Run(Path(order.runs) / order.name)
+    if order.script:
+        raise Refused(f"--script is for runs of scripts; {run.name} trains a task, and goes on with its own copy")
+    ranks, visible = ranks_again(given)
+    cluster = run.read().get("cluster") if order.cluster is None else order.cluster
+    _, config, warnings = prepare_resume(run, order.flags, ranks, _nodes(cluster))
+    return ranks, visible, configuration.to_toml(config), warnings
 
 
 def _check_still_wanted(run: Run, record: Record) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,30 +89,6 @@ def command(run: Run, record: Record) -> list[str]:
     if differs(run, record):
         return ["-P", str(Path(__file__).with_name("kept.py")), str(run.folder / COPY), script, *arguments]
     return [script, *arguments]
-
-
-def healthy_minutes(record: Mapping[str, Any]) -> float:
-    """How long an attempt of a script must have run to be no failure to start (watch.healthy_minutes)."""
-    from train import config
-
-    return float((record.get("watch") or {}).get("healthy_minutes") or config.Watch.healthy_minutes)
-
-
-def how_stopped(failures: dict[int, int]) -> str:
-    """How a script took a request to stop, from the exit codes of the ranks that did not exit with 0."""
-    codes = set(failures.values())
-    if codes == {-signal.SIGKILL}:
-        return "the script was killed"
-    if codes == {-signal.SIGTERM}:
-        return "the script died of SIGTERM, for it does not handle it"
-    if codes:
-        return f"the script ended by itself on SIGTERM, with {exit_words(sorted(codes)[-1])}"
-    return "the script ended by itself on SIGTERM, with code 0"
-
-
-def exit_words(code: int) -> str:
-    """An exit code in words."""
-    return f"code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 AFTER_STOP = "starts it again: it goes on from what it has saved by itself, if it has"

@@ -13,16 +13,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.train.tiers import later
-from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
+from train.checkpoint.buffers import SnapshotMemory
 from train.record import folders, store
 from train.runs import admit
-from train.runs.processes import Guard
-from train.runs.processes.forked import Forked
-from train.runs.processes.kept import memory_of
 from train.runs.request import Request
-from train.runs.supervise import Supervisor
-from train.runs.verdict import Road
 from train.signals import StopRequest
+from train.supervise.attempts import Supervisor
+from train.supervise.decide import LaunchMode
+from train.supervise.forks import Zygote
+from train.supervise.ranks import Ranks
 
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01}
 LONGER = {"epochs": 10}  # forty steps
@@ -31,31 +30,29 @@ SPREAD = {"parallel__strategy": "fsdp"}
 HYBRID = {"parallel__strategy": "hsdp", "parallel__shard_size": 2}
 
 
-class Keeping(Forked):
-    """Ranks from the warm server, with memory beside them, as an agent has it. The fault meets `times` attempts."""
+class Keeping(Ranks):
+    """Ranks as an agent has them, with memory beside them. The fault meets `times` attempts."""
 
     def __init__(
         self,
         run: store.Run,
         lock: store.Lock,
         ranks: int,
+        zygote: Zygote,
         fault: str,
-        memory: SnapshotMemory,
         times: int = 99,
         between: Callable[[store.Run], None] = lambda run: None,
     ) -> None:
-        self.memory, self.times, self._between = memory, times, lambda: between(run)
-        super().__init__(run, lock, ranks, {ENVIRONMENT: memory.address, "TRAIN_FAULT": fault})
+        super().__init__(run, lock, ranks, zygote, environ={"TRAIN_FAULT": fault})
+        self.memory = self.memory or SnapshotMemory()
+        self.times, self._between = times, lambda: between(run)
 
-    def start(self, attempt: int) -> Guard | None:
+    def start(self, attempt: int) -> None:
         if attempt > 1:
             self._between()
         if attempt > self.times:
-            self._environment.pop("TRAIN_FAULT", None)
-        return super().start(attempt)
-
-    def kept(self) -> int:
-        return self.memory.step
+            self.environ["TRAIN_FAULT"] = ""
+        super().start(attempt)
 
 
 class Kept:
@@ -89,14 +86,15 @@ class Kept:
         record = prepared.record | {"max_restarts": restarts, "started": begun}
         run = folders.create(self.engine.station.runs, name, prepared.files, record)
         (run.folder / "script").write_text("\n".join(script))
-        lock, memory = run.acquire(), memory_of(run, ranks) or SnapshotMemory()
+        lock = run.acquire()
         assert lock is not None
+        processes = Keeping(run, lock, ranks, self.engine.zygote, fault, times, between)
         try:
-            processes = Keeping(run, lock, ranks, fault, memory, times, between)
-            self.code = Supervisor(run, processes, Road.LAUNCHED, StopRequest(())).keep()
+            self.code = Supervisor(run, processes, LaunchMode.LAUNCHED, StopRequest(())).keep()
         finally:
             lock.release()
-            memory.close()
+            assert processes.memory is not None
+            processes.memory.close()
         return run.shown()
 
     def check(self, name: str, reference: str) -> list[int]:

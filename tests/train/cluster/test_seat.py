@@ -16,10 +16,10 @@ import pytest
 from tests.ports import free_port
 from train.cluster import address
 from train.record import folders, station
-from train.runs.nodes import Nodes, Settings, _report
-from train.runs.supervise import Supervisor
-from train.runs.verdict import Facts, Road
 from train.signals import StopRequest
+from train.supervise.attempts import Supervisor
+from train.supervise.decide import Facts, LaunchMode
+from train.supervise.nodes import Nodes, Settings, _report
 
 CONFIG = "seed = 0\ncpu_threads = 1\n"
 
@@ -87,7 +87,7 @@ def test_a_node_that_is_told_late_that_a_round_begins_again_waits_no_longer_than
     """It was cut off when its ranks had ended, and is back before those of the others have."""
     zero, one = seats.come(0), seats.come(1, wait_minutes=0.02)
     seats.begin()
-    report = _report(Facts("a", Road.LAUNCHED, exits={1: -signal.SIGKILL}), "")
+    report = _report(Facts("a", LaunchMode.LAUNCHED, exits={1: -signal.SIGKILL}), "")
     over = {"is": "over", "round": 1, "report": report}
     one._member.say(over)
     seats.until(lambda: zero.ended, "the end of the round")
@@ -104,7 +104,7 @@ def test_a_node_that_is_told_late_that_a_round_begins_again_waits_no_longer_than
         assert time.monotonic() < deadline, "it waits without end"
 
     monkeypatch.setattr(one, "ready", lambda: None)  # as it has said
-    supervisor = Supervisor(one.run, MagicMock(), Road.LAUNCHED, StopRequest(()), look, lambda _: None, one)
+    supervisor = Supervisor(one.run, MagicMock(), LaunchMode.LAUNCHED, StopRequest(()), look, lambda _: None, one)
     decision = supervisor._gather()
     assert decision is not None and decision.state is None and "gave up" in decision.why
 

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from train.data.fetch import misfit
 from train.data.loader import Loader
 from train.data.plan import MicroBatch
-from train.runs import likely
-from train.runs.worker import failure_of
+from train.supervise import diagnose
+from train.supervise.worker import failure_of
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_how_a_loader_process_died_is_said(ends: Callable[[], None], said: str, 
     why = failure_of(caught.value, None)
     assert why["reason"] == f"RuntimeError: DataLoader worker (pid {pid}) {said}"
     assert not why["recurs"]
-    hint = likely.hint(why["reason"])
+    hint = diagnose.hint(why["reason"])
     assert checks in hint if checks else not hint
 
 

@@ -21,7 +21,7 @@ from train.record.outcome import Kind, Outcome, read_all
 from train.runs import admit
 from train.runs.foreground import shape
 from train.runs.request import Request
-from train.runs.verdict import Facts, Road, decide
+from train.supervise.decide import Facts, LaunchMode, decide
 
 
 def settings(engine: Engine, name: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_ranks_that_find_no_gpu_leave_the_run_to_be_resumed(engine: Engine, stop
 
 def test_an_agent_does_not_start_it_again_and_again() -> None:
     end = Outcome(0, Kind.DIED, reason="RuntimeError: No CUDA GPUs are available: a computes on GPUs", recurs=False)
-    facts = Facts("a", Road.LAUNCHED, outcomes={0: end}, deaths=3, max_restarts=3)
+    facts = Facts("a", LaunchMode.LAUNCHED, outcomes={0: end}, deaths=3, max_restarts=3)
     decision = decide(facts)
     assert (decision.end, decision.state, decision.again) == ("died", None, False)
     assert "train keeper" in str(decision.reason) and "train resume a" in str(decision.reason)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from train.runs.folding import Folding, fold
+from train.record.progress_lines import Folding, fold
 
 BAR = """
 import sys, time

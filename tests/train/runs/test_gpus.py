@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,10 +101,10 @@ def test_a_resume_sees_what_its_run_folder_and_its_caller_say(
 ) -> None:
     """Launched with CUDA_VISIBLE_DEVICES=3,4 and --gpus 1, (the second of these)."""
     kept = environment.to_json(environment.keep({"CUDA_VISIBLE_DEVICES": "3,4"}))
-    run = folders.create(tmp_path, "a", {environment.FILE: kept}, {"world_size": 1, "gpus": "4"})
+    folders.create(tmp_path, "a", {environment.FILE: kept}, {"world_size": 1, "gpus": "4"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", typed_with or "3,4")  # laid over, or put back
     order = Order("resume", str(tmp_path), "a", visible=typed_with, by_keeper=by_keeper)
-    assert opening._ranks_again(order, run, run.read()) == (1, seen)
+    assert opening.ranks_again(asdict(order)) == (1, seen)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
@@ -112,15 +112,15 @@ def test_other_ranks_go_on_with_the_gpus_that_the_run_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = {"world_size": 2, "nproc": 2, "gpus": "1,2"}
-    run = folders.create(tmp_path, "a", {environment.FILE: environment.to_json(environment.keep({}))}, record)
+    folders.create(tmp_path, "a", {environment.FILE: environment.to_json(environment.keep({}))}, record)
     for nproc, ranks in (("1", 1), ("auto", 2), ("3", 3)):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        assert opening._ranks_again(Order("resume", str(tmp_path), "a", nproc=nproc), run, run.read()) == (ranks, "1,2")
+        assert opening.ranks_again(asdict(Order("resume", str(tmp_path), "a", nproc=nproc))) == (ranks, "1,2")
     with pytest.raises(Refused, match=r"2 are usable here; use --nproc 2, or others than 1,2: --gpus"):
         pick_device(config.Config(), 3, 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     more = Order("resume", str(tmp_path), "a", nproc="3", gpus="3")
-    assert opening._ranks_again(more, run, run.read()) == (3, "0,1,2")
+    assert opening.ranks_again(asdict(more)) == (3, "0,1,2")
 
 
 def test_gpus_have_the_numbers_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +151,6 @@ def test_the_record_of_a_script_names_the_gpu_that_was_asked_for(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is afterwards what it was
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (tmp_path / "script.py").touch()
-    before = signal.getsignal(signal.SIGHUP)
-    try:
-        order = Order("script", str(tmp_path / "runs"), "a", script=[str(tmp_path / "script.py")], gpus="1,2")
-        opened = opening.open_run(order, environment.keep({}), lambda check, meanwhile: check())
-        opened.lock.release()
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert opened.run.read()["versions"]["gpu"] == "card 1"
+    order = Order("script", str(tmp_path / "runs"), "a", script=[str(tmp_path / "script.py")], gpus="1,2")
+    _, _, _, record = opening.check_script(asdict(order))
+    assert record["versions"]["gpu"] == "card 1"

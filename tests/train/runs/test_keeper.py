@@ -17,8 +17,9 @@ import train
 from tests.train.conftest import PATIENCE, Station
 from train.errors import Refused
 from train.record import folders, store
-from train.runs import agent, control, launch, warm
+from train.runs import agent, control, launch
 from train.runs.keeper import _age
+from train.supervise import forks
 
 FIELDS = (
     "--epochs", 12, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
@@ -168,7 +169,7 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
     (station.folder / "desks").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(station.folder / "desks"))
     monkeypatch.setenv("TMPDIR", str(station.folder / "desks"))
-    monkeypatch.setenv(warm.OFF, "off")
+    monkeypatch.setenv(forks.OFF, "off")
 
     def is_answered() -> bool:
         deadline = time.monotonic() + PATIENCE

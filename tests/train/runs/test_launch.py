@@ -143,7 +143,7 @@ def test_the_environment_of_the_launching_shell_reaches_every_rank_although_the_
 
 
 def test_no_secret_stands_in_the_arguments_of_a_process(stopped: dict[str, Any]) -> None:
-    assert any("train.runs.rank" in arguments for arguments in stopped["arguments"])
+    assert any("train-rank" in arguments for arguments in stopped["arguments"])
     assert not any(SECRET in arguments for arguments in stopped["arguments"])
 
 

@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from tests.train.conftest import PATIENCE, Station
 from tests.train.tiers import later
 from train.record import store
 from train.record.store import Run
 from train.runs import scripts
-from train.runs.processes import elastic
 
 QUICK = ["--max-restarts", 2]
 
@@ -66,28 +64,6 @@ def test_the_rank_that_failed_is_named_though_a_peer_noticed_before_it_had_ended
     """
     record = run(station, text, "--nproc", 2)
     assert record["state"] == store.FAILED and record["reason"] == "rank 1: ValueError: bad shape"
-
-
-@pytest.mark.parametrize(
-    ("ends", "failed"),
-    [
-        ([(0, 1, 0), (1, -15, 0)], {0: 1}),
-        ([(1, 7, 0), (0, -15, 0), (2, -9, 30)], {1: 7}),
-        ([(0, -9, 0), (1, -9, 1)], {0: -9, 1: -9}),
-        ([(1, -15, 0), (0, -15, 0)], {1: -15}),
-        ([(0, 1, 0), (1, 2, 1)], {0: 1, 1: 2}),
-    ],
-    ids=["one ended", "one ended hard", "two killed", "one ended by others", "two failed"],
-)
-def test_ranks_that_torchrun_ends_after_a_failure_have_not_failed(
-    ends: list[tuple[int, int, int]], failed: dict[int, int]
-) -> None:
-    """As later releases of torch list them: rank, exit code, and seconds after the first."""
-    failures = {}
-    for rank, code, after in ends:
-        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
-        failures[rank].timestamp = 1000 + after
-    assert elastic.failed(failures) == failed
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from train.doctor import examine
-from train.runs import likely
+from train.supervise import diagnose
 
 RECORDED = {
     "DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3356, unhandled system error "
@@ -56,7 +56,7 @@ RECORDED = {
 
 @pytest.mark.parametrize("message", RECORDED, ids=lambda message: message[:50])
 def test_a_recorded_message_leads_to_its_check(message: str) -> None:
-    assert RECORDED[message] in likely.hint(message)
+    assert RECORDED[message] in diagnose.hint(message)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_a_recorded_message_leads_to_its_check(message: str) -> None:
     ],
 )  # fmt: skip
 def test_a_fault_of_the_program_leads_to_none(message: str) -> None:
-    assert likely.hint(message) == ""
+    assert diagnose.hint(message) == ""
 
 
 def test_every_check_that_is_named_exists(station: Any) -> None:
-    named = {check for one in likely.TABLE for check in one.checks}
+    named = {check for one in diagnose.TABLE for check in one.checks}
     assert named <= set(examine.NAMES)
     there = {finding["check"] for finding in json.loads(station("doctor", "--json").stdout)}
     assert there <= set(examine.NAMES)

@@ -150,7 +150,7 @@ def _ends_written_in(path: Path) -> list[int]:
 def test_only_one_module_writes_how_a_run_ends() -> None:
     root = Path(train.__file__).parent
     writers = {str(path.relative_to(root)) for path in root.rglob("*.py") if _ends_written_in(path)}
-    assert writers == {"runs/supervise.py"}
+    assert writers == {"supervise/attempts.py"}
 
 
 @pytest.mark.minutes

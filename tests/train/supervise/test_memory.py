@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from train.runs import memory, verdict
-from train.runs.verdict import Facts, Road
+from train.supervise import decide, memory
+from train.supervise.decide import Facts, LaunchMode
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def killed(top: Path, times: int) -> None:
 
 def died_of_memory(kills: memory.Kills) -> bool:
     """Whether a rank that was killed now is said to have been too large."""
-    return verdict.who_died(Facts("a", Road.LAUNCHED, exits={0: -9}, killed_at=kills.limit())).recurs
+    return decide.who_died(Facts("a", LaunchMode.LAUNCHED, exits={0: -9}, killed_at=kills.limit())).recurs
 
 
 def test_the_groups_around_a_process_and_what_they_leave(tmp_path: Path, process: Path) -> None:

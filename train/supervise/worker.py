@@ -1,16 +1,18 @@
-"""What every rank executes, from meeting the others to the last line.
+"""What a rank executes, from meeting the others to the last line.
 
-Run as a module it is one rank of a launched run: `python -m train.runs.worker RUN_FOLDER`, with the environment of
-torchrun. `train run` calls `run_rank` in its own process.
+The zygote forks `task_rank` or `script_rank` (ranks.py says with what). Under somebody else's torchrun `train run` is a
+rank itself, and calls `run_rank`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -20,18 +22,21 @@ from typing import Any, NoReturn
 from train import faults, screen
 from train.checkpoint.buffers import ENVIRONMENT
 from train.errors import Refused, TrainingFailed, may_pass, one_line
-from train.parallel.seat import Seat, seat_of_environment
+from train.parallel.seat import Seat
 from train.record import heartbeat, outcome
 from train.record.heartbeat import Heart
 from train.record.outcome import Kind, Outcome
 from train.record.store import Run
-from train.runs import cause, likely, memory
 from train.signals import StopRequest
+from train.supervise import diagnose, memory
+from train.supervise.zygote import SIGNALS
 
 log = logging.getLogger("train")
 
 _PATIENCE = 5.0
 """Seconds in which rank 0 will have said of a failure that all ranks have met."""
+_MEETING = 300
+"""Seconds in which ranks of several machines reach each other. Where one dies, its node ends them before."""
 
 
 def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
@@ -54,7 +59,7 @@ def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -
             outcome.write(logs, end)
     if end.kind in (Kind.FAILED, Kind.REFUSED) and (seat.rank == seat.lead or not _is_told(logs, seat)):
         with contextlib.suppress(OSError):  # the terminal may be gone
-            said = filter(None, [end.reason, likely.hint(end.reason)])
+            said = filter(None, [end.reason, diagnose.hint(end.reason)])
             screen.say(f"train: {'; '.join(said)}")
     return end
 
@@ -94,7 +99,7 @@ def _reason_of(error: BaseException, run: Run) -> str:
     from train.parallel.world import NoGPU
 
     if isinstance(error, NoGPU):
-        raise RuntimeError(f"{cause.NO_GPU}: {run.name} computes on GPUs, and torch sees none here") from None
+        raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, and torch sees none here") from None
     return str(error) if isinstance(error, (Refused, TrainingFailed)) else arithmetic.refusal(error)
 
 
@@ -118,8 +123,8 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
     elif isinstance(error, torch.OutOfMemoryError):
         passing = not memory.device_is_too_small(text)
     elif isinstance(error, RuntimeError) and "Original Traceback" not in text:  # that is a data set's own, in a worker
-        passing |= cause.is_of_others(text)
-    passing |= isinstance(error, RuntimeError) and not of_sample and cause.is_busy(text)
+        passing |= diagnose.is_of_others(text)
+    passing |= isinstance(error, RuntimeError) and not of_sample and diagnose.is_busy(text)
     line = where(error, task_file) if task_file is not None else text
     if isinstance(error, torch.OutOfMemoryError):
         line = f"out of memory ({line[:300]}): {memory.ADVICE_ON_GPU}"
@@ -138,22 +143,126 @@ def log_to(stream: Any) -> None:
     log.propagate = False
 
 
-def main() -> None:
-    """One rank of a launched run under torchrun's agent."""
+def task_rank(
+    folder: str, attempt: int, seat: dict[str, Any], meeting: dict[str, Any], has_terminal: bool, files: list[int]
+) -> NoReturn:
+    """Be one rank of a task, in a fork of the zygote, until it ends.
+
+    Args:
+        seat: the fields of Seat but `init`.
+        has_terminal: whether its output is the terminal of `train run`, and not its log.
+        meeting: where the ranks meet: {} in an open file, else host and port, which rank 0 listens at.
+        files: standard files; the run's lock; the open file, or the listening socket, where they meet.
+    """
     stop = StopRequest()
-    work(Run(Path(sys.argv[1])), seat_of_environment(), int(os.environ.get("TRAIN_ATTEMPT", "1")), stop)
-
-
-def work(run: Run, seat: Seat, attempt: int, stop: StopRequest) -> NoReturn:
-    """Be one rank of a launched run, in a process whose output is its log, until it ends."""
-    log_to(sys.stderr)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    run, rank = Run(Path(folder)), seat["rank"]
+    logs = run.logs(attempt)
+    _begin(f"train-rank {rank} {run.name}", files)
+    limit_threads(int(os.environ["OMP_NUM_THREADS"]))
+    init: Any = (
+        f"file:///proc/self/fd/{files[4]}" if not meeting else functools.partial(_meet, **meeting, files=files[4:])
+    )
     # what the agent asks for when nothing moves; works also while this process waits inside a C function
-    stacks = (run.logs(attempt) / f"rank{seat.rank}.stack.txt").open("a")
+    stacks = (logs / f"rank{rank}.stack.txt").open("a")
     faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
-    end = run_rank(run, seat, attempt, stop, bar=False)
-    if end.kind is Kind.DIED:
+    log_to(sys.stderr)
+    if has_terminal:
+        keep_log(logs, rank)
+    place = Seat(**{**seat, "leads": tuple(seat["leads"])}, init=init)
+    end = run_rank(run, place, attempt, stop, bar=has_terminal and sys.stderr.isatty())
+    # on a terminal a lost connection would hide why it was lost, and the supervisor tells of the disk
+    if end.kind is Kind.DIED and not (has_terminal and (_is_of_other(logs, end) or end.is_of_system)):
         show(end)
-    leave(exit_code(run.logs(attempt), seat, end))
+    leave(exit_code(logs, place, end))
+
+
+def _is_of_other(logs: Path, end: Outcome) -> bool:
+    """Whether a rank died because another one did."""
+    first = outcome.first_fault(outcome.read_all(logs))
+    return not end.recurs and first is not None and first.rank != end.rank
+
+
+def script_rank(command: list[str], files: list[int]) -> NoReturn:
+    """Become one rank of a script, in a fork of the zygote.
+
+    Args:
+        command: what follows `python -u`.
+        files: standard files; the run's lock.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    _begin("", files)
+    os.execv(sys.executable, [sys.executable, "-u", *command])
+
+
+def host_store(files: list[int]) -> NoReturn:
+    """Be the process that the ranks of a script meet at, as torchrun's agent is; write its port into the last file."""
+    import torch.distributed as dist
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        fd = listening.detach()
+    _store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False, master_listen_fd=fd
+    )
+    os.write(files[3], str(port).encode())
+    os.close(files[3])
+    while True:
+        signal.pause()
+
+
+def _begin(title: str, files: list[int]) -> None:
+    memory.lower_than_agent()
+    os.set_inheritable(files[3], True)  # a process that the task starts keeps the run alive, too
+    if title:
+        with contextlib.suppress(ImportError):  # in a checkout that was not installed: docs/gpu.md
+            from setproctitle import setproctitle
+
+            setproctitle(title)
+
+
+def limit_threads(threads: int) -> None:
+    """What OMP_NUM_THREADS does to libraries that read it when they are loaded, as NumPy's did before the fork."""
+    with contextlib.suppress(ImportError):
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(threads)
+
+
+def _meet(host: str, port: int, files: list[int]) -> Any:
+    """The store at which the ranks of several machines meet.
+
+    Args:
+        files: on rank 0 the socket that it listens with.
+    """
+    import datetime
+
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=_MEETING)
+    own: dict[str, Any] = {"is_master": True, "master_listen_fd": files[0]} if files else {"is_master": False}
+    return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, use_libuv=False, **own)
+
+
+def log_of(logs: Path, rank: int) -> Path:
+    """The file that a rank of an attempt writes to."""
+    return logs / f"rank{rank}.log"
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A disk that fails: the line stands on the terminal, and a page of traceback for each would hide it."""
+
+
+def keep_log(logs: Path, rank: int) -> None:
+    """Write this process's lines into the log of its rank too."""
+    handler = _LogFile(log_of(logs, rank), encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
 
 
 def show(end: Outcome) -> None:
@@ -203,7 +312,3 @@ def leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from train.record import folders
-from train.runs.guard import OfTask
+from train.supervise.health import TaskHealth
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def seconds_of_the_peer(
     """How long one rank lives after the other has been ended by this signal, or been seen to end with this code."""
     run = folders.create(tmp_path, "a", {"config.toml": b"[watch]\n"}, {"step": 0, "epoch": 0, "world_size": 2})
     run.logs(1).mkdir(parents=True)
-    looks_after = OfTask(run, run.logs(1), [0, 1])
+    looks_after = TaskHealth(run, run.logs(1), [0, 1])
     pids = [process.pid for process in ranks]
     looks_after.look(pids, pids, {}, False)
     assert not looks_after.is_ending

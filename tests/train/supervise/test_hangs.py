@@ -15,7 +15,7 @@ import pytest
 
 from tests.train.conftest import PATIENCE, Station
 from train.record import heartbeat
-from train.runs.watch import Watch
+from train.supervise.health import HangDetector
 
 FIELDS = (
     "--steps", 40, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
@@ -51,7 +51,7 @@ def test_a_run_that_is_frozen_with_its_agent_hangs_no_more_when_it_is_let_go(sta
     long = [*FIELDS, "--steps", 10**6, "--watch.hang_minutes", 0.2]
     deep = station.folder / ("too-long-for-a-socket" * 6)
     deep.mkdir()
-    # nobody can be begun ahead there, nor held warm: the agent is tmux's own child
+    # no socket fits in there: the zygote is the agent's own
     station.ok("launch", "digits", "--name", "a", *long, env={"TRAIN_WARM": "off", "TMPDIR": str(deep)})
     station.wait_for_step("a", 5)
     agent = psutil.Process(station.record("a")["pids"]["agent"])
@@ -93,7 +93,7 @@ def test_who_looks_after_ranks_is_kept_by_no_stack(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("py-spy was not waited for"))
     for rank in range(2):
         heartbeat.Heart(tmp_path / f"rank{rank}.beat").beat(heartbeat.TRAINING, 1)
-    watch, begun = Watch(tmp_path, range(2), None, 1.0), time.monotonic()
+    watch, begun = HangDetector(tmp_path, range(2), None, 1.0), time.monotonic()
     alive = [os.getpid()]
     assert not watch.dump(alive) and not watch.dump(alive) and time.monotonic() - begun < 5
     (tmp_path / "go").touch()
@@ -111,7 +111,7 @@ def test_who_has_got_the_id_of_a_rank_that_has_ended_is_left_alone(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     other = subprocess.Popen(["/bin/sleep", "1000"])
     (tmp_path / "rank1.beat").write_bytes(struct.pack("<qqqq", other.pid, heartbeat.ENDING, 1, 1))
-    watch = Watch(tmp_path, [1], None, 1.0)
+    watch = HangDetector(tmp_path, [1], None, 1.0)
     while not watch.dump(living=[]):
         time.sleep(0.01)
     with pytest.raises(subprocess.TimeoutExpired):

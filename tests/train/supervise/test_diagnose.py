@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from train.runs.cause import of_log
-from train.runs.worker import failure_of
+from train.supervise.diagnose import of_log
+from train.supervise.worker import failure_of
 
 OWN = {
     "an exception": "raise ValueError('bad shape')",

@@ -1,4 +1,4 @@
-"""Where a keeper lives, agents are forked from a process that has torch imported; who differs from it starts cold."""
+"""Where a keeper lives, it lends a zygote that has torch imported; processes that differ from it start their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 import train
 from tests.train.conftest import PATIENCE, lives
 from train.record import store
-from train.runs import launch, warm
+from train.supervise.zygote import lender_socket
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -57,15 +57,17 @@ class Warmth:
     def launch(self, name: str, *more: object, env: dict[str, str] | None = None) -> None:
         self.station.ok("launch", "digits", "--name", name, *QUICK, *more, env=self.extra | (env or {}))
 
-    def agents(self) -> list[psutil.Process]:
-        """Those that were forked by the warm process."""
+    def zygotes(self) -> list[psutil.Process]:
+        """Those that the lender has forked."""
         return self.process.children()
 
 
-def agent_of(warmth: Warmth, name: str) -> psutil.Process:
-    """A launch returns when the run is recorded; its processes are noted a moment later."""
-    warmth.station.wait(name, lambda record: "agent" in record["pids"], "its agent")
-    return psutil.Process(warmth.station.record(name)["pids"]["agent"])
+def zygote_of(warmth: Warmth, name: str) -> psutil.Process:
+    """The process that has forked the ranks of this run."""
+    warmth.station.wait(name, lambda record: bool(record["pids"].get("ranks")), "its ranks")
+    parent = psutil.Process(warmth.station.record(name)["pids"]["ranks"][0]).parent()
+    assert parent is not None
+    return parent
 
 
 def launch_command() -> list[str]:
@@ -73,7 +75,7 @@ def launch_command() -> list[str]:
 
 
 def answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as line:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         try:
             line.connect(str(path))
         except OSError:
@@ -103,17 +105,11 @@ def test_a_warm_run_ends_like_a_cold_one_to_the_last_bit(warmth: Warmth) -> None
     assert warm_["weights_sha256"] == cold["weights_sha256"] is not None
 
 
-def test_agents_of_launches_and_resumes_are_forked_and_have_their_panes_terminal(warmth: Warmth) -> None:
+def test_ranks_of_launches_and_resumes_are_forked_by_what_was_lent(warmth: Warmth) -> None:
     warmth.launch("seen", "--steps", 10**6)
     for attempt in (1, 2):
         warmth.station.wait("seen", lambda record, n=attempt: len(record["attempts"]) == n and record["step"] >= 3)
-        agent = agent_of(warmth, "seen")
-        assert agent.ppid() == warmth.process.pid and "train.runs.agent" in agent.cmdline()
-        panes = subprocess.run(
-            launch.tmux(warmth.station.runs, "list-panes", "-t", "train-seen", "-F", "#{pane_tty}"),
-            capture_output=True, text=True, check=True, env=warmth.station.environment() | warmth.extra,
-        )  # fmt: skip
-        assert {str(Path(f"/proc/{agent.pid}/fd/{fd}").readlink()) for fd in (0, 1, 2)} == {panes.stdout.strip()}
+        assert zygote_of(warmth, "seen").ppid() == warmth.process.pid
         warmth.station.ok("stop", "seen", env=warmth.extra)
         if attempt == 1:
             warmth.station.ok("resume", "seen", env=warmth.extra)
@@ -125,7 +121,7 @@ def test_an_edited_package_is_what_a_warm_run_has(warmth: Warmth) -> None:
     file.write_text(text.replace(f'"{train.__version__}"', '"7.7.7"'))
     try:
         warmth.launch("edited", "--steps", 10**6)
-        assert agent_of(warmth, "edited").ppid() == warmth.process.pid
+        assert zygote_of(warmth, "edited").ppid() == warmth.process.pid
         assert warmth.station.record("edited")["versions"]["train"] == "7.7.7"
     finally:
         file.write_text(text)
@@ -135,8 +131,7 @@ def test_an_edited_package_is_what_a_warm_run_has(warmth: Warmth) -> None:
 @pytest.mark.minutes
 def test_who_differs_starts_cold(warmth: Warmth) -> None:
     warmth.launch("other", "--steps", 10**6, env={"OMP_NUM_THREADS": "3"})
-    agent = agent_of(warmth, "other")
-    assert agent.ppid() != warmth.process.pid
+    assert zygote_of(warmth, "other").ppid() != warmth.process.pid
     warmth.station("stop", "other", "--now", env=warmth.extra)
 
 
@@ -158,10 +153,10 @@ def test_an_interrupted_warm_launch_leaves_nothing(warmth: Warmth) -> None:
     while not (folder / "reached").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert warmth.agents()
+    assert warmth.zygotes()
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) == 130
-    while warmth.agents():
+    while warmth.zygotes():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not (warmth.station.runs / "i").exists()
@@ -173,14 +168,13 @@ def test_a_train_py_of_the_users_is_not_taken_for_this_package(warmth: Warmth) -
     command = [sys.executable, "-P", "-m", "train", "launch", "digits", "--name", "beside", *map(str, QUICK)]
     subprocess.run(command, cwd=warmth.station.folder, env=warmth.station.environment() | warmth.extra, check=True)
     theirs.unlink()  # other tests start commands here
-    assert agent_of(warmth, "beside").ppid() == warmth.process.pid
     assert warmth.station.wait_for_end("beside")["state"] == store.FINISHED
     assert not (warmth.station.folder / "executed").exists()
 
 
 def test_nonsense_through_the_socket_does_not_end_it(warmth: Warmth) -> None:
     for words in (b"", b"x", b"12345678", b"\xff" * 100):
-        with socket.socket(socket.AF_UNIX) as line:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
             line.connect(str(warmth.sockets()[0]))
             if words:
                 socket.send_fds(line, [words], [0])
@@ -206,19 +200,19 @@ def test_a_warm_run_outlives_its_keeper(warmth: Warmth) -> None:
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "LD_PRELOAD", "PYTHONPATH", "MKL_CBWR", "TORCH_LOGS", "HOME"])
 def test_variables_that_libraries_read_when_they_are_loaded_tell_processes_apart(name: str, tmp_path: Path) -> None:
     environ = os.environ | {"TMPDIR": str(tmp_path)}
-    place = warm.socket_of(environ, make=True)
-    assert place is not None and place == warm.socket_of(environ | {"SOMETHING": "else"})
-    assert place != warm.socket_of(environ | {name: "other"})
+    place = lender_socket(environ, make=True)
+    assert place is not None and place == lender_socket(environ | {"SOMETHING": "else"})
+    assert place != lender_socket(environ | {name: "other"})
 
 
 def test_a_place_that_others_may_enter_is_not_used(tmp_path: Path) -> None:
     environ = os.environ | {"TMPDIR": str(tmp_path)}
-    assert warm.socket_of(environ) is None and list(tmp_path.iterdir()) == []  # looking for it makes nothing
-    place = warm.socket_of(environ, make=True)
+    assert lender_socket(environ) is None and list(tmp_path.iterdir()) == []  # looking for it makes nothing
+    place = lender_socket(environ, make=True)
     assert place is not None and place.parent.stat().st_mode & 0o777 == 0o700
     place.parent.chmod(0o755)
-    assert warm.socket_of(environ) is None
+    assert lender_socket(environ) is None
     place.parent.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     place.parent.symlink_to(tmp_path / "elsewhere")
-    assert warm.socket_of(environ) is None
+    assert lender_socket(environ) is None

@@ -1,6 +1,6 @@
 """Who died first and why, and what becomes of the run. Pure: from facts to a decision; nothing is read or written here.
 
-runs/supervise.py gathers the facts when an attempt is over, and carries the decision out.
+attempts.py gathers the facts when an attempt is over, and carries the decision out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from train import signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
 from train.record import store
 from train.record.outcome import Kind, Outcome, first_fault
-from train.runs import cause, likely, memory, scripts
+from train.supervise import diagnose, memory
 
 LAST_LINES = 8
 """Lines of a dead rank's log that run.json keeps."""
@@ -38,15 +38,13 @@ CODES = {
 """The exit code that stands for each end of a run."""
 
 
-class Road(enum.Enum):
+class LaunchMode(enum.Enum):
     """How a run was started: it decides who could start it again."""
 
     LAUNCHED = "train launch"
     """An agent in tmux, which does."""
-    SPAWNED = "train run --spawn"
+    FOREGROUND = "train run"
     """A process that waits for its ranks; nobody starts them again."""
-    ALONE = "train run"
-    """The rank and who supervises it are one process."""
     TORCHRUN = "torchrun"
     """Rank 0 of a torchrun of somebody else, which starts again what exits with another code than 0."""
 
@@ -71,7 +69,7 @@ class Facts:
 
     name: str
     """The run's."""
-    road: Road
+    mode: LaunchMode
     is_script: bool = False
     ranks: int = 1
     outcomes: Mapping[int, Outcome] = dataclasses.field(default_factory=dict)
@@ -83,7 +81,7 @@ class Facts:
     hang: str = ""
     """That it hung, and how."""
     problem: str = ""
-    """What torchrun itself met."""
+    """Why the ranks could not be started."""
     killed_at: str | None = None
     """The limit of memory at which the kernel has killed meanwhile."""
     refused_at: str = ""
@@ -168,7 +166,7 @@ def decide(facts: Facts) -> Decision:
     decision = _decide(facts)
     if decision.end not in (store.FAILED, "died") or decision.reason is None:  # it goes on, or who started it tells
         return decision
-    hint = likely.hint("\n".join([decision.why, *_raised(facts, decision.why)]))
+    hint = diagnose.hint("\n".join([decision.why, *_raised(facts, decision.why)]))
     if not hint:
         return decision
     said = decision.said and f"{decision.said}; {hint}"
@@ -208,12 +206,12 @@ def _decide(facts: Facts) -> Decision:
     if is_quiet and facts.is_script:
         return Decision(store.FINISHED, store.FINISHED, reason="", code=EXIT_FINISHED)
     death = who_died(facts)
-    if facts.road is Road.TORCHRUN:
+    if facts.mode is LaunchMode.TORCHRUN:
         return Decision("died", None, str(death), rank=death.rank, recurs=death.recurs)
-    fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.road is not Road.LAUNCHED)
+    fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.mode is not LaunchMode.LAUNCHED)
     if asked and (facts.is_script or not fails):
         return _stopped(facts, asked, _how_stopped(facts, asked, death))
-    if facts.road is Road.LAUNCHED:
+    if facts.mode is LaunchMode.LAUNCHED:
         return _restarted_or_not(facts, death)
     if fails:
         return Decision(
@@ -245,16 +243,16 @@ def _stopped(facts: Facts, asked: Asked, reason: str) -> Decision:
 
 def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:
     """The reason of a run that was asked to stop, of which no rank 0 says that it has saved and ended."""
-    if asked.now and facts.road in (Road.ALONE, Road.TORCHRUN):
+    if asked.now and facts.mode is LaunchMode.TORCHRUN:
         return f"stopped at once ({asked.words})"
     parts = [f"stopped ({asked.words})"]
     # a death while the ranks were saving has cost steps, and its reason must not be lost
     if death is not None and facts.is_ready and not asked.now:
-        parts[0] += f", and {death if facts.road is Road.LAUNCHED else death.reason}"
+        parts[0] += f", and {death if facts.mode is LaunchMode.LAUNCHED else death.reason}"
     if facts.saved:
         parts.append(f"the last checkpoint is of step {facts.saved}")
     if facts.is_script:
-        parts.append(scripts.how_stopped(dict(facts.exits)))
+        parts.append(how_stopped(dict(facts.exits)))
     return "; ".join(parts)
 
 
@@ -289,7 +287,7 @@ def who_died(facts: Facts) -> Death:
     if death is None:
         death = _of_script(facts) if facts.is_script else _of_task(facts)
     if facts.problem and not (facts.hang or death.recurs):
-        return Death(f"torchrun failed: {facts.problem}", False, 0, cause.is_busy(facts.problem))
+        return Death(f"the ranks cannot be started: {facts.problem}", False, 0, diagnose.is_busy(facts.problem))
     return death
 
 
@@ -317,15 +315,15 @@ def _of_task(facts: Facts) -> Death:
                     return Death(f"rank {rank}: {found.reason}", True, rank)
                 return Death(f"rank {rank} died of {signal.Signals(-code).name}", False, rank)
     if first is not None:
-        whose = "" if facts.road is Road.ALONE else f"rank {first.rank}: "
-        is_busy = cause.is_busy(first.reason)
-        lacks_gpu = cause.is_of_missing_gpu(first.reason)
+        whose = "" if facts.ranks == 1 and facts.mode is LaunchMode.FOREGROUND else f"rank {first.rank}: "
+        is_busy = diagnose.is_busy(first.reason)
+        lacks_gpu = diagnose.is_of_missing_gpu(first.reason)
         return Death(whose + first.reason, first.recurs, first.rank, is_busy, is_raised=True, lacks_gpu=lacks_gpu)
     if facts.exits:
         rank, code = min(facts.exits.items())
         found = _cause_in_log(facts, rank, code)
-        if found and (found.recurs or cause.is_busy(found.reason)):
-            return Death(f"rank {rank}: {found.reason}", found.recurs, rank, cause.is_busy(found.reason))
+        if found and (found.recurs or diagnose.is_busy(found.reason)):
+            return Death(f"rank {rank}: {found.reason}", found.recurs, rank, diagnose.is_busy(found.reason))
         return _plain(facts, rank, code)
     return Death("the ranks ended without saying how", False, 0)
 
@@ -340,19 +338,19 @@ def _of_script(facts: Facts) -> Death:
     if not any(found.recurs for found in causes.values()):
         # its peers notice a rank that fails by losing it, maybe before it has ended
         for rank in sorted(facts.logs.keys() - facts.exits.keys()):
-            found = cause.of_log(facts.logs[rank], 1, _FEW, facts.refused_at)
+            found = diagnose.of_log(facts.logs[rank], 1, _FEW, facts.refused_at)
             if found and found.recurs:
                 return Death(f"rank {rank}: {found.reason}", True, rank)
     for rank, found in sorted(causes.items(), key=lambda item: (not item[1].recurs, item[0])):
         code = facts.exits[rank]
         how = f" (died of {signal.Signals(-code).name})" if code < 0 else f" (exited with code {code})"
-        return Death(f"rank {rank}: {found.reason}{how}", found.recurs, rank, cause.is_busy(found.reason))
+        return Death(f"rank {rank}: {found.reason}{how}", found.recurs, rank, diagnose.is_busy(found.reason))
     rank, code = min(facts.exits.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]))
     return _plain(facts, rank, code)
 
 
-def _cause_in_log(facts: Facts, rank: int, code: int) -> cause.Cause | None:
-    return cause.of_log(facts.logs.get(rank, ""), code, limit=facts.refused_at)
+def _cause_in_log(facts: Facts, rank: int, code: int) -> diagnose.Cause | None:
+    return diagnose.of_log(facts.logs.get(rank, ""), code, limit=facts.refused_at)
 
 
 def _plain(facts: Facts, rank: int, code: int) -> Death:
@@ -363,3 +361,27 @@ def _plain(facts: Facts, rank: int, code: int) -> Death:
 def last_lines(log: str) -> list[str]:
     """What a rank said last, for the story of the run."""
     return [line.rstrip()[:1000] for line in log.splitlines() if line.strip()][-LAST_LINES:]
+
+
+def healthy_minutes(record: Mapping[str, Any]) -> float:
+    """How long an attempt of a script must have run to be no failure to start (watch.healthy_minutes)."""
+    from train import config
+
+    return float((record.get("watch") or {}).get("healthy_minutes") or config.Watch.healthy_minutes)
+
+
+def how_stopped(failures: dict[int, int]) -> str:
+    """How a script took a request to stop, from the exit codes of the ranks that did not exit with 0."""
+    codes = set(failures.values())
+    if codes == {-signal.SIGKILL}:
+        return "the script was killed"
+    if codes == {-signal.SIGTERM}:
+        return "the script died of SIGTERM, for it does not handle it"
+    if codes:
+        return f"the script ended by itself on SIGTERM, with {exit_words(sorted(codes)[-1])}"
+    return "the script ended by itself on SIGTERM, with code 0"
+
+
+def exit_words(code: int) -> str:
+    """An exit code in words."""
+    return f"code {code}" if code >= 0 else signal.Signals(-code).name

@@ -1,4 +1,4 @@
-"""Where no keeper holds a warm process, the agent is begun while the launch still reads its arguments."""
+"""Where no zygote can be borrowed, one begins to import while the launch still reads its arguments."""
 
 from __future__ import annotations
 
@@ -34,52 +34,44 @@ def cold() -> Iterator[dict[str, str]]:
 
 
 def waiting(folder: str) -> list[psutil.Process]:
-    """The processes that were begun ahead with a folder in this one, and live."""
+    """Zygotes with a folder in this one that live and wait for an agent, or serve one."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "train.runs.ahead" in words and any(word.startswith(folder) for word in words) and lives(process.pid):
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        words, environ = process.info["cmdline"] or [], process.info["environ"] or {}
+        if "train-zygote" in words and environ.get("TMPDIR") == folder and lives(process.pid):
             found.append(process)
     return found
 
 
-def agent_and_pane(station: Station, name: str) -> tuple[psutil.Process, psutil.Process]:
-    """The agent of this run, and the process that tmux has begun in its pane: the same one where it started cold."""
-    station.wait(name, lambda record: "agent" in record["pids"], "its agent")
-    agent = psutil.Process(station.record(name)["pids"]["agent"])
-    terminal = Path(f"/proc/{agent.pid}/fd/0").stat().st_rdev
-    (pane,) = [one for one in psutil.process_iter() if _led_by(one) == terminal]
-    return agent, pane
-
-
-def _led_by(process: psutil.Process) -> int:
-    """The device number of the terminal whose session this process leads; 0 where it leads none (a rank of an agent
-    that leads one has the same terminal)."""
-    try:
-        session, terminal = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[3:5]
-    except (OSError, ValueError):
-        return 0
-    return int(terminal) if int(session) == process.pid else 0
+def zygote_of(station: Station, name: str) -> psutil.Process:
+    """The process that has forked the ranks of this run."""
+    station.wait(name, lambda record: bool(record["pids"].get("ranks")), "its ranks")
+    parent = psutil.Process(station.record(name)["pids"]["ranks"][0]).parent()
+    assert parent is not None
+    return parent
 
 
 @pytest.mark.minutes
-def test_an_agent_was_begun_ahead_and_leaves_nothing_behind(station: Station, cold: dict[str, str]) -> None:
+def test_a_zygote_was_begun_ahead_and_leaves_nothing_behind(station: Station, cold: dict[str, str]) -> None:
     station.ok("launch", "digits", "--name", "one", *ENDLESS, env=cold)
     for attempt in (1, 2):
-        agent, pane = agent_and_pane(station, "one")
-        assert pane.pid != agent.pid and "train.runs.pane" in pane.cmdline()
-        assert "train.runs.agent" in agent.cmdline() and not waiting(cold["TMPDIR"])
+        zygote = zygote_of(station, "one")
+        assert [zygote.pid] == [one.pid for one in waiting(cold["TMPDIR"])]
+        assert zygote.ppid() != station.record("one")["pids"]["agent"]  # the agent has not started one itself
         station.wait("one", lambda record, n=attempt: len(record["attempts"]) == n and record["step"] >= 3)
         station.ok("stop", "one", env=cold)
         if attempt == 1:
             station.ok("resume", "one", env=cold)
-    agent.wait(PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while waiting(cold["TMPDIR"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     assert list(Path(cold["TMPDIR"]).iterdir()) == []  # torch makes a folder as it is imported
     assert station.record("one")["state"] == store.STOPPED
 
 
 @pytest.mark.minutes
-def test_an_agent_that_would_have_other_limits_starts_cold(station: Station, cold: dict[str, str]) -> None:
+def test_an_agent_that_has_other_limits_starts_its_own(station: Station, cold: dict[str, str]) -> None:
     station.ok("launch", "digits", "--name", "first", *ENDLESS, env=cold)  # its tmux server keeps its limits
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -90,15 +82,18 @@ def test_an_agent_that_would_have_other_limits_starts_cold(station: Station, col
     subprocess.run(
         command, cwd=station.folder, env=station.environment() | cold, preexec_fn=lower, check=True, timeout=PATIENCE
     )
-    agent, pane = agent_and_pane(station, "other")
-    assert agent.pid == pane.pid and agent.rlimit(resource.RLIMIT_NOFILE)[0] == soft
-    assert not waiting(cold["TMPDIR"])
+    zygote = zygote_of(station, "other")
+    assert zygote.ppid() == station.record("other")["pids"]["agent"]
+    assert zygote.rlimit(resource.RLIMIT_NOFILE)[0] == soft
 
 
 def test_a_refusal_ends_what_was_begun(station: Station, cold: dict[str, str]) -> None:
     done = station("launch", "digits", "--batch_size", "many", env=cold)
     assert done.returncode == 2 and "batch_size" in done.stderr
-    assert not waiting(cold["TMPDIR"]) and list(Path(cold["TMPDIR"]).iterdir()) == []
+    deadline = time.monotonic() + PATIENCE
+    while waiting(cold["TMPDIR"]) or list(Path(cold["TMPDIR"]).iterdir()):  # it sees that between two imports
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_it_ends_with_a_launch_that_is_killed(station: Station, cold: dict[str, str]) -> None:

@@ -1,29 +1,24 @@
-"""Ranks of a launched task are forked from a process that has imported everything once, and are whole processes."""
+"""Ranks are forked from a process that has imported everything once, and are whole processes."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
-import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
+from tests.train import forks
 from tests.train.conftest import lives
 from train.errors import Refused
 from train.record import folders, store
-from train.runs.apart import Told, call
-from train.runs.processes import flight_recorder
-from train.runs.processes.children import Children
-from train.runs.supervise import Supervisor
-from train.runs.verdict import Road
-from train.signals import StopRequest
+from train.supervise import diagnose
+from train.supervise.forks import Zygote
+from train.supervise.ranks import Ranks, flight_recorder
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -79,7 +74,7 @@ def killed(shared_station: Station) -> dict[str, Any]:
     pids = station.record("w")["pids"]
     ranks = [psutil.Process(pid) for pid in pids["ranks"]]
     seen: dict[str, Any] = {
-        "parents": {rank.ppid() for rank in ranks} | {pids["agent"]},
+        "parents": {rank.ppid() for rank in ranks},
         "titles": [rank.cmdline() for rank in ranks],
         "sessions": [os.getsid(rank.pid) == rank.pid for rank in ranks],
         "inputs": [str(Path(f"/proc/{rank.pid}/fd/0").readlink()) for rank in ranks],
@@ -99,11 +94,9 @@ def killed(shared_station: Station) -> dict[str, Any]:
     return seen
 
 
-def test_ranks_are_children_of_the_agent_and_are_found_by_name(killed: dict[str, Any]) -> None:
-    assert len(killed["parents"]) == 1
-    for rank, title in enumerate(killed["titles"]):
-        assert "train.runs.rank" in title and "train.runs.agent" not in " ".join(title)
-        assert title[0] == sys.executable and rank in (0, 1)
+def test_ranks_are_forked_by_one_process_and_are_found_by_name(killed: dict[str, Any]) -> None:
+    assert len(killed["parents"]) == 1 and not killed["parents"] & killed["agents"]
+    assert [" ".join(title).strip() for title in killed["titles"]] == ["train-rank 0 w", "train-rank 1 w"]
 
 
 def test_what_is_typed_in_the_terminal_of_a_run_does_not_reach_its_ranks(killed: dict[str, Any]) -> None:
@@ -148,88 +141,78 @@ def test_what_a_process_of_a_rank_writes_is_in_its_log_and_the_run_ends_as_asked
     assert killed["record"]["state"] == store.STOPPED and killed["left"] == []
 
 
-@pytest.mark.minutes
-def test_where_an_interpreter_has_threads_from_its_start_torchrun_starts_the_ranks(station: Station) -> None:
-    (station.folder / "whole.py").write_text(TASK)
+def test_where_an_interpreter_has_threads_from_its_start_a_run_is_refused(station: Station) -> None:
     (station.folder / "sitecustomize.py").write_text(
         "import sys, threading\n"
-        "if 'train.runs.cold' in sys.orig_argv:\n"
+        "if any(word.endswith('zygote.py') for word in sys.orig_argv):\n"
         "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     path = os.pathsep.join([str(station.folder), station.environment()["PYTHONPATH"]])
-    station.ok(
-        "launch",
-        "whole.py",
-        "--name",
-        "t",
-        "--nproc",
-        2,
-        "--steps",
-        2,
-        *QUICK,
-        "--follow",
-        env={"PYTHONPATH": path, "TRAIN_WARM": "off"},
-    )
-    for rank in (0, 1):
-        assert "by torchrun True\n" in (station.run("t").logs(1) / f"rank{rank}.log").read_text()
+    done = station("launch", "digits", "--name", "t", env={"PYTHONPATH": path, "TRAIN_WARM": "off"})
+    assert done.returncode == 2 and "has left threads or a GPU behind; see train doctor" in done.stderr
+    assert not station.run("t").folder.exists()
 
 
-def test_a_refusal_is_told_before_the_one_who_asked_is_ready_to_hear_it(tmp_path: Path) -> None:
-    told: list[float] = []
+@pytest.fixture
+def zygote(station: Station) -> Iterator[Zygote]:
+    made = forks.zygote(station.environment())
+    yield made
+    made.close()
 
-    def refuse() -> None:
+
+def refuse() -> None:
+    raise Refused("no")
+
+
+def change() -> tuple[list[int], bytes]:
+    KEPT.append(2)
+    return KEPT, b"x" * 10**6  # more than a pipe holds
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(folder: str, fails: bool) -> int:
+    left = os.fork()  # with all open files, as multiprocessing.Manager's server is
+    if left == 0:
+        signal.pause()
+    (Path(folder) / "left").write_text(str(left))
+    if fails:
         raise Refused("no")
-
-    def fail(error: BaseException) -> int:
-        (tmp_path / "told").write_text(str(error))
-        return 2
-
-    def meanwhile() -> None:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "told").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        told.append(time.monotonic())
-
-    with pytest.raises(Told) as caught:
-        call(refuse, fail, meanwhile)
-    assert caught.value.code == 2 and (tmp_path / "told").read_text() == "no" and told
+    return left
 
 
-def test_what_a_call_returns_comes_back_and_what_it_changes_does_not() -> None:
-    kept = [1]
-
-    def change() -> tuple[list[int], bytes]:
-        kept.append(2)
-        return kept, b"x" * 10**6  # more than a pipe holds
-
-    assert call(change, lambda error: 1, lambda: None) == ([1, 2], b"x" * 10**6)
-    assert kept == [1]
+KEPT = [1]
+HERE = "tests.train.supervise.test_ranks"
 
 
-def test_a_check_that_is_killed_is_refused_in_a_line() -> None:
+def test_a_refusal_of_a_fork_is_one_here(zygote: Zygote) -> None:
+    with pytest.raises(Refused, match=r"^no$"):
+        zygote.call(f"{HERE}:refuse")
+
+
+def test_what_a_call_returns_comes_back_and_what_it_changes_does_not(zygote: Zygote) -> None:
+    for _ in range(2):
+        assert zygote.call(f"{HERE}:change") == ([1, 2], b"x" * 10**6)
+    assert KEPT == [1]
+
+
+def test_a_check_that_is_killed_is_refused_in_a_line(zygote: Zygote) -> None:
     with pytest.raises(Refused, match="died of SIGKILL"):
-        call(lambda: os.kill(os.getpid(), signal.SIGKILL), lambda error: 1, lambda: None)
+        zygote.call(f"{HERE}:die")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_call_leaves_behind_keeps_nobody_waiting_and_is_ended(fails: bool, tmp_path: Path) -> None:
-    def leave() -> int:
-        left = os.fork()  # with all open files, as multiprocessing.Manager's server is
-        if left == 0:
-            signal.pause()
-        (tmp_path / "left").write_text(str(left))
-        if fails:
-            raise Refused("no")
-        return left
-
-    begun = time.monotonic()
+def test_what_a_call_leaves_behind_keeps_nobody_waiting_and_is_ended(
+    fails: bool, zygote: Zygote, tmp_path: Path
+) -> None:
     if fails:
-        with pytest.raises(Told):
-            call(leave, lambda error: 2, lambda: None)
+        with pytest.raises(Refused, match=r"^no$"):
+            zygote.call(f"{HERE}:leave", str(tmp_path), True)
     else:
-        assert call(leave, lambda error: 2, lambda: None) == int((tmp_path / "left").read_text())
+        assert zygote.call(f"{HERE}:leave", str(tmp_path), False) == int((tmp_path / "left").read_text())
     is_ended(int((tmp_path / "left").read_text()))
-    assert time.monotonic() - begun < 30
 
 
 def is_ended(pid: int) -> None:
@@ -238,6 +221,21 @@ def is_ended(pid: int) -> None:
     while lives(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def wait(seconds: float, files: list[int]) -> None:
+    time.sleep(seconds)
+
+
+def test_what_a_zygote_has_forked_dies_with_it_and_with_who_has_asked_for_it(zygote: Zygote, station: Station) -> None:
+    files = [0, 1, 2]
+    first = zygote.fork(f"{HERE}:wait", [600], files)
+    os.kill(psutil.Process(first).ppid(), signal.SIGKILL)
+    assert zygote.ended(60.0) == {first: -signal.SIGKILL} and zygote.is_lost
+    other = forks.zygote(station.environment())
+    second = other.fork(f"{HERE}:wait", [600], files)
+    other.close()
+    is_ended(second)
 
 
 def test_a_task_with_a_server_of_its_own_is_launched_and_lets_go_of_its_run(station: Station) -> None:
@@ -253,81 +251,28 @@ def test_a_task_with_a_server_of_its_own_is_launched_and_lets_go_of_its_run(stat
     assert station.wait_for_end("s")["state"] == store.FINISHED
 
 
-def test_a_title_is_cut_to_the_room_that_there_is(tmp_path: Path) -> None:
-    script = (
-        "import os\n"
-        "from train.runs import title\n"
-        "for words in (('python', '-m', 'short'), ('python', 'x' * 10000)):\n"
-        "    title.show(*words)\n"
-        "    print(open('/proc/self/cmdline').read().rstrip('\\0').split('\\0'))\n"
-        "print(os.environ['KEPT'])\n"
-    )
-    command = [sys.executable, "-c", script, "some", "arguments"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | {"KEPT": "all of it"},
-        cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    short, long, kept = done.stdout.splitlines()
-    assert re.match(r"\['python', '-m', 'short *'\]", short)
-    assert 100 < len(long) < 10000 and kept == "all of it"
-
-
 def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
-    station: Station, monkeypatch: pytest.MonkeyPatch
+    station: Station, zygote: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from train.runs import cause
-
     station.runs.mkdir()
     run = folders.create(station.runs, "f", {"config.toml": "cpu_threads = 1\n"}, {"world_size": 2})
     lock = run.acquire()
     assert lock is not None
-    children, forks = Children(run, lock, 2), []
+    forked: list[int] = []
 
-    def fork() -> int:  # the second one fails
-        forks.append(1)
-        if len(forks) == 2:
+    def fork(*_: object, **__: object) -> int:  # the second one fails
+        if forked:
             raise BlockingIOError(11, os.strerror(11))
-        pid = real()
-        if pid == 0:
-            threading.Event().wait()
-        return pid
+        forked.append(real(f"{HERE}:wait", [600], [0, 1, 2]))
+        return forked[0]
 
-    real = os.fork
-    monkeypatch.setattr(os, "fork", fork)
-    children.start(run.begin_attempt(2))
+    real = zygote.fork
+    monkeypatch.setattr(zygote, "fork", fork)
+    ranks = Ranks(run, lock, 2, zygote)
+    ranks.start(run.begin_attempt(2))
     deadline = time.monotonic() + 60
-    while not children.wait():
+    while not ranks.wait():
         assert time.monotonic() < deadline
     lock.release()
-    assert cause.is_busy(children.problem) and children.exits() == {0: 1}
-    assert not psutil.pid_exists(children.pids()[0])
-
-
-def test_the_id_of_a_rank_that_is_gone_is_not_signalled(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be another's: the peers are ended seconds after the death."""
-    station.runs.mkdir()
-    run = folders.create(station.runs, "g", {"config.toml": "cpu_threads = 1\n"}, {"world_size": 2, "max_restarts": 0})
-    lock = run.acquire()
-    assert lock is not None
-    pids, signalled = list[int](), list[int]()
-
-    def fork() -> int:  # the second one ends at once, the first one waits for it for ever
-        pid = real_fork()
-        if pid == 0 and not pids:
-            threading.Event().wait()
-        if pid == 0:
-            os._exit(1)
-        pids.append(pid)
-        return pid
-
-    def kill(pid: int, number: int) -> None:
-        signalled.append(pid)
-        real_kill(pid, number)
-
-    real_fork, real_kill = os.fork, os.kill
-    monkeypatch.setattr(os, "fork", fork)
-    monkeypatch.setattr(os, "kill", kill)
-    stop = StopRequest(())
-    Supervisor(run, Children(run, lock, 2), Road.LAUNCHED, stop, say=lambda _: None).keep()
-    lock.release()
-    assert set(signalled) == {pids[0]}
+    assert diagnose.is_busy(ranks.problem) and ranks.exits == {0: 1}
+    is_ended(forked[0])

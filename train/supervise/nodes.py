@@ -4,7 +4,6 @@ its own ranks ended. What becomes of the run is decided on every node alike, fro
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -12,7 +11,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from train.cluster import WAIT_MINUTES, address, same
@@ -27,12 +25,10 @@ from train.record.durable import write_atomically
 from train.record.outcome import Kind, Outcome
 from train.record.record import Record
 from train.record.store import Run
-from train.runs.verdict import Asked, Facts
+from train.supervise.decide import Asked, Facts
 
 _LINGER = 60.0
 """Seconds for which node 0, when its run has ended, waits for a node that does not know it yet."""
-_MEET = 300
-"""Seconds in which the ranks of a round reach the one that they meet at. Where one dies, its node ends them before."""
 _LAST_WORDS = 4000
 """Characters of the log of a rank that failed, which travel."""
 
@@ -162,28 +158,20 @@ class Nodes:
         counts = [node["ranks"] for node in self.begun["nodes"]]
         leads = tuple(itertools.accumulate(counts[:-1], initial=0))
         mine = next(place for place, node in enumerate(self.begun["nodes"]) if node["node"] == self.settings.node)
-        store, to = self._store, self._member.address
         return [
-            Seat(
-                leads[mine] + local, sum(counts), local, counts[mine],
-                functools.partial(_meet, to, self.begun["port"], store if leads[mine] + local == 0 else None), leads,
-            )
-            for local in range(counts[mine])
-        ]  # fmt: skip
+            Seat(leads[mine] + local, sum(counts), local, counts[mine], leads=leads) for local in range(counts[mine])
+        ]
 
-    def still(self) -> AbstractContextManager[None]:
-        """While this process forks its ranks."""
-        return self._member.still()
+    @property
+    def meeting(self) -> dict[str, Any]:
+        """Where the ranks of the round meet: `host` and `port`."""
+        assert self.begun is not None
+        return {"host": self._member.address, "port": self.begun["port"]}
 
-    def started(self) -> None:
-        """The ranks are there, and one of them serves where they meet."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-
-    def forget(self) -> None:
-        """In a rank: what is the agent's own is closed."""
-        self._member.forget()
+    def take_store(self) -> socket.socket | None:
+        """On the machine of rank 0: the socket that rank 0 listens with there."""
+        store, self._store = self._store, None
+        return store
 
     def environment(self) -> dict[str, str]:
         """What the ranks of this node get besides."""
@@ -282,26 +270,6 @@ class Nodes:
 
 def _names(begun: Message) -> list[str]:
     return [same.name_of(node) for node in begun["nodes"]]
-
-
-def _meet(host: str, port: int, listening: socket.socket | None) -> Any:
-    """Where the ranks of a round meet, in a rank."""
-    import datetime
-
-    import torch.distributed as dist
-
-    limit = datetime.timedelta(seconds=_MEET)
-    if listening is None:
-        return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False, use_libuv=False)
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=False,
-        use_libuv=False,
-        master_listen_fd=listening.detach(),  # which the other kind does not take
-    )
 
 
 def _hello(run: Run, nproc: int, settings: Settings) -> Message:

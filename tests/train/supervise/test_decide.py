@@ -14,13 +14,13 @@ import pytest
 from train import signals
 from train.record import folders, store
 from train.record.outcome import Kind, Outcome
-from train.runs import memory
-from train.runs.nodes import Nodes, Settings, _report, merged
-from train.runs.supervise import Supervisor
-from train.runs.verdict import Asked, Decision, Facts, Road, decide, who_died
+from train.supervise import memory
+from train.supervise.attempts import Supervisor
+from train.supervise.decide import Asked, Decision, Facts, LaunchMode, decide, who_died
+from train.supervise.nodes import Nodes, Settings, _report, merged
 
 KILL, TERM, ABRT, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, -signal.SIGSEGV
-LAUNCHED, SPAWNED, ALONE, TORCHRUN = Road.LAUNCHED, Road.SPAWNED, Road.ALONE, Road.TORCHRUN
+LAUNCHED, FOREGROUND, TORCHRUN = LaunchMode.LAUNCHED, LaunchMode.FOREGROUND, LaunchMode.TORCHRUN
 USER = Asked(signals.USER, "train stop")
 USER_NOW = Asked(signals.USER, "train stop --now", now=True)
 OF_KEEPER = Asked(signals.KEEPER, "the keeper")
@@ -35,10 +35,10 @@ CHECK = "; see: train doctor --only 'memory'"
 BUSY = TRACEBACK + "RuntimeError: can't start new thread\n"
 
 
-def facts(road: Road, outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
+def facts(mode: LaunchMode, outcomes: tuple[Outcome, ...] = (), **more: Any) -> Facts:
     """Of a run `a` on two ranks that may be started again three times."""
     given: dict[str, Any] = {"name": "a", "ranks": 2, "max_restarts": 3, "healthy_minutes": 10.0, "refused_at": "8 GiB"}
-    return Facts(road=road, outcomes={each.rank: each for each in outcomes}, **given | more)
+    return Facts(mode=mode, outcomes={each.rank: each for each in outcomes}, **given | more)
 
 
 def died(rank: int, reason: str, recurs: bool, at: float = 1.0) -> Outcome:
@@ -61,11 +61,12 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("finished", facts(LAUNCHED, (finished,)),
      {"end": "finished", "state": "finished", "reason": "", "code": 0,
       "figures": {"weights_sha256": "ab", "epoch": 1, "step": 9}}),
-    ("finished, and killed while it left", facts(SPAWNED, (finished,), exits={0: KILL}),
+    ("finished, and killed while it left", facts(FOREGROUND, (finished,), exits={0: KILL}),
      {"end": "finished", "state": "finished", "code": 0, "again": False}),
     ("finished before the stop came", facts(LAUNCHED, (finished,), asked=USER),
      {"state": "finished", "stopped_by": None, "reason": ""}),
-    ("finished before the second Ctrl-C", facts(ALONE, (finished,), asked=TWICE), {"state": "finished", "code": 0}),
+    ("finished before the second Ctrl-C", facts(FOREGROUND, (finished,), asked=TWICE),
+     {"state": "finished", "code": 0}),
     ("finished, and a peer lost its connection", facts(LAUNCHED, (finished, died(1, LOST, False)), exits={1: 1}),
      {"state": "finished", "said": ""}),
     ("a signal to a rank", facts(LAUNCHED, (stopped,)),
@@ -75,17 +76,16 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
      {"state": "stopped", "reason": "stopped after step 5 (another rank was asked to)", "stopped_by": "signal"}),
     ("train stop, passed on as a signal", facts(LAUNCHED, (stopped,), asked=USER),
      {"state": "stopped", "reason": "stopped after step 5 (train stop)", "stopped_by": "user"}),
-    ("the same of spawned ranks", facts(SPAWNED, (stopped,), asked=USER),
+    ("the same of spawned ranks", facts(FOREGROUND, (stopped,), asked=USER),
      {"state": "stopped", "reason": "stopped after step 5 (train stop)", "stopped_by": "user", "code": 75}),
     ("the keeper leaves", facts(LAUNCHED, (stopped,), asked=OF_KEEPER),
      {"reason": "stopped after step 5 (the keeper)", "stopped_by": "keeper"}),
-    ("saved before the second Ctrl-C", facts(SPAWNED, (stopped,), asked=TWICE),
+    ("saved before the second Ctrl-C", facts(FOREGROUND, (stopped,), asked=TWICE),
      {"state": "stopped", "reason": "stopped after step 5 (SIGINT)", "code": 75}),
     ("all ranks meet a loss that is nan", facts(LAUNCHED, (nan, nan_1)),
      {"end": "failed", "state": "failed", "reason": nan.reason, "recurs": True, "said": "", "code": 3}),
     ("rank 0 is refused before it met the others", facts(LAUNCHED, (refused,), exits={0: 1}),
      {"end": "failed", "state": "failed", "reason": refused.reason}),
-    ("the same alone", facts(ALONE, (refused,)), {"state": "failed", "said": "", "code": 3}),
 
     # nobody says how it ended, but it was asked to stop
     ("stopped while it started", facts(LAUNCHED, asked=USER, exits={0: TERM, 1: TERM}, is_ready=False),
@@ -95,22 +95,20 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("a rank was killed while they saved", facts(LAUNCHED, asked=TERMINATED, exits={1: KILL}, saved=4),
      {"state": "stopped", "stopped_by": "signal",
       "reason": "stopped (SIGTERM), and rank 1 died of SIGKILL; the last checkpoint is of step 4"}),
-    ("the same of spawned ranks", facts(SPAWNED, (died(0, LOST, False),), asked=USER, exits={1: KILL}),
+    ("the same of spawned ranks", facts(FOREGROUND, (died(0, LOST, False),), asked=USER, exits={1: KILL}),
      {"state": "stopped", "reason": "stopped (train stop), and rank 1 died of SIGKILL", "code": 75}),
     ("the task failed while they saved", facts(LAUNCHED, (died(1, "ValueError: bad", True),), asked=USER, exits={1: 1}),
      {"end": "died", "state": "failed", "reason": "rank 1: ValueError: bad", "code": 3}),
     ("stop --now", facts(LAUNCHED, asked=USER_NOW, exits={0: KILL, 1: KILL}, saved=4),
      {"state": "stopped", "reason": "stopped (train stop --now); the last checkpoint is of step 4"}),
-    ("stop --now of spawned ranks", facts(SPAWNED, asked=USER_NOW, exits={0: KILL}),
+    ("stop --now of spawned ranks", facts(FOREGROUND, asked=USER_NOW, exits={0: KILL}),
      {"state": "stopped", "reason": "stopped (train stop --now)", "code": 75}),
-    ("stop --now of one process", facts(ALONE, asked=USER_NOW, saved=4),
-     {"state": "stopped", "reason": "stopped at once (train stop --now)", "stopped_by": "user"}),
     ("stop --now of a torchrun", facts(TORCHRUN, asked=USER_NOW),
      {"state": "stopped", "reason": "stopped at once (train stop --now)"}),
-    ("Ctrl-C twice", facts(SPAWNED, (died(0, LOST, False),), asked=TWICE, exits={0: 1}, saved=4),
+    ("Ctrl-C twice", facts(FOREGROUND, (died(0, LOST, False),), asked=TWICE, exits={0: 1}, saved=4),
      {"end": "stopped", "state": "stopped", "stopped_by": "ctrl-c", "code": 130, "said": "",
       "reason": "stopped at once (Ctrl-C twice); the last checkpoint is of step 4"}),
-    ("Ctrl-C twice, nothing saved", facts(ALONE, asked=TWICE),
+    ("Ctrl-C twice, nothing saved", facts(FOREGROUND, asked=TWICE),
      {"reason": "stopped at once (Ctrl-C twice); there is no checkpoint", "code": 130}),
 
     # somebody died
@@ -136,8 +134,8 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
      {"again": True, "wait": 2.0}),
     ("a machine that stays busy", facts(LAUNCHED, exits={0: 1}, logs={0: BUSY}, deaths=9, max_restarts=20),
      {"again": True, "wait": 30.0}),
-    ("torchrun cannot start", facts(LAUNCHED, exits={0: 1}, problem="can't start new thread"),
-     {"why": "torchrun failed: can't start new thread", "again": True, "wait": 2.0}),
+    ("the ranks cannot be started", facts(LAUNCHED, exits={0: 1}, problem="can't start new thread"),
+     {"why": "the ranks cannot be started: can't start new thread", "again": True, "wait": 2.0}),
     ("a hang", facts(LAUNCHED, exits={0: KILL, 1: KILL}, hang="no progress for 9 s while training after step 3"),
      {"why": "no progress for 9 s while training after step 3", "again": True, "rank": None}),
     ("a code that nobody explains", facts(LAUNCHED, exits={1: 7}),
@@ -154,22 +152,22 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
      {"state": None, "why": "H", "again": True}),
 
     # nobody starts spawned ranks again
-    ("a spawned rank was killed", facts(SPAWNED, (died(0, LOST, False),), exits={1: KILL, 0: 1}),
+    ("a spawned rank was killed", facts(FOREGROUND, (died(0, LOST, False),), exits={1: KILL, 0: 1}),
      {"end": "died", "state": None, "again": False, "code": 3,
       "reason": "rank 1 died of SIGKILL; continue with: train resume a",
       "said": "rank 1 died of SIGKILL; continue with: train resume a"}),
-    ("a spawned rank left with a code", facts(SPAWNED, exits={0: 7}),
+    ("a spawned rank left with a code", facts(FOREGROUND, exits={0: 7}),
      {"state": None, "reason": "rank 0 exited with code 7; continue with: train resume a"}),
-    ("an exception of a spawned rank", facts(SPAWNED, (died(1, "ValueError: bad", True),), exits={0: ABRT, 1: 1}),
+    ("an exception of a spawned rank", facts(FOREGROUND, (died(1, "ValueError: bad", True),), exits={0: ABRT, 1: 1}),
      {"end": "failed", "state": "failed", "reason": "rank 1: ValueError: bad", "said": "rank 1: ValueError: bad"}),
-    ("one that passes", facts(SPAWNED, (died(1, "OSError: [Errno 5] I/O", False),), exits={1: 1}),
+    ("one that passes", facts(FOREGROUND, (died(1, "OSError: [Errno 5] I/O", False),), exits={1: 1}),
      {"state": "failed", "reason": "rank 1: OSError: [Errno 5] I/O"}),
-    ("a spawned rank killed for memory", facts(SPAWNED, exits={0: KILL}, killed_at="1 GiB"),
+    ("a spawned rank killed for memory", facts(FOREGROUND, exits={0: KILL}, killed_at="1 GiB"),
      {"state": "failed", "reason": f"out of memory: rank 0 was killed at 1 GiB; {memory.ADVICE}{CHECK}"}),
-    ("an exception in one process", facts(ALONE, (died(0, "ValueError: bad", True),)),
+    ("an exception in one process", facts(FOREGROUND, (died(0, "ValueError: bad", True),), ranks=1),
      {"end": "failed", "state": "failed", "reason": "ValueError: bad", "said": "ValueError: bad", "code": 3}),
-    ("the same after a request to stop", facts(ALONE, (died(0, "OSError: full", False),), asked=TERMINATED),
-     {"state": "failed", "reason": "OSError: full"}),
+    ("the same after a request to stop", facts(FOREGROUND, (died(0, "OSError: full", False),), asked=TERMINATED),
+     {"state": "failed", "reason": "rank 0: OSError: full"}),
     ("a death under a torchrun of somebody else", facts(TORCHRUN, (died(0, LOST, False),)),
      {"end": "died", "state": None, "why": f"rank 0: {LOST}", "reason": None, "again": False}),
 
@@ -213,8 +211,8 @@ def test_what_holds_for_every_decision(known: Facts) -> None:
     assert decision.end in ("finished", "stopped", "failed", "died")
     assert (decision.state is None) <= (decision.end == "died")
     assert (decision.stopped_by is not None) == (decision.state == "stopped")
-    assert decision.again <= (known.road is Road.LAUNCHED and decision.state is None)
-    assert (decision.reason is None) <= (decision.again or known.road is Road.TORCHRUN)
+    assert decision.again <= (known.mode is LaunchMode.LAUNCHED and decision.state is None)
+    assert (decision.reason is None) <= (decision.again or known.mode is LaunchMode.TORCHRUN)
     assert decision.code == {"finished": 0, "stopped": 75}.get(decision.state or "", 3) or decision.code == 130
     assert "\n" not in decision.why and "\n" not in (decision.reason or "")
 
@@ -287,7 +285,7 @@ def test_a_node_that_is_told_late_waits_for_the_start_that_the_others_make(tmp_p
 
 
 def test_a_stop_now_does_not_wait_for_a_node_whose_ranks_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.runs.nodes.LOST", 0.1)
+    monkeypatch.setattr("train.supervise.nodes.LOST", 0.1)
     nodes = Nodes.__new__(Nodes)
     nodes._member, nodes.told, nodes.regroup = MagicMock(), None, ""
     nodes.settings = Settings(2, 2, 0, "127.0.0.1:29400")

@@ -1,0 +1,457 @@
+"""The loop that keeps a run alive: start the ranks, watch them, decide what a death means, start again.
+
+The one place where a run ends, whoever started it. Ranks leave behind what happened to them (record/outcome.py),
+decide.py decides by all that is known, and nothing else in the package writes a run's end. A supervisor that is killed
+before it has written leaves an interrupted run, which a resume brings to the same end. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from train import faults, screen, signals
+from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Refused, one_line
+from train.record import outcome, store
+from train.record.outcome import Outcome
+from train.record.progress_lines import fold
+from train.record.store import Run
+from train.supervise import decide, health, memory
+from train.supervise.decide import Asked, Decision, Facts, LaunchMode, healthy_minutes
+from train.supervise.nodes import Nodes
+from train.supervise.ranks import Ranks
+
+MAX_RESTARTS = 3
+"""Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
+_AGAIN = 1.0
+"""Seconds between two attempts to note who the ranks are."""
+_RECORDING = 3.0
+"""Seconds that writing down the end may take after a second Ctrl-C: a disk that hangs keeps no user waiting."""
+_TAIL = 1 << 16
+"""Bytes at the end of a log that are read: a progress bar fills much of it."""
+
+
+def rest(run: Run, state: str, reason: str, by: str | None = None) -> None:
+    """Write down the end of a run of which no process lives: its user or the keeper has decided it.
+
+    For the holder of its lock.
+    """
+    ended = run.read().get("ended") or store.now()
+    run.update(state=state, reason=reason, stopped_by=by, ended=ended)
+
+
+def write(run: Run, attempt: int, decision: Decision) -> None:
+    """Carry a decision into run.json.
+
+    Raises:
+        OSError, Refused: the disk does not take it, or the run folder is gone.
+    """
+    values: dict[str, Any] = {**decision.figures, "stopped_by": decision.stopped_by}
+    if decision.reason is not None:
+        values |= {"reason": decision.reason, "ended": store.now()}
+    lines = None
+    if decision.end == "died" and decision.rank is not None:
+        lines = decide.last_lines(tail(run.logs(attempt), decision.rank))
+    run.end_attempt(decision.end, decision.why, decision.state, lines, **values)
+
+
+def alone(run: Run, mode: LaunchMode, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest) -> None:
+    """One attempt of which this process is rank 0 itself: under somebody else's torchrun.
+
+    Args:
+        ranks: how many there are with those of other processes.
+        train: trains the rank to its end, given the attempt.
+    """
+    run.clear_stop()
+    number = run.begin_attempt(ranks, newest(run), pids={"ranks": [os.getpid()]})
+
+    def end(told: Mapping[int, Outcome]) -> Decision:
+        outcomes = {**outcome.read_all(run.logs(number)), **told}
+        facts = Facts(run.name, mode, ranks=ranks, outcomes=outcomes, asked=_asked(stop), saved=newest(run))
+        decision = decide.decide(facts)
+        write(run, number, decision)
+        return decision
+
+    over = threading.Event()
+
+    def listen() -> None:  # `train stop` reaches a process that is busy with its rank
+        while not over.wait(0.2):
+            _hear(run, stop)
+            if stop.now:
+                with contextlib.suppress(OSError, Refused):
+                    end({})
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=listen, daemon=True, name="stop-watch").start()
+    told = {0: train(number)}
+    over.set()
+    with contextlib.suppress(OSError, Refused):
+        if line := end(told).said:
+            _say(line)
+    run.clear_stop()
+
+
+def newest(run: Run) -> int:
+    """The step of the newest checkpoint; 0: none."""
+    return next(iter(run.steps_saved()), 0)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        screen.say(f"train: {text}")
+
+
+def _asked(stop: signals.StopRequest) -> Asked | None:
+    return Asked(stop.by, stop.reason, stop.now, stop.at_once) if stop.asked or stop.at_once else None
+
+
+def _hear(run: Run, stop: signals.StopRequest, is_for_all: bool = False) -> None:
+    """Take in a request that came by file: process ids mean nothing beyond the wall of a container.
+
+    Args:
+        is_for_all: whether a user's request goes before a signal that this machine alone has got.
+    """
+    wanted = run.stop_asked()
+    if wanted == store.NOW or (wanted and (not stop.asked or (is_for_all and store.BY.get(wanted) == signals.USER))):
+        stop.ask(store.BY.get(wanted, signals.USER), store.WHO.get(wanted, wanted), now=wanted == store.NOW)
+
+
+class _EndAtOnce(BaseException):
+    """Ctrl-C was typed twice. Raised by a signal handler, so that nothing is waited for."""
+
+
+@dataclasses.dataclass
+class Supervisor:
+    """Keeps the ranks of one run alive until it ends."""
+
+    run: Run
+    ranks: Ranks
+    mode: LaunchMode
+    stop: signals.StopRequest
+    show: Callable[[], None] = lambda: None
+    """Called while ranks live."""
+    say: Callable[[str], None] = _say
+    """A line for the terminal."""
+    nodes: Nodes | None = None
+    """This node among others, where the run is on several."""
+
+    def __post_init__(self) -> None:
+        self._attempt, self._from_step, self._began, self._hang = 0, 0, 0.0, ""
+        self._is_regrouping = False
+        self._kills = memory.Kills()
+        self._decision: Decision | None = None
+
+    def keep(self) -> int:
+        """Run attempts until the run ends or is not to be started again. Returns the exit code of its end.
+
+        Raises:
+            OSError, Refused: of a launched run: its disk fails, or its folder is gone.
+        """
+        with contextlib.suppress(ValueError):  # ranks will say what is wrong with it
+            faults.arm(os.environ.get("TRAIN_FAULT"), rank=-1)
+        self.run.clear_stop()
+        self.stop.on_interrupt = self._on_interrupt
+        try:
+            decision = self._run_attempts()
+        except _EndAtOnce:
+            return self._end_at_once()
+        finally:
+            self.stop.on_interrupt = None
+        self.run.clear_stop()
+        if self.nodes is not None:
+            self.nodes.leave(goes_on=decision.end == "stopped" and self._leaves())
+        return decision.code
+
+    def _run_attempts(self) -> Decision:
+        deaths = 0
+        while True:
+            decision = self._gather() if self.nodes is not None else None
+            if decision is not None:
+                return decision
+            self._attempt = self._begin()
+            self._live_through(self._attempt)
+            decision = self._end(deaths)
+            if not decision.again:
+                return decision
+            deaths = decision.deaths
+            self._wait(decision.wait)
+
+    def _begin(self) -> int:
+        self._from_step, self._began = self._newest_state(), time.monotonic()
+        self._kills, self._hang = memory.Kills(), ""
+        self._is_regrouping = False
+        count, more = self.ranks.count, {}
+        if self.nodes is not None:
+            count, more = self.nodes.seats()[0].size, {"nodes": self.nodes.names(), "interface": self.nodes.interface}
+        return self.run.begin_attempt(count, self._from_step, pids=self._pids([]), **more)
+
+    def _pids(self, ranks: list[int]) -> dict[str, Any]:
+        return {"agent": os.getpid(), "ranks": ranks}
+
+    def _live_through(self, attempt: int) -> None:
+        """From the start of the ranks until none is left."""
+        ranks = self.ranks
+        ranks.start(attempt)
+        watch = health.of(self.run, attempt, [seat.rank for seat in ranks.seats], ranks.kill)
+        self._kills.among(ranks.pids)
+        note_at, is_asked = 0.0, False
+        while not ranks.wait():
+            self._hear()
+            if self.nodes is not None:
+                self._join_in(watch)
+            if self._kills.is_due and len(ranks.living) == ranks.count:
+                self._kills.look()
+            if time.monotonic() > note_at:  # again where a rank that stands still holds the record just now
+                note_at = math.inf if self.run.note(pids=self._pids(ranks.pids)) else time.monotonic() + _AGAIN
+            if self.stop.now:
+                ranks.signal(signal.SIGKILL)
+            elif self.stop.asked and not is_asked:
+                ranks.signal(signal.SIGTERM)
+                is_asked = True
+            watch.look(ranks.living, ranks.pids, ranks.exits, self.stop.asked)
+            self.show()
+        self._hang = watch.hang
+        watch.close()
+
+    def _hear(self) -> None:
+        """Take in what was asked for by file, or by Ctrl-C twice in the attached terminal."""
+        if self.mode is LaunchMode.LAUNCHED and self.stop.interrupts > 1 and not self.stop.now:
+            self.stop.ask(signals.CTRL_C, store.WHO[store.NOW], now=True)
+        _hear(self.run, self.stop, is_for_all=self._leaves())
+
+    def _wait(self, seconds: float) -> None:
+        """Let a busy machine come to rest, unless a stop is asked for."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.stop.asked and not self.run.stop_asked():
+            if self.nodes is not None:
+                self._listen_to_others()
+            time.sleep(0.1)
+
+    # --- the end of an attempt
+
+    def _end(self, deaths: int) -> Decision:
+        """Write down how the attempt has ended, and say what no rank has said."""
+        told = outcome.read(self.run.logs(self._attempt), 0)
+        try:
+            decision = self._decide_and_write(deaths)
+        except (OSError, Refused) as error:
+            if self.mode is LaunchMode.LAUNCHED:
+                raise
+            assert self._decision is not None
+            if self.ranks.exits or (told is not None and not told.is_fault):
+                self.say(f"how {self.run.name} ended cannot be recorded: {one_line(error)}")
+            return dataclasses.replace(self._decision, code=EXIT_FAILED)
+        if decision.said:
+            self.say(decision.said)
+        return decision
+
+    def _decide_and_write(self, deaths: int) -> Decision:
+        facts = self._facts(deaths)
+        if self.nodes is not None:
+            facts = self.nodes.exchange(facts, self._wait_for_others)
+        self._decision = decide.decide(facts)
+        faults.here("decided")
+        write(self.run, self._attempt, self._decision)
+        return self._decision
+
+    def _facts(self, deaths: int) -> Facts:
+        record: Mapping[str, Any] = {}
+        with contextlib.suppress(OSError, Refused):
+            record = self.run.read()
+        logs, count, exits = self.run.logs(self._attempt), self.ranks.count, self.ranks.exits
+        is_script = bool(record.get("script"))
+        if self.nodes is not None and self.nodes.ended:  # what then was killed, was killed here
+            exits = {rank: code for rank, code in exits.items() if code != -signal.SIGKILL}
+        minutes = healthy_minutes(record)
+        ran_well = is_script and time.monotonic() - self._began >= 60 * minutes
+        return Facts(
+            name=self.run.name,
+            mode=self.mode,
+            is_script=is_script,
+            ranks=count,
+            outcomes=outcome.read_all(logs),
+            exits=exits,
+            logs={rank: tail(logs, rank) for rank in (range(count) if is_script and exits else exits)},
+            hang=self._hang,
+            problem=self.ranks.problem,
+            killed_at=self._kills.limit(),
+            refused_at=memory.refused_at(),
+            asked=_asked(self.stop),
+            leaves=self._leaves(),
+            saved=newest(self.run),
+            is_ready=bool((record.get("attempts") or [{}])[-1].get("ready")),
+            progress=self._newest_state() > self._from_step or ran_well,
+            deaths=deaths,
+            max_restarts=int(record.get("max_restarts", MAX_RESTARTS)),
+            healthy_minutes=minutes,
+        )
+
+    def _newest_state(self) -> int:
+        """The step that a start now would continue after: from the disk or from memory."""
+        return max(newest(self.run), self.ranks.copied)
+
+    # --- a run on several machines
+
+    def _gather(self) -> Decision | None:
+        """Wait for the other nodes. None when all are there; else how the run ends here without them."""
+        assert self.nodes is not None
+        nodes, said, until = self.nodes, "", time.monotonic() + 60 * self.nodes.settings.wait_minutes
+        nodes.ready()
+        while nodes.begun is None:
+            self._listen_to_others()
+            self._hear()
+            words = nodes.waiting_for()
+            asked = _asked(self.stop)
+            decision: Decision | None = None
+            if asked is not None:
+                self._ask_others(asked)
+                reason = f"stopped ({asked.words}) while {words}; the last checkpoint is of step {newest(self.run)}"
+                decision = Decision("stopped", store.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
+            elif nodes.refused:
+                decision = decide.refused(nodes.refused)
+            elif (ended := self._ended_without_this_node()) is not None:
+                decision = ended
+            elif nodes.closed:
+                decision = Decision("died", None, nodes.closed, nodes.closed)
+            elif time.monotonic() > until:
+                minutes = f"{nodes.settings.wait_minutes:g} minutes"
+                reason = f"gave up after {minutes} of {words}; go on with: train resume {self.run.name}"
+                decision = Decision("died", None, reason, reason)
+            if decision is not None:
+                self._rest(decision)
+                return decision
+            if words != said:
+                said = words
+                self.say(words)
+                self.run.note(state=store.RUNNING, reason=words, ended=None)
+            self.show()
+            time.sleep(0.02)
+        nodes.take_over()
+        self.say(f"all nodes are there: {', '.join(nodes.names())}; {nodes.interface or 'nothing'} leads there")
+        return None
+
+    def _ended_without_this_node(self) -> Decision | None:
+        """How the run has ended, where this node was gone then and is told now. None: it goes on, or nobody says."""
+        assert self.nodes is not None
+        if self.nodes.told is None:
+            return None
+        restarts = int(self.run.read().get("max_restarts", MAX_RESTARTS))  # by which the others decide, too
+        decision = decide.decide(self.nodes.facts_of_others(Facts(self.run.name, self.mode, max_restarts=restarts)))
+        if decision.again:
+            self.nodes.told = None  # of a round that is over, and this node waits for the next, as long as it may
+        return None if decision.again else decision
+
+    def _rest(self, decision: Decision) -> None:
+        """Write down an end that came while no ranks lived here."""
+        values: dict[str, Any] = {**decision.figures, "reason": decision.reason, "stopped_by": decision.stopped_by}
+        if decision.state is not None:
+            values["state"] = decision.state
+        self.run.update(**values, ended=store.now())
+        self.say(decision.reason or f"{self.run.name} has {decision.state}")
+
+    def _listen_to_others(self) -> None:
+        """Take in what is said at the table.
+
+        Raises:
+            Refused: this node has nothing to be one with: the others would save no checkpoint any more, for each has
+                all, and come to an end that is not recorded here. To them it is gone.
+        """
+        assert self.nodes is not None
+        if self.run.is_gone():
+            raise Refused(f"{self.run.folder} was removed; what the others have goes on without this machine, or waits")
+        self.nodes.tick()
+        for line in self.nodes.remarks:
+            self.say(line)
+        self.nodes.remarks.clear()
+        wanted = self.nodes.stop
+        if wanted is not None and (not self.stop.asked or (wanted["now"] and not self.stop.now)):
+            self.stop.ask(wanted["by"], wanted["words"], now=wanted["now"])
+
+    def _join_in(self, watch: health.TaskHealth | health.ScriptHealth) -> None:
+        """Do what the other nodes do, and let them know what happens here."""
+        nodes, asked = self.nodes, _asked(self.stop)
+        assert nodes is not None
+        self._listen_to_others()
+        if watch.is_ending and not nodes.ended:
+            nodes.trouble()
+        if nodes.ended:
+            watch.end()
+        if asked is not None:
+            self._ask_others(asked)
+        elif nodes.regroup and not self._is_regrouping:
+            self._is_regrouping = True
+            self.ranks.signal(signal.SIGTERM)  # they save, and end
+
+    def _ask_others(self, asked: Asked) -> None:
+        """Let the other nodes stop as this one does, unless they go on without it."""
+        assert self.nodes is not None
+        if not self._leaves():
+            self.nodes.ask_stop(asked)
+
+    def _leaves(self) -> bool:
+        """Whether this node alone is to stop: of a run that may go on with fewer a signal, or its keeper's end, says
+        that this machine goes away. `train stop` and Ctrl-C are a user's word, on whatever machine, for the run."""
+        nodes, stop = self.nodes, self.stop
+        if nodes is None or not nodes.settings.is_elastic or nodes.is_stopping:
+            return False
+        return stop.by in (signals.SIGNAL, signals.KEEPER) and not (stop.now or stop.interrupts)
+
+    def _wait_for_others(self) -> Asked | None:
+        """While the ranks of other nodes end. Returns a stop that is wanted now."""
+        assert self.nodes is not None
+        self._hear()
+        self._listen_to_others()
+        asked = _asked(self.stop)
+        if asked is None:
+            return None
+        self._ask_others(asked)
+        return asked if asked.now else None
+
+    # --- Ctrl-C in a foreground run: the first one stops it after the step, the second one ends it at once
+
+    def _on_interrupt(self, times: int) -> None:
+        """Called by the signal handler."""
+        if self.mode is not LaunchMode.FOREGROUND:
+            return
+        if times > 1:
+            self.stop.at_once, self.stop.on_interrupt = True, None
+            raise _EndAtOnce
+        below_bar = "\n" if os.isatty(2) else ""
+        os.write(2, f"{below_bar}{self.run.name}: stopping after this step; again: at once\n".encode())
+
+    def _end_at_once(self) -> int:
+        """Kill everything and write down the end, whatever hangs. Returns the exit code."""
+        saved = newest(self.run)
+        self.ranks.end_at_once()
+        ending = threading.Thread(target=self._record_end_at_once, daemon=True)
+        ending.start()
+        ending.join(_RECORDING)
+        if self._decision is not None and self._decision.code != EXIT_INTERRUPTED:
+            return self._decision.code  # it had just come to its end
+        then = f"continues after step {saved}" if saved else "starts at step 1"
+        self.say(f"{self.run.name} was ended at once, without saving; train resume {self.run.name} {then}")
+        return EXIT_INTERRUPTED
+
+    def _record_end_at_once(self) -> None:
+        with contextlib.suppress(OSError, Refused):
+            self._decide_and_write(0)
+            self.run.clear_stop()
+
+
+def tail(logs: Path, rank: int) -> str:
+    """The end of what a rank said, progress bars folded; '' if nothing can be read."""
+    try:
+        with (logs / f"rank{rank}.log").open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL))
+            return fold(file.read()).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,258 @@
+"""The ranks of a run on this machine as processes: how they start, who lives, what they exited with.
+
+The zygote forks them all: ranks of a task are such a fork, those of a script execute its file with torchrun's
+environment. Why a rank ended, and what follows, is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import tomllib
+import uuid
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from train import hashing
+from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
+from train.config import SPREAD
+from train.errors import Refused, one_line
+from train.parallel.seat import Seat
+from train.record.store import Lock, Run
+from train.supervise.forks import RANKS, SCRIPT, Zygote
+from train.supervise.nodes import Nodes
+
+_WAIT = 0.2
+"""Seconds that `wait` takes where no rank ends."""
+
+
+class Ranks:
+    """The ranks of this machine, one attempt after the other.
+
+    Args:
+        count: how many.
+        nodes: where the run is on several machines.
+        command: of a script's run: what follows `python -u`, asked for at each attempt.
+        environ: laid over the environment of the ranks.
+        is_foreground: whether rank 0 has this process's terminal.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        lock: Lock,
+        count: int,
+        zygote: Zygote,
+        nodes: Nodes | None = None,
+        command: Callable[[], list[str]] | None = None,
+        environ: Mapping[str, str] | None = None,
+        is_foreground: bool = False,
+    ) -> None:
+        self.run, self.count, self.environ = run, count, dict(environ or {})
+        self.memory = None if is_foreground else snapshot_memory(run, count)
+        self.problem = ""
+        """Why they could not be started, in a line."""
+        self.seats: list[Seat] = []
+        self._lock, self._zygote, self._nodes, self._command = lock, zygote, nodes, command
+        self._is_foreground = is_foreground
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+        self._first: dict[int, int] = {}
+        self._store: int | None = None
+
+    def start(self, attempt: int) -> None:
+        """Start them all; what is in the way is a `problem` then."""
+        self.problem, self._pids, self._codes, self._first = "", {}, {}, {}
+        self.seats = [Seat(rank, self.count, rank, self.count) for rank in range(self.count)]
+        if self._nodes is not None:
+            self.seats = self._nodes.seats()
+        if self._zygote.is_lost:
+            self._zygote = self._zygote.again()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            if self._command is not None:
+                self._start_script(attempt, self._command())
+            else:
+                self._start_task(attempt)
+        except (OSError, Refused) as error:  # no room for a process: the machine is busy
+            self.problem = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
+            self._first = {self.seats[0].rank: 1}
+            self.signal(9)
+
+    def _start_task(self, attempt: int) -> None:
+        config = tomllib.loads((self.run.folder / "config.toml").read_text(encoding="utf-8"))
+        address = self.memory.address if self.memory is not None else ""  # '': not that of a run around this one
+        common = {"OMP_NUM_THREADS": str(config.get("cpu_threads", 1)), ENVIRONMENT: address}
+        meeting: dict[str, Any] = {}
+        with contextlib.ExitStack() as held:
+            place = []
+            if self._nodes is not None:
+                meeting, common = self._nodes.meeting, common | self._nodes.environment()
+                listening = self._nodes.take_store()
+                place = [held.enter_context(listening).fileno()] if listening is not None else []
+            else:  # in memory: nobody else can open it, and nothing of it is left when these processes are gone
+                place = [os.memfd_create("train-store")]
+                held.callback(os.close, place[0])
+            for seat in self.seats:
+                known = {key: value for key, value in dataclasses.asdict(seat).items() if key != "init"}
+                arguments = [str(self.run.folder), attempt, known, meeting, self._has_terminal(seat)]
+                at = place if not meeting or seat.rank == 0 else []
+                self._fork("task_rank", arguments, attempt, seat, common | _of_rank(seat), at)
+
+    def _start_script(self, attempt: int, command: list[str]) -> None:
+        common = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._host_store()), "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": str(self.count),
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }  # fmt: skip
+        if self.count > 1:  # as torchrun does
+            common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        for seat in self.seats:
+            role = {"ROLE_RANK": str(seat.rank)}
+            self._fork("script_rank", [command], attempt, seat, common | role | _of_rank(seat), [])
+
+    def _fork(
+        self, function: str, arguments: list[Any], attempt: int, seat: Seat, environ: Mapping[str, str], more: list[int]
+    ) -> None:
+        logs = self.run.logs(attempt)
+        environ = {
+            **hashing.fixed(os.environ), **flight_recorder(logs), **environ, **self.environ,
+            "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()),
+        }  # fmt: skip
+        with contextlib.ExitStack() as held:
+            log = os.open(logs / f"rank{seat.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            held.callback(os.close, log)
+            files = [0, 1, 2]
+            if not self._has_terminal(seat):
+                files = [os.open(os.devnull, os.O_RDONLY), log, log]
+                held.callback(os.close, files[0])
+            self._pids[seat.rank] = self._zygote.fork(
+                f"train.supervise.worker:{function}", arguments, [*files, self._lock.fd, *more], environ,
+                after="" if self._command is not None else RANKS[-1],
+            )  # fmt: skip
+
+    def _has_terminal(self, seat: Seat) -> bool:
+        return self._is_foreground and seat.rank == 0
+
+    def _host_store(self) -> int:
+        """Start where the ranks of a script meet. Returns its port.
+
+        Raises:
+            OSError: it did not start.
+        """
+        self._end_store()
+        reader, writer = os.pipe()
+        with os.fdopen(reader) as answer:
+            try:
+                self._store = self._zygote.fork(
+                    "train.supervise.worker:host_store", [], [0, 1, 2, writer], after=SCRIPT[-1]
+                )
+            finally:
+                os.close(writer)
+            port = answer.read()
+        if not port:
+            raise OSError("the store that the ranks meet at did not start")
+        return int(port)
+
+    def _end_store(self) -> None:
+        if self._store is not None:
+            self._zygote.signal(self._store, 9)
+        self._store = None
+
+    def wait(self) -> bool:
+        """Wait a moment. Whether all have ended."""
+        if len(self._codes) < len(self._pids):
+            ended = self._zygote.ended(_WAIT)
+            self._codes |= {rank: ended[pid] for rank, pid in self._pids.items() if pid in ended}
+            # what fell first: its peers meet their ends because of it, or by our hand
+            self._first = self._first or {rank: code for rank, code in sorted(self._codes.items()) if code}
+        has_ended = len(self._codes) == len(self._pids)
+        if has_ended:
+            self._end_store()
+        return has_ended
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of all that were started, by rank."""
+        return list(self._pids.values())
+
+    @property
+    def living(self) -> list[int]:
+        """Process ids of those that live."""
+        return [pid for rank, pid in self._pids.items() if rank not in self._codes]
+
+    @property
+    def exits(self) -> Mapping[int, int]:
+        """The codes, by rank, of those that failed first; of a signal: negative."""
+        return self._first
+
+    def signal(self, number: int) -> None:
+        """Send a signal to those that live."""
+        for pid in self.living:
+            self.kill(pid, number)
+
+    def kill(self, pid: int, number: int) -> None:
+        """Send a signal to one of them, unless it has ended."""
+        self._zygote.signal(pid, number)
+
+    def end_at_once(self) -> None:
+        """Kill them with all that they have started, whatever they, or the zygote, wait for."""
+        self._zygote.kill()
+
+    @property
+    def copied(self) -> int:
+        """The newest step whose state all ranks have copied into memory; 0: none."""
+        return self.memory.step if self.memory is not None else 0
+
+
+def _of_rank(seat: Seat) -> dict[str, str]:
+    return {
+        "RANK": str(seat.rank), "LOCAL_RANK": str(seat.local_rank),
+        "WORLD_SIZE": str(seat.size), "LOCAL_WORLD_SIZE": str(seat.local_size),
+    }  # fmt: skip
+
+
+def snapshot_memory(run: Run, ranks: int) -> SnapshotMemory | None:
+    """The memory for copies of the state of a task that is started again after a death."""
+    record = run.read()
+    if record.get("script") or not int(record.get("max_restarts", 1)):
+        return None
+    content = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
+    if not content.get("checkpoint", {}).get("snapshots", True):
+        return None
+    return SnapshotMemory(ranks if content.get("parallel", {}).get("strategy") in SPREAD else 1)
+
+
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Variables of the flight recorder: their names in newer releases of torch, and before."""
+
+
+def flight_recorder(logs: Path) -> dict[str, str]:
+    """What the environment of a rank says to NCCL's flight recorder; health.py asks for its trace.
+
+    Under the names that this torch knows: a newer one warns, on each rank, of those that it has given up. What the user
+    has set of its size, under either, stays.
+    """
+    which = 0 if _SIZES[0] in _header() else 1
+    values = {} if any(name in os.environ for name in _SIZES) else {_SIZES[which]: "2000"}
+    values |= {_FILES[which]: str(logs / "nccl-trace-rank"), "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(logs / "nccl-rank")}
+    return {"TORCH_NCCL_DUMP_ON_TIMEOUT": os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"), **values}
+
+
+@functools.cache
+def _header() -> str:
+    """Where torch declares its flight recorder, as it lies beside the library; '' where it does not."""
+    with contextlib.suppress(OSError):
+        for folder in getattr(find_spec("torch"), "submodule_search_locations", None) or ():
+            file = Path(folder) / "include/torch/csrc/distributed/c10d/FlightRecorder.hpp"
+            return file.read_text(encoding="utf-8")
+    return ""
