@@ -31,7 +31,7 @@ from train import hashing
 from train.bench.turns import silently
 from train.errors import EXIT_FINISHED
 from train.record import folders
-from train.runs import admit
+from train.runs import checks
 from train.runs.request import Request
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
@@ -123,7 +123,7 @@ def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) 
     """The way of every run: checked, recorded, trained by a rank, kept in memory on its way, saved at its end."""
     flags = {f"task.{key}": str(value) for key, value in vars(settings).items()}
     flags |= {"steps": str(subject.steps), "batch_size": str(subject.batch), "cpu_threads": "1"}
-    prepared = admit.prepare(Request(small.__file__, flags))
+    prepared = checks.prepare(Request(small.__file__, flags))
     run = folders.create(folder, name, prepared.files, prepared.record)
     lock = run.acquire()
     assert lock is not None  # nobody else knows of it

@@ -26,7 +26,7 @@ from train.errors import EXIT_FINISHED
 from train.parallel.world import World
 from train.record import folders
 from train.record.store import Run
-from train.runs import admit
+from train.runs import checks
 from train.runs.request import Request
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
@@ -71,7 +71,7 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
         "log.tensorboard": "false", "log.every_steps": "1", "checkpoint.every_minutes": "0",
         "checkpoint.asynchronous": "false",
     }  # fmt: skip
-    prepared = admit.prepare(Request(virtual.__file__, flags))
+    prepared = checks.prepare(Request(virtual.__file__, flags))
     run = folders.create(runs, f"at-{step}", prepared.files, prepared.record)
     task = opened.task_of(run)
     config = opened.config_of(run, task)

@@ -25,7 +25,7 @@ from train.parallel.seat import Seat
 from train.record import folders, store
 from train.record.outcome import Outcome
 from train.record.store import Run
-from train.runs import admit
+from train.runs import checks
 from train.runs.request import Request
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor, alone
@@ -154,7 +154,7 @@ def warm_up() -> None:
 def made(scale: Scale, task: str, flags: dict[str, Any], ranks: int = 1) -> Run:
     """A new run of one of the tasks here, checked as every run is."""
     texts = {name: str(value) for name, value in flags.items()}
-    prepared = admit.prepare(Request(str(TASKS / f"{task}.py"), texts, ranks=ranks))
+    prepared = checks.prepare(Request(str(TASKS / f"{task}.py"), texts, ranks=ranks))
     name = f"{task}-{os.getpid()}-{next(_numbers)}"  # of a process that was ended something may be left
     return folders.create(scale.folder, name, prepared.files, prepared.record)
 

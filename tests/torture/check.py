@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests import changes
 from train.record import folders, manifest, store
 from train.record.store import Run
-from train.runs.admit import prepare
-from train.runs.readmit import apply_resume, prepare_resume
+from train.runs.checks import prepare, prepare_resume
 from train.runs.request import Request
 
 FLAGS = {
@@ -40,7 +40,7 @@ def make(
 def change(run: Run, ranks: int, flags: dict[str, str]) -> None:
     """What `train resume` with these flags would write before it starts the ranks."""
     _, config, _ = prepare_resume(run, flags, ranks)
-    apply_resume(run, config)
+    changes.apply(run, config)
 
 
 def logs(run: Run) -> str:

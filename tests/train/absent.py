@@ -38,7 +38,7 @@ from train.parallel.seat import Seat
 from train.parallel.world import World
 from train.record import folders
 from train.record.heartbeat import Heart
-from train.runs import admit
+from train.runs import checks
 from train.runs.request import Request
 from train.signals import StopRequest
 
@@ -208,7 +208,7 @@ def training(folder: Path, task: Path | str, flags: dict[str, Any], seat: Seat =
         held.enter_context(mock.patch.dict(os.environ))
         with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False):
             with mock.patch.object(torch.cuda, "device_count", lambda: seat.size):
-                prepared = admit.prepare(Request(str(task), texts, ranks=seat.size))
+                prepared = checks.prepare(Request(str(task), texts, ranks=seat.size))
             run = folders.create(folder, "run", prepared.files, prepared.record)
             run.begin_attempt(1)
             held.enter_context(fake)

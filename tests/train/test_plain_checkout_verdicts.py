@@ -23,7 +23,7 @@ from tests.gpu import __main__ as proof
 from tests.gpu import apart, compiler, dp, exact, harness, ranks, recovery, speed, steps, waits
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, Stretch
 from train.checkpoint.buffers import Buffers, SnapshotMemory
-from train.runs import admit
+from train.runs import checks
 from train.runs.request import Request
 
 
@@ -233,7 +233,7 @@ def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
         key = (task, *sorted(texts.items()))
         if key not in seen:
             seen.add(key)
-            admit.prepare(Request(str(harness.TASKS / f"{task}.py"), texts))
+            checks.prepare(Request(str(harness.TASKS / f"{task}.py"), texts))
     assert {"gpt"} | ({"resnet"} if kind != "compiled" else set()) <= {task for task, _ in asked}
 
 

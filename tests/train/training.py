@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests import changes
 from tests.train import forks
 from train.data.order import order
 from train.engine.export import load_trained
 from train.record import folders, store
-from train.runs import admit, readmit
+from train.runs import checks
 from train.runs.request import Request
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
@@ -60,7 +61,7 @@ class Engine:
         if "steps" in merged:
             del merged["epochs"]
         texts = {key: str(value) for key, value in merged.items() if value is not None}
-        prepared = admit.prepare(Request(str(task), texts, ranks=ranks))
+        prepared = checks.prepare(Request(str(task), texts, ranks=ranks))
         made = folders.create(self.station.runs, name, prepared.files, prepared.record)
         return self._train(made, ranks, script)
 
@@ -68,9 +69,9 @@ class Engine:
         """Go on with a run on so many ranks; its effective record."""
         run = self.station.run(name)
         texts = {key.replace("__", "."): str(value) for key, value in flags.items()}
-        _, config, _ = readmit.prepare_resume(run, texts, ranks)
+        _, config, _ = checks.prepare_resume(run, texts, ranks)
         if texts:
-            readmit.apply_resume(run, config)
+            changes.apply(run, config)
         return self._train(run, ranks, script)
 
     def _train(self, run: store.Run, ranks: int, script: Iterable[str]) -> dict[str, Any]:

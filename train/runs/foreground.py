@@ -55,7 +55,7 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
 
 def prepared(request: dict[str, Any]) -> tuple[dict[str, str | bytes], dict[str, Any], str]:
     """Check a new run, in a fork. Returns its files, its record and what names are made from."""
-    from train.runs.admit import prepare
+    from train.runs.checks import prepare
 
     found = prepare(Request(**request))
     return found.files, found.record, found.task.file.stem
@@ -138,7 +138,7 @@ def _job_of(run: Run) -> str | None:
 
 def _open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
     """Create the run, or find it again when torchrun has restarted us."""
-    from train.runs.admit import prepare
+    from train.runs.checks import prepare
 
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.getppid()}"
     made: Run | None = None

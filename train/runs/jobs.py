@@ -69,7 +69,7 @@ def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]
     """The files that every node reads and what run.json is to have, once task, fields and sizes are checked."""
     import torch
 
-    from train.runs.admit import check_micro_batches, check_ranks
+    from train.runs.checks import check_micro_batches, check_ranks
     from train.runs.request import Request, resolve
 
     task, config = resolve(Request(asked.task, asked.flags, asked.config_file, asked.init))

@@ -19,7 +19,7 @@ from train.gpus import VISIBLE, seen_here
 from train.record import durable, environment, folders, station, store
 from train.record.record import Record
 from train.record.store import Lock, Run
-from train.runs import control, gpus, scripts
+from train.runs import control, gpus, provenance, scripts
 from train.runs.launch import Order, session_of
 from train.supervise.attempts import MAX_RESTARTS
 from train.supervise.decide import CODES
@@ -91,21 +91,19 @@ def _checked(zygote: Zygote, check: Callable[..., Any], order: Order) -> Any:
 
 def check_script(given: dict[str, Any]) -> tuple[int, str | None, dict[str, str | bytes], dict[str, Any]]:
     """Check a new run of a script, as `check_new`."""
-    from train.runs.admit import versions
-
     order = Order(**given)
     ranks, visible = gpus.count_ranks(order.nproc, order.gpus)
     if visible is not None:
         gpus.see(visible)  # before the cards are looked at
     text, record = scripts.taken(Path(order.script[0]))
-    record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": versions(seen_here())}
+    record |= {"script_arguments": order.script[1:], "cwd": os.getcwd(), "versions": provenance.versions(seen_here())}
     record["watch"] = _watch_flags(order.flags)
     return ranks, os.environ.get(VISIBLE), {scripts.COPY: text}, record
 
 
 def check_new(given: dict[str, Any]) -> tuple[int, str | None, dict[str, str | bytes], dict[str, Any]]:
     """Check a new run of a task. Returns its ranks, the GPUs they may see, and what to create its folder with."""
-    from train.runs.admit import prepare
+    from train.runs.checks import prepare
     from train.runs.request import Request
 
     order = Order(**given)
@@ -230,7 +228,7 @@ def ranks_again(given: dict[str, Any]) -> tuple[int, str | None]:
 def check_again(given: dict[str, Any]) -> tuple[int, str | None, str, list[str]]:
     """Check that a task's run can go on. Returns its ranks, their GPUs, its configuration as TOML, and warnings."""
     from train import config as configuration
-    from train.runs.readmit import prepare_resume
+    from train.runs.checks import prepare_resume
 
     order = Order(**given)
     run = Run(Path(order.runs) / order.name)

@@ -17,7 +17,7 @@ from typing import Any
 from train.errors import Refused
 from train.record.record import Record
 from train.record.store import Run
-from train.runs import imports
+from train.runs import provenance
 
 COPY = "script.py"
 """In the run folder."""
@@ -35,7 +35,7 @@ def taken(path: Path) -> tuple[bytes, dict[str, Any]]:
         reason = error.strerror if path.exists() else "there is no such file"
         raise Refused(f"--script {path}: {reason}") from None
     script = path.absolute()
-    return text, {"script": str(script), "script_imports": imports.digests(script, script.resolve().parent)}
+    return text, {"script": str(script), "script_imports": provenance.digests(script, script.resolve().parent)}
 
 
 def replace(run: Run, path: Path) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def warnings(run: Run, record: Record) -> list[str]:
         path = shlex.quote(record["script"])
         other = "" if how == "is gone" else f"; for the one of now: train resume {run.name} --script {path}"
         lines.append(f"{record['script']} {how}; {run.name} goes on with its own copy{other}")
-    said = imports.changed(record.get("script_imports"), "script")
+    said = provenance.changed(record.get("script_imports"), "script")
     if said:
         lines.append(f"{said}; no copy was kept, so {run.name} runs with it as it is now")
     return lines

@@ -32,7 +32,7 @@ from train.supervise.zygote import LIBRARIES, SIGNALS, called, digest, lender_so
 
 OFF = "TRAIN_WARM"
 """A variable: set to `off`, nothing is borrowed from a lender, and the keeper holds none."""
-CHECKS = ("torch", "train.runs.readmit")
+CHECKS = ("torch", "train.runs.checks")
 """What a task is checked with, and none of torch's compiler."""
 RANKS = (
     "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",
@@ -107,15 +107,8 @@ class Zygote:
             ZygoteLost: it is gone.
             BlockingIOError: the machine has no room for a process.
         """
-        self._ask(
-            {
-                "call": function,
-                "arguments": [*arguments],
-                "environ": dict(environ) if environ is not None else None,
-                "after": after,
-            },
-            files,
-        )
+        given = dict(environ) if environ is not None else None
+        self._ask({"call": function, "arguments": [*arguments], "environ": given, "after": after}, files)
         while True:
             answer = self._hear(None)
             if "pid" in answer:

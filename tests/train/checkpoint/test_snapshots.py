@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.train.tiers import later
 from train.checkpoint.buffers import SnapshotMemory
 from train.record import folders, store
-from train.runs import admit
+from train.runs import checks
 from train.runs.request import Request
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
@@ -82,7 +82,7 @@ class Kept:
         merged = self.engine.flags | {key.replace("__", "."): value for key, value in flags.items()}
         if "steps" in flags:
             del merged["epochs"]
-        prepared = admit.prepare(Request(str(task), {key: str(value) for key, value in merged.items()}, ranks=ranks))
+        prepared = checks.prepare(Request(str(task), {key: str(value) for key, value in merged.items()}, ranks=ranks))
         record = prepared.record | {"max_restarts": restarts, "started": begun}
         run = folders.create(self.engine.station.runs, name, prepared.files, record)
         (run.folder / "script").write_text("\n".join(script))

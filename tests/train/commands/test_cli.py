@@ -56,7 +56,7 @@ def test_help_ls_show_logs_stop_and_resume_import_no_torch(finished: Station) ->
 
 def test_what_checks_a_launch_loads_no_compiler() -> None:
     # torch's compiler and sympy take longer to load than all else that a launch does before its ranks start
-    code = "import sys, train.runs.readmit; print(*{'torch._dynamo', 'sympy'} & set(sys.modules))"
+    code = "import sys, train.runs.checks; print(*{'torch._dynamo', 'sympy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

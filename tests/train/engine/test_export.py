@@ -21,8 +21,7 @@ from train.engine.export import export, load_trained
 from train.errors import Refused
 from train.record import store
 from train.record.manifest import manifest_text
-from train.runs.admit import prepare
-from train.runs.readmit import prepare_resume
+from train.runs.checks import prepare, prepare_resume
 from train.runs.request import Request
 from train.tasks import load
 

@@ -14,7 +14,7 @@ import pytest
 from tests.train.tiers import later
 from train.config import forbidden_changes
 from train.errors import Refused
-from train.runs import readmit
+from train.runs import checks
 
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01, "data__workers": 2, "task__batchnorm": "true"}
 
@@ -132,7 +132,7 @@ def test_a_change_that_would_make_another_run_is_refused_naming_the_field(
     run = undisturbed.station.run("sgd3")
     before = (run.folder / "config.toml").read_bytes()
     with pytest.raises(Refused, match=rf"\b{field} was .* and is {value}"):
-        readmit.prepare_resume(run, {field: value}, 3)
+        checks.prepare_resume(run, {field: value}, 3)
     assert (run.folder / "config.toml").read_bytes() == before
 
 
@@ -141,12 +141,12 @@ def test_a_config_file_edited_in_the_run_folder_is_refused_naming_the_field(undi
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1\n", "lr = 0.2\n"))
     with pytest.raises(Refused, match=r"optim\.lr was 0\.1 and is 0\.2"):
-        readmit.prepare_resume(type(undisturbed.station.run("sgd3"))(folder), {}, 3)
+        checks.prepare_resume(type(undisturbed.station.run("sgd3"))(folder), {}, 3)
 
 
 def test_fewer_steps_than_were_made_are_refused(undisturbed: Any) -> None:
     with pytest.raises(Refused, match="10 steps already"):
-        readmit.prepare_resume(undisturbed.station.run("sgd3"), {"steps": "9"}, 3)
+        checks.prepare_resume(undisturbed.station.run("sgd3"), {"steps": "9"}, 3)
 
 
 def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns(
@@ -157,10 +157,10 @@ def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns
     original = tmp_path / "original.py"
     original.write_text((folder / "task.py").read_text() + "# changed\n")
     run.update(task_source=str(original))
-    assert any("original.py has changed" in line for line in readmit.prepare_resume(run, {}, 3)[2])
+    assert any("original.py has changed" in line for line in checks.prepare_resume(run, {}, 3)[2])
     (folder / "task.py").write_text((folder / "task.py").read_text() + "# changed\n")
     with pytest.raises(Refused, match=r"task\.py is not the task"):
-        readmit.prepare_resume(run, {}, 3)
+        checks.prepare_resume(run, {}, 3)
 
 
 def test_every_field_that_shapes_the_result_is_protected() -> None:
@@ -186,7 +186,7 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
 
 
 def test_a_resume_with_fewer_micro_batches_than_ranks_warns(undisturbed: Any) -> None:
-    warnings = readmit.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[2]
+    warnings = checks.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[2]
     assert warnings == ["6 ranks share 4 micro batches per step: 2 of them compute nothing new"]
 
 

@@ -18,7 +18,7 @@ from train.parallel.seat import Seat
 from train.parallel.world import NoGPU, pick_device
 from train.record import station
 from train.record.outcome import Kind, Outcome, read_all
-from train.runs import admit
+from train.runs import checks, provenance
 from train.runs.foreground import shape
 from train.runs.request import Request
 from train.supervise.decide import Facts, LaunchMode, decide
@@ -109,9 +109,9 @@ def test_ranks_that_torchrun_starts_on_several_machines_need_the_gpus_of_theirs_
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     flags = {"cpu_threads": "1", "data.workers": "0", "steps": "1", "task.count": "8", "batch_size": "8"}
 
-    def prepared(seat: Seat) -> admit.Prepared:
+    def prepared(seat: Seat) -> checks.Prepared:
         ranks, nodes = shape(seat)
-        return admit.prepare(Request("fake", dict(flags), ranks=ranks, nodes=nodes))
+        return checks.prepare(Request("fake", dict(flags), ranks=ranks, nodes=nodes))
 
     two_machines = prepared(Seat(0, 4, 0, 2))
     assert two_machines.config.device == "cuda"
@@ -145,4 +145,4 @@ def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, mon
     saver.save(3, model, optimizer, {})
     saver.wait()
     assert run.steps_saved() == [3]
-    assert admit.versions()["gpu"] == "none"
+    assert provenance.versions()["gpu"] == "none"

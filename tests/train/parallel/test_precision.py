@@ -15,7 +15,7 @@ from train.parallel.precision import Precision
 from train.parallel.single import as_here
 from train.parallel.strategy import Spread
 from train.parallel.world import World
-from train.runs.admit import prepare
+from train.runs.checks import prepare
 from train.runs.request import Request
 
 

@@ -121,8 +121,7 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
 def test_a_best_that_no_evaluation_can_name_is_refused_or_told_and_the_lowest_loss_is_kept(
     station: Station,
 ) -> None:
-    from train.runs.admit import prepare
-    from train.runs.readmit import prepare_resume
+    from train.runs.checks import prepare, prepare_resume
     from train.runs.request import Request
 
     text = """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.runs.admit import prepare
+from train.runs.checks import prepare
 from train.runs.request import Request, resolve
 from train.tasks import fake
 

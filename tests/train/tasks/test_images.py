@@ -17,7 +17,7 @@ from PIL import Image
 from train.engine.build import make_model
 from train.engine.export import export
 from train.errors import Refused
-from train.runs.admit import prepare
+from train.runs.checks import prepare
 from train.runs.request import Request, resolve
 from train.tasks import images
 

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from train.engine.export import export
 from train.errors import Refused
-from train.runs.admit import prepare
-from train.runs.readmit import prepare_resume
+from train.runs.checks import prepare, prepare_resume
 from train.runs.request import Request, resolve
 from train.tasks import load
 

@@ -1,6 +1,6 @@
-"""Modules that a user's own task or script imports: a run keeps no copy of them, for a package is more than its files.
+"""What a run was made with: versions, the commit, and the files that a user's own task or script imports.
 
-Their digests are kept, so that it is told when they have changed. Imports no torch.
+A run keeps no copy of those files, for a package is more than its files; their digests tell when they have changed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ import ast
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+import platform
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import train
+from train import gpus
 
 _MOST = 500
 """So many imported files are looked at."""
@@ -90,3 +95,35 @@ def _digest(path: Path) -> str:
     with contextlib.suppress(OSError):
         return hashlib.sha256(path.read_bytes()).hexdigest()
     return ""
+
+
+def versions(found: Sequence[gpus.Card] = ()) -> dict[str, str]:
+    """What computes: recorded with the run.
+
+    Args:
+        found: the GPUs; asking torch for a name would open one in this process.
+    """
+    import torch
+
+    return {
+        "train": train.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "gpu": found[0].name if found else "none",
+    }
+
+
+def git_revision() -> str | None:
+    """The commit of the current folder, and whether files differ from it; None: it is in no checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

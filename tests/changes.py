@@ -1,0 +1,18 @@
+"""What a resume writes into a run folder, for tests that start its ranks themselves."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from train import config as configuration
+from train.config import Config
+from train.record import station
+from train.record.durable import write_atomically
+from train.record.record import Record
+from train.record.store import Run
+
+
+def apply(run: Run, config: Config) -> None:
+    """Write the changes of a resume into the run folder."""
+    write_atomically(run.folder / "config.toml", configuration.to_toml(config))
+    run.update(lambda record: record.update(cast(Record, station.mark(run.folder, record))))
