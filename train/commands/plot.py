@@ -6,15 +6,15 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands import shared
+from train.commands.options import add_names, add_target
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
     """Of which runs, and where to."""
-    shared.add_names(parser, "+")
-    shared.add_target(parser, ".png", ".svg", ".pdf")
+    add_names(parser, "+")
+    add_target(parser, ".png", ".svg", ".pdf")
 
 
 def run(options: Namespace, runs: Path) -> int:

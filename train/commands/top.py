@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.commands import shared
+from train.commands.options import add_names
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
 from train.record import store
@@ -22,7 +22,7 @@ from train.record import store
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from train.runs.top import Page
+    from train.runs.monitor.top import Page
 
 _EVERY = 2.0
 """Seconds between two looks."""
@@ -37,7 +37,7 @@ _STYLE = {
 
 def add_arguments(parser: Parser) -> None:
     """Which runs, and how often."""
-    shared.add_names(parser, "*")
+    add_names(parser, "*")
     parser.add_argument("--every", metavar="SECONDS", help=f"between two looks ({_EVERY:.0f})")
     parser.add_argument("--once", action="store_true", help="print the page once, as without a terminal")
 
@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Show the page until q or Ctrl-C; without a terminal that can redraw it, once."""
     from train.runs import select as chosen
-    from train.runs.top import Page
+    from train.runs.monitor.top import Page
 
     every = _seconds(options.every)
     names = [found.name for found in chosen.matching(runs, options.names)] if options.names else []

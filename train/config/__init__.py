@@ -17,7 +17,7 @@ from train.config.schema import (
     Share,
     Watch,
 )
-from train.config.text import (
+from train.config.toml import (
     NONE,
     FieldInfo,
     fields,

@@ -14,7 +14,7 @@ import pydantic_core
 from pydantic import TypeAdapter
 
 from train.config.schema import Config
-from train.config.text import (
+from train.config.toml import (
     FieldInfo,
     fields,
     flatten,

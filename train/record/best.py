@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
-import tomllib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from train.errors import Refused, is_whole, whole
-from train.record import plain
 from train.record.metrics import evaluations
 from train.record.store import Run
 
@@ -30,12 +26,6 @@ def aim_of(text: str) -> Aim:
     return Aim(text, text == "loss")
 
 
-def aim_among(text: str, names: Iterable[str]) -> Aim:
-    """The same where evaluations give these figures; the loss, which there always is, in place of any other."""
-    aim = aim_of(text)
-    return aim if aim.metric in names else aim_of("loss")
-
-
 def pick(aim: Aim, scores: dict[int, float]) -> int | None:
     """The step with the best score, the later one of equals."""
     better = min if aim.is_least else max
@@ -43,20 +33,17 @@ def pick(aim: Aim, scores: dict[int, float]) -> int | None:
 
 
 def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
-    """What checkpoint.best means in this run, and the values of it by the step after which they were evaluated; without
-    those that are none."""
-    lines = evaluations(run)
-    aim = aim_among(text, {name for line in lines for name in line["eval"]})
+    """What checkpoint.best means in this run (the loss where its metric was never measured), and the finite values of
+    that metric by the step after which they were evaluated."""
+    lines, aim = evaluations(run), aim_of(text)
+    if not any(aim.metric in line["eval"] for line in lines):
+        aim = aim_of("loss")
     scores = {line["step"]: line["eval"].get(aim.metric) for line in lines}
-    return aim, {step: score for step, score in scores.items() if score is not None and _is_finite(score)}
+    return aim, {step: score for step, score in scores.items() if score is not None}
 
 
-def _is_finite(score: float) -> bool:
-    return abs(score) <= sys.float_info.max  # of whole numbers, too, which may be larger than any float
-
-
-class Kept(NamedTuple):
-    """A checkpoint that is kept however old it is: the best one of those that are there."""
+class BestSaved(NamedTuple):
+    """The best checkpoint of those that are there, which is not pruned however old it is."""
 
     step: int
     score: float
@@ -64,27 +51,24 @@ class Kept(NamedTuple):
     """Whether a lower score is better."""
 
 
-def kept(run: Run, text: str) -> Kept | None:
-    """The checkpoint that checkpoint.best keeps; None where it names nothing, or none of those there was evaluated."""
+def best_saved(run: Run, text: str) -> BestSaved | None:
+    """What checkpoint.best (`text`) keeps; None where it is empty, or no checkpoint there was evaluated."""
     if not text:
         return None
     (aim, scores), saved = scores_of(run, text), run.steps_saved()
     step = pick(aim, {at: score for at, score in scores.items() if at in saved})
-    return None if step is None else Kept(step, scores[step], aim.is_least)
+    return None if step is None else BestSaved(step, scores[step], aim.is_least)
 
 
-def best_of(found: Iterable[Kept]) -> Kept | None:
-    """The best of them, the later one of equals; None of none."""
+def best_of(found: Iterable[BestSaved]) -> BestSaved | None:
+    """The best of several machines', the later one of equals; None of none."""
     return min(found, key=lambda one: (one.score if one.is_least else -one.score, -one.step), default=None)
 
 
 def wanted(run: Run) -> str:
-    """What checkpoint.best of a run is; '' where it is not set, or cannot be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        section = tomllib.loads(plain.read(run.folder / "config.toml").decode()).get("checkpoint")
-        named = section.get("best") if isinstance(section, dict) else None
-        return named if isinstance(named, str) else ""
-    return ""
+    """checkpoint.best of a run; '' where it is not set, or cannot be read."""
+    text = run.read_config().get("checkpoint.best")
+    return text if isinstance(text, str) else ""
 
 
 @dataclasses.dataclass(frozen=True)

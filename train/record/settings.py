@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import train
 from train import config as configuration
 from train import screen
 from train.errors import shortened
-from train.record import plain
+from train.record import durable
 from train.record.store import Run
 
 _SAID = 4
@@ -32,26 +31,9 @@ class Setting:
     help: str = ""
 
 
-def flat(run: Run) -> dict[str, Any]:
-    """config.toml with dotted names; {} where it is not there (a script) or cannot be read."""
-    try:
-        tree = tomllib.loads(plain.read(run.folder / "config.toml").decode())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= {f"{key}.{inner}": leaf for inner, leaf in value.items()}
-        elif key == configuration.NONE and isinstance(value, list):
-            found |= dict.fromkeys(map(str, value))
-        else:
-            found[key] = value
-    return found
-
-
 def listed(run: Run) -> list[Setting]:
     """Every field of a run: those that its user or its task has changed first."""
-    values, found = flat(run), []
+    values, found = run.read_config(), []
     known, own = configuration.fields(), _task_defaults(run)
     for name in [*(name for name in known if name in values), *(name for name in values if name not in known)]:
         info = known.get(name)
@@ -81,7 +63,7 @@ def _task_defaults(run: Run) -> dict[str, Any]:
     built_in = Path(train.__file__).parent / "tasks" / f"{task}.py"
     path = run.folder / "task.py" if task == "task.py" else built_in if task.isidentifier() else None
     try:
-        tree = ast.parse(plain.read(path).decode()) if path else None
+        tree = ast.parse(durable.read_bytes(path).decode()) if path else None
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return {}
     found = {}
@@ -114,5 +96,5 @@ def differing(runs: list[Run]) -> list[str]:
 def _compared(run: Run) -> dict[str, Any]:
     record = run.read()
     task = record.get("task_source") or record.get("task") or record.get("script")
-    values = flat(run) | {"task": Path(str(task)).stem if task else None, "ranks": record.get("world_size")}
+    values = run.read_config() | {"task": Path(str(task)).stem if task else None, "ranks": record.get("world_size")}
     return {name: value for name, value in values.items() if not name.startswith(("log.", "watch."))}

@@ -22,7 +22,7 @@ import pytest
 from tests.train.terminal import Terminal
 from train.gpus import Gpu
 from train.record import heartbeat
-from train.runs.top import Page
+from train.runs.monitor.top import Page
 
 if TYPE_CHECKING:
     from conftest import Station

@@ -192,10 +192,10 @@ def test_a_line_without_a_figure_says_nothing_of_the_time_of_the_others(tmp_path
 PEAK = """
 import re, sys
 from pathlib import Path
-from train.record import page, plot
+from train.record import plot, report
 from train.record.store import Run
 run, to = Run(Path(sys.argv[1])), Path(sys.argv[2])
-plot.plot([run], to) if to.suffix == ".png" else page.write(run, to)
+plot.plot([run], to) if to.suffix == ".png" else report.write(run, to)
 # of its own memory: what getrusage says counts that of the process, too, which it was forked from
 print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024)
 """

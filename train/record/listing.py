@@ -10,7 +10,7 @@ from typing import Any
 from train import screen
 from train.errors import shortened
 from train.format import ago, duration
-from train.record import times
+from train.record import timing
 from train.record.best import best
 from train.record.record import Attempt, Record
 from train.record.store import Run, seconds_of
@@ -111,7 +111,7 @@ def story(run: Run, record: Record) -> str:
         return _wrapped(lines)
     line("data", record.get("data_wait"))
     line("left out", _left_out(run, record.get("skipped") or {}))
-    account = times.of(run)
+    account = timing.of_run(run)
     line("steps redone", account.redone)
     whole = account.parts["lost"]
     if whole:

@@ -1,14 +1,16 @@
-"""A run as one page of HTML that needs nothing else: no network, no script, no other file.
+"""The report of a run: where its time went, as text or JSON, and one page of HTML without network, scripts or files.
 
-Everything that a user can have given (names, values, errors, metrics) is escaped by Jinja; of figures, whose texts
-matplotlib escapes, alone it is not. A policy in the page forbids scripts altogether.
+Jinja escapes all text that a user may have chosen (names, values, errors, metrics) but that of figures, which
+matplotlib escapes. A policy in the page forbids scripts.
 """
 
 from __future__ import annotations
 
 import datetime
 import io
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import train
 from train import screen
 from train.errors import Refused, one_line
 from train.format import duration, size
-from train.record import best, manifest, settings, table, times
+from train.record import best, listing, manifest, settings, timing
 from train.record.durable import check_target, published
 from train.record.manifest import Unreadable
 from train.record.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, columns_of, draw, measures
@@ -28,6 +30,38 @@ _INK, _LINE = "#010203", "#040506"
 """Stand for colours of the page: its text, and a run's line."""
 _SIZE = (6.2, 2.6)
 """Inches; the page scales it."""
+_BAR = 24
+"""Characters of the longest bar of the text."""
+
+
+def as_json(run: Run) -> str:
+    """Where the time went, for programs."""
+    record = run.shown()
+    account = timing.of_run(run, record)
+    facts = {"name": run.name, "state": record["state"], **account.as_json()}
+    return json.dumps(facts | {"verdict": timing.verdict(account, record)}, indent=1)
+
+
+def text(run: Run) -> str:
+    """Where the time went, as lines for a terminal."""
+    record = run.shown()
+    account = timing.of_run(run, record)
+    lines = [f"{screen.name(run.name)}: {listing.with_reason(record['state'], record.get('reason'))}"]
+    found = parts(account)
+    whole = f"  {duration(account.whole)} from its creation to its end, of which"
+    lines.append(whole if found else "  no time is known of")
+    width = max((len(part["name"]) for part in found), default=0)
+    largest = max((part["share"] for part in found), default=1.0)
+    for part in found:
+        bar = "#" * round(_BAR * part["share"] / largest)
+        time = duration(part["seconds"])
+        lines.append(f"  {part['name']:<{width}}  {time:>12}  {100 * part['share']:5.1f} %  {bar}".rstrip())
+    if account.redone:
+        lines.append(f"  made again: {account.redone} steps, {duration(account.again)}")
+    lines += [f"  {line}" for line in (*timing.verdict(account, record), *account.notes)]
+    lines.append(f"  what each part is, and figures: train report {run.name} --to {run.name}.html")
+    columns = screen.width(sys.stdout)
+    return "\n".join(screen.wrapped(screen.printable(line), columns, indent=4) for line in lines)
 
 
 def write(run: Run, target: Path) -> None:
@@ -37,9 +71,9 @@ def write(run: Run, target: Path) -> None:
         Refused: it cannot be written, or run.json cannot be read.
     """
     check_target(target, SUFFIXES)
-    text = html(run)
+    page = html(run)
     with published(target) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(page, encoding="utf-8")
 
 
 def html(run: Run) -> str:
@@ -51,16 +85,16 @@ def html(run: Run) -> str:
     from jinja2 import Environment
 
     record = run.shown()
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
     environment.filters |= {"duration": duration, "size": size, "moment": _moment, "say": settings.shown}
-    account = times.of(run, record)
+    account = timing.of_run(run, record)
     content: dict[str, Any] = {
         "run": run.name,
         "record": record,
         "account": account,
         "parts": parts(account),
-        "verdict": times.verdict(account, record),
+        "verdict": timing.verdict(account, record),
         "figures": drawn(run),
         "settings": settings.listed(run),
         "attempts": _attempts(record),
@@ -81,12 +115,12 @@ def _printable(value: Any) -> Any:
     return "\n".join(map(screen.printable, text.split("\n")))
 
 
-def parts(account: times.Account) -> list[dict[str, Any]]:
+def parts(account: timing.TimeSpent) -> list[dict[str, Any]]:
     """The parts that there are, in the order of PARTS: name, seconds, share of the whole, what is in it."""
     return [
         {"key": key, "name": name, "seconds": account.parts[key], "help": text,
          "share": account.parts[key] / account.whole if account.whole else 0.0}
-        for key, (name, text) in times.PARTS.items()
+        for key, (name, text) in timing.PARTS.items()
         if account.parts[key] > 0
     ]  # fmt: skip
 
@@ -128,7 +162,7 @@ def _attempts(record: Record) -> list[dict[str, Any]]:
     """Of each attempt what `train show` tells, and how long it was."""
     found = []
     for attempt in record["attempts"]:
-        end = table.end_of(attempt, record["state"])
+        end = listing.end_of(attempt, record["state"])
         begin, to = attempt.get("from_step"), attempt.get("to_step")
         found.append(
             {"number": attempt.get("number"), "started": attempt.get("started"), "ended": attempt.get("ended"),

@@ -17,7 +17,7 @@ from train.record import heartbeat, store
 from train.record.record import Record
 from train.record.store import Run
 from train.runs import jobs
-from train.runs.monitor import look
+from train.runs.monitor import state
 
 _NONE = "-"
 _LARGE = 1e9
@@ -38,7 +38,7 @@ class Page:
 
     def __init__(self, runs: Path, names: list[str] | None = None) -> None:
         self.runs, self.names = runs, names or []
-        self._looked = look.Runs(runs)
+        self._looked = state.Runs(runs)
         self._processes: dict[int, Any] = {}
         self._gpus = Gpus()
         self._cards: list[Gpu] = []
@@ -55,7 +55,7 @@ class Page:
 
     def _rows(self, columns: int, lines: int) -> list[Row]:
         records, self._cards = self._looked.records(self.names), self._gpus.read()
-        alive = [record for record in records if look.is_alive(record)]
+        alive = [record for record in records if state.is_alive(record)]
         rows = [Row(self._summary(len(records), len(alive)), "head")]
         rows += [Row(_gpu_line(gpu), "gpu") for gpu in self._cards]
         rows.append(Row("", "head"))
@@ -67,7 +67,7 @@ class Page:
         rows.append(Row(shown[0], "head"))
         for record, text in zip(records, shown[1:], strict=True):
             rows.append(Row(text, record["state"]))
-            if look.is_at_work(record):
+            if state.is_at_work(record):
                 rows += [Row(rank, "rank") for rank in self._ranks(record)]
             if _is_explained(record):
                 rows.append(Row(f"  {one_line(record['reason'])}", "rank"))
@@ -91,12 +91,12 @@ class Page:
         """A line a rank of the attempt that runs: what it is doing, and what it takes."""
         visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
         lines = []
-        for place, rank in enumerate(look.ranks(Run(self.runs / record["name"]), record)):  # its place on this machine
-            doing = heartbeat.NAMES[look.phase([rank])]
+        for place, rank in enumerate(state.ranks(Run(self.runs / record["name"]), record)):  # its place on this machine
+            doing = heartbeat.NAMES[state.phase([rank])]
             what = f"{doing:<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
             card = cards.get(visible[place]) if place < len(visible) else None
             gpu = _use(card) if card is not None and record.get("device") == "cuda" else ""
-            lines.append(f"  rank {rank.number:<3} {what} {self._taken(look.process(record, rank))}{gpu}")
+            lines.append(f"  rank {rank.number:<3} {what} {self._taken(state.process(record, rank))}{gpu}")
         return lines
 
     def _taken(self, found: Any) -> str:
@@ -117,7 +117,7 @@ class Page:
 
 def _is_explained(record: Record) -> bool:
     """Whether there is a reason to show: why a run has ended, or what is said of it where its ranks are not seen."""
-    unseen = look.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
+    unseen = state.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
     return bool(record.get("reason")) and (unseen or record["state"] in (store.FAILED, store.INTERRUPTED, store.COPY))
 
 
@@ -125,11 +125,11 @@ def _visible(record: Record) -> list[int]:
     """Which GPU each rank on this machine has."""
     chosen = str(record.get("gpus") or "")
     ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
-    return ids or list(range(min(record["world_size"] or 1, look.MOST_RANKS)))
+    return ids or list(range(min(record["world_size"] or 1, state.MOST_RANKS)))
 
 
 def _line_of(run: Run, record: Record) -> list[str]:
-    now = look.progress(run, record)
+    now = state.progress(run, record)
     left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
     return [
         one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else _NONE,

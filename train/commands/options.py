@@ -11,7 +11,7 @@ from typing import Any
 
 from train import screen
 from train.cluster import WAIT_MINUTES
-from train.commands import offers
+from train.commands.completion import checkpoint_steps, file_names, run_names, task_names, words
 from train.commands.parser import Parser, number
 from train.errors import Refused, whole
 
@@ -22,32 +22,32 @@ _LONGEST_WAIT = 1e6
 
 def add_name(parser: Parser, **kwargs: Any) -> None:
     """The NAME of a run."""
-    parser.add_argument("name", metavar="NAME", help="a run; train ls lists them", offer=offers.runs, **kwargs)
+    parser.add_argument("name", metavar="NAME", help="a run; train ls lists them", offer=run_names, **kwargs)
 
 
 def add_names(parser: Parser, nargs: str) -> None:
     """The NAMEs of several."""
     text = "runs, or quoted patterns: 'exp-*'"
-    parser.add_argument("names", metavar="NAME", nargs=nargs, help=text, offer=offers.runs)
+    parser.add_argument("names", metavar="NAME", nargs=nargs, help=text, offer=run_names)
 
 
 def add_task(parser: Parser, **kwargs: Any) -> None:
     """What a new run is made of."""
     add = parser.add_argument
     text = "digits, images, text, fake, or the path of a Python file"
-    add("task", metavar="TASK", help=text, offer=offers.tasks, **kwargs)
+    add("task", metavar="TASK", help=text, offer=task_names, **kwargs)
     add("--name", help="name of the run; default: the task and the time")
     text = "TOML file with fields; flags win over it"
-    add("--config", metavar="FILE", help=text, offer=offers.files("toml"))
+    add("--config", metavar="FILE", help=text, offer=file_names("toml"))
     text = "start from exported weights (.safetensors or .pt)"
-    add("--init", metavar="FILE", help=text, offer=offers.files("safetensors", "pt"))
+    add("--init", metavar="FILE", help=text, offer=file_names("safetensors", "pt"))
 
 
 def add_ranks(parser: Parser) -> None:
     """How a launched run is spread and watched."""
     add = parser.add_argument
     text = "ranks on this machine; auto: one per GPU"
-    add("--nproc", metavar="N|auto", help=text, offer=offers.words("auto"))
+    add("--nproc", metavar="N|auto", help=text, offer=words("auto"))
     add("--gpus", metavar="N|IDS", help="a number of GPUs, or ids with a comma: 0,1 or 2,")
     add("--max-restarts", metavar="K", help="deaths in a row without a new checkpoint before giving up (3)")
     add("--follow", action="store_true", help="show progress and exit as the run does: 0, 3 or 75")
@@ -129,13 +129,13 @@ def add_json(parser: Parser) -> None:
 def add_checkpoint(parser: Parser) -> None:
     """Which checkpoint of a run."""
     text = "the one of this step, or best; default: the newest whole one"
-    parser.add_argument("--checkpoint", metavar="STEP|best", help=text, offer=offers.checkpoints)
+    parser.add_argument("--checkpoint", metavar="STEP|best", help=text, offer=checkpoint_steps)
 
 
 def add_target(parser: Parser, *suffixes: str, required: bool = True) -> None:
     """The file to write."""
     text = f"the file to write: {', '.join(suffixes[:-1])} or {suffixes[-1]}"
-    files = offers.files(*(suffix.lstrip(".") for suffix in suffixes))
+    files = file_names(*(suffix.lstrip(".") for suffix in suffixes))
     parser.add_argument("--to", metavar="FILE", required=required, help=text, offer=files)
 
 
