@@ -23,11 +23,11 @@ def run(options: Namespace, runs: Path) -> int:
     from train.runs import select
 
     chosen = select.matching(runs, options.names)
-    is_whole = plot(chosen, Path(options.to))
+    has_all_letters = plot(chosen, Path(options.to))
     for run in chosen:
         if said := verdict(run):
             screen.say(f"{run.name}: {said}")
-    if not is_whole:
+    if not has_all_letters:
         remedy = "name another in matplotlibrc: font.sans-serif"
         screen.say(f"some letters are boxes, for matplotlib's font has none of them; {remedy}")
     screen.say(f"wrote {options.to}")

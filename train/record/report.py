@@ -6,11 +6,11 @@ matplotlib escapes. A policy in the page forbids scripts.
 
 from __future__ import annotations
 
-import datetime
 import io
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from train.format import duration, size
 from train.record import best, listing, manifest, settings, timing
 from train.record.durable import check_target, published
 from train.record.manifest import Unreadable
-from train.record.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, columns_of, draw, measures
+from train.record.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
 from train.record.record import Record
-from train.record.store import Run, now
+from train.record.store import Run, now, seconds_of
 
 SUFFIXES = (".html", ".htm")
 _INK, _LINE = "#010203", "#040506"
@@ -54,8 +54,8 @@ def text(run: Run) -> str:
     largest = max((part["share"] for part in found), default=1.0)
     for part in found:
         bar = "#" * round(_BAR * part["share"] / largest)
-        time = duration(part["seconds"])
-        lines.append(f"  {part['name']:<{width}}  {time:>12}  {100 * part['share']:5.1f} %  {bar}".rstrip())
+        spent = duration(part["seconds"])
+        lines.append(f"  {part['name']:<{width}}  {spent:>12}  {100 * part['share']:5.1f} %  {bar}".rstrip())
     if account.redone:
         lines.append(f"  made again: {account.redone} steps, {duration(account.again)}")
     lines += [f"  {line}" for line in (*timing.verdict(account, record), *account.notes)]
@@ -87,7 +87,7 @@ def html(run: Run) -> str:
     record = run.shown()
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
-    environment.filters |= {"duration": duration, "size": size, "moment": _moment, "say": settings.shown}
+    environment.filters |= {"duration": duration, "size": size, "moment": _moment, "end_of": listing.end_of}
     account = timing.of_run(run, record)
     content: dict[str, Any] = {
         "run": run.name,
@@ -97,7 +97,6 @@ def html(run: Run) -> str:
         "verdict": timing.verdict(account, record),
         "figures": drawn(run),
         "settings": settings.listed(run),
-        "attempts": _attempts(record),
         "checkpoints": _checkpoints(run),
         "facts": _facts(run, record),
         "environment": _environment(record),
@@ -126,10 +125,10 @@ def parts(account: timing.TimeSpent) -> list[dict[str, Any]]:
 
 
 def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
-    """What a reader asks first."""
+    """The table at the top; rows without a value are left out."""
     steps = f"{record['step']} of {record['total_steps']}" if record.get("total_steps") else None
     results = ", ".join(f"{name} {settings.shown(value)}" for name, value in dict(record.get("metrics") or {}).items())
-    pairs = [
+    return [
         ("task", record.get("script") or record.get("task_source") or record.get("task")),
         ("step", steps),
         ("epoch", record.get("epoch") if steps else None),
@@ -142,50 +141,32 @@ def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
         ("waiting for data", record.get("data_wait")),
         ("folder", run.folder),
     ]
-    return [(name, value) for name, value in pairs if value not in (None, "", {}, [])]
 
 
 def _environment(record: Record) -> list[tuple[str, Any]]:
-    hosts = [str(one["host"]) for one in record["attempts"] if isinstance(one, dict) and one.get("host")]
-    hosts = list(dict.fromkeys([*hosts, *([str(record["host"])] if record.get("host") else [])]))
-    pairs = [
+    hosts = dict.fromkeys(str(one["host"]) for one in (*record["attempts"], record) if one.get("host"))
+    return [
         ("host" if len(hosts) == 1 else "hosts", ", ".join(hosts)),
         ("device", record.get("device")),
         ("git revision", record.get("git_revision")),
         ("started in", record.get("cwd")),
         *dict(record.get("versions") or {}).items(),
     ]
-    return [(name, value) for name, value in pairs if value not in (None, "")]
-
-
-def _attempts(record: Record) -> list[dict[str, Any]]:
-    """Of each attempt what `train show` tells, and how long it was."""
-    found = []
-    for attempt in record["attempts"]:
-        end = listing.end_of(attempt, record["state"])
-        begin, to = attempt.get("from_step"), attempt.get("to_step")
-        found.append(
-            {"number": attempt.get("number"), "started": attempt.get("started"), "ended": attempt.get("ended"),
-             "ranks": attempt.get("world_size"), "end": end, "reason": attempt.get("reason") or "",
-             "steps": "" if begin is None else f"{begin} to {'…' if to is None else to}",
-             "lines": [str(line) for line in attempt.get("last_lines") or []]}
-        )  # fmt: skip
-    return found
 
 
 def _checkpoints(run: Run) -> list[dict[str, Any]]:
-    """Those that are kept, oldest first."""
+    """The checkpoints that are there, oldest first."""
     top, found = best.best(run), []
     for step in sorted(run.steps_saved()):
         folder = run.checkpoint(step)
-        said, count = "", None
+        problem, count = "", None
         try:
             content = manifest.read_manifest(folder)
             count = sum(int(entry["size"]) for entry in content["files"].values())
         except (ValueError, Unreadable, Refused, KeyError, TypeError) as error:
-            said = one_line(error)
+            problem = one_line(error)
         found.append(
-            {"step": step, "size": count, "problem": said, "time": folder.stat().st_mtime,
+            {"step": step, "size": count, "problem": problem, "time": folder.stat().st_mtime,
              "best": f"best {top.metric}: {top.value:.4f}" if top and top.step == step else ""}
         )  # fmt: skip
     return found
@@ -193,20 +174,14 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
 
 def _moment(stamp: Any) -> str:
     """A time as people read it, in UTC."""
-    try:
-        if isinstance(stamp, float):
-            at = datetime.datetime.fromtimestamp(stamp, datetime.UTC)
-        else:
-            at = datetime.datetime.fromisoformat(str(stamp)).astimezone(datetime.UTC)
-    except (ValueError, OverflowError, OSError):
-        return str(stamp or "")
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    seconds = stamp if isinstance(stamp, float) else seconds_of(stamp)
+    return str(stamp or "") if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def drawn(run: Run) -> dict[str, str]:
     """The figures by title, as SVG elements; {} where there is nothing to draw."""
-    curves = Curves(run.name, columns_of(run), _LINE)
-    if not curves.columns.steps:
+    curves = Curves(run.name, _LINE).read(run)
+    if not curves.steps:
         return {}
     panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:MOST_MEASURES]), LR, SPEED, STEP, WAIT]
     return {_title(panel): _svg(curves, panel) for panel in panels}

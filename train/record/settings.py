@@ -1,4 +1,4 @@
-"""The configuration of a run, read for people: what differs from defaults, or between runs. Runs no code of a task."""
+"""The configuration of a run for people: what differs from defaults, or between runs. Runs no code of a task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.errors import shortened
 from train.record import durable
 from train.record.store import Run
 
-_SAID = 4
+_MOST = 4
 """Fields, at most, that tell runs apart in a label."""
 _WORD = 24
 
@@ -26,9 +26,8 @@ class Setting:
     name: str
     value: str
     default: str
-    """'': it has none, or it cannot be told."""
+    """'' where there is none, or it is not known."""
     is_changed: bool
-    help: str = ""
 
 
 def listed(run: Run) -> list[Setting]:
@@ -42,11 +41,11 @@ def listed(run: Run) -> list[Setting]:
             found.append(Setting(name, shown(value), "", True))
             continue
         default = own[name] if info is None else info.default
-        said = "chosen at launch" if default is None else shown(default)
-        found.append(Setting(name, shown(value), said, value != default, info.help if info else ""))
+        usual = "chosen at launch" if default is None else shown(default)
+        found.append(Setting(name, shown(value), usual, value != default))
     for name, info in known.items():
         if values and name not in values and info.default is not None:  # TOML has no none
-            found.append(Setting(name, "none", shown(info.default), True, info.help))
+            found.append(Setting(name, "none", shown(info.default), True))
     return sorted(found, key=lambda setting: not setting.is_changed)
 
 
@@ -85,10 +84,10 @@ def differing(runs: list[Run]) -> list[str]:
     other = [name for name in names if len({shown(values.get(name)) for values in flats}) > 1]
     # of fields that follow from another, the other says it all
     other = [name for name in other if not (name == "micro_batch_size" and {"batch_size", "ranks"} & set(other))]
-    told, more = other[:_SAID], len(other) - _SAID
+    named, more = other[:_MOST], len(other) - _MOST
     labels = []
     for values in flats:
-        words = [f"{name.removeprefix('task.')}={shortened(shown(values.get(name)), _WORD)}" for name in told]
+        words = [f"{name.removeprefix('task.')}={shortened(shown(values.get(name)), _WORD)}" for name in named]
         labels.append(screen.printable("  ".join([*words, *([f"and {more} more"] if more > 0 else [])])))
     return labels
 

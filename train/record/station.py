@@ -73,7 +73,7 @@ def touch_keeper() -> None:
 
 
 def keeper_ends() -> None:
-    """Take the sign of life away: a keeper that ends as it was asked to is not missed."""
+    """Remove the sign of life of a keeper that ends as it was asked to."""
     with contextlib.suppress(OSError):
         (state_folder() / "keeper").unlink()
 

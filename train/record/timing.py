@@ -158,7 +158,7 @@ class _Marks:
 
 
 def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next_from: int | None) -> None:
-    """Tell apart what an attempt did from the moment it was ready.
+    """Divide the time of an attempt since it was ready.
 
     Args:
         end: how it ended; '': it lives.
@@ -214,12 +214,12 @@ def _notes(record: Record, attempts: list[Attempt], went_back: float) -> list[st
     """What a reader must know."""
     notes = []
     ready = [attempt for attempt in attempts if attempt.get("ready")]
-    told = [found for attempt in ready if (found := measured(attempt)) is not None]
+    noted = [found for attempt in ready if (found := measured(attempt)) is not None]
     if record.get("script"):
         notes.append("a script: what it did while it ran, and which steps it made again, only it knows")
-    elif len(told) < len(ready):
+    elif len(noted) < len(ready):
         notes.append("an attempt has not noted its times: it was of an earlier release, or died too soon")
-    if any(times["communication"] is None for times in told):
+    if any(times["communication"] is None for times in noted):
         notes.append("communication is not told apart from computing here: fsdp, hsdp and dp do both at once")
     if record["state"] in (INTERRUPTED, COPY):
         notes.append("interrupted: told up to its last sign of life; a resume may find newer steps in memory")

@@ -16,7 +16,7 @@ import pytest
 from train.commands import plot as command
 from train.errors import Refused
 from train.record import folders, settings
-from train.record.plot import columns_of, plot
+from train.record.plot import Curves, plot
 from train.record.store import Run
 
 
@@ -42,7 +42,7 @@ def coloured(path: Path) -> int:
 
 def test_a_png_shows_the_curves_of_the_run(tmp_path: Path) -> None:
     run, target = made(tmp_path / "runs", "a"), tmp_path / "a.png"
-    assert plot([run], target)
+    plot([run], target)
     picture = matplotlib.image.imread(target)
     assert picture.shape[0] > 400 and picture.shape[1] > 400
     assert coloured(target) > 2000
@@ -82,7 +82,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     run = made(tmp_path, "a", steps=3, evaluations=False)
     with run.metrics.open("a") as file:
         file.write('{"step": 4, "lo')
-    found = columns_of(run)
+    found = Curves("a", "C0").read(run)
     assert list(found.steps) == [1, 2, 3] and found.evaluations == {}
 
 
