@@ -45,7 +45,7 @@ class Card:
 
 
 @dataclasses.dataclass
-class Gpu:
+class GpuState:
     """A GPU at one moment. What it does not tell is None."""
 
     number: int
@@ -165,12 +165,12 @@ class Gpus:
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: dict[str, Any] = {}
-        self._seen: dict[str, Gpu] = {}
+        self._seen: dict[str, GpuState] = {}
         self._begun = -math.inf
-        self._told: list[Gpu] = []
+        self._told: list[GpuState] = []
         self._asking: threading.Thread | None = None
 
-    def read(self) -> list[Gpu]:
+    def read(self) -> list[GpuState]:
         """All that have been seen, in their order; those that answer, with their figures.
 
         Those that were seen before count as gone where the driver does not come back. It is waited for once.
@@ -180,7 +180,7 @@ class Gpus:
             self._asking.start()
             self._asking.join(_PATIENCE)
         if self._asking.is_alive():
-            self._told = [Gpu(gpu.number, gpu.uuid, gpu.name) for gpu in self._told]
+            self._told = [GpuState(gpu.number, gpu.uuid, gpu.name) for gpu in self._told]
         return self._told
 
     def _ask(self) -> None:
@@ -206,14 +206,14 @@ class Gpus:
                     handle = pynvml.nvmlDeviceGetHandleByIndex(number)
                     uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
                     self._handles[uuid] = handle
-                    self._seen[uuid] = Gpu(number, uuid, name)
+                    self._seen[uuid] = GpuState(number, uuid, name)
 
-    def _read(self) -> list[Gpu]:
+    def _read(self) -> list[GpuState]:
         found = [self._look(gpu, self._handles.get(uuid)) for uuid, gpu in self._seen.items()]
         return sorted(found, key=lambda gpu: (gpu.number, gpu.uuid))
 
-    def _look(self, seen: Gpu, handle: Any) -> Gpu:
-        nvml, gpu = self._nvml, Gpu(seen.number, seen.uuid, seen.name)
+    def _look(self, seen: GpuState, handle: Any) -> GpuState:
+        nvml, gpu = self._nvml, GpuState(seen.number, seen.uuid, seen.name)
         if nvml is None or handle is None:
             return gpu
         try:

@@ -29,7 +29,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 import train
 from train import screen
 from train.errors import EXIT_FINISHED, Refused, one_line
-from train.gpus import ECC, REASONS, Gpu, Gpus, process_of
+from train.gpus import ECC, REASONS, Gpus, GpuState, process_of
 from train.record import heartbeat, station, store
 from train.record.record import Record
 from train.record.store import Run, seconds_of
@@ -142,7 +142,7 @@ class Collector(prometheus_client.registry.Collector):
     def __init__(self, folder: Path, recent: int) -> None:
         self._runs, self._recent = state.Runs(folder), recent
         self._gpus = Gpus()
-        self._told_gpus: list[Gpu] = []
+        self._told_gpus: list[GpuState] = []
         self._problems = 0
         self._said: set[str] = set()
         self._one_at_a_time = threading.Lock()
