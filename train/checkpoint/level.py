@@ -22,7 +22,7 @@ from train.checkpoint.road import Road
 from train.errors import Refused
 from train.parallel.world import World
 from train.record import manifest as manifests
-from train.record.best import BestSaved, best_of, best_saved, wanted
+from train.record.best import Best, best_of, best_saved, wanted
 from train.record.durable import sync_folder
 from train.record.store import Run
 
@@ -44,7 +44,7 @@ class Offer:
     """The step whose state it has in memory; 0: none."""
     mark: str = ""
     """Of the attempt that left it there."""
-    best: BestSaved | None = None
+    best: Best | None = None
     """Its checkpoint that is kept for being the best."""
     best_save: str = ""
     """As `save`, of that one."""

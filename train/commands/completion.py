@@ -97,7 +97,7 @@ def answer() -> NoReturn:
 
 
 def _command(line: list[str], begin: int) -> tuple[int | None, str | None]:
-    """Where the command stands among the words, and the --runs before it."""
+    """The place of the command on the line, and the --runs before it."""
     folder = None
     at = begin
     while at < len(line) and line[at].startswith("--runs"):

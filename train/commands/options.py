@@ -1,4 +1,4 @@
-"""What several commands take, say or do."""
+"""Arguments that several commands take, and what they mean."""
 
 from __future__ import annotations
 
@@ -63,19 +63,18 @@ def add_nodes(parser: Parser) -> None:
 
 
 def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """What a launch or resume on several machines is given, as nodes.Settings has it. None: nothing of it; {}: one
-    machine alone.
+    """The options of a run on several machines, as nodes.Settings has them; None without any, {} for one machine.
 
     Args:
-        before: what holds where an option is left out.
+        before: values of options that are left out.
 
     Raises:
-        Refused: it does not go together, or the rendezvous cannot be.
+        Refused: they contradict each other, or the rendezvous is no address.
     """
     from train.cluster import address
 
-    given = {"nnodes": options.nnodes, "node-rank": options.node_rank, "rendezvous": options.rendezvous}
-    if not any(value is not None for value in (*given.values(), options.wait_minutes)):
+    given = (options.nnodes, options.node_rank, options.rendezvous, options.wait_minutes)
+    if given == (None,) * 4:
         return None
     if options.nnodes == "1":
         return {}
@@ -93,13 +92,13 @@ def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dic
     except ValueError as error:
         raise Refused(error) from None
     address.resolve(place)
-    kept = str(before.get("wait_minutes", WAIT_MINUTES))
-    wait = wait_minutes(kept if options.wait_minutes is None else options.wait_minutes)
+    usual = str(before.get("wait_minutes", WAIT_MINUTES))
+    wait = wait_minutes(usual if options.wait_minutes is None else options.wait_minutes)
     return {"least": least, "most": most, "node": node, "rendezvous": rendezvous, "wait_minutes": wait}
 
 
 def wait_minutes(text: str) -> float:
-    """What --wait-minutes says."""
+    """The number of --wait-minutes."""
     try:
         wait = float(text)
     except ValueError:
@@ -164,7 +163,7 @@ def check_now(task: str, flags: dict[str, str]) -> None:
 
 
 def warn(warnings: list[str]) -> None:
-    """Say what is no reason to refuse."""
+    """Print warnings."""
     for line in warnings:
         screen.say(f"train: warning: {line}")
 
@@ -180,5 +179,5 @@ def follow(runs: Path, name: str) -> int:
 
 
 def tell(text: str) -> None:
-    """Say what is no reason to end."""
+    """Print a remark."""
     screen.say(f"train: {text}")

@@ -1,4 +1,4 @@
-"""`train resume`: go on with what did not come to its end."""
+"""`train resume`: continue runs that have not finished."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _resume(options: Namespace, runs: Path, name: str) -> bool:
-    """Start one run and print its name. Whether there was something left to do.
+    """Start one run and print its name. Returns False where it has finished already.
 
     Raises:
-        Refused: it runs, or cannot go on so.
+        Refused: it is running, or cannot be resumed so.
     """
     from train.record import folders
     from train.runs import jobs, launch
@@ -94,7 +94,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
 
 
 def _check_submitted(options: Namespace, name: str) -> None:
-    """Refuse what an engine that starts the run was told once and for all."""
+    """Refuse to change the shape in which the run was handed to an engine."""
     for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts", "script"):
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")

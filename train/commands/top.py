@@ -28,11 +28,9 @@ _EVERY = 2.0
 """Seconds between two looks."""
 _PATIENCE = 5.0
 """Seconds that a cluster has to say how its runs stand, where the page is printed once."""
-_STYLE = {
-    "head": "bold", "rank": "dim", "gpu": "cyan", store.RUNNING: "green", store.CREATED: "yellow",
-    store.QUEUED: "yellow", store.FAILED: "red", store.INTERRUPTED: "yellow",
-    store.COPY: "yellow",
-}  # fmt: skip
+_WAITING = (store.CREATED, store.QUEUED, store.INTERRUPTED, store.COPY)
+_STYLE = {"head": "bold", "rank": "dim", "gpu": "cyan", store.RUNNING: "green", store.FAILED: "red"}
+_STYLE |= dict.fromkeys(_WAITING, "yellow")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -66,13 +64,11 @@ def _is_redrawn() -> bool:
 
 
 def _seconds(text: str | None) -> float:
-    try:
+    with contextlib.suppress(ValueError):
         seconds = _EVERY if text is None else float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise Refused(f"--every {text}: give seconds between 0.1 and 3600")
-    return seconds
+        if 0.1 <= seconds <= 3600:
+            return seconds
+    raise Refused(f"--every {text}: give seconds between 0.1 and 3600")
 
 
 def _live(page: Page, every: float) -> None:

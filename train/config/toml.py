@@ -146,7 +146,7 @@ def parse_value(name: str, annotation: Any, text: str) -> Any:
 
 
 def reason_of(error: pydantic.ValidationError, annotation: Any = None) -> str:
-    """The first thing that is wrong, in words."""
+    """The first thing that is wrong, as text."""
     first = error.errors()[0]
     message = first["msg"][0].lower() + first["msg"][1:]
     if first["type"] == "literal_error":

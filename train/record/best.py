@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -42,27 +41,16 @@ def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
     return aim, {step: score for step, score in scores.items() if score is not None}
 
 
-class BestSaved(NamedTuple):
-    """The best checkpoint of those that are there, which is not pruned however old it is."""
+class Best(NamedTuple):
+    """The best checkpoint of those that are there, by a metric of the evaluations."""
 
     step: int
-    score: float
+    metric: str
+    value: float
     is_least: bool
-    """Whether a lower score is better."""
-
-
-def best_saved(run: Run, text: str) -> BestSaved | None:
-    """What checkpoint.best (`text`) keeps; None where it is empty, or no checkpoint there was evaluated."""
-    if not text:
-        return None
-    (aim, scores), saved = scores_of(run, text), run.steps_saved()
-    step = pick(aim, {at: score for at, score in scores.items() if at in saved})
-    return None if step is None else BestSaved(step, scores[step], aim.is_least)
-
-
-def best_of(found: Iterable[BestSaved]) -> BestSaved | None:
-    """The best of several machines', the later one of equals; None of none."""
-    return min(found, key=lambda one: (one.score if one.is_least else -one.score, -one.step), default=None)
+    """Whether a lower value is better."""
+    lost: int | None = None
+    """The step of a better evaluation whose checkpoint was pruned."""
 
 
 def wanted(run: Run) -> str:
@@ -71,35 +59,32 @@ def wanted(run: Run) -> str:
     return text if isinstance(text, str) else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Best:
-    """The best checkpoint there is, by a metric of the evaluations."""
-
-    step: int
-    metric: str
-    value: float
-    lost: int | None
-    """The step of a better evaluation whose checkpoint was not kept."""
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"step": self.step, "metric": self.metric, "value": self.value}
-
-
-def best(run: Run) -> Best | None:
-    """The best checkpoint by the metric that checkpoint.best names, else by the loss; None where none was evaluated."""
-    aim, scores = scores_of(run, wanted(run) or "loss")
+def best(run: Run, text: str = "") -> Best | None:
+    """The best checkpoint as `text` (by default checkpoint.best, else the loss) says; None where none was evaluated."""
+    aim, scores = scores_of(run, text or wanted(run) or "loss")
     saved = set(run.steps_saved())
     step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
     if step is None or first is None:
         return None
-    return Best(step, aim.metric, scores[step], first if scores[first] != scores[step] else None)
+    return Best(step, aim.metric, scores[step], aim.is_least, first if scores[first] != scores[step] else None)
+
+
+def best_saved(run: Run, text: str) -> Best | None:
+    """The checkpoint that checkpoint.best (`text`) keeps however old it is, the same on all machines that have it."""
+    found = best(run, text) if text else None
+    return None if found is None else found._replace(lost=None)
+
+
+def best_of(found: Iterable[Best]) -> Best | None:
+    """The best of several machines', the later one of equals; None of none."""
+    return min(found, key=lambda one: (one.value if one.is_least else -one.value, -one.step), default=None)
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """What run.json has of the checkpoints: their steps, and the best one."""
+    """The checkpoints as run.json lists them: their steps, and the best one."""
     found = best(run)
-    return {"checkpoints": sorted(run.steps_saved()), "best": found.plain() if found else None}
+    shown = {"step": found.step, "metric": found.metric, "value": found.value} if found else None
+    return {"checkpoints": sorted(run.steps_saved()), "best": shown}
 
 
 def checkpoint_named(run: Run, text: str | None) -> int | None:

@@ -59,6 +59,13 @@ def reached(logs: Path) -> int:
     return max((beat.step for path in logs.glob("rank*.beat") if (beat := read(path))), default=0)
 
 
+def clear(logs: Path) -> None:
+    """Remove the signs of life of an attempt that has ended."""
+    for path in logs.glob("rank*.beat"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def read(path: Path) -> Beat | None:
     """The last sign of life of a rank, or None if it has shown none."""
     try:

@@ -1,4 +1,4 @@
-"""The run folder: its files, its state, its lock.
+"""The folder of a run: its files, its state, its lock.
 
 `run.json` is the only record of a run's state; `lock` is flocked by every process of the run, through one open
 file that they inherit from each other, so the run is alive exactly while the lock is held, whatever was killed.
@@ -288,8 +288,8 @@ class Run:
         """
         number = 0
         at = next(iter(self.steps_saved()), 0) if from_step is None else from_step
-        # a living run writes down its progress twice a second
         before = len(self.read()["attempts"])
+        # a living run records its progress twice a second
         last_sign = heartbeat.last_sign(self.logs(before))  # of a script; a task has none
         last_written = _stamp(max((self.folder / "run.json").stat().st_mtime, last_sign))
 
@@ -316,7 +316,7 @@ class Run:
 
         self.logs(before + 1).mkdir(parents=True, exist_ok=True)  # first: what fails and is tried again is one attempt
         self.update(change)
-        self._forget_beats(number - 1)
+        heartbeat.clear(self.logs(number - 1))
         return number
 
     def note_ready(self, step: int, mark: str = "", **values: Any) -> bool:
@@ -360,7 +360,7 @@ class Run:
                     record["attempts"][-1]["last_lines"] = last_lines
 
         self.update(change)
-        self._forget_beats(number)
+        heartbeat.clear(self.logs(number))
 
     def _reached(self, record: Record) -> int | None:
         """The last step that the last attempt made; None: it runs a script."""
@@ -370,11 +370,6 @@ class Run:
         if not attempt.get("ready"):  # it never came to training
             return int(attempt["from_step"])
         return max(int(record["step"]), heartbeat.reached(self.logs(attempt["number"])))
-
-    def _forget_beats(self, attempt: int) -> None:
-        for path in self.logs(attempt).glob("rank*.beat"):
-            with contextlib.suppress(OSError):
-                path.unlink()
 
     def logs(self, attempt: int) -> Path:
         """Where the ranks of an attempt write their output, each into rankR.log."""

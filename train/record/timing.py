@@ -95,7 +95,7 @@ def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent
 
     Args:
         record: run.json with the effective state.
-        now, seen: seconds since the epoch: this moment, and the last sign of life of a run that nobody ended.
+        now, seen: seconds since the epoch: this moment, and the last sign of life of an interrupted run.
         saved: the step of the newest checkpoint.
     """
     attempts = record["attempts"]

@@ -98,6 +98,22 @@ FIGURES: dict[str, tuple[Sequence[str], str]] = {
 }
 
 
+_OF_PROGRESS = {
+    "train_run_step": "step", "train_run_target_steps": "total", "train_run_loss": "loss",
+    "train_run_learning_rate": "rate", "train_run_samples_per_second": "samples_per_s",
+    "train_run_step_duration_seconds": "step_time", "train_run_data_wait_ratio": "waits",
+    "train_run_peak_memory_bytes": "memory",
+}  # fmt: skip
+"""Figures that are fields of state.Progress."""
+_OF_GPU = {
+    "train_gpu_utilization_ratio": "use", "train_gpu_memory_used_bytes": "memory_used",
+    "train_gpu_memory_size_bytes": "memory_size", "train_gpu_temperature_celsius": "celsius",
+    "train_gpu_slowdown_temperature_celsius": "celsius_slowdown", "train_gpu_power_watts": "watts",
+    "train_gpu_power_limit_watts": "watts_limit",
+}  # fmt: skip
+"""Figures that are fields of gpus.GpuState."""
+
+
 @dataclasses.dataclass
 class Figures:
     """Samples, gathered under the names of FIGURES."""
@@ -126,7 +142,7 @@ class Figures:
 
 
 def clean(label: str) -> str:
-    """A label that UTF-8 holds and a terminal shows: a folder's name may be any bytes, and a record have any words.
+    """A label that UTF-8 holds and a terminal shows: a folder's name may be any bytes, and a record have any text.
 
     Escaped, not replaced: two names that differ stay two. The library escapes the ends of lines itself.
     """
@@ -142,7 +158,7 @@ class Collector(prometheus_client.registry.Collector):
     def __init__(self, folder: Path, recent: int) -> None:
         self._runs, self._recent = state.Runs(folder), recent
         self._gpus = Gpus()
-        self._told_gpus: list[GpuState] = []
+        self._last_gpus: list[GpuState] = []
         self._problems = 0
         self._said: set[str] = set()
         self._one_at_a_time = threading.Lock()
@@ -194,7 +210,7 @@ class Collector(prometheus_client.registry.Collector):
         shown = alive[:MOST_ALIVE] + troubled[:MOST_TROUBLED] + others[: self._recent]
         figures.add("train_runs_left_out", len(records) - len(shown))
         taken: dict[int, float] = {}
-        for gpu in self._told_gpus:
+        for gpu in self._last_gpus:
             for pid, size in gpu.processes.items():  # a process may compute on several
                 taken[pid] = taken.get(pid, 0.0) + size
         for record in shown:
@@ -204,22 +220,14 @@ class Collector(prometheus_client.registry.Collector):
         name = record["name"]
         run = Run(self._runs.folder / name)
         lives, progress = state.is_alive(record), state.progress(run, record)
-        device = str(record.get("device") or "")
-        what = str(
-            record.get("task") or Path(str(record.get("script") or "")).name
-        )  # where it lies is nobody's business
+        device = record.get("device") or ""
+        what = record.get("task") or Path(record.get("script") or "").name  # where it lies is not published
         figures.add("train_run_info", 1, name, what[:64], device[:16])
         figures.one_of("train_run_state", record["state"], state.STATES, name)
-        figures.add("train_run_step", progress.step, name)
-        figures.add("train_run_target_steps", progress.total, name)
         figures.add("train_run_epoch", record["epoch"], name)
         figures.add("train_run_ranks", record["world_size"], name)
-        figures.add("train_run_loss", progress.loss, name)
-        figures.add("train_run_learning_rate", progress.rate, name)
-        figures.add("train_run_samples_per_second", progress.samples_per_s, name)
-        figures.add("train_run_step_duration_seconds", progress.step_time, name)
-        figures.add("train_run_data_wait_ratio", progress.waits, name)
-        figures.add("train_run_peak_memory_bytes", progress.memory, name)
+        for figure, field in _OF_PROGRESS.items():
+            figures.add(figure, getattr(progress, field), name)
         figures.add("train_run_started_timestamp_seconds", seconds_of(record.get("started")), name)
         if not lives:
             figures.add("train_run_ended_timestamp_seconds", seconds_of(record.get("ended")), name)
@@ -251,18 +259,13 @@ class Collector(prometheus_client.registry.Collector):
                 figures.add("train_rank_resident_memory_bytes", state.resident(process), *labels)
 
     def _add_gpus(self, figures: Figures) -> None:
-        self._told_gpus = self._gpus.read()
-        for gpu in self._told_gpus:
+        self._last_gpus = self._gpus.read()
+        for gpu in self._last_gpus:
             labels = str(gpu.number), gpu.uuid
             figures.add("train_gpu_info", 1, *labels, gpu.name)
             figures.add("train_gpu_up", float(gpu.answers), *labels)
-            figures.add("train_gpu_utilization_ratio", gpu.use, *labels)
-            figures.add("train_gpu_memory_used_bytes", gpu.memory_used, *labels)
-            figures.add("train_gpu_memory_size_bytes", gpu.memory_size, *labels)
-            figures.add("train_gpu_temperature_celsius", gpu.celsius, *labels)
-            figures.add("train_gpu_slowdown_temperature_celsius", gpu.celsius_slowdown, *labels)
-            figures.add("train_gpu_power_watts", gpu.watts, *labels)
-            figures.add("train_gpu_power_limit_watts", gpu.watts_limit, *labels)
+            for name, field in _OF_GPU.items():
+                figures.add(name, getattr(gpu, field), *labels)
             for kind in ECC:
                 figures.add("train_gpu_ecc_errors_total", gpu.ecc.get(kind), *labels, kind)
             for reason, bit in REASONS.items():

@@ -69,7 +69,7 @@ class Progress:
 
 @dataclasses.dataclass
 class _EngineStatus:
-    """What an engine of a cluster last said of its jobs, asked in the background."""
+    """The last answer of a cluster's engine about its jobs; it is asked in the background."""
 
     name: str
     at: str | None
@@ -196,7 +196,7 @@ def is_at_work(record: Record) -> bool:
 
 
 def progress(run: Run, record: Record) -> Progress:
-    """How far a run is. Of one that has ended the speed is not told."""
+    """How far a run is. Of one that has ended the speed is left out."""
     line: Any = metrics.last_training(run) if is_alive(record) else None
     line = line or {}
     step, total = record["step"], record.get("total_steps")
@@ -288,7 +288,7 @@ def resident(process: Any) -> float | None:
 
 
 def deaths(record: Record) -> int:
-    """How many attempts died. Of one that was killed as a whole nobody could say so before the next begins."""
+    """How many attempts died. One that was killed as a whole is recorded only when the next begins."""
     ends = [attempt["end"] for attempt in record["attempts"]]
     unsaid = record["state"] in (store.INTERRUPTED, store.COPY) and ends[-1:] == [None]
     return ends.count("died") + unsaid

@@ -34,7 +34,7 @@ class Line:
 
 
 class Page:
-    """Looks at a folder of runs again and again. It remembers what is needed to tell speeds: nothing else is kept."""
+    """Looks at a folder of runs again and again. It remembers only what speeds are computed from."""
 
     def __init__(self, runs: Path, names: list[str] | None = None) -> None:
         self.runs, self.names = runs, names or []
@@ -116,7 +116,7 @@ class Page:
 
 
 def _is_explained(record: Record) -> bool:
-    """Whether there is a reason to show: why a run has ended, or what is said of it where its ranks are not seen."""
+    """Whether there is a reason to show: why a run has ended, or how it stands where its ranks are not seen."""
     unseen = state.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
     return bool(record.get("reason")) and (unseen or record["state"] in (store.FAILED, store.INTERRUPTED, store.COPY))
 
