@@ -27,9 +27,9 @@ _GONE = "the current folder is gone; go to one that is there: cd"
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run one command and exit as it says."""
     if "_ARGCOMPLETE" in os.environ:  # no command: a shell asks what could be typed next
-        from train.commands import complete
+        from train.commands import completion
 
-        complete.answer()
+        completion.answer()
     arguments = sys.argv[1:] if argv is None else argv
     screen.open_what_is_closed()
     screen.tolerate_any_locale()

@@ -1,4 +1,4 @@
-"""How a command ends: the exit codes that scripts rely on and the two exceptions behind them."""
+"""How a command ends: exit codes that scripts rely on, the two exceptions behind them, and texts of messages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PASSING = {
     errno.ECONNREFUSED, errno.ECONNRESET, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
     errno.EINTR, errno.EBUSY, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, socket.EAI_AGAIN,
 }  # fmt: skip
-"""What the system says of a disk, a network or a table of names that may answer, or have room, when asked again."""
+"""Errors of a disk, a network or a name server that may be gone when the same is tried again."""
 
 _LONGEST_WORD, _LONGEST_LINE = 160, 1200
-"""Characters of a message that are shown: what a user gives may be of any length, and is quoted in it."""
+"""Characters of a message that are shown: it may quote what a user gave, which may be of any length."""
 
 
 def shortened(text: str, longest: int = _LONGEST_LINE) -> str:
@@ -40,7 +40,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text as one line: what would break it, or move a terminal's cursor, is written as Python writes it."""
+    """The text as one line: characters that would break it, or move a terminal's cursor, are escaped as in Python."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
@@ -48,7 +48,7 @@ class Refused(Exception):
     """The request is wrong. The message is one line that names the remedy.
 
     Args:
-        passes: of one that another process has met: that it came of what `may_pass`.
+        passes: whether another process raised it because of an error that `may_pass`.
     """
 
     def __init__(self, message: object, passes: bool = False) -> None:
@@ -56,12 +56,12 @@ class Refused(Exception):
         self.passes = passes
 
     def __reduce__(self) -> tuple[type[Refused], tuple[str, bool]]:
-        """It travels between ranks; what it came of does not."""
+        """It is sent between ranks; its cause is not."""
         return type(self), (str(self), may_pass(self))
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came of, is the system's and may be gone when the same is tried again."""
+    """Whether an error, or its cause, is the system's and may be gone when the same is tried again."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _PASSING:
             return True

@@ -1,4 +1,4 @@
-"""Figures in words for people: bytes, and times."""
+"""Bytes and times as text for people."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Card:
 
 
 @dataclasses.dataclass
-class Gpu:
+class GpuState:
     """A GPU at one moment. What it does not tell is None."""
 
     number: int
@@ -72,7 +72,7 @@ class Gpu:
 
 
 def number_by_bus() -> None:
-    """Let CUDA count the GPUs that this process sees as NVML does, unless a user has said otherwise.
+    """Let CUDA number the GPUs as NVML does, unless CUDA_DEVICE_ORDER is set.
 
     By itself CUDA begins with the fastest (CUDA C++ Programming Guide, "CUDA Environment Variables"). Read when the
     driver is opened.
@@ -97,7 +97,7 @@ def cards() -> list[Card]:
 
 
 def seen(all_: list[Card], visible: str | None, order: str | None = None) -> list[Card]:
-    """Those of a machine's cards that a process may see, in its order; all of them where that cannot be said.
+    """Those of a machine's cards that a process may see, in its order; all of them where that is not known.
 
     A slice's UUID (MIG-…) does not name its card, and in another order than NVML's no number does.
 
@@ -125,7 +125,7 @@ def seen_here() -> list[Card]:
 
 
 def process_of(number: int, lock: Path, processes: dict[int, float]) -> int | None:
-    """Which of the processes on a GPU a rank is; None: none that can be told from here.
+    """Which of the processes on a GPU a rank is; None where that cannot be seen from here.
 
     NVML has the host's process ids, which mean nothing inside a container. Seen from the host, the id that a rank in a
     container knows is the last of its `NSpid` (proc(5)); processes of other containers may have the same, and the ranks
@@ -160,17 +160,17 @@ def _is_same(file: Path, mark: os.stat_result) -> bool:
 
 
 class Gpus:
-    """Looks at the GPUs again and again. One that was seen once is told of until it is back, or this process ends."""
+    """Looks at the GPUs again and again. One that is gone stays in the list, without an answer."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: dict[str, Any] = {}
-        self._seen: dict[str, Gpu] = {}
+        self._seen: dict[str, GpuState] = {}
         self._begun = -math.inf
-        self._told: list[Gpu] = []
+        self._last: list[GpuState] = []
         self._asking: threading.Thread | None = None
 
-    def read(self) -> list[Gpu]:
+    def read(self) -> list[GpuState]:
         """All that have been seen, in their order; those that answer, with their figures.
 
         Those that were seen before count as gone where the driver does not come back. It is waited for once.
@@ -180,8 +180,8 @@ class Gpus:
             self._asking.start()
             self._asking.join(_PATIENCE)
         if self._asking.is_alive():
-            self._told = [Gpu(gpu.number, gpu.uuid, gpu.name) for gpu in self._told]
-        return self._told
+            self._last = [GpuState(gpu.number, gpu.uuid, gpu.name) for gpu in self._last]
+        return self._last
 
     def _ask(self) -> None:
         """In a thread of its own: every call of NVML may be one that does not return."""
@@ -189,7 +189,7 @@ class Gpus:
         if (not found or not all(gpu.answers for gpu in found)) and time.monotonic() - self._begun >= _AGAIN:
             self._begin()
             found = self._read()
-        self._told = found
+        self._last = found
 
     def _begin(self) -> None:
         self._begun, self._handles = time.monotonic(), {}
@@ -206,14 +206,14 @@ class Gpus:
                     handle = pynvml.nvmlDeviceGetHandleByIndex(number)
                     uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
                     self._handles[uuid] = handle
-                    self._seen[uuid] = Gpu(number, uuid, name)
+                    self._seen[uuid] = GpuState(number, uuid, name)
 
-    def _read(self) -> list[Gpu]:
+    def _read(self) -> list[GpuState]:
         found = [self._look(gpu, self._handles.get(uuid)) for uuid, gpu in self._seen.items()]
         return sorted(found, key=lambda gpu: (gpu.number, gpu.uuid))
 
-    def _look(self, seen: Gpu, handle: Any) -> Gpu:
-        nvml, gpu = self._nvml, Gpu(seen.number, seen.uuid, seen.name)
+    def _look(self, seen: GpuState, handle: Any) -> GpuState:
+        nvml, gpu = self._nvml, GpuState(seen.number, seen.uuid, seen.name)
         if nvml is None or handle is None:
             return gpu
         try:
@@ -222,19 +222,19 @@ class Gpus:
             if getattr(error, "value", 999) in _NO_ANSWER:
                 return gpu
         gpu.answers = True
-        gpu.use = _told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-        gpu.celsius = _told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        gpu.celsius_slowdown = _told(
+        gpu.use = _asked(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        gpu.celsius = _asked(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        gpu.celsius_slowdown = _asked(
             lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
         )
-        gpu.watts = _told(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
-        gpu.watts_limit = _told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
+        gpu.watts = _asked(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+        gpu.watts_limit = _asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
         for kind, number in ECC.items():
             # 1: since it was made (nvmlEccCounterType_t)
-            count = _told(functools.partial(nvml.nvmlDeviceGetTotalEccErrors, handle, number, 1))
+            count = _asked(functools.partial(nvml.nvmlDeviceGetTotalEccErrors, handle, number, 1))
             if count is not None:
                 gpu.ecc[kind] = count
-        reasons = _told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))  # EventReasons from 535 on
+        reasons = _asked(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))  # EventReasons from 535 on
         gpu.reasons = None if reasons is None else int(reasons)
         with contextlib.suppress(Exception):
             for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
@@ -264,12 +264,12 @@ def _memory(nvml: Any, handle: Any) -> tuple[float | None, float | None]:
     return float(sum(part.used for part in parts)), float(sum(part.total for part in parts))
 
 
-def _told(ask: Callable[[], Any]) -> float | None:
+def _asked(ask: Callable[[], Any]) -> float | None:
     """The answer; None where this GPU has no such thing."""
     with contextlib.suppress(Exception):
         return float(ask())
     return None
 
 
-def _text(told: str | bytes) -> str:
-    return told.decode(errors="replace") if isinstance(told, bytes) else told
+def _text(answer: str | bytes) -> str:
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer

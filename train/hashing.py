@@ -1,4 +1,4 @@
-"""One order of sets for all processes of a run.
+"""PYTHONHASHSEED: one order of sets in all processes of a run.
 
 Python hashes strings with a number that each process draws at its start, and a set is walked in the order of hashes. A
 task that numbers its words by it (`enumerate(set(text.split()))`) would have another vocabulary on each rank, and after

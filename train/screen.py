@@ -41,8 +41,8 @@ def tolerate_any_locale() -> None:
 
 
 def open_what_is_closed() -> None:
-    """Let standard input, output and error be nothing where who called this program has closed them: Python has no
-    stream for such a one, and the next file that is opened would take its place, and what is printed there."""
+    """Open /dev/null as standard input, output or error where the caller closed it. Else the next file that is opened
+    would get its number, and what is printed."""
     for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is not None:
             continue
@@ -55,23 +55,23 @@ def open_what_is_closed() -> None:
 
 @contextlib.contextmanager
 def results_alone() -> Iterator[None]:
-    """While a user's own code runs: what it prints goes to standard error, for standard output is for results.
+    """Send what a user's own code prints to standard error, for standard output is for results.
 
-    What libraries print without Python, and programs that it starts, too.
+    File descriptor 1 is replaced, so output of C libraries and of programs that it starts goes there too.
     """
-    kept = -1
+    saved = -1
     with contextlib.suppress(OSError):  # one of the two is closed
         sys.stdout.flush()
-        kept = os.dup(1)
+        saved = os.dup(1)
         os.dup2(2, 1)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        if kept >= 0:
+        if saved >= 0:
             ctypes.CDLL(None).fflush(None)  # what C has not written yet
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(saved, 1)
+            os.close(saved)
 
 
 def width(stream: IO[str]) -> int | None:
@@ -91,9 +91,9 @@ def printable(text: str) -> str:
 
 
 def say(text: str, stream: IO[str] | None = None) -> None:
-    """A line for people, on standard error unless another stream is given; whoever wrote the words, a line it is.
+    """Print one line for people, on standard error unless another stream is given.
 
-    Every line that may quote what is in a run folder, which may be a stranger's, is printed with this.
+    Every line that may quote a run folder, which may be a stranger's, is printed with this.
     """
     print(printable(text), file=stream or sys.stderr, flush=True)
 
@@ -129,12 +129,12 @@ def table(rows: list[list[str]], columns: int | None, spare: Collection[int]) ->
     from rich.text import Text
 
     made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=columns is not None)
-    kept = [number for number in range(len(rows[0])) if columns is None or columns >= 80 or number not in spare]
+    shown = [number for number in range(len(rows[0])) if columns is None or columns >= 80 or number not in spare]
     longest = None if columns is None else LONGEST_NAME if columns >= 120 else columns // 3
-    for number in kept:
-        made.add_column(no_wrap=True, max_width=None if number else longest, ratio=1 if number == kept[-1] else None)
+    for number in shown:
+        made.add_column(no_wrap=True, max_width=None if number else longest, ratio=1 if number == shown[-1] else None)
     for row in rows:
-        made.add_row(*(Text(row[number]) for number in kept))
+        made.add_row(*(Text(row[number]) for number in shown))
     console = Console(file=io.StringIO(), width=columns or 10_000, color_system=None)
     with console.capture() as captured:
         console.print(made)

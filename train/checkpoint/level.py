@@ -22,7 +22,7 @@ from train.checkpoint.road import Road
 from train.errors import Refused
 from train.parallel.world import World
 from train.record import manifest as manifests
-from train.record.best import Kept, best_of, kept, wanted
+from train.record.best import Best, best_of, best_saved, wanted
 from train.record.durable import sync_folder
 from train.record.store import Run
 
@@ -44,7 +44,7 @@ class Offer:
     """The step whose state it has in memory; 0: none."""
     mark: str = ""
     """Of the attempt that left it there."""
-    best: Kept | None = None
+    best: Best | None = None
     """Its checkpoint that is kept for being the best."""
     best_save: str = ""
     """As `save`, of that one."""
@@ -130,7 +130,7 @@ def _offer(run: Run, buffers: Buffers | None, fingerprint: str, newest: Newest) 
     attempts = tuple(
         (attempt["mark"], attempt["from_step"] or 0) for attempt in run.read()["attempts"] if attempt.get("mark")
     )
-    found_best, best_mark = kept(run, wanted(run)), ""
+    found_best, best_mark = best_saved(run, wanted(run)), ""
     if found_best is not None:
         try:
             best_mark = _mark(manifests.read_manifest(run.checkpoint(found_best.step)))

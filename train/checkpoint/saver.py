@@ -34,7 +34,7 @@ from train.checkpoint.writer import DurableWriter
 from train.config import Config
 from train.parallel import choose
 from train.parallel.world import World
-from train.record.best import kept
+from train.record.best import best_saved
 from train.record.durable import sync_folder
 from train.record.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
 from train.record.store import Run
@@ -227,7 +227,7 @@ class Saver:
 def prune(run: Run, keep: int, best: str) -> None:
     """Remove all checkpoints but the newest `keep` and the best one, as checkpoint.best says."""
     stay = set(run.steps_saved()[:keep])
-    found = kept(run, best)
+    found = best_saved(run, best)
     if found is not None:
         stay.add(found.step)
     for step in run.steps_saved():

@@ -5,14 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands import shared
+from train.commands.options import add_name
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
     """Which run."""
-    shared.add_name(parser)
+    add_name(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:

@@ -56,7 +56,7 @@ def run(options: Namespace, runs: Path) -> int:
     try:
         text = module.bench(runs, times=times, **own)
     except (Refused, KeyboardInterrupt, SystemExit):
-        with contextlib.suppress(OSError):  # somebody else has something there by now
+        with contextlib.suppress(OSError):  # another program has files there by now
             for folder in made:
                 folder.rmdir()
         raise
@@ -66,11 +66,7 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _own(options: Namespace) -> dict[str, Any]:
-    """What a subject alone takes.
-
-    Raises:
-        Refused: it makes no sense.
-    """
+    """The arguments of one subject. Raises Refused for those of another."""
     subject = options.subject
     for name, takers in _TAKEN_BY.items():
         if getattr(options, name) is not None and subject not in takers:

@@ -8,16 +8,16 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands import shared
+from train.commands.options import add_checkpoint, add_json, add_name
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
     """Which run and checkpoint."""
-    shared.add_name(parser)
-    shared.add_json(parser)
-    shared.add_checkpoint(parser)
+    add_name(parser)
+    add_json(parser)
+    add_checkpoint(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:

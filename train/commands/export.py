@@ -6,16 +6,16 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands import shared
+from train.commands.options import add_checkpoint, add_name, add_target
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
     """Of which run and checkpoint, and where to."""
-    shared.add_name(parser)
-    shared.add_checkpoint(parser)
-    shared.add_target(parser, ".safetensors", ".pt", ".onnx")
+    add_name(parser)
+    add_checkpoint(parser)
+    add_target(parser, ".safetensors", ".pt", ".onnx")
 
 
 def run(options: Namespace, runs: Path) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands import offers, shared
+from train.commands.completion import file_names, words
+from train.commands.options import add_nodes, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 
@@ -13,12 +14,12 @@ from train.errors import EXIT_FINISHED, Refused
 def add_arguments(parser: Parser) -> None:
     """A task with its fields, or a script with its arguments; on what."""
     add = parser.add_argument
-    shared.add_task(parser, nargs="?")
-    shared.add_ranks(parser)
-    shared.add_nodes(parser)
+    add_task(parser, nargs="?")
+    add_ranks(parser)
+    add_nodes(parser)
     text = "launch this torchrun program instead of a TASK; its arguments after --"
-    add("--script", metavar="FILE", help=text, offer=offers.files("py"))
-    add("arguments", nargs="*", metavar="-- ARGS", help="arguments of --script", offer=offers.words())
+    add("--script", metavar="FILE", help=text, offer=file_names("py"))
+    add("arguments", nargs="*", metavar="-- ARGS", help="arguments of --script", offer=words())
     parser.rest = "script"
     parser.takes_fields = True
 
@@ -28,9 +29,9 @@ def run(options: Namespace, runs: Path) -> int:
     from train.record import folders
     from train.runs import launch
 
-    request, restarts = shared.request_of(options), number("max-restarts", options.max_restarts)
+    request, restarts = request_of(options), number("max-restarts", options.max_restarts)
     _check(options)
-    cluster = shared.nodes_of(options)
+    cluster = nodes_of(options)
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too: the same on every machine")
     name = options.name or folders.fresh_name(runs, Path(options.script or options.task).stem)
@@ -47,9 +48,9 @@ def run(options: Namespace, runs: Path) -> int:
         max_restarts=restarts,
         cluster=cluster,
     )
-    shared.warn(launch.start(order))
+    warn(launch.start(order))
     print(name, flush=True)
-    return shared.follow(runs, name) if options.follow else EXIT_FINISHED
+    return follow(runs, name) if options.follow else EXIT_FINISHED
 
 
 def _check(options: Namespace) -> None:
@@ -59,7 +60,7 @@ def _check(options: Namespace) -> None:
     if options.script is None:
         if options.arguments:
             raise Refused(f"what is {options.arguments[0]}? a TASK takes flags only; see: train launch --help")
-        shared.check_now(options.task, options.flags)
+        check_now(options.task, options.flags)
         return
     given = [name for name in options.flags if not name.startswith("watch.")]
     given += [name for name in ("config", "init") if getattr(options, name) is not None]

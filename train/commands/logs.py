@@ -5,16 +5,17 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands import offers, shared
+from train.commands.completion import words
+from train.commands.options import add_name
 from train.commands.parser import Parser, number
 
 
 def add_arguments(parser: Parser) -> None:
     """Of which run, rank and attempt."""
     add = parser.add_argument
-    shared.add_name(parser)
+    add_name(parser)
     add("--rank", metavar="R", help="which rank (0)")
-    add("--attempt", metavar="N|all", help="which attempt; default: the last", offer=offers.words("all"))
+    add("--attempt", metavar="N|all", help="which attempt; default: the last", offer=words("all"))
     add("--follow", action="store_true", help="go on until the run ends")
 
 

@@ -6,7 +6,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands import offers, shared
+from train.commands.completion import words
+from train.commands.options import add_json, add_names, tell
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED
 from train.record import folders
@@ -16,24 +17,24 @@ from train.runs import jobs, select
 def add_arguments(parser: Parser) -> None:
     """Which ones, and in which order."""
     add = parser.add_argument
-    shared.add_names(parser, "*")
+    add_names(parser, "*")
     text = "only these, with commas: running, stopped, interrupted, copy, failed, …"
-    add("--state", metavar="STATE", help=text, offer=offers.words(*select.STATES))
+    add("--state", metavar="STATE", help=text, offer=words(*select.STATES))
     text = "created (the default), name, state, step (most first), loss (lowest first)"
-    add("--sort", metavar="BY", help=text, offer=offers.words(*select.ORDERS))
+    add("--sort", metavar="BY", help=text, offer=words(*select.ORDERS))
     add("--reverse", action="store_true", help="the other way round")
     add("-n", "--limit", metavar="N", help="at most so many: the newest, or with --sort the first ones")
-    shared.add_json(parser)
+    add_json(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:
     """Print a table, or JSON."""
-    from train.record.table import listing
+    from train.record.listing import listing
 
     limit = number("limit", options.limit, 1)
     names = options.names
     found = select.matching(runs, names, must=False) if names else folders.every(runs)
-    records = jobs.effective(found, shared.tell)
+    records = jobs.effective(found, tell)
     known = bool(records) and not names
     records = select.chosen(records, options.state, options.sort, limit, options.reverse)
     print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))

@@ -11,7 +11,8 @@ import importlib
 from argparse import SUPPRESS, Action, Namespace
 from typing import Any, NoReturn
 
-from train.commands import COMMANDS, offers
+from train.commands import COMMANDS
+from train.commands.completion import Offer, folder_names, words
 from train.errors import Refused, is_whole, nearest, one_line, whole
 
 
@@ -29,11 +30,11 @@ class Parser(argparse.ArgumentParser):
         """The option with which arguments after -- are taken, as `options.arguments`."""
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
-    def add_argument(self, *names: str, offer: offers.Offer | None = None, **kwargs: Any) -> Action:
+    def add_argument(self, *names: str, offer: Offer | None = None, **kwargs: Any) -> Action:
         """As argparse has it. `offer`: what a shell offers for its value."""
         return self._known(super().add_argument(*names, **kwargs), offer)
 
-    def _known(self, action: Action, offer: offers.Offer | None) -> Action:
+    def _known(self, action: Action, offer: Offer | None) -> Action:
         for option in action.option_strings:
             if option.startswith("--"):
                 self.flags[option[2:].replace("-", "_")] = action
@@ -54,11 +55,11 @@ class Parser(argparse.ArgumentParser):
         for info in config.fields().values():
             kind = config.type_name(info.annotation)
             default = "" if info.default in (None, "") else f" [{str(info.default).lower()}]"
-            words = [word for word in kind.split("|") if not word.isupper()]
+            choices = [word for word in kind.split("|") if not word.isupper()]
             action = group(
                 f"--{info.name}", action=_Field, metavar=kind + default, help=one_line(info.help).replace("%", "%%")
             )
-            self._known(action, offers.words(*words) if words else None)
+            self._known(action, words(*choices) if choices else None)
 
     def add_setting(self, name: str) -> Action:
         """Take a setting of a task, `task.NAME`, which only the task itself knows."""
@@ -99,7 +100,7 @@ def parser_of(command: str) -> Parser:
     parser = Parser(prog=f"train {command}", description=f"{summary[0].upper()}{summary[1:]}.")
     importlib.import_module(f"train.commands.{command}").add_arguments(parser)
     parser.add_argument(
-        "--runs", metavar="DIR", help="where run folders live; default: $TRAIN_RUNS, else ./runs", offer=offers.folders
+        "--runs", metavar="DIR", help="where run folders live; default: $TRAIN_RUNS, else ./runs", offer=folder_names
     )
     if parser.takes_fields:
         parser.add_fields()

@@ -6,15 +6,15 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands import shared
+from train.commands.options import add_names, add_target
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
     """Of which runs, and where to."""
-    shared.add_names(parser, "+")
-    shared.add_target(parser, ".png", ".svg", ".pdf")
+    add_names(parser, "+")
+    add_target(parser, ".png", ".svg", ".pdf")
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -23,11 +23,11 @@ def run(options: Namespace, runs: Path) -> int:
     from train.runs import select
 
     chosen = select.matching(runs, options.names)
-    is_whole = plot(chosen, Path(options.to))
+    has_all_letters = plot(chosen, Path(options.to))
     for run in chosen:
         if said := verdict(run):
             screen.say(f"{run.name}: {said}")
-    if not is_whole:
+    if not has_all_letters:
         remedy = "name another in matplotlibrc: font.sans-serif"
         screen.say(f"some letters are boxes, for matplotlib's font has none of them; {remedy}")
     screen.say(f"wrote {options.to}")

@@ -1,4 +1,4 @@
-"""`train resume`: go on with what did not come to its end."""
+"""`train resume`: continue runs that have not finished."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands import offers, shared
+from train.commands.completion import file_names
+from train.commands.options import add_name, add_nodes, add_ranks, follow, nodes_of, warn
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused
 
@@ -15,12 +16,12 @@ from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused
 def add_arguments(parser: Parser) -> None:
     """One run, with what may change; or all."""
     add = parser.add_argument
-    shared.add_ranks(parser)
-    shared.add_nodes(parser)
-    shared.add_name(parser, nargs="?")
+    add_ranks(parser)
+    add_nodes(parser)
+    add_name(parser, nargs="?")
     add("--all", action="store_true", help="every run of this station that was interrupted, or stopped by a signal")
     text = "of a script's run: from now on this file, not the copy in its folder"
-    add("--script", metavar="FILE", help=text, offer=offers.files("py"))
+    add("--script", metavar="FILE", help=text, offer=file_names("py"))
     parser.takes_fields = True
 
 
@@ -38,7 +39,7 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused(f"--script {options.script}: there is no such file")
     if not options.all:
         begun = _resume(options, runs, options.name)
-        return shared.follow(runs, options.name) if begun and options.follow else EXIT_FINISHED
+        return follow(runs, options.name) if begun and options.follow else EXIT_FINISHED
     code = EXIT_FINISHED
     found = {run.name: resumable(run) for run in folders.every(runs)}
     names = [name for name in found if found[name]]
@@ -56,10 +57,10 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _resume(options: Namespace, runs: Path, name: str) -> bool:
-    """Start one run and print its name. Whether there was something left to do.
+    """Start one run and print its name. Returns False where it has finished already.
 
     Raises:
-        Refused: it runs, or cannot go on so.
+        Refused: it is running, or cannot be resumed so.
     """
     from train.record import folders
     from train.runs import jobs, launch
@@ -83,17 +84,17 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
     before = record.get("cluster")
     order = launch.Order(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
-        cluster=shared.nodes_of(options, before),
+        cluster=nodes_of(options, before),
         max_restarts=number("max-restarts", options.max_restarts),
         script=[options.script] if options.script is not None else [],
     )  # fmt: skip
-    shared.warn(launch.start(order))
+    warn(launch.start(order))
     screen.say(name, sys.stdout)
     return True
 
 
 def _check_submitted(options: Namespace, name: str) -> None:
-    """Refuse what an engine that starts the run was told once and for all."""
+    """Refuse to change the shape in which the run was handed to an engine."""
     for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts", "script"):
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")

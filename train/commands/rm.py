@@ -6,14 +6,14 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands import shared
+from train.commands.options import add_names, tell
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
     """Which runs."""
-    shared.add_names(parser, "+")
+    add_names(parser, "+")
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -22,7 +22,7 @@ def run(options: Namespace, runs: Path) -> int:
 
     found = select.matching(runs, options.names)
     for line in select.remove(found):
-        shared.tell(line)
+        tell(line)
     if any(map(select.is_pattern, options.names)):  # which ones that were is not in the command
         screen.say(f"removed {', '.join(run.name for run in found)}")
     return EXIT_FINISHED

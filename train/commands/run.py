@@ -6,26 +6,26 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands import shared
+from train.commands.options import add_task, check_now, request_of
 from train.commands.parser import Parser, number
 from train.runs.gpus import MOST_RANKS
 
 
 def add_arguments(parser: Parser) -> None:
     """A task, its fields, and how many ranks."""
-    shared.add_task(parser)
+    add_task(parser)
     parser.add_argument("--spawn", metavar="N", help="start N ranks on this machine")
     parser.takes_fields = True
 
 
 def run(options: Namespace, runs: Path) -> int:
     """Train until the end, or until asked to stop."""
-    request, spawn = shared.request_of(options), number("spawn", options.spawn, 1, MOST_RANKS)
+    request, spawn = request_of(options), number("spawn", options.spawn, 1, MOST_RANKS)
     if options.name is not None and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         from train.record import folders
 
         folders.check_free(runs, options.name)
-    shared.check_now(options.task, options.flags)
+    check_now(options.task, options.flags)
     from train.runs import foreground
     from train.runs.request import Request
 

@@ -6,25 +6,25 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands import shared
+from train.commands.options import add_json, add_name, tell
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
 
 def add_arguments(parser: Parser) -> None:
     """Which run."""
-    shared.add_name(parser)
-    shared.add_json(parser)
+    add_name(parser)
+    add_json(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:
     """Print it, or its record as JSON."""
     from train.record import best, folders
-    from train.record.table import story
+    from train.record.listing import story
     from train.runs import jobs
 
     run = folders.find(runs, options.name)
-    record = jobs.shown(run, shared.tell)
+    record = jobs.shown(run, tell)
     if not options.json:
         print(story(run, record))
         return EXIT_FINISHED

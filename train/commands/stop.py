@@ -6,13 +6,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands import shared
+from train.commands.options import add_name, tell
 from train.commands.parser import Parser
 
 
 def add_arguments(parser: Parser) -> None:
     """Which run, and how."""
-    shared.add_name(parser)
+    add_name(parser)
     parser.add_argument("--now", action="store_true", help="do not save; the last checkpoint stays")
 
 
@@ -23,6 +23,6 @@ def run(options: Namespace, runs: Path) -> int:
 
     run = folders.find(runs, options.name)
     is_job = jobs.is_submitted(run.read())
-    code, text = jobs.stop(run, options.now, shared.tell) if is_job else control.stop(run, options.now)
+    code, text = jobs.stop(run, options.now, tell) if is_job else control.stop(run, options.now)
     screen.say(text)
     return code

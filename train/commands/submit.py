@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from train import screen
 from train.cluster import WAIT_MINUTES
 from train.cluster.engine import ENGINES, Submission, engine, seconds_of
-from train.commands import offers, shared
+from train.commands.completion import words
+from train.commands.options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 from train.runs.gpus import MOST_RANKS
@@ -21,8 +22,8 @@ T = TypeVar("T")
 def add_arguments(parser: Parser) -> None:
     """A task with its fields, on what, and for how long; then what each engine has beyond that."""
     add = parser.add_argument
-    shared.add_task(parser)
-    add("--on", metavar="ENGINE", help=" or ".join(ENGINES), offer=offers.words(*ENGINES))
+    add_task(parser)
+    add("--on", metavar="ENGINE", help=" or ".join(ENGINES), offer=words(*ENGINES))
     add("--nodes", metavar="N", help="machines (1)")
     add("--gpus-per-node", metavar="G", help="GPUs on each; none: it computes on CPUs, and --nproc says how many ranks")
     add("--nproc", metavar="N", help="ranks on each node; default: one per GPU")
@@ -53,7 +54,7 @@ def run(options: Namespace, runs: Path) -> int:
         return EXIT_FINISHED
     screen.say(f"train: {said}")
     print(asked.name, flush=True)
-    return shared.follow(runs, asked.name) if options.follow else EXIT_FINISHED
+    return follow(runs, asked.name) if options.follow else EXIT_FINISHED
 
 
 def _submission(options: Namespace, runs: Path) -> Submission:
@@ -62,8 +63,8 @@ def _submission(options: Namespace, runs: Path) -> Submission:
     if options.on not in ENGINES:
         given = "--on is missing" if options.on is None else f"--on {options.on}"
         raise Refused(f"{given}: give the engine that takes the run: {' or '.join(ENGINES)}")
-    request = shared.request_of(options)
-    shared.check_now(options.task, options.flags)
+    request = request_of(options)
+    check_now(options.task, options.flags)
     name = options.name or folders.fresh_name(runs, Path(options.task).stem)
     folders.check_free(runs, name)
     gpus = number("gpus-per-node", options.gpus_per_node, most=MOST_RANKS) or 0
@@ -75,13 +76,13 @@ def _submission(options: Namespace, runs: Path) -> Submission:
     request |= {"engine": options.on, "runs": runs, "name": name, "gpus_per_node": gpus, "nproc": nproc}
     return Submission(
         **request,
-        nodes=number("nodes", options.nodes, 1, shared.MOST_NODES) or 1,
+        nodes=number("nodes", options.nodes, 1, MOST_NODES) or 1,
         seconds=seconds_of(options.time) if options.time is not None else None,
         warn=_or(number("warn", options.warn, 1), 120),
         cpus=number("cpus-per-task", options.cpus_per_task, 1),
         memory=options.mem,
         image=options.container,
-        wait_minutes=shared.wait_minutes(_or(options.wait_minutes, str(WAIT_MINUTES))),
+        wait_minutes=wait_minutes(_or(options.wait_minutes, str(WAIT_MINUTES))),
         max_restarts=_or(number("max-restarts", options.max_restarts), MAX_RESTARTS),
         own=_own(options),
         is_dry=options.dry_run,

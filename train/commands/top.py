@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.commands import shared
+from train.commands.options import add_names
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
 from train.record import store
@@ -22,22 +22,20 @@ from train.record import store
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from train.runs.top import Page
+    from train.runs.monitor.top import Page
 
 _EVERY = 2.0
 """Seconds between two looks."""
 _PATIENCE = 5.0
 """Seconds that a cluster has to say how its runs stand, where the page is printed once."""
-_STYLE = {
-    "head": "bold", "rank": "dim", "gpu": "cyan", store.RUNNING: "green", store.CREATED: "yellow",
-    store.QUEUED: "yellow", store.FAILED: "red", store.INTERRUPTED: "yellow",
-    store.COPY: "yellow",
-}  # fmt: skip
+_WAITING = (store.CREATED, store.QUEUED, store.INTERRUPTED, store.COPY)
+_STYLE = {"head": "bold", "rank": "dim", "gpu": "cyan", store.RUNNING: "green", store.FAILED: "red"}
+_STYLE |= dict.fromkeys(_WAITING, "yellow")
 
 
 def add_arguments(parser: Parser) -> None:
     """Which runs, and how often."""
-    shared.add_names(parser, "*")
+    add_names(parser, "*")
     parser.add_argument("--every", metavar="SECONDS", help=f"between two looks ({_EVERY:.0f})")
     parser.add_argument("--once", action="store_true", help="print the page once, as without a terminal")
 
@@ -45,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Show the page until q or Ctrl-C; without a terminal that can redraw it, once."""
     from train.runs import select as chosen
-    from train.runs.top import Page
+    from train.runs.monitor.top import Page
 
     every = _seconds(options.every)
     names = [found.name for found in chosen.matching(runs, options.names)] if options.names else []
@@ -66,13 +64,11 @@ def _is_redrawn() -> bool:
 
 
 def _seconds(text: str | None) -> float:
-    try:
+    with contextlib.suppress(ValueError):
         seconds = _EVERY if text is None else float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise Refused(f"--every {text}: give seconds between 0.1 and 3600")
-    return seconds
+        if 0.1 <= seconds <= 3600:
+            return seconds
+    raise Refused(f"--every {text}: give seconds between 0.1 and 3600")
 
 
 def _live(page: Page, every: float) -> None:

@@ -1,24 +1,8 @@
 """What a run is, from flags and files to a checked `Config`."""
 
 from train.config.layers import build, changeable, check_flags, check_lasts, forbidden_changes, from_toml, layer
-from train.config.schema import (
-    SPREAD,
-    Checkpoint,
-    Config,
-    Count,
-    Data,
-    Eval,
-    Log,
-    NotNegative,
-    Optim,
-    Parallel,
-    Positive,
-    Schedule,
-    Share,
-    Watch,
-)
-from train.config.text import (
-    NONE,
+from train.config.schema import SPREAD, Config, Count, Optim, Parallel, Schedule, Share, Watch
+from train.config.toml import (
     FieldInfo,
     fields,
     flatten,
@@ -35,9 +19,7 @@ LOCAL = ("data.root", "data.workers")
 """Fields that may differ from machine to machine of a run: no result depends on them."""
 
 __all__ = [
-    "LOCAL", "NONE", "SPREAD",
-    "Checkpoint", "Config", "Count", "Data", "Eval", "FieldInfo", "Log", "NotNegative", "Optim", "Parallel",
-    "Positive", "Schedule", "Share", "Watch", "build", "changeable", "check_flags", "check_lasts", "fields", "flatten",
-    "forbidden_changes", "from_toml", "is_optional", "layer", "of_settings", "parse_value", "read_toml", "to_flat",
-    "to_toml", "type_name",
+    "LOCAL", "SPREAD", "Config", "Count", "FieldInfo", "Optim", "Parallel", "Schedule", "Share", "Watch", "build",
+    "changeable", "check_flags", "check_lasts", "fields", "flatten", "forbidden_changes", "from_toml", "is_optional",
+    "layer", "of_settings", "parse_value", "read_toml", "to_flat", "to_toml", "type_name",
 ]  # fmt: skip

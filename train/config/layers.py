@@ -14,7 +14,7 @@ import pydantic_core
 from pydantic import TypeAdapter
 
 from train.config.schema import Config
-from train.config.text import (
+from train.config.toml import (
     FieldInfo,
     fields,
     flatten,
@@ -26,7 +26,7 @@ from train.config.text import (
     to_flat,
     to_toml,
 )
-from train.errors import Refused, nearest, one_line
+from train.errors import Refused, nearest, one_line, shortened
 
 
 def layer(
@@ -101,18 +101,14 @@ def build(flat: dict[str, Any], settings: type | None = None, source: str = "", 
 
 
 def _defaults(settings: type) -> dict[str, Any]:
-    """The values a task's Settings begin with: nobody but us checks that they are of their own types."""
+    """The defaults of a task's Settings, to be checked against their own types."""
     missing = dataclasses.MISSING
-    values = {
-        field.name: field.default_factory() if field.default_factory is not missing else field.default
-        for field in dataclasses.fields(settings)
-        if field.init
-    }
-    return {
-        name: pydantic_core.to_jsonable_python(value, fallback=str)
-        for name, value in values.items()
-        if value is not missing
-    }
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = field.default_factory() if field.default_factory is not missing else field.default
+        if field.init and value is not missing:
+            values[field.name] = pydantic_core.to_jsonable_python(value, fallback=str)
+    return values
 
 
 def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "", partial: bool = False) -> Any:
@@ -138,9 +134,8 @@ def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "", pa
         reason = reason_of(error, known.annotation if known else None)
         raise Refused(f"{source}{prefix}{name} = {first['input']!r}: {reason}") from None
     except pydantic.errors.PydanticSchemaGenerationError as error:
-        raise Refused(
-            f"{source}Settings has a field of a type that no flag can carry: {one_line(error)[:200]}"
-        ) from None
+        problem = f"{source}Settings has a field of a type that no flag can carry"
+        raise Refused(f"{problem}: {one_line(error)[:200]}") from None
 
 
 def from_toml(path: Path, settings: type | None) -> Config:
@@ -148,7 +143,7 @@ def from_toml(path: Path, settings: type | None) -> Config:
     have another default.
 
     Raises:
-        Refused: somebody edited it into something invalid.
+        Refused: it was edited into something invalid.
     """
     return _from_tree(read_toml(path), settings, f"{path}: ")
 
@@ -163,10 +158,10 @@ def _from_tree(tree: dict[str, Any], settings: type | None, source: str) -> Conf
 
 
 def check_lasts(config: Config, settings: type | None) -> None:
-    """Whether ranks, which read the configuration from the run folder, get the one that was checked.
+    """Refuse Settings that would read differently from the config.toml of the run folder, as ranks do.
 
     Raises:
-        Refused: Settings make something else of their own values, or hold what TOML cannot.
+        Refused: Settings change their own values, or hold what TOML cannot.
     """
     with of_settings("Settings that cannot be kept in config.toml"):
         again = _from_tree(tomllib.loads(to_toml(config)), settings, "Settings do not take what they gave: ")
@@ -174,19 +169,14 @@ def check_lasts(config: Config, settings: type | None) -> None:
         for name in sorted(before.keys() | after.keys()):
             then, now = before.get(name), after.get(name)
             own = name.removeprefix("task.")
-            is_same = name != own and getattr(config.task, own, None) == getattr(
-                again.task, own, None
-            )  # a set has no order
+            # a set has no order
+            is_same = own != name and getattr(config.task, own, None) == getattr(again.task, own, None)
             if then != now and not is_same:
+                was, is_now = shortened(repr(then), 80), shortened(repr(now), 80)
                 raise Refused(
-                    f"{name} is {_brief(then)}, and ranks would read {_brief(now)} from config.toml: a __post_init__ "
-                    "must change nothing when it is called again, and none cannot be kept inside a table or list"
+                    f"{name} is {was}, and ranks would read {is_now} from config.toml: a __post_init__ must change "
+                    "nothing when it is called again, and none cannot be kept inside a table or list"
                 )
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

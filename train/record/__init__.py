@@ -1,1 +1,1 @@
-"""The run folder: what a run leaves behind, and how it is read."""
+"""The run folder: its files, and how they are written, read and shown."""

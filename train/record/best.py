@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import sys
-import tomllib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from train.errors import Refused, is_whole, whole
-from train.record import plain
 from train.record.metrics import evaluations
 from train.record.store import Run
 
@@ -30,12 +25,6 @@ def aim_of(text: str) -> Aim:
     return Aim(text, text == "loss")
 
 
-def aim_among(text: str, names: Iterable[str]) -> Aim:
-    """The same where evaluations give these figures; the loss, which there always is, in place of any other."""
-    aim = aim_of(text)
-    return aim if aim.metric in names else aim_of("loss")
-
-
 def pick(aim: Aim, scores: dict[int, float]) -> int | None:
     """The step with the best score, the later one of equals."""
     better = min if aim.is_least else max
@@ -43,79 +32,59 @@ def pick(aim: Aim, scores: dict[int, float]) -> int | None:
 
 
 def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
-    """What checkpoint.best means in this run, and the values of it by the step after which they were evaluated; without
-    those that are none."""
-    lines = evaluations(run)
-    aim = aim_among(text, {name for line in lines for name in line["eval"]})
+    """What checkpoint.best means in this run (the loss where its metric was never measured), and the finite values of
+    that metric by the step after which they were evaluated."""
+    lines, aim = evaluations(run), aim_of(text)
+    if not any(aim.metric in line["eval"] for line in lines):
+        aim = aim_of("loss")
     scores = {line["step"]: line["eval"].get(aim.metric) for line in lines}
-    return aim, {step: score for step, score in scores.items() if score is not None and _is_finite(score)}
+    return aim, {step: score for step, score in scores.items() if score is not None}
 
 
-def _is_finite(score: float) -> bool:
-    return abs(score) <= sys.float_info.max  # of whole numbers, too, which may be larger than any float
-
-
-class Kept(NamedTuple):
-    """A checkpoint that is kept however old it is: the best one of those that are there."""
-
-    step: int
-    score: float
-    is_least: bool
-    """Whether a lower score is better."""
-
-
-def kept(run: Run, text: str) -> Kept | None:
-    """The checkpoint that checkpoint.best keeps; None where it names nothing, or none of those there was evaluated."""
-    if not text:
-        return None
-    (aim, scores), saved = scores_of(run, text), run.steps_saved()
-    step = pick(aim, {at: score for at, score in scores.items() if at in saved})
-    return None if step is None else Kept(step, scores[step], aim.is_least)
-
-
-def best_of(found: Iterable[Kept]) -> Kept | None:
-    """The best of them, the later one of equals; None of none."""
-    return min(found, key=lambda one: (one.score if one.is_least else -one.score, -one.step), default=None)
-
-
-def wanted(run: Run) -> str:
-    """What checkpoint.best of a run is; '' where it is not set, or cannot be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        section = tomllib.loads(plain.read(run.folder / "config.toml").decode()).get("checkpoint")
-        named = section.get("best") if isinstance(section, dict) else None
-        return named if isinstance(named, str) else ""
-    return ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Best:
-    """The best checkpoint there is, by a metric of the evaluations."""
+class Best(NamedTuple):
+    """The best checkpoint of those that are there, by a metric of the evaluations."""
 
     step: int
     metric: str
     value: float
-    lost: int | None
-    """The step of a better evaluation whose checkpoint was not kept."""
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"step": self.step, "metric": self.metric, "value": self.value}
+    is_least: bool
+    """Whether a lower value is better."""
+    lost: int | None = None
+    """The step of a better evaluation whose checkpoint was pruned."""
 
 
-def best(run: Run) -> Best | None:
-    """The best checkpoint by the metric that checkpoint.best names, else by the loss; None where none was evaluated."""
-    aim, scores = scores_of(run, wanted(run) or "loss")
+def wanted(run: Run) -> str:
+    """checkpoint.best of a run; '' where it is not set, or cannot be read."""
+    text = run.read_config().get("checkpoint.best")
+    return text if isinstance(text, str) else ""
+
+
+def best(run: Run, text: str = "") -> Best | None:
+    """The best checkpoint as `text` (by default checkpoint.best, else the loss) says; None where none was evaluated."""
+    aim, scores = scores_of(run, text or wanted(run) or "loss")
     saved = set(run.steps_saved())
     step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
     if step is None or first is None:
         return None
-    return Best(step, aim.metric, scores[step], first if scores[first] != scores[step] else None)
+    return Best(step, aim.metric, scores[step], aim.is_least, first if scores[first] != scores[step] else None)
+
+
+def best_saved(run: Run, text: str) -> Best | None:
+    """The checkpoint that checkpoint.best (`text`) keeps however old it is, the same on all machines that have it."""
+    found = best(run, text) if text else None
+    return None if found is None else found._replace(lost=None)
+
+
+def best_of(found: Iterable[Best]) -> Best | None:
+    """The best of several machines', the later one of equals; None of none."""
+    return min(found, key=lambda one: (one.value if one.is_least else -one.value, -one.step), default=None)
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """What run.json has of the checkpoints: their steps, and the best one."""
+    """The checkpoints as run.json lists them: their steps, and the best one."""
     found = best(run)
-    return {"checkpoints": sorted(run.steps_saved()), "best": found.plain() if found else None}
+    shown = {"step": found.step, "metric": found.metric, "value": found.value} if found else None
+    return {"checkpoints": sorted(run.steps_saved()), "best": shown}
 
 
 def checkpoint_named(run: Run, text: str | None) -> int | None:

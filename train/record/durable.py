@@ -1,18 +1,49 @@
-"""Files that a crash leaves whole: replaced in one piece, made durable, locked. Imports no torch."""
+"""Files that a crash leaves whole: replaced in one piece, made durable, locked, read safely. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from train.errors import Refused, one_line
 from train.record import environment
 
 PRIVATE = (environment.FILE,)
 """Files of a run folder that only its owner may read."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file of a run folder for reading. Whoever made the folder may have put a pipe there, which would block.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return os.fdopen(fd, "rb")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def read_tail(path: Path, most: int) -> bytes:
+    """The last bytes of a regular file, at most so many. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        length = min(file.seek(0, os.SEEK_END), most)
+        file.seek(-length, os.SEEK_END)
+        return file.read()
 
 
 def sync_folder(folder: Path) -> None:
@@ -43,22 +74,26 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
         sync_folder(path.parent)
 
 
-def flock(fd: int, how: int, path: Path) -> None:
-    """flock(2).
+def flock(fd: int, how: int, path: Path, patience: float = 0.0) -> None:
+    """flock(2); with LOCK_NB it is tried again for `patience` seconds.
 
     Raises:
-        BlockingIOError: another holds it.
+        BlockingIOError: another process holds it.
         Refused: there are no locks on that file system.
     """
-    try:
-        fcntl.flock(fd, how)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        raise Refused(
-            f"{path} cannot be locked ({error.strerror}), so its file system takes no runs; choose another place with "
-            "--runs, and see: train doctor --only 'file locks' --runs DIR"
-        ) from None
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(fd, how)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.01)
+        except OSError as error:
+            raise Refused(
+                f"{path} cannot be locked ({error.strerror}), so its file system takes no runs; choose another place "
+                "with --runs, and see: train doctor --only 'file locks' --runs DIR"
+            ) from None
 
 
 def check_target(target: Path, suffixes: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
-"""The environment that a run was started with: kept in its folder, and brought back where a resume lacks it.
+"""The environment that a run was started with: saved in its folder, and restored where a resume lacks it.
 
-A program may need it (PYTHONPATH, HF_HOME, DATA=…), and who resumes a run stands in another shell, or is the keeper,
-which was never told of any. Secrets are not kept: a run folder is copied and shown. What describes a session, a job or
-a rank is not kept either: it would be untrue of the next one. Imports no torch.
+A program may need it (PYTHONPATH, HF_HOME, DATA=…), and a run is resumed from another shell, or by the keeper. Secrets
+are not saved: a run folder is copied and shown. Variables that describe a session, a job or a rank are not saved
+either: they would be wrong for the next one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _IN_ADDRESS = (
     re.compile(r"(//)[^\s/:@]{20,}(?=@)"),  # scheme://token@host
     re.compile(r"(?i)\b((?:password|passwd|pwd|secret|token|sig|signature|(?:api_?|access_?)?key)=)[^&;\s,]+"),
 )
-"""Passwords in addresses: what stands before them is kept."""
+"""Passwords in addresses; the part before them stays."""
 _NO_SECRET = re.compile(r"(NCCL|UCX)_.*")
 """Settings of libraries that take no secret: a PKEY of theirs is a partition of InfiniBand."""
 _PLAIN = re.compile(r"|[01]|(?i:true|false|yes|no|on|off)|(/[\w.@-]+){2,}")
 """Values that are none, whatever the name: HF_HUB_DISABLE_IMPLICIT_TOKEN=1, or where a file with credentials lies."""
 _NAMES = 12
-"""So many names a line of warning tells."""
+"""So many names a warning lists."""
 _WEIGHTY = ("PYTHON", "LD_", "PATH", "CUDA", "NVIDIA", "NCCL", "TORCH", "OMP", "MKL", "HF_")
-"""What the names begin with that are told first."""
+"""Beginnings of the names that a warning lists first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What is kept of an environment."""
+    """The saved part of an environment."""
 
     values: dict[str, str]
     """Passwords in addresses are cut out of them."""
@@ -76,7 +76,7 @@ class Kept:
 
     @property
     def said(self) -> list[str]:
-        """A line for the user about what is not kept; none if everything is."""
+        """A line for the user about what is not saved; none if everything is."""
         parts = [_list(self.withheld)] if self.withheld else []
         parts += [f"the password in {_list(self.cut)}"] if self.cut else []
         if not parts:
@@ -106,7 +106,7 @@ def tells_secret(name: str, value: str) -> bool:
 
 
 def keep(environment: Mapping[str, str]) -> Kept:
-    """What may be kept of an environment."""
+    """The part of an environment that may be saved."""
     values: dict[str, str] = {}
     withheld: list[str] = []
     cut: list[str] = []
@@ -123,7 +123,7 @@ def keep(environment: Mapping[str, str]) -> Kept:
 
 
 def after(before: Kept | None, now: Kept) -> Kept:
-    """What is kept from a resume on: names of secrets stay known, also where this resume lacked them."""
+    """The environment to save from a resume on: names of secrets stay, also where this resume lacked them."""
     if before is None:
         return now
     withheld = sorted({*before.withheld, *now.withheld} - now.values.keys())
@@ -136,7 +136,7 @@ def to_json(kept: Kept) -> str:
 
 
 def read(folder: Path) -> Kept | None:
-    """What is kept in a run folder; None: nothing, or nothing that can be read."""
+    """The environment saved in a run folder; None where there is none, or it cannot be read."""
     try:
         tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
         values = {str(name): str(value) for name, value in tree["values"].items()}
@@ -155,7 +155,7 @@ def resumed(kept: Kept | None, own: Mapping[str, str], as_recorded: bool) -> tup
 
     Args:
         own: that of whoever resumes.
-        as_recorded: what is kept wins over `own` (the keeper, which speaks for nobody); else `own` wins.
+        as_recorded: the saved values win (for the keeper, whose own environment means nothing); else `own` wins.
     """
     if kept is None:
         return dict(own), []

@@ -65,7 +65,7 @@ def check_free(runs: Path, name: str) -> None:
 
 
 def fresh_name(runs: Path, stem: str) -> str:
-    """A name nobody has in `runs`: the stem, the time, and a number if need be."""
+    """A free name in `runs`: the stem, the time, and a number if need be."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:40] or "run"
     name = first = f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     number = 1
@@ -138,18 +138,15 @@ def find(runs: Path, name: str) -> Run:
     if not name:
         raise Refused("the run's name is empty; train ls lists the runs")
     run = Run(runs / name)
-    if name in (".", "..") or "/" in name or not _exists(run):
+    try:
+        exists = name not in (".", "..") and "/" not in name and (run.folder / "run.json").exists()
+    except OSError:  # a name longer than any file's
+        exists = False
+    if not exists:
         names = [other.name for other in every(runs)]
         hint = nearest(name, names, "; train ls lists the runs" if names else "; there are no runs yet")
         raise Refused(f"there is no run {shortened(name, 80)} in {runs}{hint}")
     return run
-
-
-def _exists(run: Run) -> bool:
-    try:
-        return (run.folder / "run.json").exists()
-    except OSError:  # a name longer than any file's
-        return False
 
 
 def every(runs: Path) -> Iterator[Run]:
@@ -160,16 +157,9 @@ def every(runs: Path) -> Iterator[Run]:
             folder = runs / name
             with contextlib.suppress(OSError):
                 if not name.startswith(".") and (folder / "run.json").exists():
-                    found.append((_locked_at(folder), name, folder))
+                    lock = folder / "lock"  # made with the run
+                    found.append((lock.stat().st_mtime if lock.exists() else 0.0, name, folder))
     yield from (Run(folder) for _, _, folder in sorted(found))
-
-
-def _locked_at(folder: Path) -> float:
-    """When the lock of a run was made; 0.0: there is none."""
-    try:
-        return (folder / "lock").stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def remove(run: Run) -> None:

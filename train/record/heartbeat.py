@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.record import plain
+from train.record import durable
 
 STARTING, TRAINING, EVALUATING, SAVING, ENDING = range(5)
 NAMES = ("starting", "training", "evaluating", "saving", "ending")
@@ -32,7 +32,7 @@ class Beat:
 
 
 class Heart:
-    """A rank's side. Without a path it beats for nobody."""
+    """A rank's side, which writes; without a path it does nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._count, self._pid = 0, os.getpid()
@@ -59,16 +59,23 @@ def reached(logs: Path) -> int:
     return max((beat.step for path in logs.glob("rank*.beat") if (beat := read(path))), default=0)
 
 
+def clear(logs: Path) -> None:
+    """Remove the signs of life of an attempt that has ended."""
+    for path in logs.glob("rank*.beat"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def read(path: Path) -> Beat | None:
     """The last sign of life of a rank, or None if it has shown none."""
     try:
-        return Beat(*_FORM.unpack(plain.read(path, _FORM.size)))
+        return Beat(*_FORM.unpack(durable.read_bytes(path)))
     except (OSError, struct.error):
         return None
 
 
 SIGN = ".alive"
-"""In the folder of an attempt's logs: when it was last written is when a script was last seen alive."""
+"""A file in the folder of an attempt's logs; its time of change is when a script was last seen alive."""
 
 
 def sign(logs: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
-from train.record import plain
+from train.record import durable
 from train.record.store import Run
 
 MANIFEST = "manifest.json"
@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = plain.read(path)
+        text = durable.read_bytes(path)
         content = json.loads(text)
         if text != manifest_text(content).encode():
             raise ValueError(f"{MANIFEST} was changed after it was written")

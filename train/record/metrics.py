@@ -1,6 +1,6 @@
-"""The lines of a run: metrics.jsonl, and which samples each step consumed. Whoever writes or reads them does it here.
+"""The one reader and writer of a run's lines: metrics.jsonl, and logs of the samples that each step consumed.
 
-What is in them depends on the step alone, never on the attempt: on resume all are cut to the step of the loaded
+Their content depends on the step alone, never on the attempt: on resume all are cut to the step of the loaded
 checkpoint. Imports no torch.
 """
 
@@ -11,11 +11,12 @@ import io
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from train.record import plain
+from train.record import durable
 from train.record.store import Run
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _finite(value: Any) -> Any:
 
 
 class Lines:
-    """Appends whole lines to a file. What a full disk refuses stays here and is tried again, in order."""
+    """Appends whole lines to a file. Lines that a full disk refuses stay here and are tried again, in order."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -218,12 +219,10 @@ def last_evaluation(run: Run) -> Evaluation | None:
     return next(iter(reversed(evaluations(run))), None)
 
 
-_LONGEST = 1 << 24
-"""Bytes of a line: one of an evaluation that measures a hundred thousand things has a few million."""
 _LAST = 1 << 14
 """Bytes at the end of metrics.jsonl in which the last training line is looked for: a line has some 200."""
 _RECENT = 1 << 19
-"""Bytes at the end of metrics.jsonl that are its recent lines."""
+"""Bytes at the end of metrics.jsonl that count as recent."""
 
 
 def last_training(run: Run) -> Training | None:
@@ -241,10 +240,14 @@ def recent(run: Run) -> list[Line]:
 
 def _last_texts(run: Run, most: int) -> list[bytes]:
     try:
-        text = plain.tail(run.metrics, most)
+        return _whole(durable.read_tail(run.metrics, most)).splitlines()
     except OSError:
         return []
-    return text[: text.rfind(b"\n") + 1].splitlines()
+
+
+def _whole(text: bytes) -> bytes:
+    """The text without a last line that is still being written."""
+    return text[: text.rfind(b"\n") + 1]
 
 
 class Tail:
@@ -263,18 +266,18 @@ class Tail:
                 text = file.read()
         except OSError:
             return []
-        whole = text[: text.rfind(b"\n") + 1]
+        whole = _whole(text)
         self._at += len(whole)
         return list(_parsed(whole.splitlines()))
 
 
 def _texts(run: Run) -> Iterator[bytes]:
-    with contextlib.suppress(FileNotFoundError):  # none has been written yet
-        yield from plain.lines(run.metrics, _LONGEST)
+    with contextlib.suppress(FileNotFoundError), durable.open_regular(run.metrics) as file:  # none was written yet
+        yield from file
 
 
 def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
-    """The lines that are whole; what is no line, in a file that somebody edited, is left out."""
+    """The whole, valid lines; what a kill or an editor left of others is skipped."""
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
@@ -283,9 +286,13 @@ def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
 
 
 def _is_sound(line: dict[str, Any]) -> bool:
+    """Whether step and figures are finite numbers; a figure may be null."""
     step = line.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
         return False
     figures = line.get("eval", {name: line.get(name) for name in Training.__annotations__})
-    kinds = (int, float, type(None))
-    return isinstance(figures, dict) and all(isinstance(value, kinds) for value in figures.values())
+    return isinstance(figures, dict) and all(map(_is_finite, figures.values()))
+
+
+def _is_finite(figure: Any) -> bool:
+    return figure is None or (isinstance(figure, int | float) and abs(figure) <= sys.float_info.max)

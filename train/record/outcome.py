@@ -1,7 +1,7 @@
-"""How a rank ended, in its own words: a small file beside its log, which outlives it.
+"""How a rank ended: a small file beside its log, written by the rank, which outlives it.
 
-A rank says what happened to it and no more; what becomes of the run is decided by who has seen all ranks (see
-supervise/attempts.py). Nothing here imports torch.
+A rank records only what happened to itself; the supervisor, which sees all ranks, decides what becomes of the run.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Kind(enum.StrEnum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    """Saved and ended early, because somebody had asked for it."""
+    """Saved and ended early, on request."""
     FAILED = "failed"
     """Training cannot go on, and every rank would say so: the loss is nan, the last checkpoint cannot be saved."""
     REFUSED = "refused"
@@ -61,13 +61,13 @@ class Outcome:
 
 
 def write(logs: Path, outcome: Outcome) -> None:
-    """Leave it in the folder of the attempt's logs. Raises OSError where the disk does not take it."""
+    """Write it into the folder of the attempt's logs. Raises OSError where the disk does not take it."""
     text = json.dumps(dataclasses.asdict(outcome)) + "\n"
     durable.write_atomically(logs / f"rank{outcome.rank}{_SUFFIX}", text, durable=False)
 
 
 def read(logs: Path, rank: int) -> Outcome | None:
-    """How a rank of an attempt ended, or None while it has not said so, or could not."""
+    """How a rank of an attempt ended; None while it runs, or where it was killed."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads((logs / f"rank{rank}{_SUFFIX}").read_text(encoding="utf-8"))
         return Outcome(**found | {"kind": Kind(found["kind"])})
@@ -75,7 +75,7 @@ def read(logs: Path, rank: int) -> Outcome | None:
 
 
 def read_all(logs: Path) -> dict[int, Outcome]:
-    """The ends of all ranks that have said how they ended, by rank."""
+    """The outcomes of all ranks that wrote one, by rank."""
     ranks = []
     with contextlib.suppress(OSError):
         ranks = [path.name.removeprefix("rank").removesuffix(_SUFFIX) for path in logs.glob(f"rank*{_SUFFIX}")]
@@ -84,9 +84,6 @@ def read_all(logs: Path) -> dict[int, Outcome]:
 
 
 def first_fault(outcomes: Mapping[int, Outcome]) -> Outcome | None:
-    """The cause, among the faults that ranks left behind.
-
-    The peers of a rank that fails lose their connections and say so, maybe before it has ended.
-    """
+    """The fault that caused the others: peers of a failing rank lose their connections, maybe before it has ended."""
     faults = [outcome for outcome in outcomes.values() if outcome.is_fault]
     return min(faults, key=lambda outcome: (not outcome.recurs, outcome.time), default=None)

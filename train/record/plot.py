@@ -1,4 +1,4 @@
-"""Pictures of runs: loss, metrics, learning rate, throughput and data wait over the steps."""
+"""`train plot`: loss, metrics, learning rate, throughput and data wait over the steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train import screen
 from train.errors import Refused, shortened
@@ -44,84 +44,59 @@ _LABEL = 70
 """Letters, at most, beside an axis."""
 
 
-def _column() -> array[float]:
-    return array("d")  # eight bytes a figure; a float of Python's own takes 24, a line of them as a dict 900
+class Measure(NamedTuple):
+    """A metric of the evaluations: the steps after which it was measured, and its values."""
+
+    steps: array[float]
+    values: array[float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """A figure of the evaluations: after which steps it was measured, and what it was."""
-
-    steps: array[float] = dataclasses.field(default_factory=_column)
-    values: array[float] = dataclasses.field(default_factory=_column)
-
-
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """What the lines of a run have. nan, which leaves a gap, is where a line has no such figure, or none to draw."""
-
-    steps: array[float] = dataclasses.field(default_factory=_column)
-    """Of the training lines."""
-    training: dict[str, array[float]] = dataclasses.field(
-        default_factory=lambda: {name: _column() for name in _TRAINING}
-    )
-    """LOSS, LR, SPEED, WAIT and STEP of each training line, in the units of metrics.Training."""
-    evaluations: dict[str, Measure] = dataclasses.field(default_factory=dict)
-    """By name, which is fit to be shown."""
-
-
-def columns_of(run: Run) -> Columns:
-    """The lines that there are, in their order.
-
-    Raises:
-        OSError: they cannot be read.
-    """
-    found = Columns()
-    for line in metrics.each(run):
-        step: float = line["step"]
-        if metrics.is_evaluation(line):
-            for name, value in line["eval"].items():
-                measure = found.evaluations.setdefault(screen.printable(name), Measure())
-                measure.steps.append(step)
-                measure.values.append(_drawable(value))
-        else:
-            found.steps.append(step)
-            for name, column in found.training.items():
-                column.append(_drawable(line.get(name)))
-    return found
-
-
-def _drawable(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and abs(value) < HIGHEST else math.nan
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Curves:
-    """The lines of one run, and how it is drawn."""
+    """The lines of one run, and how it is drawn. nan, which leaves a gap, stands for a figure that a line lacks.
+
+    Arrays take eight bytes a figure; lines as Python's objects would take a hundred times that.
+    """
 
     name: str
-    columns: Columns
     colour: Any
     prefix: str = ""
     """Of its labels, where there are several runs."""
     verdict: str = ""
-    """On waiting for data, if there is reason for one."""
+    """On waiting for data, if training had reason for one."""
     own: str = ""
-    """What its configuration has that others have not, in words."""
+    """In what its configuration differs from that of the others."""
+    steps: array[float] = dataclasses.field(default_factory=lambda: array("d"))
+    """Of the training lines."""
+    training: dict[str, array[float]] = dataclasses.field(
+        default_factory=lambda: {name: array("d") for name in _TRAINING}
+    )
+    """LOSS, LR, SPEED, WAIT and STEP of each training line, in the units of metrics.Training."""
+    evaluations: dict[str, Measure] = dataclasses.field(default_factory=dict)
 
-    @property
-    def steps(self) -> Figures:
-        """Of the training lines."""
-        return _array(self.columns.steps)
+    def read(self, run: Run) -> Curves:
+        """Fill in the lines of metrics.jsonl. Raises OSError where they cannot be read."""
+        for line in metrics.each(run):
+            step: float = line["step"]
+            if metrics.is_evaluation(line):
+                for name, value in line["eval"].items():
+                    measure = self.evaluations.setdefault(screen.printable(name), Measure(array("d"), array("d")))
+                    measure.steps.append(step)
+                    measure.values.append(_drawable(value))
+            else:
+                self.steps.append(step)
+                for name, column in self.training.items():
+                    column.append(_drawable(line.get(name)))
+        return self
 
     @property
     def waiting(self) -> float:
-        """Which share of the time of its lines went by waiting for data, from 0 to 1."""
+        """The share of the time of its lines that was waiting for data, from 0 to 1."""
         import numpy as np
 
         # a line speaks for the steps since the one before
-        made = np.diff(self.steps, prepend=0.0).clip(min=0.0)
-        waited, elapsed = (_array(self.columns.training[name]) * made for name in (WAIT, STEP))
+        made = np.diff(np.asarray(self.steps), prepend=0.0).clip(min=0.0)
+        waited, elapsed = (np.asarray(self.training[name]) * made for name in (WAIT, STEP))
         known = np.isfinite(waited) & np.isfinite(elapsed)
         return float(np.clip(waited[known].sum() / max(elapsed[known].sum(), 1e-12), 0.0, 1.0))
 
@@ -129,23 +104,18 @@ class Curves:
         """The figures of the training lines for a panel."""
         import numpy as np
 
-        values = _array(self.columns.training[panel])
+        values = np.asarray(self.training[panel])
         if panel == WAIT:  # as a share of the step
-            values = 100 * values / np.maximum(_array(self.columns.training[STEP]), 1e-12)
-        elif panel == STEP:
-            values = 1000 * values
-        return np.where(np.abs(values) < HIGHEST, values, np.nan)
+            return 100 * values / np.maximum(np.asarray(self.training[STEP]), 1e-12)
+        return 1000 * values if panel == STEP else values
 
 
-def _array(column: array[float]) -> Figures:
-    """The same figures, not a copy of them."""
-    import numpy as np
-
-    return np.asarray(column)
+def _drawable(value: Any) -> float:
+    return math.nan if value is None or abs(value) >= HIGHEST else float(value)
 
 
 def plot(runs: list[Run], target: Path) -> bool:
-    """Draw the runs into one picture. Returns whether every letter could be drawn: fonts have not all.
+    """Draw the runs into one picture. Returns whether matplotlib's font has every letter; others become boxes.
 
     Raises:
         Refused: the target cannot be written, or no run has metrics yet.
@@ -156,9 +126,9 @@ def plot(runs: list[Run], target: Path) -> bool:
     for number, run in enumerate(runs):
         name = screen.printable(run.name)
         prefix = f"{name}  " if len(runs) > 1 else ""
-        colour = _colour(number, len(runs))
-        drawn.append(Curves(name, columns_of(run), colour, prefix, screen.printable(verdict(run)), own[number]))
-    empty = [curves.name for curves in drawn if not curves.columns.steps]
+        curves = Curves(name, _colour(number, len(runs)), prefix, screen.printable(verdict(run)), own[number])
+        drawn.append(curves.read(run))
+    empty = [curves.name for curves in drawn if not curves.steps]
     if empty:
         raise Refused(f"{', '.join(empty)} has no metrics to plot yet; see: train logs {empty[0]}")
 
@@ -167,7 +137,7 @@ def plot(runs: list[Run], target: Path) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # a $ in a name is a $; and of letters without a glyph matplotlib warns one by one, in words for programmers
+    # a $ in a name is a $
     with plt.rc_context({"text.parse_math": False}), warnings.catch_warnings(record=True) as warned:
         figure = _figure(drawn)
         try:
@@ -179,8 +149,8 @@ def plot(runs: list[Run], target: Path) -> bool:
 
 
 def verdict(run: Run) -> str:
-    """What training said last of waiting for data: how much, and what helps; '' where it had no reason to."""
-    return str(run.read().get("data_wait") or "")
+    """What training last said of waiting for data: how much, and what helps; '' where it had no reason to."""
+    return run.read().get("data_wait") or ""
 
 
 def _colour(number: int, runs: int) -> Any:
@@ -193,7 +163,7 @@ def _colour(number: int, runs: int) -> Any:
 
 def measures(drawn: Iterable[Curves]) -> list[str]:
     """What the evaluations of these runs measured beside the loss."""
-    return sorted({name for curves in drawn for name in curves.columns.evaluations if name != LOSS})
+    return sorted({name for curves in drawn for name in curves.evaluations if name != LOSS})
 
 
 def _figure(drawn: list[Curves]) -> Any:
@@ -252,15 +222,8 @@ def draw(axis: Any, drawn: list[Curves], panel: str) -> None:
     if panel == LOSS or (panel == WAIT and 1 < len(drawn) <= _FEW):
         _explain(axis, drawn, panel)
     elif panel == WAIT and len(drawn) == 1:
-        axis.text(
-            0.99,
-            0.97,
-            f"{drawn[0].waiting:.0%} of the time",
-            transform=axis.transAxes,
-            fontsize=8,
-            ha="right",
-            va="top",
-        )
+        share = f"{drawn[0].waiting:.0%} of the time"
+        axis.text(0.99, 0.97, share, transform=axis.transAxes, fontsize=8, ha="right", va="top")
 
 
 def _explain(axis: Any, drawn: list[Curves], panel: str) -> None:
@@ -272,25 +235,22 @@ def _explain(axis: Any, drawn: list[Curves], panel: str) -> None:
 
     kinds = [Line2D([], [], color="grey"), Line2D([], [], color="grey", marker="o", markersize=3, linestyle="--")]
     names = ["training", "evaluation"]
-    count = 2 if any(curves.columns.evaluations for curves in drawn) else 1
+    count = 2 if any(curves.evaluations for curves in drawn) else 1
     axis.legend(kinds[:count], names[:count], fontsize=8, frameon=False)
 
 
 def _draw_measure(axis: Any, curves: Curves, name: str) -> None:
     """A figure that evaluations measured."""
-    measure = curves.columns.evaluations.get(name)
+    measure = curves.evaluations.get(name)
     if measure is not None:  # else another run's task has this one
-        axis.plot(*_points(measure), color=curves.colour, marker="o", markersize=3)
-
-
-def _points(measure: Measure) -> tuple[Figures, Figures]:
-    return _thinned(_array(measure.steps), _array(measure.values))
+        axis.plot(*_thinned(*measure), color=curves.colour, marker="o", markersize=3)
 
 
 def _draw_training(axis: Any, curves: Curves, panel: str, is_alone: bool) -> None:
     """A figure of the training lines; beside the loss that of the evaluations."""
     is_loss = panel == LOSS
-    steps, values = curves.steps, curves.values(panel)
+    steps: Any = curves.steps
+    values = curves.values(panel)
     label = "training" if is_loss else f"{curves.prefix}{curves.waiting:.0%} of the time" if panel == WAIT else None
     is_noisy = panel != LR and len(values) > _MANY
     if is_noisy:
@@ -298,16 +258,16 @@ def _draw_training(axis: Any, curves: Curves, panel: str, is_alone: bool) -> Non
         steps, values = _means(steps, values)
     strength = 0.55 if is_loss and is_alone and not is_noisy else 1
     axis.plot(*_thinned(steps, values), color=curves.colour, alpha=strength, linewidth=1.3, label=label)
-    measure = curves.columns.evaluations.get(LOSS) if is_loss else None
+    measure = curves.evaluations.get(LOSS) if is_loss else None
     if measure is not None:
         style = "-" if is_alone else "--"
         axis.plot(
-            *_points(measure), style, marker="o", color=curves.colour, markersize=3, label="evaluation",
+            *_thinned(*measure), style, marker="o", color=curves.colour, markersize=3, label="evaluation",
             linewidth=1.3 if is_alone else 0.9,
         )  # fmt: skip
 
 
-def _means(steps: Figures, values: Figures) -> tuple[Figures, Figures]:
+def _means(steps: Any, values: Figures) -> tuple[Figures, Figures]:
     """The mean around each point, over a fiftieth of all; at both ends over what there is."""
     import numpy as np
 
@@ -319,10 +279,11 @@ def _means(steps: Figures, values: Figures) -> tuple[Figures, Figures]:
         return steps, (sums[high] - sums[low]) / (counts[high] - counts[low])
 
 
-def _thinned(steps: Figures, values: Figures) -> tuple[Figures, Figures]:
+def _thinned(steps: Any, values: Any) -> tuple[Figures, Figures]:
     """Not more points than can be seen: of each stretch its lowest and its highest, in their order."""
     import numpy as np
 
+    steps, values = np.asarray(steps), np.asarray(values)
     if len(values) <= _MOST:
         return steps, values
     size = -(-2 * len(values) // _MOST)

@@ -72,7 +72,7 @@ class Submitted(TypedDict):
 
 
 class Record(TypedDict):
-    """run.json. Fields that are not named here, of a newer version, are kept. Times of day are ISO 8601 in UTC."""
+    """run.json. Fields that are not named here, of a newer version, stay in it. Times of day are ISO 8601 in UTC."""
 
     name: str
     """The folder's: a run may be renamed by renaming its folder."""
@@ -153,7 +153,7 @@ def checked(content: dict[str, Any]) -> Record:
 
 
 _ALLOWED = {float: (int, float)}
-"""JSON has one kind of numbers."""
+"""JSON does not tell 1 from 1.0."""
 _hints = functools.cache(get_type_hints)
 
 

@@ -1,9 +1,8 @@
-"""The configuration of a run, read for people: what differs from defaults, or between runs. Runs no code of a task."""
+"""The configuration of a run for people: what differs from defaults, or between runs. Runs no code of a task."""
 
 from __future__ import annotations
 
 import ast
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import train
 from train import config as configuration
 from train import screen
 from train.errors import shortened
-from train.record import plain
+from train.record import durable
 from train.record.store import Run
 
-_SAID = 4
+_MOST = 4
 """Fields, at most, that tell runs apart in a label."""
 _WORD = 24
 
@@ -27,31 +26,13 @@ class Setting:
     name: str
     value: str
     default: str
-    """'': it has none, or it cannot be told."""
+    """'' where there is none, or it is not known."""
     is_changed: bool
-    help: str = ""
-
-
-def flat(run: Run) -> dict[str, Any]:
-    """config.toml with dotted names; {} where it is not there (a script) or cannot be read."""
-    try:
-        tree = tomllib.loads(plain.read(run.folder / "config.toml").decode())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= {f"{key}.{inner}": leaf for inner, leaf in value.items()}
-        elif key == configuration.NONE and isinstance(value, list):
-            found |= dict.fromkeys(map(str, value))
-        else:
-            found[key] = value
-    return found
 
 
 def listed(run: Run) -> list[Setting]:
     """Every field of a run: those that its user or its task has changed first."""
-    values, found = flat(run), []
+    values, found = run.read_config(), []
     known, own = configuration.fields(), _task_defaults(run)
     for name in [*(name for name in known if name in values), *(name for name in values if name not in known)]:
         info = known.get(name)
@@ -60,11 +41,11 @@ def listed(run: Run) -> list[Setting]:
             found.append(Setting(name, shown(value), "", True))
             continue
         default = own[name] if info is None else info.default
-        said = "chosen at launch" if default is None else shown(default)
-        found.append(Setting(name, shown(value), said, value != default, info.help if info else ""))
+        usual = "chosen at launch" if default is None else shown(default)
+        found.append(Setting(name, shown(value), usual, value != default))
     for name, info in known.items():
         if values and name not in values and info.default is not None:  # TOML has no none
-            found.append(Setting(name, "none", shown(info.default), True, info.help))
+            found.append(Setting(name, "none", shown(info.default), True))
     return sorted(found, key=lambda setting: not setting.is_changed)
 
 
@@ -81,7 +62,7 @@ def _task_defaults(run: Run) -> dict[str, Any]:
     built_in = Path(train.__file__).parent / "tasks" / f"{task}.py"
     path = run.folder / "task.py" if task == "task.py" else built_in if task.isidentifier() else None
     try:
-        tree = ast.parse(plain.read(path).decode()) if path else None
+        tree = ast.parse(durable.read_bytes(path).decode()) if path else None
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return {}
     found = {}
@@ -103,10 +84,10 @@ def differing(runs: list[Run]) -> list[str]:
     other = [name for name in names if len({shown(values.get(name)) for values in flats}) > 1]
     # of fields that follow from another, the other says it all
     other = [name for name in other if not (name == "micro_batch_size" and {"batch_size", "ranks"} & set(other))]
-    told, more = other[:_SAID], len(other) - _SAID
+    named, more = other[:_MOST], len(other) - _MOST
     labels = []
     for values in flats:
-        words = [f"{name.removeprefix('task.')}={shortened(shown(values.get(name)), _WORD)}" for name in told]
+        words = [f"{name.removeprefix('task.')}={shortened(shown(values.get(name)), _WORD)}" for name in named]
         labels.append(screen.printable("  ".join([*words, *([f"and {more} more"] if more > 0 else [])])))
     return labels
 
@@ -114,5 +95,5 @@ def differing(runs: list[Run]) -> list[str]:
 def _compared(run: Run) -> dict[str, Any]:
     record = run.read()
     task = record.get("task_source") or record.get("task") or record.get("script")
-    values = flat(run) | {"task": Path(str(task)).stem if task else None, "ranks": record.get("world_size")}
+    values = run.read_config() | {"task": Path(str(task)).stem if task else None, "ranks": record.get("world_size")}
     return {name: value for name, value in values.items() if not name.startswith(("log.", "watch."))}

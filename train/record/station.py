@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.record import durable, environment, plain
+from train.record import durable, environment
 
 STATION, DIGEST = "station", "station_digest"
 """In run.json: the id of the station that has started the run, and the digest by its key. None: it has no key."""
@@ -73,7 +73,7 @@ def touch_keeper() -> None:
 
 
 def keeper_ends() -> None:
-    """Take the sign of life away: a keeper that ends as it was asked to is not missed."""
+    """Remove the sign of life of a keeper that ends as it was asked to."""
     with contextlib.suppress(OSError):
         (state_folder() / "keeper").unlink()
 
@@ -91,7 +91,8 @@ def _digest(folder: Path, record: Mapping[str, Any], files: Path) -> str | None:
     if key is None:
         return None
     fields = {name: record.get(name) for name in _FIELDS}
-    content = {name: hashlib.sha256(plain.read(files / name)).hexdigest() for name in _FILES if (files / name).exists()}
+    present = [name for name in _FILES if (files / name).exists()]
+    content = {name: hashlib.sha256(durable.read_bytes(files / name)).hexdigest() for name in present}
     message = json.dumps([folder.name, str(folder.resolve()), fields, content], sort_keys=True)
     return hmac.new(key, message.encode(), "sha256").hexdigest()
 
@@ -101,7 +102,7 @@ def _key(make: bool = False) -> bytes | None:
     with contextlib.suppress(OSError):
         if make and not (state_folder() / "key").exists():
             _make_key(state_folder())
-        key = plain.read(state_folder() / "key", 2 * _KEY_BYTES)
+        key = durable.read_bytes(state_folder() / "key")
         return key if len(key) == _KEY_BYTES else None
     return None
 

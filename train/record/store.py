@@ -1,4 +1,4 @@
-"""The run folder: its files, its state, its lock.
+"""The folder of a run: its files, its state, its lock.
 
 `run.json` is the only record of a run's state; `lock` is flocked by every process of the run, through one open
 file that they inherit from each other, so the run is alive exactly while the lock is held, whatever was killed.
@@ -16,30 +16,31 @@ import os
 import re
 import socket
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 from train import signals
 from train.errors import Refused
-from train.record import durable, heartbeat, plain, station
+from train.record import durable, heartbeat, station
 from train.record.record import Record, checked
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER, PLACED = "polite", "now", "keeper", "placed"
-"""Requests to stop: save first; at once; save first, on the keeper's behalf, which will continue the run; the same on
-behalf of the engine of a cluster, which has started the run elsewhere."""
+"""Requests to stop: save first; at once; save first, for the keeper, which will continue the run; save first, for the
+engine of a cluster, which has started the run elsewhere."""
 WHO = {
     POLITE: "train stop",
     NOW: "train stop --now",
     KEEPER: "the keeper",
     PLACED: "its place is another machine's now",
 }
-"""What run.json's reason says of them."""
+"""How run.json's reason names each request."""
 BY = {POLITE: signals.USER, NOW: signals.USER, KEEPER: signals.KEEPER, PLACED: signals.SIGNAL}
-"""Who makes them: run.json's `stopped_by`."""
+"""Who makes each request: run.json's `stopped_by`."""
 REFUSED = "refused"
-"""Under this run.json says of a failed run that this machine cannot be one of its several."""
+"""The field of run.json of a failed run whose other machines refused this one."""
 TWICE = "stopped at once (Ctrl-C twice)"
 """How the reason begins where a user did not wait for a foreground run to save."""
 INTERRUPTED = "interrupted"
@@ -47,12 +48,10 @@ INTERRUPTED = "interrupted"
 COPY = "copy"
 """Effective only: it would be resumed by itself if this station had started it (station.py)."""
 QUEUED = "queued"
-"""Effective only: the engine of a cluster that the run was handed to has not started it yet, or will again."""
+"""Effective only: the engine of a cluster that has the run has not started it yet, or will start it again."""
 
-_NOTING = 5.0
-"""Seconds that a note waits for whoever changes the record just now: far more than any disk that lives takes."""
-_HANDING = "handing"
-"""In the run folder, locked while the run is handed to the engine of a cluster."""
+NOTE_PATIENCE = 5.0
+"""Seconds that `Run.note` waits for the lock of the record: far more than a working disk takes."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -62,7 +61,7 @@ def now() -> str:
 
 
 def seconds_of(stamp: Any) -> float | None:
-    """A time as run.json has it, in seconds since the epoch; None: it is none, in a record that was damaged."""
+    """A time of run.json in seconds since the epoch; None: it is missing, or no time."""
     try:
         return datetime.datetime.fromisoformat(stamp).timestamp()
     except (TypeError, ValueError, OverflowError):
@@ -80,7 +79,7 @@ class Lock:
         self.fd = fd
 
     def free(self) -> None:
-        """Unlock it for all who hold it, in whatever process: nobody of them will touch the run."""
+        """Unlock it for every process that holds it; none of them may touch the run afterwards."""
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def release(self) -> None:
@@ -117,51 +116,59 @@ class Run:
         """
         path = self.folder / "run.json"
         try:
-            content = json.loads(plain.read(path))
+            content = json.loads(durable.read_bytes(path))
             record = checked({"stopped_by": None, **content, "name": self.name})
         except OSError as error:
             raise Refused(f"cannot read {path}: {error.strerror}; is {self.folder} a run folder?") from None
         except (ValueError, TypeError, RecursionError) as error:
             why = f" ({error})" if type(error) is ValueError else ""
             raise Refused(f"{path} is damaged{why}; repair it or remove the run with: train rm {self.name}") from None
-        record["stopped_by"] = _stopped_by(record)
+        if record["state"] == STOPPED and not record["stopped_by"]:
+            record["stopped_by"] = signals.USER  # of an earlier release: the keeper leaves it alone
         return record
+
+    def read_config(self) -> dict[str, Any]:
+        """The fields of config.toml by their dotted names; {} where it is missing (a script) or cannot be read."""
+        try:
+            tree = tomllib.loads(durable.read_bytes(self.folder / "config.toml").decode())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        none = tree.pop("none", [])  # as config/toml.py lists fields that are none
+        fields: dict[str, Any] = dict.fromkeys(map(str, none)) if isinstance(none, list) else {}
+        for name, value in tree.items():
+            fields |= {f"{name}.{inner}": one for inner, one in value.items()} if type(value) is dict else {name: value}
+        return fields
 
     def update(self, change: Callable[[Record], None] | None = None, **values: Any) -> None:
         """Change run.json under a lock of the folder, so that agent and rank 0 never undo each other's change."""
-        with self._changing(math.inf):
-            self._change(change, values, lasts=True)
+        with self._record_locked(math.inf):
+            self._change(change, values, is_durable=True)
 
     def note(self, change: Callable[[Record], None] | None = None, **values: Any) -> bool:
-        """`update` of what is not worth dying for, nor waiting: a process that stands still may hold the lock for ever,
-        and whoever notes here is to find that out. Whether it was taken."""
+        """`update` that gives up, and returns False, where the lock is not free in time or the disk fails.
+
+        For a process that must not wait: a stopped process may hold the lock forever.
+        """
         try:
-            with self._changing(_NOTING):
-                self._change(change, values, lasts=False)
+            with self._record_locked(NOTE_PATIENCE):
+                self._change(change, values, is_durable=False)
         except (OSError, Refused):
             return False
         return True
 
-    def _change(self, change: Callable[[Record], None] | None, values: dict[str, Any], lasts: bool) -> None:
+    def _change(self, change: Callable[[Record], None] | None, values: dict[str, Any], is_durable: bool) -> None:
         record = self.read()
         record.update(cast(Record, values))
         if change:
             change(record)
-        durable.write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", lasts)
+        durable.write_atomically(self.folder / "run.json", json.dumps(record, indent=1) + "\n", is_durable)
 
     @contextlib.contextmanager
-    def _changing(self, patience: float) -> Iterator[None]:
-        """Hold the lock of the folder. Raises BlockingIOError where it is not to be had for `patience` seconds."""
-        folder, deadline = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + patience
+    def _record_locked(self, patience: float) -> Iterator[None]:
+        """Hold the lock of the folder. Raises BlockingIOError where it is not free within `patience` seconds."""
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            while True:
-                try:
-                    durable.flock(folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB), self.folder)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise
-                time.sleep(0.01)
+            durable.flock(folder, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB), self.folder, patience)
             yield
         finally:
             with contextlib.suppress(OSError):
@@ -175,7 +182,7 @@ class Run:
             Refused: there are no locks on that file system.
         """
         try:
-            fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place keeps nobody waiting
+            fd = os.open(self.folder / "lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would block
         except OSError:
             return False
         try:
@@ -194,29 +201,23 @@ class Run:
             Refused: there are no locks on that file system.
         """
         fd = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT, 0o644)  # not for reading: data/workers.py
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder)
-                return Lock(fd)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    os.close(fd)
-                    return None
-                time.sleep(0.01)
-            except Refused:
-                os.close(fd)
+        try:
+            durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder, patience)
+        except (BlockingIOError, Refused) as error:
+            os.close(fd)
+            if isinstance(error, Refused):
                 raise
+            return None
+        return Lock(fd)
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Alone in handing it to the engine of a cluster, whose answer may take a minute: `lock` is for who runs it.
+        """Let one process at a time hand the run to the engine of a cluster, whose answer may take a minute.
 
-        Raises:
-            Refused: somebody does that just now.
+        Not `lock`, which belongs to the processes of the run. Raises Refused where another process is doing it.
         """
         try:
-            fd = os.open(self.folder / _HANDING, os.O_RDWR | os.O_CREAT, 0o644)
+            fd = os.open(self.folder / "handing", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise Refused(f"cannot write in {self.folder}: {error.strerror}") from None
         try:
@@ -245,7 +246,7 @@ class Run:
 
     def state(self) -> str:
         """The effective state."""
-        return str(self.shown().get("state"))
+        return self.shown()["state"]
 
     def ask_stop(self, wanted: str) -> None:
         """Ask a live run to stop. By a file: process ids mean nothing on the other side of a container's wall."""
@@ -255,16 +256,14 @@ class Run:
         """Whether its folder was removed; not where that cannot be seen just now."""
         try:
             (self.folder / "run.json").stat()
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
         return False
 
     def stop_asked(self) -> str:
-        """POLITE, NOW, KEEPER or PLACED, or '' when nobody asked by file."""
+        """POLITE, NOW, KEEPER or PLACED; '' where no stop was asked for by file."""
         try:
-            return plain.read(self.folder / "stop").decode(errors="replace").strip()
+            return durable.read_bytes(self.folder / "stop").decode(errors="replace").strip()
         except OSError:
             return ""
 
@@ -289,8 +288,8 @@ class Run:
         """
         number = 0
         at = next(iter(self.steps_saved()), 0) if from_step is None else from_step
-        # a living run writes down its progress twice a second
         before = len(self.read()["attempts"])
+        # a living run records its progress twice a second
         last_sign = heartbeat.last_sign(self.logs(before))  # of a script; a task has none
         last_written = _stamp(max((self.folder / "run.json").stat().st_mtime, last_sign))
 
@@ -299,7 +298,7 @@ class Run:
             number, started = len(record["attempts"]) + 1, now()
             for left in self.folder.glob(".run.json.*"):  # by a kill inside write_atomically; others wait for us
                 left.unlink()
-            if record["attempts"] and record["attempts"][-1]["end"] is None:  # nobody lived to say it
+            if record["attempts"] and record["attempts"][-1]["end"] is None:  # all its processes were killed
                 record["attempts"][-1].update(
                     {"end": "died", "reason": "killed as a whole, or with its machine or container",
                      "ended": last_written, "to_step": self._reached(record)}
@@ -317,7 +316,7 @@ class Run:
 
         self.logs(before + 1).mkdir(parents=True, exist_ok=True)  # first: what fails and is tried again is one attempt
         self.update(change)
-        self._forget_beats(number - 1)
+        heartbeat.clear(self.logs(number - 1))
         return number
 
     def note_ready(self, step: int, mark: str = "", **values: Any) -> bool:
@@ -344,7 +343,7 @@ class Run:
         Args:
             end: finished, stopped, failed or died.
             last_lines: of the log of the rank that died first.
-            values: what else run.json is to have. The run's reason is the attempt's unless there is one among them.
+            values: other fields of run.json. The run's reason is the attempt's unless it is among them.
         """
         number = 0
 
@@ -361,7 +360,7 @@ class Run:
                     record["attempts"][-1]["last_lines"] = last_lines
 
         self.update(change)
-        self._forget_beats(number)
+        heartbeat.clear(self.logs(number))
 
     def _reached(self, record: Record) -> int | None:
         """The last step that the last attempt made; None: it runs a script."""
@@ -372,11 +371,6 @@ class Run:
             return int(attempt["from_step"])
         return max(int(record["step"]), heartbeat.reached(self.logs(attempt["number"])))
 
-    def _forget_beats(self, attempt: int) -> None:
-        for path in self.logs(attempt).glob("rank*.beat"):
-            with contextlib.suppress(OSError):
-                path.unlink()
-
     def logs(self, attempt: int) -> Path:
         """Where the ranks of an attempt write their output, each into rankR.log."""
         return self.folder / "logs" / f"attempt-{attempt}"
@@ -386,7 +380,8 @@ class Run:
         is not known."""
         with contextlib.suppress(OSError, Refused):
             begun = self.checkpoint(step).stat().st_mtime if step else seconds_of(self.read()["started"])
-            return max(0.0, time.time() - begun) if begun is not None else math.inf
+            if begun is not None:
+                return max(0.0, time.time() - begun)
         return math.inf
 
     def steps_saved(self) -> list[int]:
@@ -400,15 +395,3 @@ class Run:
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint of that step."""
         return self.checkpoints / f"step-{step:08d}"
-
-
-def _stopped_by(record: Record) -> str | None:
-    """Who asked for the stop of a stopped run. One that an earlier release stopped has it in its reason alone."""
-    if record["state"] != STOPPED or record.get("stopped_by"):
-        return record.get("stopped_by")
-    reason = str(record.get("reason") or "")
-    if reason.startswith(TWICE):
-        return signals.CTRL_C
-    if WHO[POLITE] in reason:
-        return signals.USER
-    return signals.KEEPER if WHO[KEEPER] in reason else signals.SIGNAL

@@ -11,8 +11,8 @@ from train import screen
 from train.cluster.engine import call
 from train.errors import EXIT_FINISHED, Refused
 from train.record import store
+from train.record.listing import with_reason
 from train.record.store import Run
-from train.record.table import with_reason
 from train.runs import logs
 from train.runs.follow import View, left_alone, tell_end
 from train.runs.jobs import engine_of, is_submitted, others, settled, shown

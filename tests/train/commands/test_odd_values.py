@@ -6,9 +6,9 @@ import itertools
 import typing
 from pathlib import Path
 
-from train.commands import shared
+from train.commands import options
 from train.commands.parser import parse, parser_of
-from train.config.text import fields, parse_value
+from train.config.toml import fields, parse_value
 from train.errors import Refused
 from train.tasks import load
 
@@ -45,6 +45,6 @@ def test_odd_values_of_fields_are_taken_or_refused_in_a_line(tmp_path: Path) -> 
             annotation = own[name.removeprefix("task.")] if is_own else fields()[name].annotation
             parse_value(name, annotation, value)
             if not is_own:
-                shared.check_now("digits", flags)
+                options.check_now("digits", flags)
         except Refused as error:
             assert len(str(error).splitlines()) == 1 and str(error).isprintable()

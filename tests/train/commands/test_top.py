@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.train.terminal import Terminal
-from train.gpus import Gpu
+from train.gpus import GpuState
 from train.record import heartbeat
-from train.runs.top import Page
+from train.runs.monitor.top import Page
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -182,7 +182,7 @@ def test_a_figure_that_is_none_takes_no_other_run_off_the_page(figure: str, tmp_
 def test_of_a_run_on_several_machines_the_ranks_here_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Page(tmp_path)
     size = 8.0 * 2**30
-    cards = [Gpu(n, f"GPU-{n}", "x", True, use, size / 2, size) for n, use in enumerate((0.11, 0.22))]
+    cards = [GpuState(n, f"GPU-{n}", "x", True, use, size / 2, size) for n, use in enumerate((0.11, 0.22))]
     monkeypatch.setattr(page._gpus, "read", lambda: cards)
     cluster = {"least": 2, "most": 2, "node": 1, "rendezvous": "10.0.0.1:29401"}
     with at_work(tmp_path, "one", "", (2, 3), cluster=cluster, world_size=4, nproc=2, gpus="0,1", device="cuda"):

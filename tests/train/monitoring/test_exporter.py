@@ -26,9 +26,8 @@ from train.gpus import Card, sees_host_ids
 from train.record import folders, heartbeat, store
 from train.record import station as stations
 from train.record.store import Run
-from train.runs import top
-from train.runs.monitor.collect import Collector
-from train.runs.monitor.figures import FIGURES
+from train.runs.monitor import top
+from train.runs.monitor.prometheus import FIGURES, Collector
 
 if TYPE_CHECKING:
     from conftest import Station

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from train.record import best, folders, manifest, page, settings
+from train.record import best, folders, manifest, report
+from train.record.listing import story
 from train.record.manifest import Unreadable
 from train.record.store import Run
-from train.record.table import story
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_configuration_that_is_none_hides_nothing_else(run: Run, put: Callable
     put(run.folder / "config.toml")
     assert "step 2, loss 0.5000" in story(run, run.shown())
     assert best.facts(run) == {"checkpoints": [1, 2], "best": {"step": 2, "metric": "loss", "value": 0.5}}
-    assert isinstance(settings.flat(run), dict)
+    assert isinstance(run.read_config(), dict)
 
 
 @pytest.mark.parametrize("figure", ["NaN", "-1e999"])
@@ -62,4 +62,4 @@ def test_a_manifest_that_is_none_is_told_in_a_line(run: Run, put: Callable[[Path
     put(run.checkpoint(1) / "manifest.json")
     with pytest.raises((ValueError, Unreadable)):
         manifest.read_manifest(run.checkpoint(1))
-    assert "cannot be shown" not in page.html(run)
+    assert "cannot be shown" not in report.html(run)

@@ -16,7 +16,7 @@ import pytest
 from train.commands import plot as command
 from train.errors import Refused
 from train.record import folders, settings
-from train.record.plot import columns_of, plot
+from train.record.plot import Curves, plot
 from train.record.store import Run
 
 
@@ -42,7 +42,7 @@ def coloured(path: Path) -> int:
 
 def test_a_png_shows_the_curves_of_the_run(tmp_path: Path) -> None:
     run, target = made(tmp_path / "runs", "a"), tmp_path / "a.png"
-    assert plot([run], target)
+    plot([run], target)
     picture = matplotlib.image.imread(target)
     assert picture.shape[0] > 400 and picture.shape[1] > 400
     assert coloured(target) > 2000
@@ -82,7 +82,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     run = made(tmp_path, "a", steps=3, evaluations=False)
     with run.metrics.open("a") as file:
         file.write('{"step": 4, "lo')
-    found = columns_of(run)
+    found = Curves("a", "C0").read(run)
     assert list(found.steps) == [1, 2, 3] and found.evaluations == {}
 
 
@@ -192,10 +192,10 @@ def test_a_line_without_a_figure_says_nothing_of_the_time_of_the_others(tmp_path
 PEAK = """
 import re, sys
 from pathlib import Path
-from train.record import page, plot
+from train.record import plot, report
 from train.record.store import Run
 run, to = Run(Path(sys.argv[1])), Path(sys.argv[2])
-plot.plot([run], to) if to.suffix == ".png" else page.write(run, to)
+plot.plot([run], to) if to.suffix == ".png" else report.write(run, to)
 # of its own memory: what getrusage says counts that of the process, too, which it was forked from
 print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024)
 """

@@ -17,9 +17,9 @@ import pytest
 
 from train.errors import Refused
 from train.record import folders, heartbeat, store
+from train.record.listing import listing, story
 from train.record.store import Run
-from train.record.table import listing, story
-from train.runs.top import Page
+from train.runs.monitor.top import Page
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_the_record_on_disk_is_plain_json(run: Run) -> None:
 def test_a_process_that_stands_still_with_the_record_in_its_hands_keeps_no_note_waiting(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_NOTING", 0.2)
+    monkeypatch.setattr(store, "NOTE_PATIENCE", 0.2)
     code = (
         "import fcntl, os, signal, sys\n"
         "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from train.record.store import Run
-from train.runs.monitor.collect import Collector
+from train.runs.monitor.prometheus import Collector
 
 if TYPE_CHECKING:
     from conftest import Station

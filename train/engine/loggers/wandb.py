@@ -23,7 +23,7 @@ from typing import Any
 
 from train import own
 from train.errors import Refused, one_line
-from train.record import durable, metrics, settings
+from train.record import durable, metrics
 from train.record.store import Run
 
 FILE = "wandb.json"
@@ -121,7 +121,7 @@ def _feed(run: Run, project: str) -> None:
     options = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
     there = wandb.init(
         project=name, entity=entity or None, id=sent.id, name=run.name, resume="allow", dir=str(run.folder),
-        config=settings.flat(run), settings=options,
+        config=run.read_config(), settings=options,
     )  # fmt: skip
     run.note(wandb={"project": project, "id": sent.id, "url": "" if there.offline else there.url})
     there.define_metric("*", step_metric="step")

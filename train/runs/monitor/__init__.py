@@ -1,1 +1,1 @@
-"""What can be seen of runs and GPUs from outside, for `train top` and `train exporter`. Imports no torch."""
+"""Runs and GPUs as seen from outside, for `train top` and `train exporter`. Imports no torch."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from train import screen
 from train.errors import one_line
-from train.gpus import Gpu, Gpus
+from train.gpus import Gpus, GpuState
 from train.record import heartbeat, store
 from train.record.record import Record
 from train.record.store import Run
 from train.runs import jobs
-from train.runs.monitor import look
+from train.runs.monitor import state
 
 _NONE = "-"
 _LARGE = 1e9
@@ -25,7 +25,7 @@ _LARGE = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Line:
     """A line of the page."""
 
     text: str
@@ -34,46 +34,46 @@ class Row:
 
 
 class Page:
-    """Looks at a folder of runs again and again. It remembers what is needed to tell speeds: nothing else is kept."""
+    """Looks at a folder of runs again and again. It remembers only what speeds are computed from."""
 
     def __init__(self, runs: Path, names: list[str] | None = None) -> None:
         self.runs, self.names = runs, names or []
-        self._looked = look.Runs(runs)
+        self._looked = state.Runs(runs)
         self._processes: dict[int, Any] = {}
         self._gpus = Gpus()
-        self._cards: list[Gpu] = []
+        self._cards: list[GpuState] = []
 
     def ask(self, seconds: float) -> None:
         """Give clusters that have runs of these so long to say how they stand."""
         self._looked.records(self.names)
         self._looked.engines.wait(seconds)
 
-    def rows(self, columns: int, lines: int) -> list[Row]:
+    def rows(self, columns: int, lines: int) -> list[Line]:
         """The page as it stands now, cut to what fits: those that live first, then those that ended last."""
         # names and reasons are others' words
-        return [Row(screen.printable(row.text), row.kind) for row in self._rows(columns, lines)]
+        return [Line(screen.printable(row.text), row.kind) for row in self._rows(columns, lines)]
 
-    def _rows(self, columns: int, lines: int) -> list[Row]:
+    def _rows(self, columns: int, lines: int) -> list[Line]:
         records, self._cards = self._looked.records(self.names), self._gpus.read()
-        alive = [record for record in records if look.is_alive(record)]
-        rows = [Row(self._summary(len(records), len(alive)), "head")]
-        rows += [Row(_gpu_line(gpu), "gpu") for gpu in self._cards]
-        rows.append(Row("", "head"))
+        alive = [record for record in records if state.is_alive(record)]
+        rows = [Line(self._summary(len(records), len(alive)), "head")]
+        rows += [Line(_gpu_line(gpu), "gpu") for gpu in self._cards]
+        rows.append(Line("", "head"))
         if not records:
-            return [*rows, Row(f"no runs in {self.runs}; a first one: train launch digits", "head")]
+            return [*rows, Line(f"no runs in {self.runs}; a first one: train launch digits", "head")]
         heading = ["NAME", "STATE", "STEP", "LOSS", "SAMPLES/S", "WAIT", "LEFT"]
         body = [_line_of(Run(self.runs / record["name"]), record) for record in records]
         shown = screen.table([heading, *body], columns, spare=(5, 6)).splitlines()
-        rows.append(Row(shown[0], "head"))
+        rows.append(Line(shown[0], "head"))
         for record, text in zip(records, shown[1:], strict=True):
-            rows.append(Row(text, record["state"]))
-            if look.is_at_work(record):
-                rows += [Row(rank, "rank") for rank in self._ranks(record)]
+            rows.append(Line(text, record["state"]))
+            if state.is_at_work(record):
+                rows += [Line(rank, "rank") for rank in self._ranks(record)]
             if _is_explained(record):
-                rows.append(Row(f"  {one_line(record['reason'])}", "rank"))
+                rows.append(Line(f"  {one_line(record['reason'])}", "rank"))
         if len(rows) > lines:
             left_out = len(rows) - lines + 1
-            rows = [*rows[: lines - 1], Row(f"… {left_out} lines more; name runs to see them: train top NAME", "head")]
+            rows = [*rows[: lines - 1], Line(f"… {left_out} lines more; name runs to see them: train top NAME", "head")]
         return rows
 
     def _summary(self, count: int, alive: int) -> str:
@@ -91,12 +91,12 @@ class Page:
         """A line a rank of the attempt that runs: what it is doing, and what it takes."""
         visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
         lines = []
-        for place, rank in enumerate(look.ranks(Run(self.runs / record["name"]), record)):  # its place on this machine
-            doing = heartbeat.NAMES[look.phase([rank])]
+        for place, rank in enumerate(state.ranks(Run(self.runs / record["name"]), record)):  # its place on this machine
+            doing = heartbeat.NAMES[state.phase([rank])]
             what = f"{doing:<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
             card = cards.get(visible[place]) if place < len(visible) else None
             gpu = _use(card) if card is not None and record.get("device") == "cuda" else ""
-            lines.append(f"  rank {rank.number:<3} {what} {self._taken(look.process(record, rank))}{gpu}")
+            lines.append(f"  rank {rank.number:<3} {what} {self._taken(state.process(record, rank))}{gpu}")
         return lines
 
     def _taken(self, found: Any) -> str:
@@ -116,8 +116,8 @@ class Page:
 
 
 def _is_explained(record: Record) -> bool:
-    """Whether there is a reason to show: why a run has ended, or what is said of it where its ranks are not seen."""
-    unseen = look.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
+    """Whether there is a reason to show: why a run has ended, or how it stands where its ranks are not seen."""
+    unseen = state.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
     return bool(record.get("reason")) and (unseen or record["state"] in (store.FAILED, store.INTERRUPTED, store.COPY))
 
 
@@ -125,11 +125,11 @@ def _visible(record: Record) -> list[int]:
     """Which GPU each rank on this machine has."""
     chosen = str(record.get("gpus") or "")
     ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
-    return ids or list(range(min(record["world_size"] or 1, look.MOST_RANKS)))
+    return ids or list(range(min(record["world_size"] or 1, state.MOST_RANKS)))
 
 
 def _line_of(run: Run, record: Record) -> list[str]:
-    now = look.progress(run, record)
+    now = state.progress(run, record)
     left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
     return [
         one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else _NONE,
@@ -145,14 +145,14 @@ def _figure(value: float | None, form: str) -> str:
     return format(value, form) if abs(value) < _LARGE else f"{value:.1e}"
 
 
-def _gpu_line(gpu: Gpu) -> str:
+def _gpu_line(gpu: GpuState) -> str:
     if not gpu.answers:
         return f"GPU {gpu.number}  does not answer; see: train doctor"
     degrees = _NONE if gpu.celsius is None else f"{gpu.celsius:.0f}"
     return f"GPU {gpu.number}{_use(gpu)}  {degrees} C  {gpu.name}"
 
 
-def _use(gpu: Gpu) -> str:
+def _use(gpu: GpuState) -> str:
     """Use and memory of one."""
     if gpu.use is None or gpu.memory_used is None or gpu.memory_size is None:
         return ""

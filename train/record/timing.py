@@ -1,7 +1,7 @@
-"""Where the time of a run went, from its creation to its end: parts that add up to the whole. Pure, but for `of`.
+"""Where the time of a run went, from its creation to its end: parts that add up to the whole.
 
-The marks of the attempts in run.json (started, ready, ended) cut the whole into pieces; what rank 0 has measured
-between two marks (`times` of an attempt) tells what a piece of training was. What nobody has measured is shown as such.
+The marks of the attempts in run.json (started, ready, ended) cut the whole into pieces; rank 0's measurements between
+two marks (`times` of an attempt) divide a piece of training. Time that was not measured is shown as such.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SHORT = 60.0
 
 
 @dataclass
-class Account:
+class TimeSpent:
     """Where the time went."""
 
     whole: float = 0.0
@@ -67,13 +67,13 @@ class Account:
     notes: list[str] = field(default_factory=list)
     """What a reader must know of these figures."""
 
-    def plain(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For JSON."""
         parts = {name: round(seconds, 3) for name, seconds in self.parts.items()}
         return {"seconds": round(self.whole, 3), **parts, "steps_redone": self.redone, "notes": self.notes}
 
 
-def of(run: Run, record: Record | None = None) -> Account:
+def of_run(run: Run, record: Record | None = None) -> TimeSpent:
     """Where the time of a run went; of one that lives, up to now.
 
     Args:
@@ -87,20 +87,20 @@ def of(run: Run, record: Record | None = None) -> Account:
         signs += [path.stat().st_mtime for path in (run.folder / "run.json", run.metrics) if path.exists()]
         seen = max(signs)
     now = datetime.datetime.now(datetime.UTC).timestamp()
-    return account(record, now, seen, next(iter(run.steps_saved()), 0))
+    return time_spent(record, now, seen, next(iter(run.steps_saved()), 0))
 
 
-def account(record: Record, now: float, seen: float, saved: int) -> Account:
-    """The same from what is known of it.
+def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent:
+    """Where the time of a run went, from its record alone.
 
     Args:
         record: run.json with the effective state.
-        now, seen: seconds since the epoch: this moment, and the last sign of life of a run that nobody ended.
+        now, seen: seconds since the epoch: this moment, and the last sign of life of an interrupted run.
         saved: the step of the newest checkpoint.
     """
     attempts = record["attempts"]
-    line = _Line(seconds_of(record.get("created") or (attempts[0].get("started") if attempts else None)))
-    found = line.account
+    line = _Marks(seconds_of(record.get("created") or (attempts[0].get("started") if attempts else None)))
+    found = line.spent
     is_script, before = bool(record.get("script")), ""
     for place, attempt in enumerate(attempts):
         is_last = place == len(attempts) - 1
@@ -131,11 +131,11 @@ def account(record: Record, now: float, seen: float, saved: int) -> Account:
     return found
 
 
-class _Line:
-    """The time that has been gone through, from mark to mark; never backwards."""
+class _Marks:
+    """Goes through the time from mark to mark, never backwards, and adds each piece to a part."""
 
     def __init__(self, begin: float | None) -> None:
-        self.account = Account()
+        self.spent = TimeSpent()
         self._begin = self._at = begin
         self.went_back = 0.0
 
@@ -144,7 +144,7 @@ class _Line:
         return 0.0 if self._at is None or self._begin is None else self._at - self._begin
 
     def to(self, at: float | None, part: str | None) -> float:
-        """Go on to a mark, and count the way as this part, if one is named. Returns its seconds."""
+        """Move to a mark and add the seconds since the last one to this part, if one is named. Returns them."""
         if at is None:
             return 0.0
         if self._at is None:
@@ -153,12 +153,12 @@ class _Line:
         self.went_back = max(self.went_back, -way)
         self._at = max(self._at, at)
         if part is not None:
-            self.account.parts[part] += max(way, 0.0)
+            self.spent.parts[part] += max(way, 0.0)
         return max(way, 0.0)
 
 
-def _training(found: Account, attempt: Attempt, seconds: float, end: str, next_from: int | None) -> None:
-    """Tell apart what an attempt did from the moment it was ready.
+def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next_from: int | None) -> None:
+    """Divide the time of an attempt since it was ready.
 
     Args:
         end: how it ended; '': it lives.
@@ -194,7 +194,7 @@ def _training(found: Account, attempt: Attempt, seconds: float, end: str, next_f
         found.parts[part] += value
 
 
-def _lose(found: Account, own: dict[str, float], steps: int, made: int) -> None:
+def _lose(found: TimeSpent, own: dict[str, float], steps: int, made: int) -> None:
     """Move the time of the last steps of an attempt, by their share, to what is lost."""
     for part in (*_TRAINING, "unknown"):
         lost = own[part] * steps / made
@@ -214,12 +214,12 @@ def _notes(record: Record, attempts: list[Attempt], went_back: float) -> list[st
     """What a reader must know."""
     notes = []
     ready = [attempt for attempt in attempts if attempt.get("ready")]
-    told = [found for attempt in ready if (found := measured(attempt)) is not None]
+    noted = [found for attempt in ready if (found := measured(attempt)) is not None]
     if record.get("script"):
         notes.append("a script: what it did while it ran, and which steps it made again, only it knows")
-    elif len(told) < len(ready):
+    elif len(noted) < len(ready):
         notes.append("an attempt has not noted its times: it was of an earlier release, or died too soon")
-    if any(times["communication"] is None for times in told):
+    if any(times["communication"] is None for times in noted):
         notes.append("communication is not told apart from computing here: fsdp, hsdp and dp do both at once")
     if record["state"] in (INTERRUPTED, COPY):
         notes.append("interrupted: told up to its last sign of life; a resume may find newer steps in memory")
@@ -232,7 +232,7 @@ def _notes(record: Record, attempts: list[Attempt], went_back: float) -> list[st
     return notes
 
 
-def verdict(account: Account, record: Record) -> list[str]:
+def verdict(account: TimeSpent, record: Record) -> list[str]:
     """Sentences: how much was computing, and of what else was much, what helps."""
     wanted = account.whole - account.parts["idle"]
     if account.whole <= 0 or wanted <= 0:

@@ -1,4 +1,4 @@
-"""Fields as text: flags, TOML, help."""
+"""Fields of the configuration as text: flags, TOML, help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from train.config.schema import ON_RESUME, Config
 from train.errors import Refused, nearest, one_line
 
 NONE = "none"
-"""What lists the fields of a TOML file that are none."""
+"""The key of a TOML file that lists the fields that are none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,7 @@ class FieldInfo:
 
 @functools.cache
 def _texts() -> dict[tuple[str, str], str]:
-    """What stands below each field of each class, read once for all: pydantic would do so for each class, in every
-    process of a run, where nobody asks for help."""
+    """The text below each field of each class, read only for help: pydantic would read it in every process of a run."""
     found = {}
     classes = [one for one in ast.parse(inspect.getsource(schema)).body if isinstance(one, ast.ClassDef)]
     for owner in classes:
@@ -79,56 +78,35 @@ def _walk(owner: Any, prefix: str) -> typing.Iterator[FieldInfo]:
             yield FieldInfo(prefix + name, hints[name], field.default, owner.__name__, ON_RESUME in marks)
 
 
+def _members(annotation: Any) -> list[Any]:
+    """The types that a type is made of, without marks: [int, NoneType] for Count | None."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _members(arguments[0])
+    if origin in (types.UnionType, typing.Union):
+        return [member for argument in arguments for member in _members(argument)]
+    return [annotation]
+
+
 def is_optional(annotation: Any) -> bool:
     """Whether None is among the values of this type."""
-    if typing.get_origin(annotation) is Annotated:
-        annotation = typing.get_args(annotation)[0]
-    return typing.get_origin(annotation) in (types.UnionType, typing.Union) and type(None) in typing.get_args(
-        annotation
-    )
-
-
-def _plain(annotation: Any) -> set[Any]:
-    """The classes a type is made of: {int, NoneType} for Count | None."""
-    origin = typing.get_origin(annotation)
-    if origin is Annotated:
-        return _plain(typing.get_args(annotation)[0])
-    if origin in (types.UnionType, typing.Union):
-        return set().union(*map(_plain, typing.get_args(annotation)))
-    return {type(value) for value in typing.get_args(annotation)} if origin is Literal else {origin or annotation}
+    return type(None) in _members(annotation)
 
 
 def type_name(annotation: Any) -> str:
     """The type as help shows it: `N`, `X`, `true|false`, `sgd|adam`."""
-    if typing.get_origin(annotation) is Annotated:
-        annotation = typing.get_args(annotation)[0]
-    if typing.get_origin(annotation) is Literal:
-        return "|".join(str(value) for value in typing.get_args(annotation))
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        members = [member for member in typing.get_args(annotation) if member is not type(None)]
-        return "|".join([*map(type_name, members), *["none"] * is_optional(annotation)])
-    plain = _plain(annotation)
-    return {bool: "true|false", int: "N", float: "X"}.get(next(iter(plain)), "TEXT") if len(plain) == 1 else "VALUE"
-
-
-def _words(annotation: Any) -> list[str]:
-    """The words that a type takes beside numbers: ["auto"] for Count | Literal["auto"]."""
-    if typing.get_origin(annotation) is Annotated:
-        annotation = typing.get_args(annotation)[0]
-    literals = [one for one in typing.get_args(annotation) if typing.get_origin(one) is Literal]
-    return [str(value) for one in literals for value in typing.get_args(one)]
+    names: list[str] = []
+    for member in _members(annotation):
+        if typing.get_origin(member) is Literal:
+            names += map(str, typing.get_args(member))
+        else:
+            names.append({bool: "true|false", int: "N", float: "X", type(None): "none"}.get(member, "TEXT"))
+    return "|".join(names)
 
 
 @contextlib.contextmanager
 def of_settings(what: str) -> Iterator[None]:
-    """While code of a task's Settings runs: whatever it raises is a refusal.
-
-    Args:
-        what: what it is asked for; begins the message.
-
-    Raises:
-        Refused: it raised.
-    """
+    """Turn whatever the code of a task's Settings raises into a Refused that begins with `what`."""
     try:
         yield
     except Refused:
@@ -143,17 +121,19 @@ def parse_value(name: str, annotation: Any, text: str) -> Any:
     Raises:
         Refused: the text is not of the field's type or out of its range.
     """
-    if not _is_text(text):
-        raise Refused(f"--{name} {text}: is no UTF-8 text")
-    plain = _plain(annotation)
-    if type(None) in plain and text.lower() == "none":
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python takes other bytes for halves of letters, which no TOML holds
+        raise Refused(f"--{name} {text}: is no UTF-8 text") from None
+    members = _members(annotation)
+    if type(None) in members and text.lower() == "none":
         return None
-    if bool in plain and plain <= {bool, type(None)}:
+    if bool in members and {bool, type(None)}.issuperset(members):
         if text not in ("true", "false"):
             raise Refused(f"--{name} {text}: must be true or false")
         return text == "true"
     value: Any = text
-    if plain & {list, tuple, dict}:
+    if any((typing.get_origin(member) or member) in (list, tuple, dict) for member in members):
         try:
             value = tomllib.loads(f"v = {text}")["v"]
         except (ValueError, RecursionError):  # Python's own, of a number with thousands of digits
@@ -165,21 +145,16 @@ def parse_value(name: str, annotation: Any, text: str) -> Any:
         raise Refused(f"--{name} {text}: {reason_of(error, annotation)}") from None
 
 
-def _is_text(text: str) -> bool:
-    """Whether what was typed was UTF-8: Python takes other bytes for halves of letters, which no TOML holds."""
-    with contextlib.suppress(UnicodeEncodeError):
-        return bool(text.encode()) or not text
-    return False
-
-
 def reason_of(error: pydantic.ValidationError, annotation: Any = None) -> str:
-    """The first thing that is wrong, in words."""
+    """The first thing that is wrong, as text."""
     first = error.errors()[0]
     message = first["msg"][0].lower() + first["msg"][1:]
     if first["type"] == "literal_error":
         choices = typing.get_args(annotation) if annotation is not None else ()
         message += nearest(str(first["input"]), [str(choice) for choice in choices])
-    message += "".join(f", or {word}" for word in _words(annotation))
+    literals = [member for member in _members(annotation) if typing.get_origin(member) is Literal]
+    if literals != [annotation]:  # the words that a union takes beside numbers
+        message += "".join(f", or {word}" for one in literals for word in typing.get_args(one))
     return one_line(message.replace("input should", "should"))
 
 

@@ -1,14 +1,16 @@
-"""A run as one page of HTML that needs nothing else: no network, no script, no other file.
+"""The report of a run: where its time went, as text or JSON, and one page of HTML without network, scripts or files.
 
-Everything that a user can have given (names, values, errors, metrics) is escaped by Jinja; of figures, whose texts
-matplotlib escapes, alone it is not. A policy in the page forbids scripts altogether.
+Jinja escapes all text that a user may have chosen (names, values, errors, metrics) but that of figures, which
+matplotlib escapes. A policy in the page forbids scripts.
 """
 
 from __future__ import annotations
 
-import datetime
 import io
+import json
 import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,50 @@ import train
 from train import screen
 from train.errors import Refused, one_line
 from train.format import duration, size
-from train.record import best, manifest, settings, table, times
+from train.record import best, listing, manifest, settings, timing
 from train.record.durable import check_target, published
 from train.record.manifest import Unreadable
-from train.record.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, columns_of, draw, measures
+from train.record.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
 from train.record.record import Record
-from train.record.store import Run, now
+from train.record.store import Run, now, seconds_of
 
 SUFFIXES = (".html", ".htm")
 _INK, _LINE = "#010203", "#040506"
 """Stand for colours of the page: its text, and a run's line."""
 _SIZE = (6.2, 2.6)
 """Inches; the page scales it."""
+_BAR = 24
+"""Characters of the longest bar of the text."""
+
+
+def as_json(run: Run) -> str:
+    """Where the time went, for programs."""
+    record = run.shown()
+    account = timing.of_run(run, record)
+    facts = {"name": run.name, "state": record["state"], **account.as_json()}
+    return json.dumps(facts | {"verdict": timing.verdict(account, record)}, indent=1)
+
+
+def text(run: Run) -> str:
+    """Where the time went, as lines for a terminal."""
+    record = run.shown()
+    account = timing.of_run(run, record)
+    lines = [f"{screen.name(run.name)}: {listing.with_reason(record['state'], record.get('reason'))}"]
+    found = parts(account)
+    whole = f"  {duration(account.whole)} from its creation to its end, of which"
+    lines.append(whole if found else "  no time is known of")
+    width = max((len(part["name"]) for part in found), default=0)
+    largest = max((part["share"] for part in found), default=1.0)
+    for part in found:
+        bar = "#" * round(_BAR * part["share"] / largest)
+        spent = duration(part["seconds"])
+        lines.append(f"  {part['name']:<{width}}  {spent:>12}  {100 * part['share']:5.1f} %  {bar}".rstrip())
+    if account.redone:
+        lines.append(f"  made again: {account.redone} steps, {duration(account.again)}")
+    lines += [f"  {line}" for line in (*timing.verdict(account, record), *account.notes)]
+    lines.append(f"  what each part is, and figures: train report {run.name} --to {run.name}.html")
+    columns = screen.width(sys.stdout)
+    return "\n".join(screen.wrapped(screen.printable(line), columns, indent=4) for line in lines)
 
 
 def write(run: Run, target: Path) -> None:
@@ -37,9 +71,9 @@ def write(run: Run, target: Path) -> None:
         Refused: it cannot be written, or run.json cannot be read.
     """
     check_target(target, SUFFIXES)
-    text = html(run)
+    page = html(run)
     with published(target) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(page, encoding="utf-8")
 
 
 def html(run: Run) -> str:
@@ -51,19 +85,18 @@ def html(run: Run) -> str:
     from jinja2 import Environment
 
     record = run.shown()
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
-    environment.filters |= {"duration": duration, "size": size, "moment": _moment, "say": settings.shown}
-    account = times.of(run, record)
+    environment.filters |= {"duration": duration, "size": size, "moment": _moment, "end_of": listing.end_of}
+    account = timing.of_run(run, record)
     content: dict[str, Any] = {
         "run": run.name,
         "record": record,
         "account": account,
         "parts": parts(account),
-        "verdict": times.verdict(account, record),
+        "verdict": timing.verdict(account, record),
         "figures": drawn(run),
         "settings": settings.listed(run),
-        "attempts": _attempts(record),
         "checkpoints": _checkpoints(run),
         "facts": _facts(run, record),
         "environment": _environment(record),
@@ -81,21 +114,21 @@ def _printable(value: Any) -> Any:
     return "\n".join(map(screen.printable, text.split("\n")))
 
 
-def parts(account: times.Account) -> list[dict[str, Any]]:
+def parts(account: timing.TimeSpent) -> list[dict[str, Any]]:
     """The parts that there are, in the order of PARTS: name, seconds, share of the whole, what is in it."""
     return [
         {"key": key, "name": name, "seconds": account.parts[key], "help": text,
          "share": account.parts[key] / account.whole if account.whole else 0.0}
-        for key, (name, text) in times.PARTS.items()
+        for key, (name, text) in timing.PARTS.items()
         if account.parts[key] > 0
     ]  # fmt: skip
 
 
 def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
-    """What a reader asks first."""
+    """The table at the top; rows without a value are left out."""
     steps = f"{record['step']} of {record['total_steps']}" if record.get("total_steps") else None
     results = ", ".join(f"{name} {settings.shown(value)}" for name, value in dict(record.get("metrics") or {}).items())
-    pairs = [
+    return [
         ("task", record.get("script") or record.get("task_source") or record.get("task")),
         ("step", steps),
         ("epoch", record.get("epoch") if steps else None),
@@ -108,50 +141,32 @@ def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
         ("waiting for data", record.get("data_wait")),
         ("folder", run.folder),
     ]
-    return [(name, value) for name, value in pairs if value not in (None, "", {}, [])]
 
 
 def _environment(record: Record) -> list[tuple[str, Any]]:
-    hosts = [str(one["host"]) for one in record["attempts"] if isinstance(one, dict) and one.get("host")]
-    hosts = list(dict.fromkeys([*hosts, *([str(record["host"])] if record.get("host") else [])]))
-    pairs = [
+    hosts = dict.fromkeys(str(one["host"]) for one in (*record["attempts"], record) if one.get("host"))
+    return [
         ("host" if len(hosts) == 1 else "hosts", ", ".join(hosts)),
         ("device", record.get("device")),
         ("git revision", record.get("git_revision")),
         ("started in", record.get("cwd")),
         *dict(record.get("versions") or {}).items(),
     ]
-    return [(name, value) for name, value in pairs if value not in (None, "")]
-
-
-def _attempts(record: Record) -> list[dict[str, Any]]:
-    """Of each attempt what `train show` tells, and how long it was."""
-    found = []
-    for attempt in record["attempts"]:
-        end = table.end_of(attempt, record["state"])
-        begin, to = attempt.get("from_step"), attempt.get("to_step")
-        found.append(
-            {"number": attempt.get("number"), "started": attempt.get("started"), "ended": attempt.get("ended"),
-             "ranks": attempt.get("world_size"), "end": end, "reason": attempt.get("reason") or "",
-             "steps": "" if begin is None else f"{begin} to {'…' if to is None else to}",
-             "lines": [str(line) for line in attempt.get("last_lines") or []]}
-        )  # fmt: skip
-    return found
 
 
 def _checkpoints(run: Run) -> list[dict[str, Any]]:
-    """Those that are kept, oldest first."""
+    """The checkpoints that are there, oldest first."""
     top, found = best.best(run), []
     for step in sorted(run.steps_saved()):
         folder = run.checkpoint(step)
-        said, count = "", None
+        problem, count = "", None
         try:
             content = manifest.read_manifest(folder)
             count = sum(int(entry["size"]) for entry in content["files"].values())
         except (ValueError, Unreadable, Refused, KeyError, TypeError) as error:
-            said = one_line(error)
+            problem = one_line(error)
         found.append(
-            {"step": step, "size": count, "problem": said, "time": folder.stat().st_mtime,
+            {"step": step, "size": count, "problem": problem, "time": folder.stat().st_mtime,
              "best": f"best {top.metric}: {top.value:.4f}" if top and top.step == step else ""}
         )  # fmt: skip
     return found
@@ -159,20 +174,14 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
 
 def _moment(stamp: Any) -> str:
     """A time as people read it, in UTC."""
-    try:
-        if isinstance(stamp, float):
-            at = datetime.datetime.fromtimestamp(stamp, datetime.UTC)
-        else:
-            at = datetime.datetime.fromisoformat(str(stamp)).astimezone(datetime.UTC)
-    except (ValueError, OverflowError, OSError):
-        return str(stamp or "")
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    seconds = stamp if isinstance(stamp, float) else seconds_of(stamp)
+    return str(stamp or "") if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def drawn(run: Run) -> dict[str, str]:
     """The figures by title, as SVG elements; {} where there is nothing to draw."""
-    curves = Curves(run.name, columns_of(run), _LINE)
-    if not curves.columns.steps:
+    curves = Curves(run.name, _LINE).read(run)
+    if not curves.steps:
         return {}
     panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:MOST_MEASURES]), LR, SPEED, STEP, WAIT]
     return {_title(panel): _svg(curves, panel) for panel in panels}

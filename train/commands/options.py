@@ -1,4 +1,4 @@
-"""What several commands take, say or do."""
+"""Arguments that several commands take, and what they mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from train import screen
 from train.cluster import WAIT_MINUTES
-from train.commands import offers
+from train.commands.completion import checkpoint_steps, file_names, run_names, task_names, words
 from train.commands.parser import Parser, number
 from train.errors import Refused, whole
 
@@ -22,32 +22,32 @@ _LONGEST_WAIT = 1e6
 
 def add_name(parser: Parser, **kwargs: Any) -> None:
     """The NAME of a run."""
-    parser.add_argument("name", metavar="NAME", help="a run; train ls lists them", offer=offers.runs, **kwargs)
+    parser.add_argument("name", metavar="NAME", help="a run; train ls lists them", offer=run_names, **kwargs)
 
 
 def add_names(parser: Parser, nargs: str) -> None:
     """The NAMEs of several."""
     text = "runs, or quoted patterns: 'exp-*'"
-    parser.add_argument("names", metavar="NAME", nargs=nargs, help=text, offer=offers.runs)
+    parser.add_argument("names", metavar="NAME", nargs=nargs, help=text, offer=run_names)
 
 
 def add_task(parser: Parser, **kwargs: Any) -> None:
     """What a new run is made of."""
     add = parser.add_argument
     text = "digits, images, text, fake, or the path of a Python file"
-    add("task", metavar="TASK", help=text, offer=offers.tasks, **kwargs)
+    add("task", metavar="TASK", help=text, offer=task_names, **kwargs)
     add("--name", help="name of the run; default: the task and the time")
     text = "TOML file with fields; flags win over it"
-    add("--config", metavar="FILE", help=text, offer=offers.files("toml"))
+    add("--config", metavar="FILE", help=text, offer=file_names("toml"))
     text = "start from exported weights (.safetensors or .pt)"
-    add("--init", metavar="FILE", help=text, offer=offers.files("safetensors", "pt"))
+    add("--init", metavar="FILE", help=text, offer=file_names("safetensors", "pt"))
 
 
 def add_ranks(parser: Parser) -> None:
     """How a launched run is spread and watched."""
     add = parser.add_argument
     text = "ranks on this machine; auto: one per GPU"
-    add("--nproc", metavar="N|auto", help=text, offer=offers.words("auto"))
+    add("--nproc", metavar="N|auto", help=text, offer=words("auto"))
     add("--gpus", metavar="N|IDS", help="a number of GPUs, or ids with a comma: 0,1 or 2,")
     add("--max-restarts", metavar="K", help="deaths in a row without a new checkpoint before giving up (3)")
     add("--follow", action="store_true", help="show progress and exit as the run does: 0, 3 or 75")
@@ -63,19 +63,18 @@ def add_nodes(parser: Parser) -> None:
 
 
 def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """What a launch or resume on several machines is given, as nodes.Settings has it. None: nothing of it; {}: one
-    machine alone.
+    """The options of a run on several machines, as nodes.Settings has them; None without any, {} for one machine.
 
     Args:
-        before: what holds where an option is left out.
+        before: values of options that are left out.
 
     Raises:
-        Refused: it does not go together, or the rendezvous cannot be.
+        Refused: they contradict each other, or the rendezvous is no address.
     """
     from train.cluster import address
 
-    given = {"nnodes": options.nnodes, "node-rank": options.node_rank, "rendezvous": options.rendezvous}
-    if not any(value is not None for value in (*given.values(), options.wait_minutes)):
+    given = (options.nnodes, options.node_rank, options.rendezvous, options.wait_minutes)
+    if given == (None,) * 4:
         return None
     if options.nnodes == "1":
         return {}
@@ -93,13 +92,13 @@ def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dic
     except ValueError as error:
         raise Refused(error) from None
     address.resolve(place)
-    kept = str(before.get("wait_minutes", WAIT_MINUTES))
-    wait = wait_minutes(kept if options.wait_minutes is None else options.wait_minutes)
+    usual = str(before.get("wait_minutes", WAIT_MINUTES))
+    wait = wait_minutes(usual if options.wait_minutes is None else options.wait_minutes)
     return {"least": least, "most": most, "node": node, "rendezvous": rendezvous, "wait_minutes": wait}
 
 
 def wait_minutes(text: str) -> float:
-    """What --wait-minutes says."""
+    """The number of --wait-minutes."""
     try:
         wait = float(text)
     except ValueError:
@@ -129,13 +128,13 @@ def add_json(parser: Parser) -> None:
 def add_checkpoint(parser: Parser) -> None:
     """Which checkpoint of a run."""
     text = "the one of this step, or best; default: the newest whole one"
-    parser.add_argument("--checkpoint", metavar="STEP|best", help=text, offer=offers.checkpoints)
+    parser.add_argument("--checkpoint", metavar="STEP|best", help=text, offer=checkpoint_steps)
 
 
 def add_target(parser: Parser, *suffixes: str, required: bool = True) -> None:
     """The file to write."""
     text = f"the file to write: {', '.join(suffixes[:-1])} or {suffixes[-1]}"
-    files = offers.files(*(suffix.lstrip(".") for suffix in suffixes))
+    files = file_names(*(suffix.lstrip(".") for suffix in suffixes))
     parser.add_argument("--to", metavar="FILE", required=required, help=text, offer=files)
 
 
@@ -164,7 +163,7 @@ def check_now(task: str, flags: dict[str, str]) -> None:
 
 
 def warn(warnings: list[str]) -> None:
-    """Say what is no reason to refuse."""
+    """Print warnings."""
     for line in warnings:
         screen.say(f"train: warning: {line}")
 
@@ -180,5 +179,5 @@ def follow(runs: Path, name: str) -> int:
 
 
 def tell(text: str) -> None:
-    """Say what is no reason to end."""
+    """Print a remark."""
     screen.say(f"train: {text}")

@@ -1,4 +1,4 @@
-"""Runs as text for people: a line a run, or the story of one."""
+"""`train ls` and `train show`: a table of runs, and the story of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from train import screen
 from train.errors import shortened
 from train.format import ago, duration
-from train.record import times
+from train.record import timing
 from train.record.best import best
 from train.record.record import Attempt, Record
 from train.record.store import Run, seconds_of
@@ -30,7 +30,7 @@ def with_reason(state: str, reason: str | None) -> str:
 
 
 def end_of(attempt: Attempt, state: str) -> str:
-    """How an attempt of a run in this state ended; of one that was killed as a whole nobody could write it down."""
+    """How an attempt of a run in this state ended; one that was killed as a whole could not write it down."""
     return attempt.get("end") or ("running" if state == "running" else "died with its machine or container")
 
 
@@ -82,9 +82,8 @@ def story(run: Run, record: Record) -> str:
     line("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None)
     line("result", _figures(record))
     line("weights", record.get("weights_sha256"))
-    taken = record.get("submitted")
-    at = f" in {taken['at']}" if taken and taken.get("at") else ""
-    line("submitted", f"{taken['engine']}{at}" if taken else None)
+    if submitted := record.get("submitted"):
+        line("submitted", submitted["engine"] + (f" in {submitted['at']}" if submitted.get("at") else ""))
     line("ranks", record.get("world_size"))
     line("host", record.get("host"))
     line("created", record.get("created"))
@@ -96,12 +95,8 @@ def story(run: Run, record: Record) -> str:
     line("checkpoints", ", ".join(map(str, steps)))
     found = best(run)
     if found is not None:
-        lost = (
-            f"; step {found.lost} was better and is not kept: --checkpoint.best {found.metric} does"
-            if found.lost
-            else ""
-        )
-        line("best", f"step {found.step}, {found.metric} {found.value:.4f}{lost}")
+        lost = f"; step {found.lost} was better and is not kept: --checkpoint.best {found.metric} does"
+        line("best", f"step {found.step}, {found.metric} {found.value:.4f}{lost if found.lost else ''}")
     sent = record.get("wandb") or {}
     line("wandb", sent.get("problem") or sent.get("url") or sent.get("id"))
     lines += _attempts(record)
@@ -111,10 +106,9 @@ def story(run: Run, record: Record) -> str:
         return _wrapped(lines)
     line("data", record.get("data_wait"))
     line("left out", _left_out(run, record.get("skipped") or {}))
-    account = times.of(run)
+    account = timing.of_run(run)
     line("steps redone", account.redone)
-    whole = account.parts["lost"]
-    if whole:
+    if whole := account.parts["lost"]:
         away, again = duration(whole - account.again), duration(account.again)
         line("time lost", f"{duration(whole)}: {away} until training again, {again} for those steps")
     return _wrapped(lines)

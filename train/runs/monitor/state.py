@@ -1,27 +1,29 @@
 """Runs as they stand at one moment: what run.json, the last line of metrics.jsonl and the signs of life say.
 
-Nothing is asked of the run itself, and of the engine that has it only now and then (engines.py), so a look costs
-training nothing, and finds also those that died. What a run folder holds may be damaged or made by somebody else:
-each figure is checked for its kind, and is None where it is none.
+The run itself is not asked, and the engine of a cluster that has it only now and then: looking costs training nothing,
+and finds also runs that died.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import re
 import socket
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from train.cluster.engine import JobStatus, engine
 from train.errors import Refused
 from train.record import folders, heartbeat, metrics, store
 from train.record.heartbeat import Beat
 from train.record.record import Record
 from train.record.store import Run
-from train.runs.monitor.engines import Engines
+from train.runs import jobs
 
 ALIVE = (store.CREATED, store.QUEUED, store.RUNNING)
 STATES = (
@@ -30,6 +32,8 @@ STATES = (
 )  # fmt: skip
 _ENDED = (store.STOPPED, store.FAILED, store.FINISHED)
 _BEAT = re.compile(r"rank(\d{1,6})\.beat")
+ASK_EVERY = 15.0
+"""Seconds between an answer of an engine and the next question."""
 MOST_RANKS = 1024
 """Of one run on one machine. A damaged run.json may say any number."""
 
@@ -61,6 +65,62 @@ class Progress:
     """Seconds."""
     memory: float | None
     """Bytes, the highest so far: of rank 0's GPU, or of its process on a CPU."""
+
+
+@dataclasses.dataclass
+class _EngineStatus:
+    """The last answer of a cluster's engine about its jobs; it is asked in the background."""
+
+    name: str
+    at: str | None
+    jobs: Mapping[str, JobStatus] | None = None
+    """The last answer; None: there was none yet."""
+    asked: float = 0.0
+    """When that was asked, in seconds since the epoch."""
+    due: float = 0.0
+    thread: threading.Thread | None = None
+
+    def ask_if_due(self) -> None:
+        if (self.thread is None or not self.thread.is_alive()) and time.monotonic() >= self.due:
+            self.thread = threading.Thread(target=self._ask, daemon=True, name=f"ask-{self.name}")
+            self.thread.start()
+
+    def _ask(self) -> None:
+        begun = time.time()
+        try:
+            self.jobs, self.asked = engine(self.name).jobs(self.at), begun
+        except Refused:  # the last answer is what there is
+            pass
+        finally:
+            self.due = time.monotonic() + ASK_EVERY
+
+
+class Engines:
+    """The engines that have runs of a folder. Gives their last answer, and waits for no cluster."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, str | None], _EngineStatus] = {}
+
+    def seen(self, record: Record, changed: float) -> Record:
+        """A record with its effective state, as far as it is known.
+
+        Args:
+            record: as the run folder shows it.
+            changed: when it was written last, in seconds since the epoch. An answer from before that does not count.
+        """
+        if not jobs.is_submitted(record) or record["state"] in (store.FINISHED, store.FAILED):
+            return record
+        name, at = record["submitted"]["engine"], record["submitted"].get("at")
+        place = self._places.setdefault((name, at), _EngineStatus(name, at))
+        place.ask_if_due()
+        return jobs.judged(record, place.jobs if place.asked > changed else None)
+
+    def wait(self, seconds: float) -> None:
+        """Until those that are being asked have answered, at most so long."""
+        until = time.monotonic() + seconds
+        for place in self._places.values():
+            if place.thread is not None:
+                place.thread.join(max(until - time.monotonic(), 0.0))
 
 
 class Runs:
@@ -136,17 +196,17 @@ def is_at_work(record: Record) -> bool:
 
 
 def progress(run: Run, record: Record) -> Progress:
-    """How far a run is. Of one that has ended the speed is not told."""
+    """How far a run is. Of one that has ended the speed is left out."""
     line: Any = metrics.last_training(run) if is_alive(record) else None
     line = line or {}
     step, total = record["step"], record.get("total_steps")
     if is_alive(record) and (logs := last_logs(run, record)):
         step = max(step, heartbeat.reached(logs))
-    step_time, waited = number(line.get("step_time")), number(line.get("data_wait"))
-    loss = number(line.get("loss"))
+    step_time, waited = line.get("step_time"), line.get("data_wait")
+    loss = line.get("loss")
     return Progress(
-        step=step, total=total, loss=number(record.get("loss")) if loss is None else loss, rate=number(line.get("lr")),
-        samples_per_s=number(line.get("samples_per_s")), step_time=step_time, memory=number(line.get("memory")),
+        step=step, total=total, loss=record.get("loss") if loss is None else loss, rate=line.get("lr"),
+        samples_per_s=line.get("samples_per_s"), step_time=step_time, memory=line.get("memory"),
         waits=min(waited / step_time, 1.0) if waited is not None and step_time else None,
     )  # fmt: skip
 
@@ -218,15 +278,6 @@ def saved(run: Run) -> tuple[int, float] | None:
     return None
 
 
-def number(value: Any) -> float | None:
-    """A figure as a number that can be counted with."""
-    try:
-        found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) else None
-
-
 def resident(process: Any) -> float | None:
     """Bytes of memory of a process."""
     import psutil
@@ -237,7 +288,7 @@ def resident(process: Any) -> float | None:
 
 
 def deaths(record: Record) -> int:
-    """How many attempts died. Of one that was killed as a whole nobody could say so before the next begins."""
+    """How many attempts died. One that was killed as a whole is recorded only when the next begins."""
     ends = [attempt["end"] for attempt in record["attempts"]]
     unsaid = record["state"] in (store.INTERRUPTED, store.COPY) and ends[-1:] == [None]
     return ends.count("died") + unsaid

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.record import folders, page, times
+from train.record import folders, report, timing
 from train.record.record import Times
 from train.record.store import Run
 
@@ -44,7 +44,7 @@ def noted(step: int, seconds: float, **values: Any) -> dict[str, Any]:
 def told(*attempts: dict[str, Any], state: str = "finished", ended: Any = None, saved: int = 0, **record: Any) -> Any:
     ended = attempts[-1]["ended"] if ended is None and attempts else ended
     record = {"state": state, "created": stamp(0), "ended": ended, "attempts": list(attempts)} | record
-    return times.account(record, BEGIN + 1000, BEGIN + 500, saved)
+    return timing.time_spent(record, BEGIN + 1000, BEGIN + 500, saved)
 
 
 def test_the_parts_of_an_undisturbed_run() -> None:
@@ -139,7 +139,7 @@ def test_the_parts_add_up_whatever_the_marks_are(
     made: list[dict[str, Any]], state: str, created: Any, ended: Any
 ) -> None:
     record = {"state": state, "created": created, "ended": ended, "attempts": made}
-    found = times.account(record, BEGIN + 3000, BEGIN + 2500, 5)
+    found = timing.time_spent(record, BEGIN + 3000, BEGIN + 2500, 5)
     assert sum(found.parts.values()) == pytest.approx(found.whole, abs=1e-6)
     assert min(found.parts.values()) > -1e-6
 
@@ -170,7 +170,7 @@ def test_a_real_run_tells_data_computing_and_waiting_for_a_slower_rank_apart(sta
         "--cpu_threads", 1,
     )  # fmt: skip
     found = json.loads(station.ok("report", "one", "--json").stdout)
-    parts = {name: found[name] for name in times.PARTS}
+    parts = {name: found[name] for name in timing.PARTS}
     assert sum(parts.values()) == pytest.approx(found["seconds"], abs=0.01)
     record = station.record("one")
     ends = [datetime.datetime.fromisoformat(record[key]).timestamp() for key in ("created", "ended")]
@@ -198,7 +198,7 @@ def test_a_killed_run_and_its_resume(station: Any) -> None:
     time.sleep(2)
     station.ok("resume", "two", "--steps", 45, "--follow")
     found = json.loads(station.ok("report", "two", "--json").stdout)
-    assert sum(found[name] for name in times.PARTS) == pytest.approx(found["seconds"], abs=0.01)
+    assert sum(found[name] for name in timing.PARTS) == pytest.approx(found["seconds"], abs=0.01)
     assert found["lost"] > 2 and found["steps_redone"] > 0 and found["unknown"] == 0
 
 
@@ -244,7 +244,7 @@ class Elements(HTMLParser):
 
 
 def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path) -> None:
-    text = page.html(evil(tmp_path))
+    text = report.html(evil(tmp_path))
     found = Elements(text)
     assert not found.names & {"script", "img", "iframe", "link", "object"} and found.loaded == []
     assert text.count("<svg") == 7 and "url(http" not in text and "cannot be shown" not in text
@@ -252,7 +252,7 @@ def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path) -> None:
 
 def test_words_in_another_encoding_are_written_as_they_can_be(tmp_path: Path) -> None:
     name = os.fsdecode("café".encode("latin-1"))  # of a folder on a disk from elsewhere
-    page.write(made(tmp_path, script=f"/{name}/train.py", reason=name), tmp_path / "page.html")
+    report.write(made(tmp_path, script=f"/{name}/train.py", reason=name), tmp_path / "page.html")
     assert "/caf\\udce9/train.py" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
@@ -263,7 +263,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def test_a_browser_executes_nothing_of_it(tmp_path: Path) -> None:
     run = evil(tmp_path / "runs")
     # without the policy too: what escapes it is the escaping
-    text = re.sub(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>", "", page.html(run))
+    text = re.sub(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>", "", report.html(run))
     (tmp_path / "page.html").write_text(text)
     done = subprocess.run(
         [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
@@ -282,7 +282,7 @@ def test_files_that_are_damaged_are_said(tmp_path: Path) -> None:
     (run.folder / "config.toml").write_text("not = [toml")
     (run.folder / "task.py").write_text("class Settings(:")
     run.checkpoint(3).mkdir(parents=True)
-    text = page.html(run)
+    text = report.html(run)
     assert "manifest.json is missing" in text and "cannot be read" in text
 
 
@@ -308,7 +308,7 @@ def test_the_page_of_a_script_says_what_is_known(station: Any) -> None:
 
 
 def test_what_differs_from_the_defaults_is_told_apart(finished: Any) -> None:
-    text = page.html(finished.run("done"))
+    text = report.html(finished.run("done"))
     changed, usual = re.split(r"<details>", text)
     assert "<code>optim.lr</code>" in changed and "<code>task.width</code>" in usual
     assert "0.001" in changed  # the default of optim.lr

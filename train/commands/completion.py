@@ -1,0 +1,124 @@
+"""Completion in a shell, by argcomplete: `eval "$(register-python-argcomplete train)"`."""
+
+from __future__ import annotations
+
+import os
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from train.commands import COMMANDS
+
+if TYPE_CHECKING:
+    from train.commands.parser import Parser
+
+Offer = Callable[..., Iterable[str]]
+"""Returns what an argument may be: argcomplete calls it with prefix=, parsed_args=, action= and parser=."""
+
+
+def run_names(parsed_args: Namespace, **_: Any) -> list[str]:
+    """Names of the runs there are."""
+    from train.record import folders
+
+    folder = _folder(parsed_args)
+    return [run.name for run in folders.every(folder)] if folder else []
+
+
+def _folder(parsed_args: Namespace) -> Path | None:
+    from train.errors import Refused
+    from train.record import folders
+
+    given = getattr(parsed_args, "runs", None)
+    try:
+        return folders.runs_folder(given and str(Path(given).expanduser()))  # the line is as typed: ~ stands for itself
+    except Refused:
+        return None
+
+
+def task_names(prefix: str, **_: Any) -> list[str]:
+    """The tasks that come with the package, and Python files."""
+    from train.tasks import BUILT_IN
+
+    return [*BUILT_IN, *file_names("py")(prefix=prefix)]
+
+
+def checkpoint_steps(parsed_args: Namespace, **_: Any) -> list[str]:
+    """The steps of a run's checkpoints, and `best`."""
+    from train.record.store import Run
+
+    folder, name = _folder(parsed_args), getattr(parsed_args, "name", None)
+    return ["best", *map(str, Run(folder / name).steps_saved() if folder and name else [])]
+
+
+def file_names(*suffixes: str) -> Offer:
+    """Files with these suffixes, or any; folders to go on in."""
+
+    def offer(prefix: str, **_: Any) -> list[str]:
+        from argcomplete.completers import FilesCompleter
+
+        return FilesCompleter(suffixes)(prefix)
+
+    return offer
+
+
+def folder_names(prefix: str, **_: Any) -> list[str]:
+    """Folders."""
+    return [path for path in file_names()(prefix=prefix) if path.endswith("/")]
+
+
+def words(*choices: str) -> Offer:
+    """One of these."""
+    return lambda **_: choices
+
+
+def answer() -> NoReturn:
+    """Write what may stand at the cursor, and exit: the shell has started this process for nothing else."""
+    import argcomplete
+    from argcomplete.completers import SuppressCompleter
+
+    from train.commands.parser import Parser, parser_of
+
+    begin = int(os.environ["_ARGCOMPLETE"])  # where our own arguments begin on the line
+    line = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
+    at, folder = _command(line, begin)
+    if at is None:
+        parser = Parser(prog="train")
+        parser.add_argument("--version", action="store_true", help="the version")
+        parser.add_argument("--runs", help="where run folders live", offer=folder_names)
+        parser.add_argument("command", offer=lambda **_: COMMANDS)
+    else:
+        parser = parser_of(line[at])
+        parser.set_defaults(runs=folder)
+        _prepare(parser, line[at + 1 :])
+        os.environ["_ARGCOMPLETE"] = str(at + 1)
+    argcomplete.autocomplete(parser, always_complete_options=False, default_completer=SuppressCompleter())
+    raise SystemExit(1)  # not reached: argcomplete exits
+
+
+def _command(line: list[str], begin: int) -> tuple[int | None, str | None]:
+    """The place of the command on the line, and the --runs before it."""
+    folder = None
+    at = begin
+    while at < len(line) and line[at].startswith("--runs"):
+        _, equals, value = line[at].partition("=")
+        folder = value if equals else line[at + 1] if at + 1 < len(line) else None
+        at += 1 if equals else 2
+    return at if at < len(line) and line[at] in COMMANDS else None, folder
+
+
+def _prepare(parser: Parser, line: list[str]) -> None:
+    """Let argparse see what only our own parsing knows: the settings of the task named here, and - for _ in flags."""
+    from train.tasks import BUILT_IN, locate, setting_names
+
+    if parser.takes_fields:
+        task = next(
+            (word for word in line if word in BUILT_IN or (word.endswith(".py") and Path(word).is_file())), None
+        )
+        for name in setting_names(locate(task)) if task else []:
+            parser.add_setting(f"task.{name}")
+    for name, action in list(parser.flags.items()):
+        for twin in {name, name.replace("_", "-")} - {option.lstrip("-") for option in action.option_strings}:
+            does = "store_true" if action.nargs == 0 else "store"
+            offer = getattr(action, "completer", None)
+            parser.add_argument(f"--{twin}", action=does, dest=SUPPRESS, help=SUPPRESS, offer=offer)
