@@ -28,7 +28,7 @@ from train.doctor import finding
 from train.doctor.finding import Finding, ok, problem, warning
 from train.errors import one_line
 from train.gpus import number_by_bus
-from train.parallel import nccl
+from train.parallel.devices import prepare_nccl
 
 DEADLINE = 30.0
 """Seconds in which a rank has to come, to answer, and to reduce, unless the user gives others."""
@@ -249,7 +249,7 @@ def _reduce(place: Place, board: dist.Store, backend: str) -> dict[str, Any]:
     try:
         device = torch.device("cpu")
         if backend == "nccl":
-            nccl.prepare(deterministic=True)  # as for a run: without, it may fail where that would not, and be faster
+            prepare_nccl(deterministic=True)  # as for a run: without, it may fail where that would not, and be faster
             torch.cuda.set_device(place.local_rank)
             device = torch.device("cuda", place.local_rank)
         limit = datetime.timedelta(seconds=place.deadline)

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.data.plan import MicroBatch, Plan
+from train.data.plan import MicroBatch, Plan, Sharing
 from train.data.seeding import owned, seed_compute
-from train.data.sharing import Sharing
 from train.engine.loss import Figure, evaluation_figures
 from train.errors import TrainingFailed
 from train.parallel.precision import Precision

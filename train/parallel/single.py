@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from train.data.order import seed_of
-from train.parallel.strategy import Spread
+from train.parallel.strategy import BaseStrategy
 
 
-class Single(Spread):
+class Single(BaseStrategy):
     """One rank. Nothing is communicated."""
 
 
-class DataParallel(Spread):
+class DataParallel(BaseStrategy):
     """nn.DataParallel: one process cuts each micro batch into a part for every GPU. For comparison and teaching.
 
     Slower than ddp: threads of one interpreter, and the model is copied to the other GPUs in every forward.
     """
 
-    tells_exposed = False
+    measures_communication = False
 
-    def _take(self, model: nn.Module) -> None:
-        super()._take(model)
+    def take(self, model: nn.Module) -> None:
+        super().take(model)
         self._replicas = _Replicas(model)
 
     def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:

@@ -24,10 +24,10 @@ from train.data.fetch import is_indexed_at_once
 from train.engine import build, threads
 from train.engine.loggers import wandb
 from train.errors import Refused, nearest
-from train.parallel import cards, choose
+from train.parallel import choose
+from train.parallel.devices import check_kernels, pick_device
 from train.parallel.precision import Precision
-from train.parallel.units import recompute
-from train.parallel.world import pick_device
+from train.parallel.wrap_units import recompute
 from train.record import best
 from train.runs import imports
 from train.runs.request import Request, resolve
@@ -55,7 +55,7 @@ def prepare(request: Request) -> Prepared:
     device = pick_device(config, ranks, 0)
     config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not find another one without a word
     found = gpus.seen_here() if device.type == "cuda" else []
-    cards.check(found)
+    check_kernels(found)
     precision = Precision(config.precision, device)
     everywhere = ranks * request.nodes[-1]
     check_ranks(config, ranks, request.nodes, device)

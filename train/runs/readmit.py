@@ -15,9 +15,9 @@ from train.engine import build
 from train.engine.loggers import wandb
 from train.engine.opened import config_of, data_differs, task_of
 from train.errors import Refused
-from train.parallel import cards, choose
+from train.parallel import choose
+from train.parallel.devices import NoGPU, check_kernels, pick_device
 from train.parallel.precision import ON_GPU_ALONE, Precision
-from train.parallel.world import NoGPU, pick_device
 from train.record import manifest as manifests
 from train.record import station
 from train.record.durable import write_atomically
@@ -127,7 +127,7 @@ def _device_again(run: Run, config: Config, ranks: int) -> torch.device:
         )
     config.device = "cuda" if device.type == "cuda" else "cpu"
     if device.type == "cuda":
-        cards.check(gpus.seen_here())
+        check_kernels(gpus.seen_here())
     return device
 
 

@@ -17,8 +17,7 @@ from train.bench.input import paint
 from train.data.fetch import Bad, fetcher
 from train.data.images import Cut, Normalise, Pictures, Reader, Rows, centre, collate_rows, random_part
 from train.data.loader import Loader
-from train.data.plan import MicroBatch, Plan, micro_batches_of
-from train.data.sharing import Sharing
+from train.data.plan import MicroBatch, Plan, Sharing, micro_batches_of
 from train.errors import TrainingFailed
 
 CPU = torch.device("cpu")
