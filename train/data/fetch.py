@@ -153,7 +153,7 @@ class _Items:
         except Exception as error:
             if passes(error) or self._skip or not isinstance(items, (list, tuple)):
                 raise
-            found = misfit(join, items)
+            found = shape_error(join, items)
             if found is None:
                 raise
             place, problem = found
@@ -193,7 +193,7 @@ class _Items:
         return items, bad
 
 
-def misfit(join: Callable[[list[Any]], Any], items: Sequence[Any]) -> tuple[int, Exception] | None:
+def shape_error(join: Callable[[list[Any]], Any], items: Sequence[Any]) -> tuple[int, Exception] | None:
     """Which of these items cannot become a batch with the others, and why; None where it is no single one's fault."""
 
     def problem(*some: Any) -> Exception | None:

@@ -18,7 +18,7 @@ from train.data import workers as processes
 from train.data.fetch import Bad, gatherer
 from train.data.plan import MicroBatch
 from train.data.seeding import owned
-from train.data.to_device import Copies, OnDevice, pinned, prepared
+from train.data.to_device import AsyncCopies, OnDevice, pinned, prepared
 
 _DYING = 1.0
 """Seconds for which a worker whose connection is gone is waited for."""
@@ -91,7 +91,7 @@ class Loader:
         self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
         self._on_device = on_device
         self._own = owned(on_device, made_by) if on_device is not None else []
-        self._copies = Copies(device) if device.type == "cuda" else None
+        self._copies = AsyncCopies(device) if device.type == "cuda" else None
         if workers:
             processes.check_files()
         self._sampler = _Sampler()

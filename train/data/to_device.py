@@ -25,7 +25,7 @@ from train.data.seeding import Seed, seed_compute
 T = TypeVar("T")
 OnDevice = Callable[[Any], Any]
 """From a batch as it was fetched, on the device now, to what loss and metrics get: a task's `on_device`."""
-LEAST = 1 << 20
+ASYNC_BYTES = 1 << 20
 """Bytes of a tensor that is copied ahead: a smaller one takes the device less than this takes the host (20 us)."""
 _AHEAD = 2
 """Batches that are pinned and not yet taken: one is being copied while another waits."""
@@ -58,7 +58,7 @@ def prepared(
     channels_last: bool,
     on_device: OnDevice | None,
     own: Sequence[Seed] = (),
-    copies: Copies | None = None,
+    copies: AsyncCopies | None = None,
 ) -> Any:
     """A fetched batch as loss and metrics get it; see Loader.
 
@@ -81,7 +81,7 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
     channels_last: bool = False,
-    copies: Copies | None = None,
+    copies: AsyncCopies | None = None,
 ) -> Any:
     """The batch with every tensor in it (in lists, tuples, dicts, named tuples) moved to the device."""
 
@@ -105,8 +105,8 @@ def to_device(
     return mapped(batch, move)
 
 
-class Copies:
-    """Copies large tensors of a batch to a GPU while it computes the step before.
+class AsyncCopies:
+    """AsyncCopies large tensors of a batch to a GPU while it computes the step before.
 
     Among what the device is asked to compute, a copy waits for the step before and holds up the next one: pictures for
     a ResNet-50 take a hundredth of the time. On a stream of its own it begins at once, and what computes waits for its
@@ -135,7 +135,7 @@ class Copies:
     def takes(self, value: Tensor) -> bool:
         """Whether a tensor of this batch is to be copied so; if not, it may be as any other is."""
         is_plain = type(value) is Tensor and value.layout == torch.strided  # of others nobody knows whose memory it is
-        return is_plain and self._is_ahead and value.nbytes >= LEAST and value.device.type == "cpu"
+        return is_plain and self._is_ahead and value.nbytes >= ASYNC_BYTES and value.device.type == "cpu"
 
     def copy(self, value: Tensor) -> Tensor:
         """The tensor on the GPU, of its own type and layout, for whatever is computed there from now on."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data.corpus import Corpus
+from train.data.text import Corpus
 from train.errors import TrainingFailed
 
 
