@@ -68,7 +68,7 @@ def test_what_is_done_with_a_square_is_kept(folder: Path) -> None:
     random.seed(3)
     plain = pictures(folder)[2][0]
     random.seed(3)
-    assert torch.equal(pictures(folder, vary=lambda square: 255 - square)[2][0], 255 - plain)
+    assert torch.equal(pictures(folder, augment=lambda square: 255 - square)[2][0], 255 - plain)
 
 
 def fetched(folder: Path, world: int, workers: int, bad: list[Bad] | None = None) -> dict[tuple[int, int], Any]:
