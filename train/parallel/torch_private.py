@@ -7,6 +7,7 @@ below this file, in train/data: `UntypedStorage._new_shared` (images.py) and `_s
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -100,3 +101,33 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether a buffer belongs to the state."""
     return name not in module._non_persistent_buffers_set
+
+
+def copy_metadata(state: Any, module: nn.Module) -> None:
+    """Give a state the versions of a module's own state dict, by which modules read older states."""
+    state._metadata = getattr(module.state_dict(), "_metadata", {})
+
+
+def fix_compiler(compiles: bool, deterministic: bool) -> None:
+    """Let the compiler's graphs and kernels not depend on where an attempt began, nor on how long kernels take."""
+    if "torch._dynamo" in sys.modules:  # a task may compile functions, and parts in place
+        # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
+        torch._dynamo.config.automatic_dynamic_shapes = False
+        # beyond torch's limit (8) shapes are not compiled; which ones would depend on where an attempt began
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 16
+    if deterministic and (compiles or "torch._inductor.config" in sys.modules):
+        choose_kernels_without_timing()
+
+
+def choose_kernels_without_timing() -> None:
+    """Keep torch's compiler from choosing kernels by how long they take: the next process would choose others.
+
+    Of torch's determinism it asks only in part. `dynamic_scale_rblock` tries sums in blocks of half the size, which is
+    another order of adding; `shape_padding` tries matrices with zeros added (2.7.1: _inductor/runtime/
+    triton_heuristics.py, fx_passes/pad_mm.py). From 2.9 on one switch stands for all of that.
+    """
+    from torch._inductor import config as inductor  # not loaded where nothing is compiled
+
+    for name, value in {"dynamic_scale_rblock": False, "shape_padding": False, "deterministic": True}.items():
+        if hasattr(inductor, name):
+            setattr(inductor, name, value)
