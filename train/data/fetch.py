@@ -27,9 +27,9 @@ _OF_THE_FILE = {
     None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL,
     errno.ENAMETOOLONG,
 }  # fmt: skip
-"""Error numbers that a file gives again when it is asked again; all others are of the machine, a disk or a network."""
+"""Error numbers that recur with the same file; all others are of the machine, a disk or a network."""
 _REASON = 300
-"""Characters of a reason that are kept."""
+"""Longest reason, in characters."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Bad:
     index: int
     of_evaluation: bool
     file: str
-    """Where it lies, or '' where the data set does not tell."""
+    """Its path, or '' where the data set does not have it."""
     reason: str
     error: Exception
     trace: str = ""
@@ -54,7 +54,7 @@ class Bad:
         return f"{name} ({self.file})" if self.file and self.file not in self.reason else name
 
     def raised(self) -> Exception:
-        """What to raise where the run is to stop: what the data set raised, which knows the sample's name now."""
+        """What to raise where the run is to stop: what the data set raised, with the sample's name."""
         if isinstance(self.error, TrainingFailed):
             return TrainingFailed(f"{self.reason} ({self}); to leave such samples out: --data.on_error skip")
         self.error.sample = str(self)  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ class Bad:
         return self.error
 
     def portable(self) -> Bad:
-        """Itself, made fit to travel to another process."""
+        """Itself, with an error that can be pickled."""
         self.trace = "".join(traceback.format_exception(self.error))
         try:
             pickle.loads(pickle.dumps(self.error))
@@ -269,7 +269,7 @@ def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception | Syste
 
 
 def file_of(dataset: Any, index: int) -> str:
-    """The file of a sample, '' where the data set does not tell.
+    """The file of a sample, '' where the data set does not have it.
 
     Looks through torch's Subset and ConcatDataset, and for a list of paths as long as the data set: `samples` of an
     ImageFolder, or whatever it is called.

@@ -57,10 +57,9 @@ class Loader:
     """Fetches micro batches of the training and the evaluation set, in this process or in workers.
 
     The workers are forked here, for the whole life of the loader, and not whenever an evaluation begins: a fork copies
-    one thread of its process and the locks of all. Where another thread held one at that moment (of the C library,
-    say, while a checkpoint was being written), a worker waited for it for ever, once in some thousand evaluations.
-    So make the loader before other threads have work, and before this process touches a GPU: what a fork inherits of
-    one is broken.
+    one thread of its process and the locks of all, so a worker would wait for ever for a lock that another thread
+    held at that moment. So make the loader before other threads have work, and before this process touches a GPU:
+    what a fork inherits of one is broken.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Loader:
             channels_last: whether tensors of four dimensions are laid out so.
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
             made_by: the task's function that made the data sets; random generators in its file are seeded too.
-            skipped: samples that cannot be read are left out and told to it; None raises what the first one raised.
+            skipped: called with samples that cannot be read, which are left out; None raises what the first one raised.
 
         Raises:
             Refused: a file that is open here cannot be opened by workers too.
@@ -164,8 +163,10 @@ class Loader:
             raise RuntimeError(how) from None  # torch's words in the traceback would be read as another cause
 
     def _death(self, error: BaseException) -> str:
-        """How a worker has died, where that is behind an error: torch says no more than that one is gone, or that what
-        it has sent cannot be had any more. In torch's words for it."""
+        """How a worker has died, in torch's own form, where that is behind an error; '' where it is not.
+
+        torch says no more than that one is gone, or that what it has sent cannot be received.
+        """
         if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
             return ""
         connection.wait([worker.sentinel for worker in self._workers], _DYING)
@@ -192,7 +193,7 @@ class Loader:
         """End the workers.
 
         Not left to the garbage collector: a traceback may hold the iterator until Python ends, and Python would wait
-        for ever for workers that ignore its SIGTERM, as would a worker that is stuck in a sample.
+        for ever for workers that ignore its SIGTERM, or are stuck in a sample.
         """
         try:
             end_workers = getattr(self._iterator, "_shutdown_workers", None)

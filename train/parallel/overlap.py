@@ -72,7 +72,7 @@ class CommunicationTime:
     """The seconds in which a rank waits for communication and computes nothing meanwhile.
 
     Most of a reduction overlaps with the backward pass; only the rest costs time. Some steps are timed and stand for
-    those between. Waiting for a slower rank is part of it; it cannot be told apart from the network.
+    those between. Waiting for a slower rank is part of it; it cannot be separated from the network.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -50,10 +50,10 @@ class _Replicas(nn.DataParallel):
 
 
 def as_here(replicas: Sequence[Callable[..., Any]], device_type: str) -> list[Callable[..., Any]]:
-    """The same functions, to be called in other threads, and computing there in the autocast of this one.
+    """The same functions, to be called in other threads with the autocast of this one.
 
-    nn.DataParallel tells its threads whether there is one, but not its type, which each thread has for itself: of a new
-    one, on a GPU, it is fp16, in which gradients of a bf16 run, that nobody scales, would become 0.
+    nn.DataParallel passes on whether autocast is on, but not its type, which each thread has for itself: fp16 in a new
+    one on a GPU, in which a bf16 run's unscaled gradients would become 0.
     """
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 

@@ -52,7 +52,7 @@ class Strategy(Protocol):
     communication: CommunicationTime
     """How long this rank waits for communication."""
     measures_communication: bool
-    """Whether all of that can be told apart from computing."""
+    """Whether all of that can be separated from computing."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Take the model, on the CPU and with its first weights. Before an optimizer is made, or a state read.

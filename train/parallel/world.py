@@ -133,11 +133,11 @@ class World:
         return tensor
 
     def is_everywhere(self, flag: bool) -> bool:
-        """Whether the flag is up on every rank."""
+        """Whether the flag is true on every rank."""
         return not self.any(not flag)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank."""
+        """Whether the flag is true on any rank."""
         if self.size == 1:
             return flag
         # on the host, wherever is computed: a device would first compute all that is queued there

@@ -83,7 +83,7 @@ def _is_closed(module: nn.Module, owners: dict[int, set[int]]) -> bool:
 
 
 def recompute(model: nn.Module, chosen: str) -> None:
-    """Let the insides of these modules be computed again in the backward pass instead of being kept.
+    """Activation checkpointing: the insides of these modules are computed again in the backward pass.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Random states are those of the first time, so
     the result is the same to the bit. Names of parameters do not change.
