@@ -113,51 +113,49 @@ def gatherer(
     return gather_tensors if tensors else _Items(dataset, collate, skip, made_by).gather
 
 
+@dataclass
 class _Items:
     """Makes batches of a data set's items."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any] | None,
-        skip: bool,
-        made_by: Callable[..., Any] | None,
-    ) -> None:
-        self._dataset, self._collate, self._skip, self._made_by = dataset, collate, skip, made_by
-        self._own: list[Seed] | None = None  # they are of the process that fetches
+    dataset: Any
+    collate: Callable[[list[Any]], Any] | None
+    skip: bool
+    made_by: Callable[..., Any] | None
+    own: list[Seed] | None = None
+    """The task's generators, found in the process that fetches."""
 
     def gather(self, micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
-        if self._own is not None:
+        if self.own is not None:
             return self._batch(micro)
-        self._own = owned(self._dataset, self._collate, self._made_by)
+        self.own = owned(self.dataset, self.collate, self.made_by)
         made = self._batch(micro)
-        after = owned(self._dataset, self._collate, self._made_by)
-        if len(after) > len(self._own):  # one was made in the first sample: what that drew, nothing has seeded
-            self._own = after
+        after = owned(self.dataset, self.collate, self.made_by)
+        if len(after) > len(self.own):  # one was made in the first sample: what that drew, nothing has seeded
+            self.own = after
             made = self._batch(micro)
         return made
 
     def _seed(self, micro: MicroBatch) -> None:
         seed_host(micro.seed)
-        seed_owned(self._own or (), micro.seed)
+        seed_owned(self.own or (), micro.seed)
 
     def _batch(self, micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
         self._seed(micro)
-        many = getattr(self._dataset, "__getitems__", None)
+        many = getattr(self.dataset, "__getitems__", None)
         items, bad = self._one_by_one(micro) if many is None else self._at_once(many, micro)
-        if bad and not (self._skip and items):
+        if bad and not (self.skip and items):
             return None, bad
-        join = self._collate or default_collate
+        join = self.collate or default_collate
         try:
             return join(items), bad
         except Exception as error:
-            if passes(error) or self._skip or not isinstance(items, (list, tuple)):
+            if passes(error) or self.skip or not isinstance(items, (list, tuple)):
                 raise
             found = shape_error(join, items)
             if found is None:
                 raise
             place, problem = found
-            return None, [_bad(self._dataset, int(micro.indices[place]), micro.of_evaluation, problem)]
+            return None, [_bad(self.dataset, int(micro.indices[place]), micro.of_evaluation, problem)]
 
     def _at_once(self, many: Callable[[list[int]], Any], micro: MicroBatch) -> tuple[Any, list[Bad]]:
         indices = micro.indices.tolist()
@@ -165,7 +163,7 @@ class _Items:
             items = many(indices)
             if isinstance(items, (list, tuple)) and len(items) != len(indices):  # the others would weigh wrongly
                 raise ValueError(
-                    f"__getitems__ of {type(self._dataset).__name__} gives {len(items)} items for {len(indices)} "
+                    f"__getitems__ of {type(self.dataset).__name__} gives {len(items)} items for {len(indices)} "
                     "indices; it must give one for each, in their order"
                 )
             return items, []
@@ -183,12 +181,12 @@ class _Items:
         bad: list[Bad] = []
         for index in micro.indices.tolist():
             try:
-                items.append(self._dataset[index])
+                items.append(self.dataset[index])
             except (Exception, SystemExit) as error:
                 if passes(error):
                     raise
-                bad.append(_bad(self._dataset, index, micro.of_evaluation, error))
-                if not self._skip:
+                bad.append(_bad(self.dataset, index, micro.of_evaluation, error))
+                if not self.skip:
                     break
         return items, bad
 

@@ -27,15 +27,9 @@ _DYING = 1.0
 class _Fetching(Dataset[Any]):
     """A data set whose items are whole micro batches: a MicroBatch is the index."""
 
-    def __init__(
-        self,
-        train_set: Any,
-        eval_set: Any,
-        collate: Callable[[list[Any]], Any] | None,
-        skip: bool,
-        made_by: Callable[..., Any] | None,
-    ) -> None:
-        self._gather = [gatherer(dataset, collate, skip, made_by) for dataset in (train_set, eval_set)]
+    def __init__(self, gather: list[Callable[[MicroBatch], tuple[Any, Sequence[Bad]]]]) -> None:
+        """Takes what gathers micro batches of the training and of the evaluation set."""
+        self._gather = gather
 
     def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any, Sequence[Bad]]:
         batch, bad = self._gather[micro.of_evaluation](micro)
@@ -94,7 +88,8 @@ class Loader:
         if workers:
             processes.check_files()
         self._sampler = _Sampler()
-        self._fetching = _Fetching(train_set, eval_set, collate, skipped is not None, made_by)
+        skips = skipped is not None
+        self._fetching = _Fetching([gatherer(each, collate, skips, made_by) for each in (train_set, eval_set)])
         self._loader = DataLoader(
             self._fetching,
             sampler=self._sampler,  # anything to iterate over is enough

@@ -218,9 +218,9 @@ class Ordered(BaseStrategy):
         return True
 
     def _add(self, node: Node, left: Node, right: Node) -> None:
-        total = self._sums.pop(left)
+        total = self._sums.pop(right)  # made last, and so in the cache; a + b has the bits of b + a
         with torch.no_grad():
-            add_all_(total, self._sums.pop(right))
+            add_all_(total, self._sums.pop(left))
         self._sums[node] = total
 
     def reduce(self, stats: Tensor) -> Tensor:

@@ -111,6 +111,8 @@ def test_a_batch_is_of_the_same_kinds_as_without_pinning(monkeypatch: pytest.Mon
         points, (points, [points, (1, "x", None)]), Pair(points, (points,)), counted, range(3), np.zeros(2), Own(),
         pack_sequence([points]), collections.deque([1]),
     )  # fmt: skip
+    (moved,) = pinned(iter([collections.UserDict(a=[points])]), torch.device("cuda"), has_workers=False)
+    assert type(moved) is collections.UserDict and found.pop() is points
     (same,) = pinned(iter([(0, batch, [])]), torch.device("cuda"), has_workers=False)
     assert _kinds(same) == _kinds((0, batch, []))
     assert sum(tensor is points for tensor in found) == 7 and same[1][6].times == 1
