@@ -22,9 +22,9 @@ from train.bench.turns import measure, ratio
 from train.config import Config
 from train.engine.readback import Readback
 from train.parallel.choose import make
-from train.parallel.ddp import OWN_BUFFERS
+from train.parallel.ddp import NO_BUFFER_BROADCAST
 from train.parallel.precision import Precision
-from train.parallel.strategy import VOTES
+from train.parallel.strategy import STEP_STATS
 from train.parallel.world import World
 
 RANKS = 2
@@ -52,7 +52,7 @@ def _parts(world: World) -> tuple[nn.Module, Tensor, Tensor]:
 
 def _ddp(world: World) -> Callable[[], None]:
     model, images, classes = _parts(world)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, **OWN_BUFFERS)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, **NO_BUFFER_BROADCAST)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
@@ -82,15 +82,15 @@ def _riding(world: World) -> Callable[[], None]:
     readback = Readback[None](world.device)
 
     def step() -> None:
-        votes = torch.zeros(len(VOTES), device=world.device)
+        votes = torch.zeros(len(STEP_STATS), device=world.device)
         with strategy.micro_batch(0, is_last=True):
             strategy.backward(strategy.compute(lambda model: cross_entropy(model(images), classes)), 1 / RANKS, votes)
         sums = strategy.reduce(votes)
-        strategy.settle(optimizer, None)
+        strategy.finish_gradients(optimizer, None)
         strategy.update(optimizer)
         readback.put(None, sums)
         for _, values in readback.take(everything=False):
-            assert not values[VOTES.index("stop")]
+            assert not values[STEP_STATS.index("stop")]
 
     return step
 

@@ -329,7 +329,7 @@ def _machine(device: str) -> dict[str, Any]:
     import torch
 
     import train
-    from train.parallel import cards
+    from train.parallel.devices import check_kernels
 
     machine: dict[str, Any] = {
         "train": train.__version__, "python": platform.python_version(), "torch": torch.__version__,
@@ -345,7 +345,7 @@ def _machine(device: str) -> dict[str, Any]:
         raise Refused(f"torch cannot use the GPU: {str(error).splitlines()[0]}") from None
     for index, card in enumerate(seen):
         try:
-            cards.check([Card(card.name, (card.major, card.minor))])
+            check_kernels([Card(card.name, (card.major, card.minor))])
         except Refused as error:
             leave_out = f"; to leave out GPU {index}: CUDA_VISIBLE_DEVICES" if len(seen) > 1 else ""
             raise Refused(f"{error}{leave_out}") from None

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from train.engine.arithmetic import decide_without_timing
 from train.parallel.precision import allow_tf32
+from train.parallel.torch_private import choose_kernels_without_timing
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,7 +50,7 @@ def loop(task_name: str, flags: dict[str, Any], is_over: Callable[[], bool]) -> 
     scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
     if flags.get("compile") == "true":
         if flags.get("deterministic", "true") == "true":  # or the one that is compiled first would decide for both
-            decide_without_timing()
+            choose_kernels_without_timing()
         model.compile(dynamic=False)
     batches = _batches(dataset, flags["batch_size"], device)
     while not is_over():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, mebibytes
-from train.data.to_device import Copies, prepared
+from train.data.to_device import AsyncCopies, prepared
 
 _WHAT = "batches copied while the device computes"
 _SIZE, _STEPS = 32 << 20, 24
@@ -29,7 +29,7 @@ def _overlap(scale: Scale) -> Row:
     copying, cycle = _seconds_of_a_copy(scale), _seconds_of_a_cycle()
     cycles = int(2 * copying / cycle)
     alone, _ = _steps(scale, cycles, None)
-    beside, sums = _steps(scale, cycles, Copies(scale.place))
+    beside, sums = _steps(scale, cycles, AsyncCopies(scale.place))
     wrong = [number for number, found in enumerate(sums) if found != number * _SIZE]
     if wrong:
         return Row(_WHAT, f"of {_STEPS}, these had another's content: {wrong}", FAILED, "each its own")
@@ -39,7 +39,7 @@ def _overlap(scale: Scale) -> Row:
     return Row(_WHAT, found, OK if hidden >= _LEAST_HIDDEN else FAILED, f"{_LEAST_HIDDEN:.0%}", figures)
 
 
-def _steps(scale: Scale, cycles: int, copies: Copies | None) -> tuple[float, list[float]]:
+def _steps(scale: Scale, cycles: int, copies: AsyncCopies | None) -> tuple[float, list[float]]:
     """Seconds a step, and what each found its batch to add up to. The host is a step ahead, as it is in a run."""
     batches = [torch.full((_SIZE,), number, dtype=torch.uint8).pin_memory() for number in range(_STEPS)]
     sums, ends, marks = list[Tensor](), collections.deque[torch.cuda.Event](), list[torch.cuda.Event]()

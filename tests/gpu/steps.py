@@ -20,7 +20,8 @@ from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_fla
 from train.checkpoint import snapshot
 from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from train.data import loader
-from train.parallel import choose, nccl
+from train.parallel import choose
+from train.parallel.devices import prepare_nccl
 
 FIRST, LAST = 4, 16
 """Between the ends of these steps nothing may wait. Before them kernels are chosen, memory is found, and the engine
@@ -145,7 +146,7 @@ def _ddp_alone(scale: Scale) -> Iterator[None]:
     """DDP, in a run of one rank: by itself such a run has none, and two ranks need two GPUs."""
     file = scale.folder.absolute() / "ddp-alone"
     given: dict[str, Any] = {"device_id": scale.place} if scale.is_gpu else {}
-    nccl.prepare(deterministic=True)
+    prepare_nccl(deterministic=True)
     backend = "cpu:gloo,cuda:nccl" if scale.is_gpu else "gloo"
     dist.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1, **given)
     try:

@@ -33,7 +33,7 @@ from train.data.to_device import mapped
 from train.engine import build, loop, setup
 from train.engine.meter import Meter
 from train.parallel import strategy
-from train.parallel.exposed import Exposed
+from train.parallel.overlap import CommunicationTime
 from train.parallel.seat import Seat
 from train.parallel.world import World
 from train.record import folders
@@ -193,7 +193,7 @@ def training(folder: Path, task: Path | str, flags: dict[str, Any], seat: Seat =
             (build, "make_datasets", _on_host(build.make_datasets)),
             (loop, "Meter", lambda wait, _: Meter(wait, _CPU)),
             (loop, "Readback", _Sums),
-            (strategy, "Exposed", lambda _: Exposed(_CPU)),
+            (strategy, "CommunicationTime", lambda _: CommunicationTime(_CPU)),
             (setup, "join", _join),
             (World, "with_own_group", lambda world: world),
             (World, "on_first", lambda world, action: action()),

@@ -24,7 +24,8 @@ from torch import nn
 from train.checkpoint.saver import Saver
 from train.checkpoint.state import size_of, state_of
 from train.config import Config
-from train.parallel.world import World, pick_device, take_device
+from train.parallel.devices import pick_device, take_device
+from train.parallel.world import World
 from train.record.durable import sync_folder
 from train.record.store import Run
 

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 
 from train.bench.turns import quartiles
 from train.data.loader import Loader
-from train.data.plan import Plan, micro_batches_of
-from train.data.sharing import Sharing
+from train.data.plan import Plan, Sharing, micro_batches_of
 from train.runs.request import Request, resolve
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90

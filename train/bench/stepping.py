@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from train.config import Config, Parallel
 from train.parallel.choose import make
 from train.parallel.precision import Precision
-from train.parallel.strategy import VOTES
+from train.parallel.strategy import STEP_STATS
 from train.parallel.world import World
 
 
@@ -37,7 +37,7 @@ def stepping(
     total = micros * world.size
 
     def step() -> None:
-        votes = torch.zeros(len(VOTES), device=world.device)
+        votes = torch.zeros(len(STEP_STATS), device=world.device)
         spread.begin(total)
         for slot in range(micros):
             is_last = slot == micros - 1
@@ -47,7 +47,7 @@ def stepping(
                     loss = spread.compute(lambda model: cross_entropy(model(inputs), classes))
                 spread.backward(loss, 1 / total, votes if is_last else None)
         spread.reduce(votes)
-        spread.settle(optimizer, None)
+        spread.finish_gradients(optimizer, None)
         spread.update(optimizer)
 
     return step

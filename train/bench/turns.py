@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from train.config import Config
+from train.parallel.devices import pick_device, take_device
 from train.parallel.seat import Seat, seat_of_environment
-from train.parallel.world import World, join, pick_device, take_device
+from train.parallel.world import World, join
 
 Way = Callable[[World], Callable[[], None]]
 """Makes the step of a way on a rank."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from train.checkpoint.buffers import Buffers, begin_of_tensors
 from train.parallel.precision import Precision
+from train.parallel.torch_private import copy_metadata
 
 _ALIGN = 64
 
@@ -182,7 +183,7 @@ def apply(content: Content, module: nn.Module, optimizer: torch.optim.Optimizer,
     """Load a copy into a model and its fresh optimizer."""
     mesh = next((one.device_mesh for one in module.parameters() if isinstance(one, DTensor)), None)
     state = OrderedDict(content.walk(content.state["model"], mesh))
-    state._metadata = getattr(module.state_dict(), "_metadata", {})  # type: ignore[attr-defined]
+    copy_metadata(state, module)
     module.load_state_dict(state)
     optimizer.load_state_dict(content.walk(content.state["optimizer"], mesh))
     if precision.scaler is not None and content.state["scaler"]:

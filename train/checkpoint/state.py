@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from train.errors import one_line
-from train.parallel import stepping
+from train.parallel.torch_private import HOOKS
 
 # torch warns about its own use of storages, and that one process alone is one process alone
 warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
@@ -70,7 +70,7 @@ def _unwatched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         [] if optimizer.state or is_torchs else [p for group in optimizer.param_groups for p in group["params"]]
     )
     were = [parameter.detach().clone() for parameter in parameters]
-    hooks = [vars(optimizer)[name] for name in stepping.HOOKS if vars(optimizer).get(name)]
+    hooks = [vars(optimizer)[name] for name in HOOKS if vars(optimizer).get(name)]
     kept = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()

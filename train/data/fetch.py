@@ -27,9 +27,9 @@ _OF_THE_FILE = {
     None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL,
     errno.ENAMETOOLONG,
 }  # fmt: skip
-"""Error numbers that a file gives again when it is asked again; all others are of the machine, a disk or a network."""
+"""Error numbers that recur with the same file; all others are of the machine, a disk or a network."""
 _REASON = 300
-"""Characters of a reason that are kept."""
+"""Longest reason, in characters."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Bad:
     index: int
     of_evaluation: bool
     file: str
-    """Where it lies, or '' where the data set does not tell."""
+    """Its path, or '' where the data set does not have it."""
     reason: str
     error: Exception
     trace: str = ""
@@ -54,7 +54,7 @@ class Bad:
         return f"{name} ({self.file})" if self.file and self.file not in self.reason else name
 
     def raised(self) -> Exception:
-        """What to raise where the run is to stop: what the data set raised, which knows the sample's name now."""
+        """What to raise where the run is to stop: what the data set raised, with the sample's name."""
         if isinstance(self.error, TrainingFailed):
             return TrainingFailed(f"{self.reason} ({self}); to leave such samples out: --data.on_error skip")
         self.error.sample = str(self)  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ class Bad:
         return self.error
 
     def portable(self) -> Bad:
-        """Itself, made fit to travel to another process."""
+        """Itself, with an error that can be pickled."""
         self.trace = "".join(traceback.format_exception(self.error))
         try:
             pickle.loads(pickle.dumps(self.error))
@@ -113,51 +113,49 @@ def gatherer(
     return gather_tensors if tensors else _Items(dataset, collate, skip, made_by).gather
 
 
+@dataclass
 class _Items:
     """Makes batches of a data set's items."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any] | None,
-        skip: bool,
-        made_by: Callable[..., Any] | None,
-    ) -> None:
-        self._dataset, self._collate, self._skip, self._made_by = dataset, collate, skip, made_by
-        self._own: list[Seed] | None = None  # they are of the process that fetches
+    dataset: Any
+    collate: Callable[[list[Any]], Any] | None
+    skip: bool
+    made_by: Callable[..., Any] | None
+    own: list[Seed] | None = None
+    """The task's generators, found in the process that fetches."""
 
     def gather(self, micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
-        if self._own is not None:
+        if self.own is not None:
             return self._batch(micro)
-        self._own = owned(self._dataset, self._collate, self._made_by)
+        self.own = owned(self.dataset, self.collate, self.made_by)
         made = self._batch(micro)
-        after = owned(self._dataset, self._collate, self._made_by)
-        if len(after) > len(self._own):  # one was made in the first sample: what that drew, nothing has seeded
-            self._own = after
+        after = owned(self.dataset, self.collate, self.made_by)
+        if len(after) > len(self.own):  # one was made in the first sample: what that drew, nothing has seeded
+            self.own = after
             made = self._batch(micro)
         return made
 
     def _seed(self, micro: MicroBatch) -> None:
         seed_host(micro.seed)
-        seed_owned(self._own or (), micro.seed)
+        seed_owned(self.own or (), micro.seed)
 
     def _batch(self, micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
         self._seed(micro)
-        many = getattr(self._dataset, "__getitems__", None)
+        many = getattr(self.dataset, "__getitems__", None)
         items, bad = self._one_by_one(micro) if many is None else self._at_once(many, micro)
-        if bad and not (self._skip and items):
+        if bad and not (self.skip and items):
             return None, bad
-        join = self._collate or default_collate
+        join = self.collate or default_collate
         try:
             return join(items), bad
         except Exception as error:
-            if passes(error) or self._skip or not isinstance(items, (list, tuple)):
+            if passes(error) or self.skip or not isinstance(items, (list, tuple)):
                 raise
-            found = misfit(join, items)
+            found = shape_error(join, items)
             if found is None:
                 raise
             place, problem = found
-            return None, [_bad(self._dataset, int(micro.indices[place]), micro.of_evaluation, problem)]
+            return None, [_bad(self.dataset, int(micro.indices[place]), micro.of_evaluation, problem)]
 
     def _at_once(self, many: Callable[[list[int]], Any], micro: MicroBatch) -> tuple[Any, list[Bad]]:
         indices = micro.indices.tolist()
@@ -165,7 +163,7 @@ class _Items:
             items = many(indices)
             if isinstance(items, (list, tuple)) and len(items) != len(indices):  # the others would weigh wrongly
                 raise ValueError(
-                    f"__getitems__ of {type(self._dataset).__name__} gives {len(items)} items for {len(indices)} "
+                    f"__getitems__ of {type(self.dataset).__name__} gives {len(items)} items for {len(indices)} "
                     "indices; it must give one for each, in their order"
                 )
             return items, []
@@ -183,17 +181,17 @@ class _Items:
         bad: list[Bad] = []
         for index in micro.indices.tolist():
             try:
-                items.append(self._dataset[index])
+                items.append(self.dataset[index])
             except (Exception, SystemExit) as error:
                 if passes(error):
                     raise
-                bad.append(_bad(self._dataset, index, micro.of_evaluation, error))
-                if not self._skip:
+                bad.append(_bad(self.dataset, index, micro.of_evaluation, error))
+                if not self.skip:
                     break
         return items, bad
 
 
-def misfit(join: Callable[[list[Any]], Any], items: Sequence[Any]) -> tuple[int, Exception] | None:
+def shape_error(join: Callable[[list[Any]], Any], items: Sequence[Any]) -> tuple[int, Exception] | None:
     """Which of these items cannot become a batch with the others, and why; None where it is no single one's fault."""
 
     def problem(*some: Any) -> Exception | None:
@@ -269,7 +267,7 @@ def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception | Syste
 
 
 def file_of(dataset: Any, index: int) -> str:
-    """The file of a sample, '' where the data set does not tell.
+    """The file of a sample, '' where the data set does not have it.
 
     Looks through torch's Subset and ConcatDataset, and for a list of paths as long as the data set: `samples` of an
     ImageFolder, or whatever it is called.

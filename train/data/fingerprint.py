@@ -1,7 +1,7 @@
-"""What a run's data are, in a small file, so that a resume over other data is noticed and can say what differs.
+"""The fingerprint of a run's data, in a small file, so that a resume over other data is noticed and names what differs.
 
-Of files it is their paths relative to the root, their sizes and their order, never their times: data may be copied and
-moved as a whole. Of what is in memory it is a digest of the bytes, of much of it of samples. A task's own
+Of files it has their paths relative to the root, their sizes and their order, never their times: data may be copied and
+moved as a whole. Of what is in memory it has a digest of the bytes, or of pieces of large arrays. A task's own
 `fingerprint(config)` takes the place of both.
 """
 
@@ -25,13 +25,13 @@ FORMAT = 2
 FACTS = "data.json"
 """In the run folder."""
 LISTED = 200_000
-"""Files up to which each is kept with its size, so that a difference has a name; of more a digest is."""
+"""Most files that are listed with their sizes, so that a difference has a name; of more a digest is recorded."""
 _SAMPLED, _PIECES = 1 << 26, 256
 """Bytes from which an array is looked at in places, and in how many."""
 _ITEMS = 100_000
 """Items of a list that are looked at."""
 _SHOWN = 200
-"""Characters of a value of `fingerprint(config)` that are kept; of a longer one a digest is."""
+"""Most characters of a value of `fingerprint(config)`; of a longer one a digest is recorded."""
 _CHUNK = 1000
 
 

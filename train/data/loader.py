@@ -18,7 +18,7 @@ from train.data import workers as processes
 from train.data.fetch import Bad, gatherer
 from train.data.plan import MicroBatch
 from train.data.seeding import owned
-from train.data.to_device import Copies, OnDevice, pinned, prepared
+from train.data.to_device import AsyncCopies, OnDevice, pinned, prepared
 
 _DYING = 1.0
 """Seconds for which a worker whose connection is gone is waited for."""
@@ -27,15 +27,9 @@ _DYING = 1.0
 class _Fetching(Dataset[Any]):
     """A data set whose items are whole micro batches: a MicroBatch is the index."""
 
-    def __init__(
-        self,
-        train_set: Any,
-        eval_set: Any,
-        collate: Callable[[list[Any]], Any] | None,
-        skip: bool,
-        made_by: Callable[..., Any] | None,
-    ) -> None:
-        self._gather = [gatherer(dataset, collate, skip, made_by) for dataset in (train_set, eval_set)]
+    def __init__(self, gather: list[Callable[[MicroBatch], tuple[Any, Sequence[Bad]]]]) -> None:
+        """Takes what gathers micro batches of the training and of the evaluation set."""
+        self._gather = gather
 
     def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any, Sequence[Bad]]:
         batch, bad = self._gather[micro.of_evaluation](micro)
@@ -57,10 +51,9 @@ class Loader:
     """Fetches micro batches of the training and the evaluation set, in this process or in workers.
 
     The workers are forked here, for the whole life of the loader, and not whenever an evaluation begins: a fork copies
-    one thread of its process and the locks of all. Where another thread held one at that moment (of the C library,
-    say, while a checkpoint was being written), a worker waited for it for ever, once in some thousand evaluations.
-    So make the loader before other threads have work, and before this process touches a GPU: what a fork inherits of
-    one is broken.
+    one thread of its process and the locks of all, so a worker would wait for ever for a lock that another thread
+    held at that moment. So make the loader before other threads have work, and before this process touches a GPU:
+    what a fork inherits of one is broken.
     """
 
     def __init__(
@@ -83,7 +76,7 @@ class Loader:
             channels_last: whether tensors of four dimensions are laid out so.
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
             made_by: the task's function that made the data sets; random generators in its file are seeded too.
-            skipped: samples that cannot be read are left out and told to it; None raises what the first one raised.
+            skipped: called with samples that cannot be read, which are left out; None raises what the first one raised.
 
         Raises:
             Refused: a file that is open here cannot be opened by workers too.
@@ -91,11 +84,12 @@ class Loader:
         self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
         self._on_device = on_device
         self._own = owned(on_device, made_by) if on_device is not None else []
-        self._copies = Copies(device) if device.type == "cuda" else None
+        self._copies = AsyncCopies(device) if device.type == "cuda" else None
         if workers:
             processes.check_files()
         self._sampler = _Sampler()
-        self._fetching = _Fetching(train_set, eval_set, collate, skipped is not None, made_by)
+        skips = skipped is not None
+        self._fetching = _Fetching([gatherer(each, collate, skips, made_by) for each in (train_set, eval_set)])
         self._loader = DataLoader(
             self._fetching,
             sampler=self._sampler,  # anything to iterate over is enough
@@ -164,8 +158,10 @@ class Loader:
             raise RuntimeError(how) from None  # torch's words in the traceback would be read as another cause
 
     def _death(self, error: BaseException) -> str:
-        """How a worker has died, where that is behind an error: torch says no more than that one is gone, or that what
-        it has sent cannot be had any more. In torch's words for it."""
+        """How a worker has died, in torch's own form, where that is behind an error; '' where it is not.
+
+        torch says no more than that one is gone, or that what it has sent cannot be received.
+        """
         if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
             return ""
         connection.wait([worker.sentinel for worker in self._workers], _DYING)
@@ -192,7 +188,7 @@ class Loader:
         """End the workers.
 
         Not left to the garbage collector: a traceback may hold the iterator until Python ends, and Python would wait
-        for ever for workers that ignore its SIGTERM, as would a worker that is stuck in a sample.
+        for ever for workers that ignore its SIGTERM, or are stuck in a sample.
         """
         try:
             end_workers = getattr(self._iterator, "_shutdown_workers", None)

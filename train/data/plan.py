@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from train.data.order import order, seed_of
-from train.data.sharing import Sharing
 
 _CHUNK = 16384
 """Positions whose order is computed at a time: a vectorised call costs little more for many than for one."""
@@ -64,6 +63,41 @@ class Plan:
     def micro_batches(self, step: int) -> int:
         """Number of micro batches in the step's global batch."""
         return -(-self.samples(step) // self.micro_batch_size)
+
+
+def share(rank: int, micros: int, world: int, is_ordered: bool = False) -> range:
+    """Which of a step's micro batches are a rank's: r, r + W, …; with `is_ordered` neighbours, from ceil(r M / W) on.
+
+    No rank has more than ceil(M / W), nor less than that minus one.
+    """
+    if is_ordered:
+        return range(-(-rank * micros // world), -(-(rank + 1) * micros // world))
+    return range(rank, micros, world)
+
+
+@functools.lru_cache  # nearly every step has as many micro batches as the one before
+def _computed(rank: int, micros: int, world: int, is_ordered: bool) -> tuple[tuple[int, bool], ...]:
+    own = [(number, False) for number in share(rank, micros, world, is_ordered)]
+    repeated = [(micros - 1, True)] * (math.ceil(micros / world) - len(own))
+    return (*own, *repeated)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the micro batches of a step are shared among ranks."""
+
+    rank: int = 0
+    world: int = 1
+    is_ordered: bool = False
+    """Neighbouring ones to each rank, so that it can add up a part of a fixed order by itself."""
+
+    def computed(self, micros: int) -> tuple[tuple[int, bool], ...]:
+        """The numbers of the micro batches that a rank computes in a step of so many, as many as any rank does.
+
+        Where it has none left it computes the last one of the step again, with weight 0: each comes with whether it is
+        repeated.
+        """
+        return _computed(self.rank, micros, self.world, self.is_ordered)
 
 
 class MicroBatch(NamedTuple):

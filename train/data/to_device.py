@@ -1,8 +1,7 @@
 """Batches on their way to the device: tensors are pinned, copied ahead and converted, however a task nests them.
 
-DataLoader's own thread for pinning is of no use here: it starts together with the workers, on the device that is
-current then. Workers are forked before this process touches any device, which is also before it has chosen one: the
-thread would open the first GPU, on every rank.
+DataLoader's own thread for pinning starts together with the workers, which are forked before this process has chosen
+its device: the thread would open the first GPU, on every rank.
 """
 
 from __future__ import annotations
@@ -11,33 +10,32 @@ import collections
 import copy
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from train.data.seeding import Seed, seed_compute
 
 T = TypeVar("T")
 OnDevice = Callable[[Any], Any]
 """From a batch as it was fetched, on the device now, to what loss and metrics get: a task's `on_device`."""
-LEAST = 1 << 20
+ASYNC_BYTES = 1 << 20
 """Bytes of a tensor that is copied ahead: a smaller one takes the device less than this takes the host (20 us)."""
 _AHEAD = 2
 """Batches that are pinned and not yet taken: one is being copied while another waits."""
 _LOOK_EVERY = 0.2
-"""Seconds between two looks at whether anybody still wants what is made ahead."""
+"""Seconds between two looks at whether the items made ahead are still wanted."""
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with everything in its lists, tuples, dicts and named tuples changed; these stay of their own kinds."""
+    """The value with everything in its lists, tuples, dicts and named tuples changed; these keep their types."""
     if isinstance(value, torch.Tensor):  # most batches are few of them
         return change(value)
-    if isinstance(value, dict):
+    if isinstance(value, MutableMapping):
         made = copy.copy(value)  # a defaultdict cannot be made of items alone
         made.update({key: mapped(inner, change) for key, inner in value.items()})
         return made
@@ -58,7 +56,7 @@ def prepared(
     channels_last: bool,
     on_device: OnDevice | None,
     own: Sequence[Seed] = (),
-    copies: Copies | None = None,
+    copies: AsyncCopies | None = None,
 ) -> Any:
     """A fetched batch as loss and metrics get it; see Loader.
 
@@ -81,7 +79,7 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
     channels_last: bool = False,
-    copies: Copies | None = None,
+    copies: AsyncCopies | None = None,
 ) -> Any:
     """The batch with every tensor in it (in lists, tuples, dicts, named tuples) moved to the device."""
 
@@ -105,13 +103,13 @@ def to_device(
     return mapped(batch, move)
 
 
-class Copies:
-    """Copies large tensors of a batch to a GPU while it computes the step before.
+class AsyncCopies:
+    """AsyncCopies large tensors of a batch to a GPU while it computes the step before.
 
-    Among what the device is asked to compute, a copy waits for the step before and holds up the next one: pictures for
-    a ResNet-50 take a hundredth of the time. On a stream of its own it begins at once, and what computes waits for its
-    end alone. Memory of another stream is used again only when the host sees that it has been computed with: so one
-    batch is copied ahead, and the others among what is computed. For one thread:
+    On the stream of the computation a copy waits for the step before and holds up the next one: images for a ResNet-50
+    take a hundredth of the time. On a stream of its own it begins at once. Its memory is used again only when the host
+    sees that it has been computed with: so one batch is copied ahead, the others in the computation's stream.
+    For one thread:
 
     begin()      the next batch is there; all that computes with those before it has been asked for
     takes(), copy()    for each of its tensors
@@ -134,8 +132,8 @@ class Copies:
 
     def takes(self, value: Tensor) -> bool:
         """Whether a tensor of this batch is to be copied so; if not, it may be as any other is."""
-        is_plain = type(value) is Tensor and value.layout == torch.strided  # of others nobody knows whose memory it is
-        return is_plain and self._is_ahead and value.nbytes >= LEAST and value.device.type == "cpu"
+        is_plain = type(value) is Tensor and value.layout == torch.strided  # others may own no memory of theirs
+        return is_plain and self._is_ahead and value.nbytes >= ASYNC_BYTES and value.device.type == "cpu"
 
     def copy(self, value: Tensor) -> Tensor:
         """The tensor on the GPU, of its own type and layout, for whatever is computed there from now on."""
@@ -170,9 +168,7 @@ def pinned(items: Iterator[Any], device: torch.device, has_workers: bool) -> Ite
 
 
 def _pin(value: Any) -> Any:
-    # torch's would make lists of all tuples that it finds, and of other sequences: a batch would be another on a GPU
-    is_of_torch = isinstance(value, (torch.Tensor, Mapping)) or hasattr(value, "pin_memory")
-    return pin_memory(value) if is_of_torch else value
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
 
 
 def ahead(items: Iterator[Any], make: Callable[[Any], T], begin: Callable[[], None] = lambda: None) -> Iterator[T]:
@@ -205,7 +201,7 @@ def ahead(items: Iterator[Any], make: Callable[[Any], T], begin: Callable[[], No
         except BaseException as error:
             put("error", error)
 
-    # daemon: it may wait for a worker that hangs, and nobody waits for it
+    # daemon: it may wait for a worker that hangs, and is not joined
     threading.Thread(target=work, daemon=True, name="pin").start()
     try:
         while True:

@@ -24,6 +24,8 @@ def main() -> int:
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="check the way to where ranks are to meet, too")
     parser.add_argument("--runs", default=os.environ.get("TRAIN_RUNS") or "runs", help="where runs are kept")
     options = parser.parse_args()
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         place = address.parse(options.rendezvous) if options.rendezvous is not None else None
         only = names(options.only) if options.only is not None else []
@@ -31,12 +33,6 @@ def main() -> int:
     except ValueError as error:
         screen.say(f"train: {error}")
         return _EXIT_REFUSED
-    return _shown(options, place, only)
-
-
-def _shown(options: argparse.Namespace, place: address.Place | None, only: list[str]) -> int:
-    if sys.stdout is None:  # closed by who called us
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     screen.tolerate_any_locale()
     try:
         findings = examine(Machine(), Path(options.runs), place)

@@ -1,7 +1,8 @@
-"""Where runs are kept: may one write there, is there room, does it hold what it is given."""
+"""The folder of runs: is it writable, is there room, is it fast, and is the clock behind its newest run."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pwd
@@ -28,13 +29,13 @@ def checks(machine: Machine, runs: Path) -> Iterator[Finding]:
     """All checks of the disk under the folder of runs."""
     place = _nearest(runs)
     yield _owner(machine, runs, place)
-    if not place.is_dir():
-        return
-    yield _room(machine, runs, place)
-    yield _file_system(machine, place)
-    if os.access(str(place), os.W_OK):
-        yield _locks(place)
-        yield _speed(place)
+    if place.is_dir():
+        yield _room(machine, runs, place)
+        yield _file_system(machine, place)
+        if os.access(str(place), os.W_OK):
+            yield _locks(place)
+            yield _speed(place)
+    yield _clock(runs)
 
 
 def _nearest(folder: Path) -> Path:
@@ -146,3 +147,14 @@ def _speed(place: Path) -> Finding:
     if rate < _SLOW:
         return warning("write speed", f"{seen}: checkpoints will be slow", "train bench checkpoint")
     return ok("write speed", seen)
+
+
+def _clock(runs: Path) -> Finding:
+    """Whether this machine's clock goes forward: resumes, logs, certificates and rendezvous depend on it."""
+    now, newest = time.time(), 0.0
+    with contextlib.suppress(OSError):
+        newest = max((path.stat().st_mtime for path in runs.glob("*/run.json")), default=0.0)
+    if newest > now + 60:
+        seen = f"it is {newest - now:.0f} s behind the newest run's last line: it has gone backwards"
+        return problem("clock", seen, "sudo timedatectl set-ntp true")
+    return ok("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from train.cluster.address import Place
-from train.doctor import clock, disk, gpu, host, limits, network, packages
+from train.doctor import disk, gpu, host, limits, network, packages
 from train.doctor.finding import Finding, not_applicable
 from train.doctor.machine import Machine
 
@@ -19,6 +18,18 @@ NAMES = (
     "GLOO_SOCKET_IFNAME", "InfiniBand",
 )  # fmt: skip
 """Every check there is; which of them say something depends on the machine."""
+
+
+def names(text: str) -> list[str]:
+    """The names in an option: 'shared memory,memory'.
+
+    Raises:
+        ValueError: there is none.
+    """
+    only = [name.strip() for name in text.split(",") if name.strip()]
+    if not only:
+        raise ValueError(f"--only names no check; there are: {', '.join(NAMES)}")
+    return only
 
 
 def chosen(findings: list[Finding], only: list[str]) -> list[Finding]:
@@ -37,34 +48,13 @@ def chosen(findings: list[Finding], only: list[str]) -> list[Finding]:
     return found
 
 
-def names(text: str) -> list[str]:
-    """The names in an option: 'shared memory,memory'.
-
-    Raises:
-        ValueError: there is none.
-    """
-    only = [name.strip() for name in text.split(",") if name.strip()]
-    if not only:
-        raise ValueError(f"--only names no check; there are: {', '.join(NAMES)}")
-    return only
-
-
 def examine(machine: Machine, runs: Path, place: Place | None = None) -> list[Finding]:
     """Every check that needs no other rank. Takes a few seconds; changes nothing.
 
     Args:
-        runs: the folder where runs are kept, or will be.
+        runs: the folder where runs are stored, or will be.
         place: where ranks of several machines are to meet.
     """
-    return list(_all(machine, runs, place))
-
-
-def _all(machine: Machine, runs: Path, place: Place | None) -> Iterator[Finding]:
-    yield from host.checks(machine)
-    yield from gpu.checks(machine)
-    yield from packages.checks(machine)
-    yield from limits.checks(machine)
-    yield from disk.checks(machine, runs)
-    yield from clock.checks(runs)
-    if place is not None:
-        yield from network.checks(machine, place)
+    subjects = [host.checks(machine), gpu.checks(machine), packages.checks(machine), limits.checks(machine)]
+    subjects += [disk.checks(machine, runs), network.checks(machine, place) if place is not None else iter(())]
+    return [finding for checks in subjects for finding in checks]

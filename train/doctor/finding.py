@@ -78,7 +78,7 @@ def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """How many are not well, in words."""
+    """How many checks are not well, as text."""
     verdicts = [finding.verdict for finding in findings]
     parts = [
         f"{count} {word}{'s' if count > 1 else ''}"

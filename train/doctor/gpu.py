@@ -1,4 +1,4 @@
-"""GPUs: driver, kernels, errors, heat, who else is on them. All that is known comes from nvidia-smi."""
+"""GPUs: driver, kernels, errors, heat, who else is on them. Read from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DRIVER = 525
 """The oldest that runs PyTorch's CUDA 12 libraries (CUDA compatibility guide, minor version compatibility), and that
 the image asks for (NVIDIA_REQUIRE_CUDA)."""
 _TOO_FULL = 0.1
-"""The share of a GPU's memory that others may have before it is told."""
+"""The share of a GPU's memory that others may have before it is reported."""
 _PENDING = ("remapped_rows/remapped_row_pending", "retired_pages/pending_retirement")
 """Where a card says that memory waits to be taken out of use."""
 _AGAIN = "docker compose up -d --force-recreate"
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
+class SmiGpu:
     """One GPU, as `nvidia-smi -q -x` describes it."""
 
     number: int
@@ -32,7 +32,7 @@ class Gpu:
         return (self.node.findtext(path) or "").strip()
 
     def number_of(self, path: str) -> float | None:
-        """A figure without its unit; None where the card does not tell."""
+        """A figure without its unit; None where the card has none."""
         return _figure(self.node.find(path))
 
     @property
@@ -41,7 +41,7 @@ class Gpu:
 
 
 def _figure(node: xml.Element | None) -> float | None:
-    """Of an element, without its unit; None where there is none, or the card does not tell."""
+    """The number in an element, without its unit."""
     found = None if node is None else re.match(r"\d+(\.\d+)?", (node.text or "").strip(), re.ASCII)
     return float(found.group()) if found else None
 
@@ -61,7 +61,7 @@ def checks(machine: Machine) -> Iterator[Finding]:
     except xml.ParseError:
         yield problem("GPUs", f"nvidia-smi says what is no XML: {output.first_line[:80]}", "nvidia-smi -q -x | head")
         return
-    gpus = [Gpu(number, node) for number, node in enumerate(tree.iter("gpu"))]
+    gpus = [SmiGpu(number, node) for number, node in enumerate(tree.iter("gpu"))]
     yield _count(machine, gpus)
     yield _driver(tree)
     yield from _kernels(machine, gpus)
@@ -71,7 +71,7 @@ def checks(machine: Machine) -> Iterator[Finding]:
 
 
 def _no_answer(machine: Machine, output: Output | None) -> Finding:
-    """Why nvidia-smi does not answer: its own words are few and well known."""
+    """Why nvidia-smi does not answer, from its exit code and message."""
     name = "GPUs"
     if output is None:
         if machine.is_container:
@@ -93,7 +93,7 @@ def _no_answer(machine: Machine, output: Output | None) -> Finding:
     return problem(name, f"nvidia-smi fails ({output.code}): {words or 'without a word'}", "nvidia-smi")
 
 
-def _count(machine: Machine, gpus: list[Gpu]) -> Finding:
+def _count(machine: Machine, gpus: list[SmiGpu]) -> Finding:
     wanted = machine.environ.get("STATION_GPUS", "all")
     expected = 1 if wanted in ("all", "none") else len(wanted.split(","))
     kinds: dict[str, int] = {}
@@ -116,7 +116,7 @@ def _driver(tree: xml.Element) -> Finding:
     return ok("driver", f"{version}, CUDA up to {cuda}; PyTorch's CUDA libraries and the 12.1 compiler need {DRIVER}")
 
 
-def _kernels(machine: Machine, gpus: list[Gpu]) -> Iterator[Finding]:
+def _kernels(machine: Machine, gpus: list[SmiGpu]) -> Iterator[Finding]:
     """Whether the wheel of torch has machine code for the cards."""
     output = machine.run("nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader")
     torch = packages.torch_of()
@@ -135,7 +135,7 @@ def _kernels(machine: Machine, gpus: list[Gpu]) -> Iterator[Finding]:
         yield ok("compute capability", f"{mine}; torch {known}")
 
 
-def _memory_errors(gpus: list[Gpu]) -> Finding:
+def _memory_errors(gpus: list[SmiGpu]) -> Finding:
     bad: list[str] = []
     waiting: list[str] = []
     for gpu in gpus:
@@ -158,13 +158,13 @@ def _memory_errors(gpus: list[Gpu]) -> Finding:
     return ok("GPU memory errors", "none uncorrected" if is_on else "not counted: ECC is off, or these cards have none")
 
 
-def _uncorrectable(gpu: Gpu) -> int:
+def _uncorrectable(gpu: SmiGpu) -> int:
     """How many errors ECC could not correct since the driver was loaded."""
     counts = gpu.node.find("ecc_errors/volatile")
     return int(sum(_figure(count) or 0.0 for count in counts or () if "uncorrectable" in count.tag))
 
 
-def _heat(gpus: list[Gpu]) -> Finding:
+def _heat(gpus: list[SmiGpu]) -> Finding:
     """Whether a card is slowed by heat or power. Reading: `clocks_event_reasons`, before driver 535 `…throttle…`."""
     slow = []
     for gpu in gpus:
@@ -181,8 +181,8 @@ def _heat(gpus: list[Gpu]) -> Finding:
     return ok("GPU heat", hot)
 
 
-def _others(gpus: list[Gpu]) -> Finding:
-    """Memory that somebody else has taken. A container does not see the processes of others, but their memory."""
+def _others(gpus: list[SmiGpu]) -> Finding:
+    """Memory that other processes use. A container does not see others' processes, but their memory."""
     busy = []
     for gpu in gpus:
         used, total = (gpu.number_of(f"fb_memory_usage/{which}") for which in ("used", "total"))

@@ -23,10 +23,10 @@ def checks(machine: Machine) -> Iterator[Finding]:
         yield not_applicable("Docker", "not installed; the station needs it, training does not: make engine, as root")
         return
     try:
-        told = json.loads(output.out)
+        answer = json.loads(output.out)
     except (ValueError, RecursionError):
-        told = None
-    info: dict[str, Any] = told if isinstance(told, dict) else {}
+        answer = None
+    info: dict[str, Any] = answer if isinstance(answer, dict) else {}
     errors = info.get("ServerErrors") or []
     if output.code != 0 or errors or not info.get("ServerVersion"):
         words = str(errors[0]) if errors else output.first_line

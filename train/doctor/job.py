@@ -28,7 +28,7 @@ from train.doctor import finding
 from train.doctor.finding import Finding, ok, problem, warning
 from train.errors import one_line
 from train.gpus import number_by_bus
-from train.parallel import nccl
+from train.parallel.devices import prepare_nccl
 
 DEADLINE = 30.0
 """Seconds in which a rank has to come, to answer, and to reduce, unless the user gives others."""
@@ -43,7 +43,7 @@ Facts = dict[int, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class JobRank:
     """A rank among the others, as torchrun's environment has it."""
 
     rank: int
@@ -64,7 +64,7 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
     """
     environ = os.environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        place = Place(
+        place = JobRank(
             int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", "0")),
             environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500")),
             environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", deadline,
@@ -85,12 +85,12 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
     return codes[0]
 
 
-def _rank(place: Place, json_: bool) -> int:
+def _rank(place: JobRank, json_: bool) -> int:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a reduction that hangs ends by its deadline
     number_by_bus()
     limit = datetime.timedelta(seconds=place.deadline)
     try:
-        store = dist.TCPStore(
+        server = dist.TCPStore(
             place.address, place.port, is_master=place.rank == 0 and not place.agent_serves, wait_for_workers=False,
             timeout=limit, multi_tenant=True,
         )  # fmt: skip
@@ -100,20 +100,20 @@ def _rank(place: Place, json_: bool) -> int:
             line = f"rank {place.rank} on {socket.gethostname()} cannot reach {where}: {one_line(error)[:200]}"
             finding.show([problem("ranks", line, f"train doctor --rendezvous {where}")], json_)
         return finding.EXIT_PROBLEM
-    board = dist.PrefixStore("train-doctor", store)
-    board.set_timeout(limit)
-    board.set(f"facts/{place.rank}", json.dumps(_facts(place)))
+    store = dist.PrefixStore("train-doctor", server)
+    store.set_timeout(limit)
+    store.set(f"facts/{place.rank}", json.dumps(_facts(place)))
     if place.rank:
-        return _answer(place, board)
-    findings = list(_ask(place, board))
+        return _answer(place, store)
+    findings = list(_ask(place, store))
     finding.show(findings, json_)
-    board.set("over", "1")
+    store.set("over", "1")
     if place.size > 1 and not place.agent_serves:
         time.sleep(0.5)  # the store goes with this process, and the others read that it is over
     return finding.exit_code(findings)
 
 
-def _facts(place: Place) -> dict[str, Any]:
+def _facts(place: JobRank) -> dict[str, Any]:
     """What a rank reports of itself."""
     has_gpu = torch.cuda.device_count() > place.local_rank
     return {
@@ -126,37 +126,37 @@ def _facts(place: Place) -> dict[str, Any]:
     }
 
 
-def _answer(place: Place, board: dist.Store) -> int:
+def _answer(place: JobRank, store: dist.Store) -> int:
     """What ranks other than the first do."""
     with contextlib.suppress(dist.DistError, RuntimeError):
-        board.get("go")
-        board.set(f"clock/{place.rank}", repr(time.time()))
-        backend = board.get("backend").decode()
+        store.get("go")
+        store.set(f"clock/{place.rank}", repr(time.time()))
+        backend = store.get("backend").decode()
         if backend:
-            board.set(f"sums/{place.rank}", json.dumps(_reduce(place, board, backend)))
-        board.get("over")
+            store.set(f"sums/{place.rank}", json.dumps(_reduce(place, store, backend)))
+        store.get("over")
     return finding.EXIT_WELL
 
 
-def _ask(place: Place, board: dist.Store) -> Iterator[Finding]:
+def _ask(place: JobRank, store: dist.Store) -> Iterator[Finding]:
     """What rank 0 does: all findings, in order."""
-    facts, missing = _collect(place, board, "facts", json.loads)
+    facts, missing = _collect(place, store, "facts", json.loads)
     if missing:
         names = ", ".join(map(str, missing))
         seen = f"{len(facts)} of {place.size} have come in {place.deadline:.0f} s; missing: rank {names}"
-        board.set("go", "1")
-        board.set("backend", "")
+        store.set("go", "1")
+        store.set("backend", "")
         yield problem("ranks", seen, f"train doctor --rendezvous {place.address}:{place.port}  # on their machines")
         return
     hosts = sorted({fact["host"] for fact in facts.values()})
     yield ok("ranks", f"{place.size} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {', '.join(hosts)}")
     yield from _same(facts)
-    yield _clocks(place, board, facts)
-    yield from _sums(place, board, facts)
+    yield _clocks(place, store, facts)
+    yield from _sums(place, store, facts)
 
 
 def _collect(
-    place: Place, board: dist.Store, what: str, read: Callable[[bytes], Any]
+    place: JobRank, store: dist.Store, what: str, read: Callable[[bytes], Any]
 ) -> tuple[dict[int, Any], list[int]]:
     """What each rank answers within the deadline for all of them, and which ranks do not.
 
@@ -167,10 +167,10 @@ def _collect(
         key, left = f"{what}/{rank}", until - time.monotonic()
         try:
             if left > 0.01:  # to the store a time that rounds to no millisecond is no limit
-                board.wait([key], datetime.timedelta(seconds=left))
-            elif not board.check([key]):  # type: ignore[attr-defined]  # torch's stub lacks it
+                store.wait([key], datetime.timedelta(seconds=left))
+            elif not store.check([key]):  # type: ignore[attr-defined]  # torch's stub lacks it
                 raise dist.DistStoreError
-            found[rank] = read(board.get(key))
+            found[rank] = read(store.get(key))
         except (dist.DistError, RuntimeError):
             missing.append(rank)
     return found, missing
@@ -200,17 +200,17 @@ def _same(facts: Facts) -> Iterator[Finding]:
         yield ok("same everywhere", ", ".join(f"{key} {facts[0][key]}" for key in _SAME))
 
 
-def _clocks(place: Place, board: dist.Store, facts: Facts) -> Finding:
+def _clocks(place: JobRank, store: dist.Store, facts: Facts) -> Finding:
     """Every rank reads its clock between `go` and its answer: one whose time lies outside of that is off."""
-    board.set("go", "1")
+    store.set("go", "1")
     mine = time.time()
-    board.set("clock/0", repr(mine))
+    store.set("clock/0", repr(mine))
 
     def skew(answer: bytes) -> float:
         clock = float(answer)
         return clock - min(max(clock, mine), time.time())
 
-    skews, missing = _collect(place, board, "clock", skew)
+    skews, missing = _collect(place, store, "clock", skew)
     worst = max(skews, key=lambda rank: abs(skews[rank]))
     if missing:
         seen = f"rank {missing[0]} ({facts[missing[0]]['host']}) does not answer"
@@ -221,13 +221,13 @@ def _clocks(place: Place, board: dist.Store, facts: Facts) -> Finding:
     return ok("clocks", f"within {abs(skews[worst]):.2f} s")
 
 
-def _sums(place: Place, board: dist.Store, facts: Facts) -> Iterator[Finding]:
+def _sums(place: JobRank, store: dist.Store, facts: Facts) -> Iterator[Finding]:
     """A real all-reduce over all ranks."""
     backend = "nccl" if all(fact["gpu"] for fact in facts.values()) else "gloo"
-    board.set("backend", backend)
-    mine = _reduce(place, board, backend)
-    board.set("sums/0", json.dumps(mine))
-    answers, missing = _collect(place, board, "sums", json.loads)
+    store.set("backend", backend)
+    mine = _reduce(place, store, backend)
+    store.set("sums/0", json.dumps(mine))
+    answers, missing = _collect(place, store, "sums", json.loads)
     bad = {rank: each["error"] for rank, each in answers.items() if each["error"]}
     bad.update(dict.fromkeys(missing, "has not answered"))
     if bad:
@@ -243,17 +243,17 @@ def _sums(place: Place, board: dist.Store, facts: Facts) -> Iterator[Finding]:
         yield ok(f"all-reduce of {words}", seen)
 
 
-def _reduce(place: Place, board: dist.Store, backend: str) -> dict[str, Any]:
+def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
     """Sum numbers over all ranks, check the sums. Returns the error, '' for none, and the seconds by size."""
     seconds: dict[str, float] = {}
     try:
         device = torch.device("cpu")
         if backend == "nccl":
-            nccl.prepare(deterministic=True)  # as for a run: without, it may fail where that would not, and be faster
+            prepare_nccl(deterministic=True)  # as for a run: without, it may fail where that would not, and be faster
             torch.cuda.set_device(place.local_rank)
             device = torch.device("cuda", place.local_rank)
         limit = datetime.timedelta(seconds=place.deadline)
-        group = dist.PrefixStore("group", board)
+        group = dist.PrefixStore("group", store)
         dist.init_process_group(backend, store=group, rank=place.rank, world_size=place.size, timeout=limit)
         right = place.size * (place.size + 1) / 2
         for size in _SIZES:

@@ -62,7 +62,7 @@ def _loopback(place: Place, address: str, here: bool) -> Finding:
 
 
 def _knock(address: str, port: int) -> int:
-    """The errno of a connection; 0: somebody listens."""
+    """The errno of a connection; 0: it is accepted."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as one:
         one.settimeout(_PATIENCE)
@@ -93,7 +93,7 @@ def _port(place: Place, address: str, here: bool, code: int) -> Finding:
 
 
 def _free(name: str, family: int, address: str, port: int) -> Finding:
-    """Whether node 0, which is to be here, may listen there: where nobody listens it may still be taken, or root's."""
+    """Whether node 0, which is to be here, may listen there: a silent port may still be taken, or root's."""
     with socket.socket(family, socket.SOCK_STREAM) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -55,7 +55,7 @@ def _version(name: str, where: list[str] | None) -> str | None:
 
 
 def torch_of() -> Torch | None:
-    """What is installed, from the file that its build leaves behind (torch/version.py)."""
+    """The installed torch, from the file that its build writes (torch/version.py)."""
     where = folders()
     version = _version("torch", where)
     if version is None:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from train.config import Config
-from train.data.plan import MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
-from train.data.sharing import Sharing
+from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches, micro_batches_of
 
 _LOOK_AHEAD = 4096
 """Steps among which the next evaluation is looked for at a time."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 
 import torch
 from torch import nn
 
 from train.config import Config
+from train.parallel.torch_private import fix_compiler
 
 _NONE = re.compile(r"(\S[^\n.]*?) does not have a deterministic implementation")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -44,27 +44,7 @@ def compile_as_asked(model: nn.Module, config: Config) -> None:
     """Compile a model in place, if that is wanted. Once it is on its device, with the weights that it begins with."""
     if config.compile:
         model.compile(dynamic=False)
-    if "torch._dynamo" in sys.modules:  # a task may compile functions, and parts in place
-        # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
-        torch._dynamo.config.automatic_dynamic_shapes = False
-        # beyond torch's limit (8) shapes are not compiled: which ones, would go by where an attempt began
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 16
-    if config.deterministic and (config.compile or "torch._inductor.config" in sys.modules):
-        decide_without_timing()
-
-
-def decide_without_timing() -> None:
-    """Keep torch's compiler from choosing kernels by how long they take: the next process would choose others.
-
-    Of torch's determinism it asks only in part. `dynamic_scale_rblock` tries sums in blocks of half the size, which is
-    another order of adding; `shape_padding` tries matrices with zeros added (2.7.1: _inductor/runtime/
-    triton_heuristics.py, fx_passes/pad_mm.py). From 2.9 on one switch stands for all of that.
-    """
-    from torch._inductor import config as inductor  # not loaded where nothing is compiled
-
-    for name, value in {"dynamic_scale_rblock": False, "shape_padding": False, "deterministic": True}.items():
-        if hasattr(inductor, name):
-            setattr(inductor, name, value)
+    fix_compiler(config.compile, config.deterministic)
 
 
 def refusal(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from train.parallel.moments import Moments
+from train.parallel.overlap import DeviceTimer
 
 _LEAST = 20e-6
 """Seconds; what the host waits shorter than this on a GPU counts as nothing, for an event costs some of them."""
@@ -28,7 +28,7 @@ class Awaited:
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now, self._moments = now, Moments(device) if device.type == "cuda" else None
+        self._now, self._moments = now, DeviceTimer(device) if device.type == "cuda" else None
         self.host = 0.0
         """In which the host waited. Without loader processes that is what fetching takes."""
         self._began: float | None = None

@@ -25,6 +25,7 @@ from train.data.seeding import seed_host
 from train.data.to_device import prepared
 from train.errors import Refused, one_line
 from train.parallel.precision import Precision
+from train.parallel.torch_private import buffers_of
 from train.tasks import Task, where
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
     model = _call(task, "model", config)
     if not isinstance(model, nn.Module):
         raise Refused(f"model in {task.file} must return a torch.nn.Module, got {type(model).__name__}")
-    if any("_orig_mod" in part._modules for part in model.modules()):
+    if any(name.rpartition(".")[2] == "_orig_mod" for name, _ in model.named_modules()):
         raise Refused(
             f"the model of {task.file} is wrapped by torch.compile, under whose names no weights fit: use "
             "--compile true, or compile a module of your own class in place (net.compile())"
@@ -122,11 +123,11 @@ def check_forward(task: Task, model: nn.Module) -> None:
 def _give_memory(model: nn.Module) -> None:
     """Let each element of a buffer have a place of its own: into what expand() made nothing can be written."""
     for part in model.modules():
-        for name, buffer in part._buffers.items():
+        for name, buffer in buffers_of(part).items():
             if buffer is not None and buffer.layout == torch.strided:
                 shape = zip(buffer.stride(), buffer.shape, strict=True)
                 if any(step == 0 and size > 1 for step, size in shape):
-                    part._buffers[name] = buffer.contiguous()
+                    buffers_of(part)[name] = buffer.contiguous()
 
 
 def first_samples(task: Task, config: Config, precision: Precision, train_set: Any) -> Any:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.data.plan import MicroBatch, Plan
+from train.data.plan import MicroBatch, Plan, Sharing
 from train.data.seeding import owned, seed_compute
-from train.data.sharing import Sharing
 from train.engine.loss import Figure, evaluation_figures
 from train.errors import TrainingFailed
 from train.parallel.precision import Precision
+from train.parallel.torch_private import buffers_of
 from train.parallel.world import World
 from train.tasks import Task
 
@@ -92,14 +92,14 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
     before = [
         (part, name, buffer, None if buffer is None or buffer.nbytes > _LARGE else buffer.detach().clone())
         for part in model.modules()
-        for name, buffer in part._buffers.items()
+        for name, buffer in buffers_of(part).items()
     ]
     try:
         yield
     finally:
         with torch.no_grad():
             for part, name, buffer, content in before:
-                part._buffers[name] = buffer
+                buffers_of(part)[name] = buffer
                 if buffer is not None and content is not None:
                     buffer.copy_(content)
 

@@ -17,14 +17,14 @@ from train.checkpoint.state import load, weights
 from train.config import Config
 from train.data.fetch import Bad, fetcher
 from train.data.loader import Loader
-from train.data.plan import MicroBatch, evaluation_micro_batches
-from train.data.sharing import Sharing
+from train.data.plan import MicroBatch, Sharing, evaluation_micro_batches
 from train.data.to_device import prepared
 from train.engine import arithmetic, build, opened
 from train.engine.evaluate import evaluate
 from train.errors import Refused, TrainingFailed, one_line
+from train.parallel.devices import NoGPU, pick_device, take_device
 from train.parallel.precision import ON_GPU_ALONE, Precision
-from train.parallel.world import NoGPU, World, pick_device, take_device
+from train.parallel.world import World
 from train.record import manifest as manifests
 from train.record.durable import check_target, published
 from train.record.store import Run

@@ -25,7 +25,7 @@ from train.engine.step import step
 from train.engine.votes import Votes
 from train.engine.wait import DataWait
 from train.errors import TrainingFailed
-from train.parallel.strategy import VOTES
+from train.parallel.strategy import STEP_STATS
 from train.record import heartbeat
 from train.record.metrics import Training
 from train.record.record import Times
@@ -92,7 +92,7 @@ class _Loop:
         )
         self._check = ModelCheck(job.strategy.module, job.task.loss, job.own)
         self._votes = Votes(
-            job.strategy.votes_type, job.world.device, job.strategy.is_ordered, job.stop, job.snapshots.vote
+            job.strategy.stats_dtype, job.world.device, job.strategy.is_ordered, job.stop, job.snapshots.vote
         )
         self._readback = Readback[_Step](job.world.device)
         from_memory = job.saved < done  # deaths must not put off what the disk is to have
@@ -130,7 +130,7 @@ class _Loop:
         """
         save = False
         for made, values in self._readback.take(everything):
-            votes = dict(zip(VOTES, values, strict=True))
+            votes = dict(zip(STEP_STATS, values, strict=True))
             self._look_at(made, votes)
             self._known = made.number
             self._copies.append(votes["copy"])
@@ -168,7 +168,7 @@ class _Loop:
     def times(self) -> Times:
         """Where the time of this attempt has gone so far, on this rank."""
         strategy = self.job.strategy
-        communication = strategy.exposed.seconds() if strategy.tells_exposed else None
+        communication = strategy.communication.seconds() if strategy.measures_communication else None
         return self.account.read(self.done, self._meter.awaited.seconds(), communication)
 
     def _loss(self, made: _Step, votes: dict[str, float]) -> float:

@@ -19,20 +19,20 @@ from train.checkpoint.saver import Saver
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
 from train.data.loader import Loader
-from train.data.plan import Plan
+from train.data.plan import Plan, Sharing
 from train.data.seeding import Seed, owned
-from train.data.sharing import Sharing
 from train.engine import arithmetic, build, opened
 from train.engine.agenda import Agenda, agenda_of
 from train.engine.loggers.loggers import Loggers
 from train.engine.skipped import Skipped
 from train.engine.start import Start, restore
 from train.parallel import choose
+from train.parallel.devices import pick_device, take_device
 from train.parallel.precision import Precision
 from train.parallel.seat import Seat
 from train.parallel.strategy import Strategy
-from train.parallel.units import recompute
-from train.parallel.world import World, join, pick_device, take_device
+from train.parallel.world import World, join
+from train.parallel.wrap_units import recompute
 from train.record import metrics
 from train.record.heartbeat import Heart
 from train.record.record import Times

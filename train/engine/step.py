@@ -26,7 +26,7 @@ Stream = Iterator[tuple[MicroBatch, Any]]
 def step(
     job: Job, votes: Votes, number: int, stream: Stream, meter: Meter, save: bool, check: ModelCheck | None
 ) -> Tensor:
-    """Make the update of a step, counted from 0. Returns VOTES summed over the ranks, still on the device.
+    """Make the update of a step, counted from 0. Returns STEP_STATS summed over the ranks, still on the device.
 
     Args:
         votes: this rank's, of any step before.
@@ -38,7 +38,7 @@ def step(
     seen: list[npt.NDArray[np.int64]] = []
     faults.here("step")
     strategy.begin(micros)
-    strategy.exposed.begin()
+    strategy.communication.begin()
     if check is not None:
         check.begin()
     votes.begin(micros, save and job.world.is_first)
@@ -55,14 +55,15 @@ def step(
         if len(micro.indices):
             _micro_batch(job, micro, batch, votes, samples, is_last)
         else:  # none of its samples could be read
-            strategy.skip(micro.number, votes.cast() if is_last else None)
+            with strategy.micro_batch(micro.number, is_last):
+                strategy.backward(None, 0.0, votes.cast() if is_last else None)
     reduced = votes.read(strategy.reduce(votes.cast()))
     for warning in check.end() if check is not None else ():
         if job.world.is_lead:
             job.report.say(warning)
-    if job.config.data.leaves_out or votes.counts_itself:
-        strategy.scale_gradients(_to_true_mean(samples, reduced))
-    strategy.settle(job.optimizer, job.config.clip_grad_norm)
+    is_uncertain = job.config.data.leaves_out or votes.counts_itself
+    scale = _to_true_mean(samples, reduced) if is_uncertain else None
+    strategy.finish_gradients(job.optimizer, job.config.clip_grad_norm, scale)
     _seed_update(job, number)
     faults.here("update")
     strategy.update(job.optimizer)

@@ -1,4 +1,4 @@
-"""What one rank tells the others in a step: VOTES, in one tensor on the device that is made once for the whole run.
+"""What one rank reports to the others in a step: STEP_STATS, in one tensor on the device that is made once a run.
 
 Nothing is copied to the device in a step, for that would wait for it: what the host knows is filled in by a kernel, and
 only when it is another number than in the step before.
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from train.engine.loss import Figure
-from train.parallel.strategy import VOTES
+from train.parallel.strategy import STEP_STATS
 from train.signals import StopRequest
 
-COUNT, COUNTED, COPY = VOTES.index("count"), VOTES.index("counted"), VOTES.index("copy")
+COUNT, COUNTED, COPY = STEP_STATS.index("count"), STEP_STATS.index("counted"), STEP_STATS.index("copy")
 
 
 class Votes:
-    """One rank's VOTES of the step that is being made; before them, where sums are made in order, their parts."""
+    """One rank's STEP_STATS of the step that is being made; before them, where sums are made in order, their parts."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, is_ordered: bool, stop: StopRequest,
@@ -32,9 +32,9 @@ class Votes:
         """
         self._dtype, self._device, self._is_ordered, self._stop, self._copy = dtype, device, is_ordered, stop, copy
         self._is_host, self._largest = device.type == "cpu", torch.finfo(dtype).max
-        self._tensor = torch.zeros(len(VOTES), dtype=dtype, device=device)
+        self._tensor = torch.zeros(len(STEP_STATS), dtype=dtype, device=device)
         self._cells = self._tensor.unbind()
-        self._filled: list[float | None] = [0.0] * len(VOTES)
+        self._filled: list[float | None] = [0.0] * len(STEP_STATS)
         """What the host has filled each cell with; None where the device has computed something else into it."""
         self.begin(0, save=False)
 
@@ -82,7 +82,7 @@ class Votes:
         return math.copysign(math.inf, total) if abs(total) > self._largest else total  # torch refuses to fill it in
 
     def cast(self) -> Tensor:
-        """VOTES of this rank, on the device; of the step's micro batches all have been added. In one step the same."""
+        """STEP_STATS of this rank, on the device, once all its micro batches have been added. In one step the same."""
         if self._cast is not None:
             return self._cast
         if not self._is_fed or self._parts is not None:
@@ -107,7 +107,7 @@ class Votes:
         _put(self._cells[place], value)
 
     def read(self, reduced: Tensor) -> Tensor:
-        """VOTES summed over the ranks, from what was made of those that were cast."""
+        """STEP_STATS summed over the ranks, from what was made of those that were cast."""
         if self._parts is None:
             return reduced
         # each part is one rank's, and zeros of the others round nothing

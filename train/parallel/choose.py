@@ -1,7 +1,6 @@
 """Which strategy a run has, and whether its ranks can do it.
 
-What is asked before a launch must not load the strategies: tensors that are spread over ranks bring torch's compiler
-with them, five seconds that nobody needs there.
+Checks before a launch must not import the strategies: DTensor brings torch's compiler with it, five seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def resolve(config: Config, size: int) -> str:
-    """The strategy that a configuration means for so many ranks: one rank has nobody to spread a model with."""
+    """The strategy that a configuration means for so many ranks; one rank has none to spread a model over."""
     name = config.parallel.strategy
     if name == "dp" or size > 1:
         return "ddp" if name == "auto" else name
@@ -122,12 +121,12 @@ def _check_ordered(config: Config) -> None:
 
 def make(world: World, config: Config, precision: Precision) -> Strategy:
     """The strategy of a run on these ranks."""
-    from train.parallel.ddp import Replicated
-    from train.parallel.fsdp import Sharded
+    from train.parallel.ddp import DDP
+    from train.parallel.fsdp import FSDP
     from train.parallel.ordered import Ordered
     from train.parallel.single import DataParallel, Single
 
     if config.parallel.reduce == "ordered":
         return Ordered(world, config, precision)
-    kinds = {"single": Single, "dp": DataParallel, "ddp": Replicated, "fsdp": Sharded, "hsdp": Sharded}
-    return kinds[resolve(config, world.size)](world, config, precision)
+    strategies = {"single": Single, "dp": DataParallel, "ddp": DDP, "fsdp": FSDP, "hsdp": FSDP}
+    return strategies[resolve(config, world.size)](world, config, precision)

@@ -1,7 +1,8 @@
 """DistributedDataParallel: a copy of the model on every rank, gradients reduced once a step, during the last backward.
 
-What is DDP's alone stays here: that it takes means where sums are wanted, that it lays its buckets out anew after the
-first backward, and that votes ride in a bucket, at no communication of their own.
+What is DDP's alone is handled here: that it takes means where sums are wanted, that it lays its buckets out anew after
+the first backward, and that the step's stats ride in a bucket, at no
+communication of their own.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.errors import TrainingFailed
-from train.parallel.strategy import VOTES, Spread
+from train.parallel.strategy import STEP_STATS, BaseStrategy
+from train.parallel.torch_private import after_gradients
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
-OWN_BUFFERS: dict[str, Any] = {
+NO_BUFFER_BROADCAST: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
 }
-"""What tells DDP not to give every rank the first one's buffers in each forward. 2.13 warns of the older name."""
+"""Keeps DDP from broadcasting buffers in each forward. torch 2.13 warns of the older name."""
 
 
 class _Forward(nn.Module):
-    """What DDP wraps: the model, and one more parameter whose gradient carries the votes through the reduction.
+    """What DDP wraps: the model, and one more parameter whose gradient carries the stats through the reduction.
 
     A forward is all of a loss, not of the model alone: DDP reduces what is computed in it, and a loss that asked the
-    model for more than its forward (`model.encode(x)`) would leave each rank its own gradients, without a word.
+    model for more than its forward (`model.encode(x)`) would silently leave each rank its own gradients.
     """
 
     def __init__(self, module: nn.Module, tail: nn.Parameter, touches: bool) -> None:
@@ -57,7 +59,7 @@ class _Forward(nn.Module):
 
 
 class _Parallel(DistributedDataParallel):
-    """DDP that names our own remedy."""
+    """torch's DDP, whose error about unused parameters names our remedy."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -78,22 +80,22 @@ def _unused(names: list[str]) -> TrainingFailed:
     )
 
 
-class Replicated(Spread):
+class DDP(BaseStrategy):
     """DDP over several ranks."""
 
-    def _take(self, model: nn.Module) -> None:
-        super()._take(model)
+    def take(self, model: nn.Module) -> None:
+        super().take(model)
         world, parallel = self.world, self.config.parallel
-        self._rides = not parallel.find_unused_parameters
+        self._carries_stats = not parallel.find_unused_parameters
         # of the weights' type, so that it shares a bucket with them and costs no reduction of its own
-        zeros = torch.zeros(len(VOTES), dtype=self.votes_type, device=world.device)
+        zeros = torch.zeros(len(STEP_STATS), dtype=self.stats_dtype, device=world.device)
         self._tail = nn.Parameter(zeros)
         # a pass without data must not give gradients of 0 to what no rank used: weight decay would reach it
-        self._forward = _Forward(model, self._tail, touches=self._rides)
+        self._forward = _Forward(model, self._tail, touches=self._carries_stats)
         self._ddp = _Parallel(
             self._forward,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            **OWN_BUFFERS,  # agree_on_buffers does it, once a step
+            **NO_BUFFER_BROADCAST,  # finish_gradients broadcasts them, once a step
             gradient_as_bucket_view=True,
             find_unused_parameters=parallel.find_unused_parameters,
         )
@@ -116,49 +118,46 @@ class Replicated(Spread):
         value: Tensor = self._ddp(loss)
         return value
 
-    def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
+    def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
+        if value is None:
+            if stats is not None:
+                self._pass_without_data(stats)
+            return
         # DDP takes the mean over the ranks; weights are made for a sum
         root, gradient = self._root(value, weight * self.world.size)
-        if votes is None:
+        if stats is None:
             torch.autograd.backward(root, gradient)
         else:
-            self._reducing(root, gradient, votes)
+            self._reducing_backward(root, gradient, stats)
 
-    def skip(self, number: int, votes: Tensor | None) -> None:
-        if votes is not None:
-            self._pass_without_data(votes)
-
-    def _pass_without_data(self, votes: Tensor) -> None:
+    def _pass_without_data(self, stats: Tensor) -> None:
         zero = self._ddp(None)
-        self._reducing(zero, torch.zeros_like(zero), votes)
+        self._reducing_backward(zero, torch.zeros_like(zero), stats)
 
-    def _reducing(self, root: Tensor, gradient: Tensor, votes: Tensor) -> None:
-        """The backward pass in which gradients, and with them the votes, are reduced."""
+    def _reducing_backward(self, root: Tensor, gradient: Tensor, stats: Tensor) -> None:
+        """The backward pass in which gradients, and with them the stats, are reduced."""
         computed: list[Any] = []
-        if self.exposed.is_on:
-            # torch calls what is queued in order when all gradients are there: this, then the wait for buckets of DDP
-            end = torch.autograd.Variable._execution_engine.queue_callback
-            root.register_hook(lambda _: end(lambda: computed.append(self.exposed.mark())))
-        if self._rides:
-            torch.autograd.backward([root, self._tail], [gradient, votes * self.world.size])
+        if self.communication.is_timed:
+            root.register_hook(lambda _: after_gradients(lambda: computed.append(self.communication.mark())))
+        if self._carries_stats:
+            torch.autograd.backward([root, self._tail], [gradient, stats * self.world.size])
         else:
             torch.autograd.backward(root, gradient)
         if computed:
-            self.exposed.add(computed[0], self.exposed.mark())
+            self.communication.add(computed[0], self.communication.mark())
 
-    def reduce(self, votes: Tensor) -> Tensor:
-        if self._rides:
-            if any(parameter.grad is None for parameter in self.trainable):  # then nothing has been reduced
-                raise _unused(
-                    [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
-                )
-            assert self._tail.grad is not None
-            return self._tail.grad.detach()
-        return super().reduce(votes)
+    def reduce(self, stats: Tensor) -> Tensor:
+        if not self._carries_stats:
+            return super().reduce(stats)
+        without = [name for name, parameter in self._named if parameter.grad is None]
+        if without:  # then nothing has been reduced
+            raise _unused(without)
+        assert self._tail.grad is not None
+        return self._tail.grad.detach()
 
     def not_finite(self) -> str:
-        # that a step left a parameter out, so that its sums are none, DDP says at the next forward: ask before a save
-        if self._rides:
+        # a step that left a parameter out was not reduced, which DDP reports at the next forward: ask before a save
+        if self._carries_stats:
             self._pass_without_data(torch.zeros_like(self._tail))
             self.clear()
         return super().not_finite()

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train.errors import Refused, TrainingFailed
 from train.parallel import choose
-from train.parallel.strategy import Spread
-from train.parallel.units import units
+from train.parallel.strategy import BaseStrategy
+from train.parallel.torch_private import set_group_timeout
+from train.parallel.wrap_units import units
 
 
 def check(model: nn.Module, wrap: str) -> None:
@@ -49,10 +49,10 @@ def check(model: nn.Module, wrap: str) -> None:
             )
 
 
-class Sharded(Spread):
+class FSDP(BaseStrategy):
     """fsdp and hsdp."""
 
-    tells_exposed = False
+    measures_communication = False
 
     def place(self, model: nn.Module) -> nn.Module:
         size = self.world.size
@@ -61,8 +61,7 @@ class Sharded(Spread):
         shape = (size // self._share, self._share)
         mesh = init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))
         if self.world.timeout is not None and size > 1:  # a mesh makes groups with torch's own
-            for group in (None, *mesh.get_all_groups()):
-                _set_pg_timeout(self.world.timeout, group)
+            set_group_timeout(self.world.timeout, (None, *mesh.get_all_groups()))
         self._divisor = self._find_divisor(model, mesh["shard"])
         # each unit goes to the device by itself and only this rank's part of it stays there: all of the model may not
         # fit. With the root, last, goes what is in no unit
@@ -71,7 +70,7 @@ class Sharded(Spread):
             fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=True)
             if self._share < size:
                 self._add_over(unit, mesh["replicate"].get_group())
-        self._take(model)
+        self.take(model)
         return model
 
     def _find_divisor(self, model: nn.Module, mesh: DeviceMesh) -> float:
@@ -122,6 +121,7 @@ class Sharded(Spread):
         self._root_unit.set_is_last_backward(is_last)
         yield
 
-    def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
+    def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
+        assert value is not None  # data.on_error skip is refused with fsdp
         # weights are made for a sum
         torch.autograd.backward(*self._root(value, weight * self._divisor))

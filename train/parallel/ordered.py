@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.data.sharing import share
-from train.parallel.strategy import Spread
-from train.parallel.stream import Stream, flat_as, levels, lying_as
+from train.data.plan import share
+from train.parallel.overlap import OverlappedSums, flatten_as, pair_levels, view_as
+from train.parallel.strategy import BaseStrategy
+from train.parallel.torch_private import add_all_, copy_all
 
 Node = tuple[int, int]
 """A subtree: the first of its micro batches, and the one after its last."""
@@ -48,15 +49,6 @@ def cover(node: Node, own: Node) -> list[Node]:
         return [node]
     left, right = halves(node)
     return cover(left, own) + cover(right, own)
-
-
-def pairs(node: Node) -> frozenset[int]:
-    """The first of every two micro batches that are siblings in the tree over `node`."""
-    low, high = node
-    if high - low <= 2:
-        return frozenset([low] if high - low == 2 else [])
-    left, right = halves(node)
-    return pairs(left) | pairs(right)
 
 
 @dataclass(frozen=True)
@@ -116,28 +108,13 @@ def _span(numbers: range) -> Node:
     return (numbers.start, numbers.stop)
 
 
-def _copy(to: list[Tensor], values: list[Tensor]) -> None:
-    """Give tensors these values; by one kernel on a GPU, where each that is started takes longer than such a copy."""
-    if to:
-        torch._foreach_copy_(to, values)
-
-
-@dataclass
-class _First:
-    """What stays of the first of two siblings while the second is computed."""
-
-    versions: list[int]
-    """Of its gradients: a parameter that the second did not use has the same one after it."""
-    statistics: list[Tensor]
-
-
-class Ordered(Spread):
+class Ordered(BaseStrategy):
     """Copies of the model on one or several ranks, whose gradients are added in the order of the tree."""
 
     is_ordered = True
 
-    def _take(self, model: nn.Module) -> None:
-        super()._take(model)
+    def take(self, model: nn.Module) -> None:
+        super().take(model)
         self._statistics = [buffer for buffer in self._buffers if buffer.is_floating_point()]
         self._others = [buffer for buffer in self._buffers if not buffer.is_floating_point()]
         self._before = [torch.empty_like(buffer) for buffer in self._statistics]
@@ -146,64 +123,55 @@ class Ordered(Spread):
         self._sizes: dict[torch.dtype, int] = {}
         for tensor in self._like:
             self._sizes[tensor.dtype] = self._sizes.get(tensor.dtype, 0) + tensor.numel()
-        self._stream = Stream(self.world, self._like) if self.world.size > 1 and levels(self.world.size) else None
-        if self._stream is not None:
+        size = self.world.size
+        self._overlapped = OverlappedSums(self.world, self._like) if size > 1 and pair_levels(size) else None
+        if self._overlapped is not None:
             for place, parameter in enumerate(self.trainable):
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_is_there, place))
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_is_ready, place))
         self.begin(0)
 
     def begin(self, micros: int) -> None:
-        """Make ready for a step of so many micro batches."""
         self._micros = micros
         self._sums: dict[Node, list[Tensor]] = {}
+        """Gradients and statistics of subtrees."""
         mine = share(self.world.rank, micros, self.world.size, True)
         self._left = set(mine)
         """Micro batches of this rank that have not been computed yet."""
         self._own = cover((0, micros), _span(mine)) if micros else []
-        self._pairs = frozenset().union(*map(pairs, self._own))
-        self._first: _First | None = None
-        _copy(self._before, self._statistics)
+        if self._before:
+            copy_all(self._before, self._statistics)
         self._counts: list[Tensor] | None = None
-        self._streams = self._stream is not None and micros > 0 and micros % self.world.size == 0
-        if self._streams:  # the last two are added where they are sent from, which costs less
-            self._pairs -= {mine.stop - 2}
-        self._streamed: int | None = None
-        """The micro batch whose gradients are sent as they are made: the last one, in a step that can be streamed."""
-        if self._stream is not None:
-            self._stream.begin()
+        self._overlaps = self._overlapped is not None and micros > 0 and micros % self.world.size == 0
+        self._sending: int | None = None
+        """The micro batch whose gradients are sent as they are made: this rank's last one, in a step that overlaps."""
+        if self._overlapped is not None:
+            self._overlapped.begin()
 
     @contextlib.contextmanager
     def micro_batch(self, number: int, is_last: bool) -> Iterator[None]:
-        _copy(self._statistics, self._before)
-        self._streamed = number if is_last and self._streams else None
+        if self._before:
+            copy_all(self._statistics, self._before)
+        self._sending = number if is_last and self._overlaps else None
         yield
         if number in self._left:
             self._left.remove(number)
-            self._keep(number)
-        else:  # computed again, for others wait for it: what it has made enters no sum, not even as zeros
+            self._add_micro_batch(number)
+        else:  # another rank's, computed with weight 0: it enters no sum, not even as zeros
             self.clear()
 
-    def skip(self, number: int, votes: Tensor | None) -> None:
-        """Of a micro batch none of whose samples can be read: it adds nothing."""
-        with self.micro_batch(number, is_last=False):
-            pass
-
-    def _gradient_is_there(self, place: int, parameter: Tensor) -> None:
+    def _gradient_is_ready(self, place: int, parameter: Tensor) -> None:
         """A gradient of this rank's last micro batch is made, and with it the rank's sum."""
-        if self._streamed is not None and parameter.grad is not None:
+        if self._sending is not None and parameter.grad is not None:
             self._send(place, parameter.grad)
 
     @torch.no_grad()
     def _send(self, place: int, last: Tensor) -> None:
-        """Give the sum over this rank's micro batches away, of one parameter or statistic.
-
-        `last` is what `_node` says: the last one's, or the sum of the last two.
-        """
-        assert self._stream is not None and self._streamed is not None
-        (own,), known_last = self._own, self._node(self._streamed)
+        """Send the sum over this rank's micro batches, of one parameter or statistic; `last` is the last one's."""
+        assert self._overlapped is not None and self._sending is not None
+        (own,), leaf = self._own, (self._sending, self._sending + 1)
 
         def value(node: Node, out: Tensor | None) -> Tensor:
-            if node == known_last:
+            if node == leaf:
                 return last if out is None else out.copy_(last)
             known = self._sums.get(node)
             if known is not None:
@@ -211,113 +179,73 @@ class Ordered(Spread):
             left, right = halves(node)  # the last micro batch is always in the right one
             return torch.add(value(left, None), value(right, None), out=out)
 
-        value(own, self._stream.views[place])
-        self._stream.written(place)
+        value(own, self._overlapped.views[place])
+        self._overlapped.written(place)
 
-    def _keep(self, number: int) -> None:
-        """Take the gradients and statistics of a micro batch, and add up what is complete with it."""
-        self.hold_buffers()
+    def _add_micro_batch(self, number: int) -> None:
+        """Take the gradients and statistics of a micro batch, and add up what is complete with it.
+
+        A parameter that was not used has zeros, as it would beside a rank that did use it.
+        """
+        self.restore_buffers()
         if number == 0:
             self._counts = [buffer.clone() for buffer in self._others]
-        if self._streamed is not None:
-            self._keep_streamed()
-        elif number in self._pairs:
-            self._keep_first()
-        else:
-            self._sums[self._node(number)] = [*self._gradients(), *self._made_of_statistics()]
-            self._first = None
-            self.clear()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trainable]
+        if self._sending is None:
+            self._sums[number, number + 1] = [*gradients, *(buffer.clone() for buffer in self._statistics)]
             for node in self._own:
                 if node[0] <= number < node[1]:
-                    self._fold(node)
-
-    def _node(self, number: int) -> Node:
-        """Of what the gradients are the sum when a micro batch is done: of it, or of it and the sibling before it."""
-        return (number if self._first is None else number - 1, number + 1)
-
-    def _keep_first(self) -> None:
-        """Leave the gradients of the first of two siblings where they are: autograd adds the second's to them."""
-        gradients = self._gradients()
-        for parameter, gradient in zip(self.trainable, gradients, strict=True):
-            parameter.grad = gradient
-        self._first = _First([gradient._version for gradient in gradients], [b.clone() for b in self._statistics])
-
-    def _gradients(self) -> list[Tensor]:
-        """Those of the micro batch, or of two siblings. A parameter that was not used has zeros, as it would beside a
-        rank that did use it; and they are added, for -0.0 + 0.0 is not -0.0."""
-        if self._first is None:
-            return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trainable]
-        gradients = [p.grad for p in self.trainable if p.grad is not None]
-        with torch.no_grad():
-            for gradient, version in zip(gradients, self._first.versions, strict=True):
-                if gradient._version == version:
-                    gradient.add_(0.0)
-        return gradients
-
-    def _made_of_statistics(self) -> list[Tensor]:
-        if self._first is None or not self._statistics:
-            return [buffer.clone() for buffer in self._statistics]
-        return list(torch._foreach_add(self._first.statistics, self._statistics))
-
-    @torch.no_grad()
-    def _keep_streamed(self) -> None:
-        """What no hook has sent: of parameters that were not used, and the statistics."""
-        assert self._stream is not None
-        for place, parameter in enumerate(self.trainable):
-            if not self._stream.is_here(place):
-                self._send(place, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.add_(0.0))
-        for place, buffer in enumerate(self._made_of_statistics(), len(self.trainable)):
-            self._send(place, buffer)
-        self._streamed = self._first = None
-        self._sums.clear()
+                    self._add_up(node)
+        else:
+            assert self._overlapped is not None
+            for place, tensor in enumerate([*gradients, *self._statistics]):
+                if not self._overlapped.is_written(place):  # no hook has sent it
+                    self._send(place, tensor)
+            self._sending = None
+            self._sums.clear()
         self.clear()
 
-    def _fold(self, node: Node) -> bool:
+    def _add_up(self, node: Node) -> bool:
         """Add up a subtree as far as its parts are there. Whether its sum is."""
         if node in self._sums:
             return True
         if node[1] - node[0] == 1:
             return False
         left, right = halves(node)
-        if not (self._fold(left) and self._fold(right)):
+        if not (self._add_up(left) and self._add_up(right)):
             return False
         self._add(node, left, right)
         return True
 
     def _add(self, node: Node, left: Node, right: Node) -> None:
-        total = self._sums.pop(left)
+        total = self._sums.pop(right)  # made last, and so in the cache; a + b has the bits of b + a
         with torch.no_grad():
-            torch._foreach_add_(total, self._sums.pop(right))
+            add_all_(total, self._sums.pop(left))
         self._sums[node] = total
 
-    def reduce(self, votes: Tensor) -> Tensor:
+    def reduce(self, stats: Tensor) -> Tensor:
         size = self.world.size
-        summed = votes.clone() if size > 1 else votes
+        summed = stats.clone() if size > 1 else stats
         adding = dist.all_reduce(summed, async_op=True) if size > 1 else None
-        total = self._sent() if self._streams else self._exchanged()
+        if self._overlaps:
+            assert self._overlapped is not None
+            with self.communication.waiting():
+                self._overlapped.finish()
+            total = self._overlapped.views
+        else:
+            total = self._exchanged()
         for parameter, gradient in zip(self.trainable, total, strict=False):
             parameter.grad = gradient
         with torch.no_grad():
-            # not torch._foreach_div: on a GPU it rounds otherwise, and takes that way only for some layouts
-            _copy(self._statistics, [added / self._micros for added in total[len(self.trainable) :]])
-            if self._counts is not None:
-                _copy(self._others, self._counts)
+            if self._statistics:
+                # not torch._foreach_div: on a GPU it rounds otherwise, and takes that way only for some layouts
+                copy_all(self._statistics, [added / self._micros for added in total[len(self.trainable) :]])
+            if self._counts:
+                copy_all(self._others, self._counts)
         if adding is not None:
-            with self.exposed.waiting():
+            with self.communication.waiting():
                 adding.wait()
         return summed
-
-    def _sent(self) -> list[Tensor]:
-        """The sums of a step that was streamed."""
-        assert self._stream is not None
-        if self._sums:  # of the last micro batch no sample could be read
-            (own,) = self._own
-            for place, part in enumerate(self._sums.pop(own)):
-                self._stream.views[place].copy_(part)
-                self._stream.written(place)
-        with self.exposed.waiting():
-            self._stream.finish()
-        return self._stream.views
 
     def _exchanged(self) -> list[Tensor]:
         """The sums of a step in which ranks send what others lack."""
@@ -339,7 +267,7 @@ class Ordered(Spread):
             arriving.append((node, flats))
             operations += [dist.P2POp(dist.irecv, flat, peer) for flat in flats]
         if operations:
-            with self.exposed.waiting():
+            with self.communication.waiting():
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
         for node, flats in arriving:
@@ -349,7 +277,7 @@ class Ordered(Spread):
         """All tensors of a type as one, the types in the order in which they come."""
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for tensor, like in zip(tensors, self._like, strict=True):
-            by_type.setdefault(tensor.dtype, []).append(flat_as(tensor, like))
+            by_type.setdefault(tensor.dtype, []).append(flatten_as(tensor, like))
         return [torch.cat(parts) for parts in by_type.values()]
 
     def _unpacked(self, flats: list[Tensor]) -> list[Tensor]:
@@ -359,5 +287,5 @@ class Ordered(Spread):
         for like in self._like:
             begin = at[like.dtype]
             at[like.dtype] = begin + like.numel()
-            found.append(lying_as(by_type[like.dtype][begin : at[like.dtype]], like))
+            found.append(view_as(by_type[like.dtype][begin : at[like.dtype]], like))
         return found

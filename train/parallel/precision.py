@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from train.errors import Refused
+from train.parallel.torch_private import scaler_state
 
 _NOTHING = contextlib.nullcontext()
 # by torch 2.9 and 2.10, of the older of the two ways to say one thing that `allow_tf32` uses
@@ -67,14 +68,4 @@ class Precision:
 
     def scaling(self) -> dict[str, Any] | None:
         """What `scaler.state_dict()` says, with tensors where it would wait for the device; None without a scaler."""
-        scaler = self.scaler
-        if scaler is None:
-            return None
-        scale, tracker = scaler._scale, scaler._growth_tracker  # made with the first loss that is scaled
-        return {
-            "scale": scaler._init_scale if scale is None else scale,
-            "growth_factor": scaler.get_growth_factor(),
-            "backoff_factor": scaler.get_backoff_factor(),
-            "growth_interval": scaler.get_growth_interval(),
-            "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker,
-        }
+        return None if self.scaler is None else scaler_state(self.scaler)

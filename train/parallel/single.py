@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from train.data.order import seed_of
-from train.parallel.strategy import Spread
+from train.parallel.strategy import BaseStrategy
 
 
-class Single(Spread):
+class Single(BaseStrategy):
     """One rank. Nothing is communicated."""
 
 
-class DataParallel(Spread):
+class DataParallel(BaseStrategy):
     """nn.DataParallel: one process cuts each micro batch into a part for every GPU. For comparison and teaching.
 
     Slower than ddp: threads of one interpreter, and the model is copied to the other GPUs in every forward.
     """
 
-    tells_exposed = False
+    measures_communication = False
 
-    def _take(self, model: nn.Module) -> None:
-        super()._take(model)
+    def take(self, model: nn.Module) -> None:
+        super().take(model)
         self._replicas = _Replicas(model)
 
     def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:
@@ -50,10 +50,10 @@ class _Replicas(nn.DataParallel):
 
 
 def as_here(replicas: Sequence[Callable[..., Any]], device_type: str) -> list[Callable[..., Any]]:
-    """The same functions, to be called in other threads, and computing there in the autocast of this one.
+    """The same functions, to be called in other threads with the autocast of this one.
 
-    nn.DataParallel tells its threads whether there is one, but not its type, which each thread has for itself: of a new
-    one, on a GPU, it is fp16, in which gradients of a bf16 run, that nobody scales, would become 0.
+    nn.DataParallel passes on whether autocast is on, but not its type, which each thread has for itself: fp16 in a new
+    one on a GPU, in which a bf16 run's unscaled gradients would become 0.
     """
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 

@@ -1,4 +1,4 @@
-"""The seam: what the training loop asks of the way in which a model is spread over ranks.
+"""What the training loop asks of the way in which a model is spread over ranks, and what most strategies share.
 
 The loop knows no strategy by name. A step is, on every rank, the same number of micro batches:
 
@@ -6,14 +6,14 @@ The loop knows no strategy by name. A step is, on every rank, the same number of
     for each slot:
         with strategy.micro_batch(number, is_last):
             value = strategy.compute(lambda model: loss(model, batch))
-            strategy.backward(value, weight, votes if is_last else None)
-        or, where none of its samples can be read: strategy.skip(number, votes if is_last else None)
-    sums = strategy.reduce(votes)
-    strategy.settle(optimizer, clip_grad_norm)
+            strategy.backward(value, weight, stats if is_last else None)
+            # or, where none of its samples can be read: strategy.backward(None, 0.0, stats if is_last else None)
+    sums = strategy.reduce(stats)
+    strategy.finish_gradients(optimizer, clip_grad_norm, scale)
     strategy.update(optimizer)
 
-To add a strategy: a file beside this one with a class that has these methods (`Spread` holds what most share), its
-name in `parallel.strategy` (config/schema.py), and a line in choose.py.
+To add a strategy: a file beside this one with a class that has these methods (`BaseStrategy` holds what most share),
+its name in `parallel.strategy` (config/schema.py), and a line in choose.py.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor
 
 from train.config import Config
 from train.errors import TrainingFailed
-from train.parallel import stepping
-from train.parallel.exposed import Exposed
+from train.parallel import torch_private
+from train.parallel.overlap import CommunicationTime
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
-VOTES = ("loss", "count", "stop", "save", "counted", "copy")
-"""Numbers that are summed over the ranks in every step: what the loss adds up to and over how many samples, how many
-ranks were asked to stop, want to save, and have a loss that counts by itself, and whether to copy the state."""
+STEP_STATS = ("loss", "count", "stop", "save", "counted", "copy")
+"""Numbers that are all-reduced in every step: the sum of the loss and over how many samples, how many ranks were asked
+to stop, want to save, and have a loss that counts by itself, and whether to copy the state."""
 
 
 class Strategy(Protocol):
@@ -47,12 +47,12 @@ class Strategy(Protocol):
     """The model itself, under its own names: what is evaluated and saved."""
     is_ordered: bool
     """Whether gradients are added in one order, whatever the number of ranks."""
-    votes_type: torch.dtype
-    """Of the tensors that carry VOTES."""
-    exposed: Exposed
+    stats_dtype: torch.dtype
+    """Of the tensors that carry STEP_STATS."""
+    communication: CommunicationTime
     """How long this rank waits for communication."""
-    tells_exposed: bool
-    """Whether all of that can be told apart from computing."""
+    measures_communication: bool
+    """Whether all of that can be separated from computing."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Take the model, on the CPU and with its first weights. Before an optimizer is made, or a state read.
@@ -72,26 +72,28 @@ class Strategy(Protocol):
     def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:
         """The value of a training loss, which may use the model as it likes: call it, or any of its methods."""
 
-    def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
-        """Add the gradient of the scalar `value` times `weight`; with votes, of shape (n,), it is the last."""
+    def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
+        """Add the gradient of the scalar `value` times `weight`; with stats, of shape (n,), it is the last.
 
-    def skip(self, number: int, votes: Tensor | None) -> None:
-        """Instead of a micro batch none of whose samples can be read: takes part with weight 0, changes no buffer."""
+        Without a value, for a micro batch none of whose samples can be read, take part with gradients of zero.
+        """
 
-    def reduce(self, votes: Tensor) -> Tensor:
-        """After the last backward of a step: gradients are sums over all ranks now. Returns the sums of the votes.
+    def reduce(self, stats: Tensor) -> Tensor:
+        """After the last backward of a step: gradients are sums over all ranks now. Returns the sums of the stats.
 
         What it returns may be the tensor that it was given; that one is not changed, for it serves the next step too.
         """
 
-    def scale_gradients(self, by: Tensor) -> None:
-        """Multiply every gradient with a scalar tensor."""
+    def finish_gradients(
+        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scale: Tensor | None = None
+    ) -> None:
+        """Multiply gradients with a scalar, clip them to a global 2-norm, where given, and broadcast rank 0's buffers.
 
-    def settle(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
-        """Clip to a global 2-norm, if given, and agree on the buffers: the last that waits for others in a step."""
+        The last method of a step that waits for other ranks.
+        """
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the step of the optimizer, and forget the gradients. No collective."""
+        """Make the step of the optimizer, and clear the gradients. No collective."""
 
     def not_finite(self) -> str:
         """The name of a parameter with a value that is not finite, on every rank alike; '' where all are."""
@@ -100,39 +102,40 @@ class Strategy(Protocol):
 _NOTHING = contextlib.nullcontext()
 
 
-class Spread:
+class BaseStrategy:
     """What most strategies share: weights of gradients, loss scaling, clipping, buffers that follow rank 0's."""
 
     is_ordered = False
-    tells_exposed = True
-    votes_type: torch.dtype
+    measures_communication = True
+    stats_dtype: torch.dtype
     module: nn.Module
 
     def __init__(self, world: World, config: Config, precision: Precision) -> None:
         self.world, self.config, self.precision = world, config, precision
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
-        self.exposed = Exposed(world.device)
+        self.communication = CommunicationTime(world.device)
 
     def place(self, model: nn.Module) -> nn.Module:
-        self._take(model.to(self.world.device))
+        self.take(model.to(self.world.device))
         return model
 
-    def _take(self, model: nn.Module) -> None:
+    def take(self, model: nn.Module) -> None:
+        """Take a model whose parameters are where they are to be."""
         self.module = model
-        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # of frozen ones not even the values are checked: a mask of infinities, numbers of eight bits
+        self._named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.trainable = [parameter for _, parameter in self._named]
         if not self.trainable:
             raise TrainingFailed("the model has no parameter to train; check model() of the task")
-        self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        # frozen ones may hold anything: a mask of infinities, numbers of eight bits
-        self._checked = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._held = _held(model)
+        self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+        self._registered = _registered_buffers(model)
         # sums in less than fp32 would be wrong (a third is 0.334 in bf16); a model of float64 loses nothing
         doubles = any(parameter.dtype == torch.float64 for parameter in self.trainable)
-        self.votes_type = torch.float64 if doubles else torch.float32
+        self.stats_dtype = torch.float64 if doubles else torch.float32
 
     def start(self) -> None:
-        if self.precision.scaler is not None:  # of a first micro batch that cannot be read nothing else scales
+        if self.precision.scaler is not None:  # else a rank whose first micro batch cannot be read never scales
             self.precision.scaler.scale(torch.zeros((), device=self.world.device))
 
     def begin(self, micros: int) -> None:
@@ -154,39 +157,40 @@ class Spread:
         scaler = self.precision.scaler
         return (value if scaler is None else scaler.scale(value)), gradient
 
-    def backward(self, value: Tensor, weight: float, votes: Tensor | None) -> None:
-        stepping.backward(*self._root(value, weight))
-
-    def skip(self, number: int, votes: Tensor | None) -> None:
-        """As several ranks would have them, gradients exist after a step without any data."""
-        for parameter in self.trainable if votes is not None else ():
+    def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
+        if value is not None:
+            torch_private.backward(*self._root(value, weight))
+            return
+        # as several ranks would have them, gradients exist after a step without any data
+        for parameter in self.trainable if stats is not None else ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def reduce(self, votes: Tensor) -> Tensor:
+    def reduce(self, stats: Tensor) -> Tensor:
         if self.world.size == 1:
-            return votes
-        with self.exposed.waiting():
-            return self.world.add(votes.clone())
+            return stats
+        with self.communication.waiting():
+            return self.world.add(stats.clone())
 
-    def scale_gradients(self, by: Tensor) -> None:
-        gradients = [local(p.grad) for p in self.trainable if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, by)
-
-    def settle(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+    def finish_gradients(
+        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scale: Tensor | None = None
+    ) -> None:
         if any(parameter.requires_grad for parameter in self._frozen):
             raise TrainingFailed(
                 "a parameter that was frozen when the model was made is to be trained now, and its gradients would be "
                 "of one rank; make it trainable in model(), or train in two runs, the second with --init"
             )
+        if scale is not None:
+            gradients = [local(p.grad) for p in self.trainable if p.grad is not None]
+            if gradients:
+                torch_private.multiply_all_(gradients, scale)
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_(optimizer)
-        if clip is not None:
-            self._clip(clip)
-        self.hold_buffers()
+        if clip_norm is not None:
+            self._clip(clip_norm)
+        self.restore_buffers()
         # not before the next forward: evaluations and checkpoints, of which every rank writes a part, read buffers too
-        self.agree_on_buffers()
+        self._broadcast_buffers()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         scaler = self.precision.scaler
@@ -194,7 +198,7 @@ class Spread:
             scaler.step(optimizer)
             scaler.update()
         else:
-            stepping.step(optimizer)
+            torch_private.optimizer_step(optimizer)
         self.clear()
 
     def _clip(self, largest: float) -> None:
@@ -203,30 +207,30 @@ class Spread:
             norm = norm.full_tensor()
         nn.utils.clip_grads_with_norm_(self.trainable, largest, norm)
 
-    def hold_buffers(self) -> None:
-        """Keep the model's buffers the tensors they were: `self.mean = 0.9 * self.mean + …` makes another each time.
+    def restore_buffers(self) -> None:
+        """Write buffers that a forward has reassigned (`self.mean = 0.9 * self.mean + …`) into the tensors they were.
 
-        What is summed and agreed on goes by these tensors.
+        Sums and broadcasts hold on to these tensors.
 
         Raises:
             TrainingFailed: a buffer that belongs to the state has got another shape or type.
         """
-        for place in self._held:
-            now = place.module._buffers.get(place.name)
+        for place in self._registered:
+            now = place.buffers.get(place.name)
             if now is place.buffer:
                 continue
             if now is not None and (now.shape, now.dtype) == (place.buffer.shape, place.buffer.dtype):
                 with torch.no_grad():
                     place.buffer.copy_(now)
-                place.module._buffers[place.name] = place.buffer
-            elif place.name not in place.module._non_persistent_buffers_set:  # caches may grow: nobody saves them
+                place.buffers[place.name] = place.buffer
+            elif place.is_persistent:  # others are caches, which may grow
                 raise TrainingFailed(
-                    f"the buffer {place.full_name} of the model was {_kind(place.buffer)} and is {_kind(now)} after a "
+                    f"the buffer {place.full_name} of the model was {_form(place.buffer)} and is {_form(now)} after a "
                     "step, which no checkpoint could be read into; keep its shape and type, or register it with "
                     "persistent=False"
                 )
 
-    def agree_on_buffers(self) -> None:
+    def _broadcast_buffers(self) -> None:
         """Give every rank rank 0's buffers, so that what a checkpoint holds is what every rank continues with."""
         if self.world.size == 1 or not self._buffers:
             return
@@ -236,22 +240,22 @@ class Spread:
         with torch.no_grad():
             for buffers in by_type.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                with self.exposed.waiting():
+                with self.communication.waiting():
                     dist.broadcast(flat.view(torch.uint8), src=0)  # bytes: gloo knows few types
                 if not self.world.is_first:
                     parts = flat.split([buffer.numel() for buffer in buffers])
                     views = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
-                    torch._foreach_copy_(buffers, views)  # one kernel on a GPU, not one a buffer
+                    torch_private.copy_all(buffers, views)
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for parameter in self.trainable:
             parameter.grad = None
 
     def not_finite(self) -> str:
-        bad = torch.stack([~torch.isfinite(local(parameter)).all() for _, parameter in self._checked])
+        bad = torch.stack([~torch.isfinite(local(parameter)).all() for parameter in self.trainable])
         found = self.world.add(bad.to(torch.float32)).tolist()  # one reduction, one wait
-        return next((name for (name, _), count in zip(self._checked, found, strict=True) if count), "")
+        return next((name for (name, _), count in zip(self._named, found, strict=True) if count), "")
 
 
 def local(tensor: Any) -> Tensor:
@@ -260,23 +264,27 @@ def local(tensor: Any) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
-    """A buffer, and where its module has it."""
+class _Registered:
+    """A buffer, and where its module registers it."""
 
-    module: nn.Module
+    buffers: dict[str, Tensor | None]
     name: str
     full_name: str
+    is_persistent: bool
     buffer: Tensor
 
 
-def _held(model: nn.Module) -> list[_Held]:
+def _registered_buffers(model: nn.Module) -> list[_Registered]:
     return [
-        _Held(module, name, f"{prefix}.{name}" if prefix else name, buffer)
+        _Registered(
+            torch_private.buffers_of(module), name, f"{prefix}.{name}" if prefix else name,
+            torch_private.is_persistent(module, name), buffer,
+        )
         for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in torch_private.buffers_of(module).items()
         if buffer is not None and buffer.numel()
-    ]
+    ]  # fmt: skip
 
 
-def _kind(buffer: Tensor | None) -> str:
+def _form(buffer: Tensor | None) -> str:
     return "None" if buffer is None else f"{str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)}"

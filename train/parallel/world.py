@@ -1,4 +1,4 @@
-"""The ranks of a run as one of them sees them, and the device that it computes on."""
+"""The ranks of a run as one of them sees them, and their collectives."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train import gpus
 from train.config import Config
 from train.errors import Refused, TrainingFailed
-from train.parallel import cards, nccl
+from train.parallel.devices import prepare_nccl
 from train.parallel.seat import Seat
 
 T = TypeVar("T")
-
-
-class NoGPU(Refused):
-    """A GPU is asked for, and there is none. There may be one again."""
 
 
 class World:
@@ -138,49 +133,15 @@ class World:
         return tensor
 
     def is_everywhere(self, flag: bool) -> bool:
-        """Whether the flag is up on every rank."""
+        """Whether the flag is true on every rank."""
         return not self.any(not flag)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank."""
+        """Whether the flag is true on any rank."""
         if self.size == 1:
             return flag
         # on the host, wherever is computed: a device would first compute all that is queued there
         return bool(self.add(torch.tensor(float(flag))).item())
-
-
-def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.device:
-    """The device of a rank. Asks how many GPUs there are, and touches none: a process may fork after it.
-
-    Raises:
-        NoGPU: a GPU is asked for and there is none.
-        Refused: there are more ranks than GPUs.
-    """
-    count = torch.cuda.device_count() if config.device != "cpu" else 0
-    if config.device == "cuda" and count == 0:
-        raise NoGPU("device cuda is asked for, but torch sees no GPU here; leave out --device, or see nvidia-smi")
-    if count == 0:
-        return torch.device("cpu")
-    if ranks_here > count:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        chosen = f", or others than {visible}: --gpus" if visible else ""
-        raise Refused(
-            f"{ranks_here} ranks need {ranks_here} GPUs, but {count} are usable here; use --nproc {count}{chosen}"
-        )
-    return torch.device("cuda", local_rank)
-
-
-def take_device(device: torch.device) -> None:
-    """What this process does on a GPU from now on it does on that one.
-
-    Raises:
-        Refused: this torch has no kernels for it.
-    """
-    if device.type == "cuda":
-        gpus.number_by_bus()
-        torch.cuda.set_device(device)
-        card = torch.cuda.get_device_properties(device)
-        cards.check([gpus.Card(card.name, (card.major, card.minor))])
 
 
 def join(config: Config, seat: Seat, device: torch.device) -> World:
@@ -193,7 +154,7 @@ def join(config: Config, seat: Seat, device: torch.device) -> World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         if device.type == "cuda":
-            nccl.prepare(config.deterministic)
+            prepare_nccl(config.deterministic)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             **({"init_method": init} if isinstance(init, str) else {"store": init() if callable(init) else init}),

@@ -153,10 +153,11 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     from train.engine import arithmetic, build, setup
     from train.engine.loss import training_loss
     from train.parallel import choose
+    from train.parallel.devices import pick_device, take_device
     from train.parallel.precision import Precision
     from train.parallel.seat import Seat
-    from train.parallel.strategy import VOTES
-    from train.parallel.world import join, pick_device, take_device
+    from train.parallel.strategy import STEP_STATS
+    from train.parallel.world import join
 
     config.cpu_threads = config.cpu_threads or 1
     arithmetic.fix(config)
@@ -177,7 +178,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     size = config.micro_batch_size
     slots = min(_SLOTS, math.ceil(math.ceil(config.batch_size / size) / ranks))
     for _ in range(2):
-        votes = torch.zeros(len(VOTES), dtype=strategy.votes_type, device=device)
+        votes = torch.zeros(len(STEP_STATS), dtype=strategy.stats_dtype, device=device)
         strategy.begin(slots * ranks)
         for slot in range(slots):
             is_last = slot == slots - 1
@@ -186,7 +187,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
                     loss = training_loss(task, strategy.compute, batch, size)
                 strategy.backward(loss.value, 1.0, votes if is_last else None)
         strategy.reduce(votes)
-        strategy.settle(optimizer, config.clip_grad_norm)
+        strategy.finish_gradients(optimizer, config.clip_grad_norm)
         strategy.update(optimizer)
 
 

@@ -25,10 +25,10 @@ from train.engine import build, threads
 from train.engine.loggers import wandb
 from train.engine.opened import config_of, data_differs, task_of
 from train.errors import Refused, nearest
-from train.parallel import cards, choose
+from train.parallel import choose
+from train.parallel.devices import NoGPU, check_kernels, pick_device
 from train.parallel.precision import ON_GPU_ALONE, Precision
-from train.parallel.units import recompute
-from train.parallel.world import NoGPU, pick_device
+from train.parallel.wrap_units import recompute
 from train.record import best
 from train.record import manifest as manifests
 from train.record.metrics import evaluations
@@ -98,7 +98,7 @@ def _cards(device: torch.device) -> list[gpus.Card]:
         Refused: torch has no kernels for one.
     """
     found = gpus.seen_here() if device.type == "cuda" else []
-    cards.check(found)
+    check_kernels(found)
     return found
 
 

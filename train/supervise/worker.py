@@ -96,7 +96,7 @@ def _reason_of(error: BaseException, run: Run) -> str:
         RuntimeError: the GPUs that its run computes on are gone: a death, not its fault.
     """
     from train.engine import arithmetic
-    from train.parallel.world import NoGPU
+    from train.parallel.devices import NoGPU
 
     if isinstance(error, NoGPU):
         raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, and torch sees none here") from None

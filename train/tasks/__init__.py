@@ -25,6 +25,8 @@ from typing import Any
 
 from train.errors import Refused, nearest, one_line
 
+_REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
+_OPTIONAL = ("metrics", "collate", "on_device", "optimizer", "fingerprint")
 BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))
 
 
@@ -102,14 +104,10 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
         if sys.path[:1] != [str(beside)]:  # it may be there already, behind what is installed
             sys.path.insert(0, str(beside))
         module = _execute(path)
-    for function, form in (
-        ("model", "def model(config)"),
-        ("datasets", "def datasets(config)"),
-        ("loss", "def loss(model, batch)"),
-    ):
+    for function, arguments in _REQUIRED.items():
         if not callable(getattr(module, function, None)):
-            raise Refused(f"{path} has no function {function}; a task needs {form}")
-    for function in ("metrics", "collate", "on_device", "optimizer", "fingerprint"):
+            raise Refused(f"{path} has no function {function}; a task needs def {function}({arguments})")
+    for function in _OPTIONAL:
         if getattr(module, function, None) is not None and not callable(getattr(module, function)):
             raise Refused(f"{function} in {path} is no function; define it with def, or give it another name")
     defaults = getattr(module, "DEFAULTS", {})
@@ -118,21 +116,9 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
     settings = getattr(module, "Settings", None)
     if settings is not None and not (isinstance(settings, type) and dataclasses.is_dataclass(settings)):
         raise Refused(f"Settings in {path} must be a dataclass: put @dataclass above it")
-    return Task(
-        name=name,
-        file=path,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-        model=module.model,
-        datasets=module.datasets,
-        loss=module.loss,
-        metrics=getattr(module, "metrics", None),
-        collate=getattr(module, "collate", None),
-        on_device=getattr(module, "on_device", None),
-        optimizer=getattr(module, "optimizer", None),
-        fingerprint=getattr(module, "fingerprint", None),
-        Settings=settings,
-        DEFAULTS=dict(defaults),
-    )
+    functions: dict[str, Any] = {function: getattr(module, function, None) for function in (*_REQUIRED, *_OPTIONAL)}
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Task(name=name, file=path, sha256=digest, Settings=settings, DEFAULTS=dict(defaults), **functions)
 
 
 def _execute(path: Path) -> Any:

@@ -19,7 +19,16 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from train.config import Count
-from train.data.images import Choose, Framed, Normalise, Pictures, Vary, centre, collate_rows, random_part
+from train.data.images import (
+    Augment,
+    ChooseCrop,
+    CropTransform,
+    ImageFiles,
+    Normalise,
+    centre_crop,
+    collate_images,
+    random_crop,
+)
 from train.errors import Refused, nearest, one_line
 
 DEFAULTS = {
@@ -35,7 +44,7 @@ DEFAULTS = {
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Channel statistics of ImageNet, which torchvision's models expect."""
 
-collate = collate_rows
+collate = collate_images
 
 
 @dataclass
@@ -50,9 +59,9 @@ class Settings:
 
 def datasets(config: Any) -> tuple[Any, Any]:
     root = _root(config)
-    size, (varied, vary), plain = config.task.size, *_parts_seen(config)
+    size, (varied, augment), plain = config.task.size, *_crops(config)
     if config.data.name:
-        transforms = Framed(varied, size, vary), Framed(plain, size)
+        transforms = CropTransform(varied, size, augment), CropTransform(plain, size)
         return tuple(_named(config.data.name, root, part, transforms[not part]) for part in (True, False))
     found = {part: _classes_in(root / part) for part in ("train", "val")}
     if found["train"] != found["val"]:
@@ -65,17 +74,17 @@ def datasets(config: Any) -> tuple[Any, Any]:
             f"{root}: train/ and val/ differ in their classes: {'; '.join(missing)}; "
             "add these folders or remove their counterparts"
         )
-    return _folder(root, "train", size, varied, vary), _folder(root, "val", size, plain)
+    return _folder(root, "train", size, varied, augment), _folder(root, "val", size, plain)
 
 
-def _folder(root: Path, part: str, size: int, choose: Choose, vary: Vary | None = None) -> Pictures:
+def _folder(root: Path, part: str, size: int, choose: ChooseCrop, augment: Augment | None = None) -> ImageFiles:
     from torchvision.datasets import ImageFolder
 
     try:
         found = ImageFolder(str(root / part))
     except FileNotFoundError as error:  # a class folder without an image
         raise Refused(f"--data.root {root}: {one_line(error)}") from None
-    return Pictures(str(root / part), found.samples, found.classes, size, choose, vary)
+    return ImageFiles(str(root / part), found.samples, found.classes, size, choose, augment)
 
 
 def _root(config: Any) -> Path:
@@ -98,20 +107,20 @@ def _classes_in(folder: Path) -> list[str]:
     return classes
 
 
-def _parts_seen(config: Any) -> tuple[tuple[Choose, Vary | None], Choose]:
-    """What is seen of a picture in training, and what else is done with that; what is seen in an evaluation."""
-    size, augment = config.task.size, config.task.augment
-    plain = functools.partial(centre, size=size, to=round(size * 256 / 224) if size >= 64 else size)
-    if augment == "none":
-        return (plain, None), plain
-    if augment == "flip":
-        return (functools.partial(plain, flips=True), None), plain
-    vary = None
-    if augment == "trivial":
+def _crops(config: Any) -> tuple[tuple[ChooseCrop, Augment | None], ChooseCrop]:
+    """The crop and augmentation of training images, and the crop of evaluated ones."""
+    size, name = config.task.size, config.task.augment
+    centre = functools.partial(centre_crop, size=size, to=round(size * 256 / 224) if size >= 64 else size)
+    if name == "none":
+        return (centre, None), centre
+    if name == "flip":
+        return (functools.partial(centre, flips=True), None), centre
+    augment = None
+    if name == "trivial":
         from torchvision.transforms import v2
 
-        vary = v2.TrivialAugmentWide()
-    return (functools.partial(random_part, size=size), vary), plain
+        augment = v2.TrivialAugmentWide()
+    return (functools.partial(random_crop, size=size), augment), centre
 
 
 def _named(name: str, root: Path, train: bool, transform: Any) -> Any:
@@ -201,13 +210,13 @@ _normalise = Normalise(MEAN, STD)
 
 
 def on_device(batch: Any) -> Any:
-    pictures, labels = batch
-    return [_normalise(pictures), labels]
+    images, labels = batch
+    return [_normalise(images), labels]
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    pictures, labels = batch
-    output = model(pictures)
+    images, labels = batch
+    output = model(images)
     if isinstance(output, tuple):  # GoogLeNet and Inception return auxiliary logits while training
         logits, *auxiliary = output
         extra = sum(0.3 * nn.functional.cross_entropy(other, labels) for other in auxiliary if other is not None)
@@ -216,8 +225,8 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    pictures, labels = batch
-    logits = model(pictures)
+    images, labels = batch
+    logits = model(images)
     hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
     return {
         "loss": nn.functional.cross_entropy(logits, labels),

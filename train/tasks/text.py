@@ -9,8 +9,6 @@ Links are followed; hidden files and folders are left out.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from train.config import Count, Share
-from train.data.corpus import Corpus
+from train.data.text import Corpus, text_files
 from train.errors import Refused
 
 DEFAULTS = {
@@ -68,45 +66,6 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
         return block[:-1], block[1:]
 
 
-def _files(folder: Path) -> list[tuple[Path, int]]:
-    """The text files of a folder in the order of their paths, with their sizes.
-
-    Raises:
-        Refused: there are none, or one cannot be read, or what is in a folder cannot be seen.
-    """
-    files = sorted(_found(str(folder), frozenset()))
-    if not files:
-        raise Refused(f"{folder} has no files; put the text files there")
-    return files
-
-
-def _found(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[Path, int]]:
-    """All files below a folder but hidden ones, through links too.
-
-    Args:
-        above: the folders on the way here, for a link may lead back to one.
-    """
-    try:
-        info = os.stat(folder)  # noqa: PTH116 - pathlib's takes several times as long, which a million files make felt
-        here = (info.st_dev, info.st_ino)
-        if here in above:
-            return
-        with os.scandir(folder) as entries:
-            seen = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "lost+found"]
-        for entry in seen:
-            if entry.is_dir():
-                yield from _found(entry.path, above | {here})
-            elif entry.is_file():
-                if not os.access(entry.path, os.R_OK):
-                    raise PermissionError
-                yield Path(entry.path), entry.stat().st_size
-            elif entry.is_symlink():
-                raise Refused(f"{entry.path} is a link that leads nowhere; mend it, or take it out of --data.root")
-    except OSError as error:
-        path, why = error.filename or entry.path, f" ({error.strerror})" if error.strerror else ""
-        raise Refused(f"{path} cannot be read{why}; change its owner or mode, or take it out of --data.root") from None
-
-
 def _root(config: Any) -> Path:
     if not config.data.root:
         raise Refused("this task reads text files: give their folder with --data.root")
@@ -116,15 +75,19 @@ def _root(config: Any) -> Path:
     return root
 
 
+def _is_split(root: Path) -> bool:
+    return (root / "train").is_dir() and (root / "val").is_dir()
+
+
 def datasets(config: Any) -> tuple[Blocks, Blocks]:
     task = config.task
     if task.width % task.heads:
         raise Refused(f"--task.heads {task.heads}: must divide --task.width {task.width}")
     root = _root(config)
-    if (root / "train").is_dir() and (root / "val").is_dir():
-        parts = [[(path, 0, size) for path, size in _files(root / part)] for part in ("train", "val")]
+    if _is_split(root):
+        parts = [[(path, 0, size) for path, size in text_files(root / part)] for part in ("train", "val")]
     else:
-        cuts = [(path, size - size // 10, size) for path, size in _files(root)]
+        cuts = [(path, size - size // 10, size) for path, size in text_files(root)]
         parts = [[(path, 0, cut) for path, cut, _ in cuts], cuts]
     train, held_out = (Blocks(Corpus(part), task.context) for part in parts)
     if not len(train) or not len(held_out):
@@ -135,9 +98,8 @@ def datasets(config: Any) -> tuple[Blocks, Blocks]:
 def fingerprint(config: Any) -> dict[str, int]:
     """The files that samples are cut from, with their sizes."""
     root = _root(config)
-    divided = (root / "train").is_dir() and (root / "val").is_dir()
-    folders = [root / "train", root / "val"] if divided else [root]
-    return {str(path.relative_to(root)): size for folder in folders for path, size in _files(folder)}
+    folders = [root / "train", root / "val"] if _is_split(root) else [root]
+    return {str(path.relative_to(root)): size for folder in folders for path, size in text_files(folder)}
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from train.checkpoint.buffers import Buffers, SnapshotMemory
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
 from train.parallel.precision import Precision
-from train.parallel.strategy import Spread
+from train.parallel.strategy import BaseStrategy
 from train.parallel.world import World
 
 CPU = torch.device("cpu")
@@ -49,8 +49,8 @@ class Seat:
         self.precision, self.world = Precision("fp32", CPU), World(0, 1, 0, CPU)
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, amsgrad=True)
-        strategy = Spread(self.world, Config(), self.precision)
-        strategy._take(self.model)
+        strategy = BaseStrategy(self.world, Config(), self.precision)
+        strategy.take(self.model)
         self.strategy, self.buffers, self.fingerprint = strategy, Buffers(address), fingerprint
         self.done, self.lag, self.is_written = 0, 0, True
         self.snapshots = Snapshots(

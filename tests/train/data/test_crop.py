@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.transforms import CenterCrop, Compose, RandomHorizontalFlip, RandomResizedCrop, Resize
 
 from train.bench.input import scene
-from train.data.images import Cut, Framed, Reader, centre, fill, random_part
+from train.data.images import Crop, CropTransform, ImageReader, centre_crop, random_crop, resize_into
 
 DRAWS = 20_000
 
@@ -50,7 +50,7 @@ def test_random_parts_are_distributed_as_torchvisions(whole: tuple[int, int]) ->
         return of_box(left, top, width, height, whole)
 
     def ours(low: float = 0.0) -> dict[str, float]:
-        cut = random_part(*whole, 224)
+        cut = random_crop(*whole, 224)
         assert cut.to == (224, 224) and cut.at == (0, 0) and cut.left >= 0 and cut.top >= 0
         assert cut.left + cut.width <= whole[0] and cut.top + cut.height <= whole[1]
         return of_box(cut.left, cut.top, cut.width, cut.height, whole)
@@ -62,16 +62,16 @@ def test_random_parts_are_distributed_as_torchvisions(whole: tuple[int, int]) ->
     assert distance(one["area"], [0.98 * area for area in other["area"]]) > 1
 
 
-@pytest.mark.parametrize("choose", [lambda: random_part(50, 40, 8), lambda: centre(50, 40, 8, 9, flips=True)])
-def test_every_second_picture_is_mirrored(choose: Callable[[], Cut]) -> None:
+@pytest.mark.parametrize("choose", [lambda: random_crop(50, 40, 8), lambda: centre_crop(50, 40, 8, 9, flips=True)])
+def test_every_second_picture_is_mirrored(choose: Callable[[], Crop]) -> None:
     random.seed(0)
     share = sum(choose().is_mirrored for _ in range(DRAWS)) / DRAWS
     assert abs(share - RandomHorizontalFlip().p) < 3 * 0.5 / DRAWS**0.5
 
 
-def square(picture: Any, cut: Cut) -> Any:
+def square(picture: Any, cut: Crop) -> Any:
     made = np.empty((3, cut.size, cut.size), np.uint8)
-    fill(made, np.asarray(picture).copy(), cut)
+    resize_into(made, np.asarray(picture).copy(), cut)
     return made.transpose(1, 2, 0).astype(int)
 
 
@@ -79,7 +79,7 @@ def test_pixels_of_a_random_part_are_pillows() -> None:
     random.seed(2)
     picture = Image.fromarray(scene(0, 500, 375))
     for _ in range(40):
-        cut = random_part(500, 375, 224)
+        cut = random_crop(500, 375, 224)
         box = (cut.left, cut.top, cut.left + cut.width, cut.top + cut.height)
         expected = picture.crop(box).resize((224, 224), Image.Resampling.BILINEAR)
         if cut.is_mirrored:
@@ -91,7 +91,7 @@ def test_pixels_of_a_random_part_are_pillows() -> None:
 def test_pixels_of_the_middle_are_those_of_torchvisions_resize_and_crop(whole: tuple[int, int]) -> None:
     picture = Image.fromarray(scene(0, *whole))
     expected = np.asarray(Compose([Resize(256), CenterCrop(224)])(picture)).astype(int)
-    assert np.abs(square(picture, centre(*whole, 224, 256)) - expected).max() <= 1
+    assert np.abs(square(picture, centre_crop(*whole, 224, 256)) - expected).max() <= 1
 
 
 def test_a_jpeg_that_is_much_larger_than_what_is_seen_of_it_is_decoded_smaller_and_looks_the_same(
@@ -100,13 +100,13 @@ def test_a_jpeg_that_is_much_larger_than_what_is_seen_of_it_is_decoded_smaller_a
     path = tmp_path / "large.jpg"
     Image.fromarray(scene(0, 2003, 1501)).save(path, quality=90)
     whole = np.asarray(Image.open(path))
-    reader = Reader()
+    reader = ImageReader()
     for cut, by in (
-        (Cut(0, 0, 2003, 1501, 224, (224, 224)), 2),
-        (Cut(101, 57, 1802, 1440, 100, (100, 100)), 4),
-        (Cut(101, 57, 1802, 1440, 32, (32, 32)), 8),
-        (Cut(101, 57, 1802, 440, 224, (224, 224)), 1),
-        (Cut(1, 1, 2002, 1500, 224, (224, 224), is_mirrored=True), 2),
+        (Crop(0, 0, 2003, 1501, 224, (224, 224)), 2),
+        (Crop(101, 57, 1802, 1440, 100, (100, 100)), 4),
+        (Crop(101, 57, 1802, 1440, 32, (32, 32)), 8),
+        (Crop(101, 57, 1802, 440, 224, (224, 224)), 1),
+        (Crop(1, 1, 2002, 1500, 224, (224, 224), is_mirrored=True), 2),
     ):
         pixels, reduced = reader.read(str(path), lambda width, height, cut=cut: cut)
         assert cut.reduction == by and pixels.shape == (-(-1501 // by), -(-2003 // by), 3)
@@ -118,11 +118,11 @@ def test_a_picture_of_a_torchvision_data_set_gets_the_same_square(tmp_path: Any)
     path = tmp_path / "x.jpg"
     Image.fromarray(scene(0, 300, 200)).save(path)
     random.seed(5)
-    by_transform = Framed(lambda width, height: random_part(width, height, 64), 64)(Image.open(path))
+    by_transform = CropTransform(lambda width, height: random_crop(width, height, 64), 64)(Image.open(path))
     random.seed(5)
-    pixels, cut = Reader().read(str(path), lambda width, height: random_part(width, height, 64))
+    pixels, cut = ImageReader().read(str(path), lambda width, height: random_crop(width, height, 64))
     made = np.empty((3, 64, 64), np.uint8)
-    fill(made, pixels, cut)
+    resize_into(made, pixels, cut)
     assert by_transform.shape == (3, 64, 64) and np.array_equal(by_transform.numpy(), made)
 
 
@@ -135,7 +135,7 @@ def test_pictures_of_every_mode_become_bytes(mode: str) -> None:
         picture = Image.fromarray(np.full((30, 40), 200 / 255, np.float32))
     else:
         picture = picture.convert(mode)
-    made = Framed(lambda width, height: centre(width, height, 16, 16), 16)(picture)
+    made = CropTransform(lambda width, height: centre_crop(width, height, 16, 16), 16)(picture)
     assert made.shape == (3, 16, 16) and made.dtype == torch.uint8
     # of one bit, Pillow makes a pattern of dots
     assert (made.float() - 200).abs().mean() < (20 if mode == "1" else 0.01)

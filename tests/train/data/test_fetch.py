@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from train.data.fetch import misfit
+from train.data.fetch import shape_error
 from train.data.loader import Loader
 from train.data.plan import MicroBatch
 from train.supervise import diagnose
@@ -82,15 +82,15 @@ def test_no_sample_is_named_where_none_alone_is_to_blame() -> None:
     def join(items: list[Any]) -> Any:
         raise ValueError("never")
 
-    assert misfit(join, [1, 2]) is None
-    found = misfit(join, [1])
+    assert shape_error(join, [1, 2]) is None
+    found = shape_error(join, [1])
     assert found is not None and found[0] == 0
 
     def few(items: list[Any]) -> Any:
         if len(items) > 2:
             raise ValueError("too many")
 
-    assert misfit(few, [1, 2, 3]) is None
+    assert shape_error(few, [1, 2, 3]) is None
 
 
 def test_a_data_set_that_gives_fewer_items_than_it_was_asked_for_is_an_error() -> None:

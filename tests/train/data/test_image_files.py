@@ -15,10 +15,18 @@ from torchvision.datasets import ImageFolder
 
 from train.bench.input import paint
 from train.data.fetch import Bad, fetcher
-from train.data.images import Cut, Normalise, Pictures, Reader, Rows, centre, collate_rows, random_part
+from train.data.images import (
+    Crop,
+    ImageFiles,
+    ImageItems,
+    ImageReader,
+    Normalise,
+    centre_crop,
+    collate_images,
+    random_crop,
+)
 from train.data.loader import Loader
-from train.data.plan import MicroBatch, Plan, micro_batches_of
-from train.data.sharing import Sharing
+from train.data.plan import MicroBatch, Plan, Sharing, micro_batches_of
 from train.errors import TrainingFailed
 
 CPU = torch.device("cpu")
@@ -36,10 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made / "train"
 
 
-def pictures(folder: Path, size: int = 32, **options: Any) -> Pictures:
+def pictures(folder: Path, size: int = 32, **options: Any) -> ImageFiles:
     found = ImageFolder(str(folder))
-    choose = functools.partial(random_part, size=size)
-    return Pictures(str(folder), found.samples, found.classes, size, choose, **options)
+    choose = functools.partial(random_crop, size=size)
+    return ImageFiles(str(folder), found.samples, found.classes, size, choose, **options)
 
 
 def test_many_items_are_those_fetched_one_by_one_and_their_batch_is_no_copy(folder: Path) -> None:
@@ -49,18 +57,18 @@ def test_many_items_are_those_fetched_one_by_one_and_their_batch_is_no_copy(fold
     random.seed(3)
     single = [dataset[index] for index in (4, 0, 12)]
     assert all(torch.equal(a, b) and x == y for (a, x), (b, y) in zip(rows, single, strict=True))
-    batch, labels = collate_rows(rows)
-    assert isinstance(rows, Rows) and batch.dtype == torch.uint8 and batch.shape == (3, 3, 32, 32)
+    batch, labels = collate_images(rows)
+    assert isinstance(rows, ImageItems) and batch.dtype == torch.uint8 and batch.shape == (3, 3, 32, 32)
     assert batch.data_ptr() == rows[0][0].data_ptr() and batch[2].data_ptr() == rows[2][0].data_ptr()
     assert labels.tolist() == [dataset.targets[index] for index in (4, 0, 12)]
-    assert all(torch.equal(a, b) for a, b in zip(collate_rows(single), (batch, labels), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(collate_images(single), (batch, labels), strict=True))
 
 
 def test_what_is_done_with_a_square_is_kept(folder: Path) -> None:
     random.seed(3)
     plain = pictures(folder)[2][0]
     random.seed(3)
-    assert torch.equal(pictures(folder, vary=lambda square: 255 - square)[2][0], 255 - plain)
+    assert torch.equal(pictures(folder, augment=lambda square: 255 - square)[2][0], 255 - plain)
 
 
 def fetched(folder: Path, world: int, workers: int, bad: list[Bad] | None = None) -> dict[tuple[int, int], Any]:
@@ -68,7 +76,7 @@ def fetched(folder: Path, world: int, workers: int, bad: list[Bad] | None = None
     plan = Plan(len(dataset), 8, 3, seed=2)
     told = None if bad is None else bad.extend
     for rank in range(world):
-        with Loader(dataset, None, collate_rows, workers, CPU, None, told) as loader:
+        with Loader(dataset, None, collate_images, workers, CPU, None, told) as loader:
             for micro, batch in loader.batches(micro_batches_of(plan, Sharing(rank, world), 0, 4)):
                 assert workers == 0 or batch[0].is_shared()
                 made[micro.step, micro.number] = [micro.indices.tolist(), *(part.clone() for part in batch)]
@@ -115,9 +123,9 @@ def test_a_reader_sees_what_pillow_sees_and_asks_once_which_part(tmp_path: Path,
 
     def choose(width: int, height: int) -> Any:
         asked.append((width, height))
-        return centre(width, height, 32, 32)
+        return centre_crop(width, height, 32, 32)
 
-    reader = Reader()
+    reader = ImageReader()
     for _ in range(2):  # the second time into the same memory
         pixels, cut = reader.read(str(path), choose)
         assert (pixels.shape, cut.width, cut.height) == ((37, 51, 3), 51, 37)
@@ -127,7 +135,7 @@ def test_a_reader_sees_what_pillow_sees_and_asks_once_which_part(tmp_path: Path,
 
 def read(path: Path) -> Any:
     """All of a picture, as it is decoded."""
-    return Reader().read(str(path), lambda width, height: Cut(0, 0, width, height, 1, (width, height)))[0]
+    return ImageReader().read(str(path), lambda width, height: Crop(0, 0, width, height, 1, (width, height)))[0]
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
@@ -213,5 +221,5 @@ def test_what_a_task_does_on_the_device_is_seeded_by_the_micro_batch_and_not_as_
 
 def test_a_fetched_micro_batch_is_bytes(folder: Path) -> None:
     micro = MicroBatch(0, 0, np.arange(4), 7)
-    batch, labels = fetcher(pictures(folder), collate_rows)(micro)
+    batch, labels = fetcher(pictures(folder), collate_images)(micro)
     assert (batch.dtype, batch.shape, labels.dtype) == (torch.uint8, (4, 3, 32, 32), torch.int64)

@@ -24,9 +24,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from train.data.fetch import fetcher
 from train.data.loader import Loader
 from train.data.order import order
-from train.data.plan import MicroBatch, Plan, evaluation_micro_batches, micro_batches_of
+from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches, micro_batches_of
 from train.data.seeding import seed_compute
-from train.data.sharing import Sharing
 from train.data.to_device import to_device
 
 CPU = torch.device("cpu")

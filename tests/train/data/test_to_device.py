@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from train.data.to_device import LEAST, Copies, ahead, pinned
+from train.data.to_device import ASYNC_BYTES, AsyncCopies, ahead, pinned
 
 
 def test_the_order_is_kept_and_the_thread_begins_before_it() -> None:
@@ -67,7 +67,7 @@ class Odd(torch.Tensor):
 
 
 def test_large_plain_tensors_of_the_host_alone_are_copied_ahead() -> None:
-    large, copies = torch.zeros(LEAST, dtype=torch.uint8), Copies(torch.device("cuda"))
+    large, copies = torch.zeros(ASYNC_BYTES, dtype=torch.uint8), AsyncCopies(torch.device("cuda"))
     others = [large[1:], large.as_subclass(Odd), large.to("meta"), torch.zeros(1 << 11, 1 << 11).to_sparse()]
     copies.begin()
     assert copies.takes(large) and not any(copies.takes(other) for other in others)
@@ -111,6 +111,8 @@ def test_a_batch_is_of_the_same_kinds_as_without_pinning(monkeypatch: pytest.Mon
         points, (points, [points, (1, "x", None)]), Pair(points, (points,)), counted, range(3), np.zeros(2), Own(),
         pack_sequence([points]), collections.deque([1]),
     )  # fmt: skip
+    (moved,) = pinned(iter([collections.UserDict(a=[points])]), torch.device("cuda"), has_workers=False)
+    assert type(moved) is collections.UserDict and found.pop() is points
     (same,) = pinned(iter([(0, batch, [])]), torch.device("cuda"), has_workers=False)
     assert _kinds(same) == _kinds((0, batch, []))
     assert sum(tensor is points for tensor in found) == 7 and same[1][6].times == 1

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from train.data.loader import Loader
-from train.data.plan import Plan, micro_batches_of
-from train.data.sharing import Sharing
+from train.data.plan import Plan, Sharing, micro_batches_of
 from train.errors import Refused
 
 COUNT, SIZE = 512, 3000

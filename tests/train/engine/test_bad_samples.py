@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.train.training import CLOSE, assert_same_training
-from train.data.plan import Plan, micro_batches_of
-from train.data.sharing import Sharing
+from train.data.plan import Plan, Sharing, micro_batches_of
 
 FLAGS = {"precision": "fp64", "data__on_error": "skip", "eval__every_epochs": 0}
 

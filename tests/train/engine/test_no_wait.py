@@ -12,8 +12,7 @@ from tests.train.absent import GPU, Watch, training
 from train.checkpoint.serialize import pack
 from train.checkpoint.stage import divided
 from train.checkpoint.state import state_of
-from train.data.plan import Plan, micro_batches_of
-from train.data.sharing import Sharing
+from train.data.plan import Plan, Sharing, micro_batches_of
 from train.parallel.seat import Seat
 
 pytestmark = [

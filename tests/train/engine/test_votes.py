@@ -12,7 +12,7 @@ from torch import Tensor
 
 from train.engine.loss import Figure
 from train.engine.votes import Votes
-from train.parallel.strategy import VOTES
+from train.parallel.strategy import STEP_STATS
 from train.signals import StopRequest
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def figure(value: float, samples: int, count: Tensor | float | None = None) -> F
 
 
 def cast(votes: Votes) -> dict[str, float]:
-    return dict(zip(VOTES, votes.cast().tolist(), strict=True))
+    return dict(zip(STEP_STATS, votes.cast().tolist(), strict=True))
 
 
 @given(steps=st.lists(LOSSES, min_size=1, max_size=4), dtype=st.sampled_from([torch.float32, torch.float64]))
@@ -52,7 +52,7 @@ def test_nothing_of_a_step_is_left_in_the_next() -> None:
     assert cast(votes) == {"loss": 2, "count": 5, "stop": 1, "save": 1, "counted": 1, "copy": 0}
     stop.asked = False
     votes.begin(1, save=False)
-    assert cast(votes) == dict.fromkeys(VOTES, 0.0)
+    assert cast(votes) == dict.fromkeys(STEP_STATS, 0.0)
     votes.begin(1, save=False)
     votes.add(0, figure(2.0, 8))
     assert cast(votes) == {"loss": 16, "count": 8, "stop": 0, "save": 0, "counted": 0, "copy": 0}
@@ -73,6 +73,6 @@ def test_parts_are_added_in_the_order_of_the_micro_batches(order: tuple[int, ...
     votes.begin(3, save=True)
     for number in order:
         votes.add(number, figure(values[number], 1))
-    read = dict(zip(VOTES, votes.read(votes.cast()).tolist(), strict=True))
+    read = dict(zip(STEP_STATS, votes.read(votes.cast()).tolist(), strict=True))
     total = torch.tensor(values).sum().item()
     assert read == {"loss": total, "count": 3, "stop": 0, "save": 1, "counted": 0, "copy": 0}

@@ -1,4 +1,7 @@
-"""Where a run computes is settled at its launch: GPUs that are gone are waited for, and not replaced in silence."""
+"""Where a run computes is settled at its launch, on cards that torch has kernels for; and what NCCL needs there.
+
+GPUs that are gone are waited for, and not replaced in silence.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,28 @@ from train.config import Config
 from train.engine import threads
 from train.engine.export import evaluate_run
 from train.errors import Refused
+from train.gpus import Card
+from train.parallel.devices import (
+    NoGPU,
+    check_kernels,
+    has_kernels,
+    is_without_numa,
+    pick_device,
+    set_nccl_variables,
+)  # fmt: skip
 from train.parallel.seat import Seat
-from train.parallel.world import NoGPU, pick_device
 from train.record import station
 from train.record.outcome import Kind, Outcome, read_all
 from train.runs import checks, provenance
 from train.runs.foreground import shape
 from train.runs.request import Request
 from train.supervise.decide import Facts, LaunchMode, decide
+
+WHEEL = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+"""What the wheel of torch 2.7.1 with CUDA 12.6 has."""
+FREE = "Name:\tpython\nCapEff:\t000001ffffffffff\nSeccomp:\t0\n"
+DOCKER = "Name:\tpython\nCapEff:\t00000000a80425fb\nSeccomp:\t2\n"
+WITH_NICE = "Name:\tpython\nCapEff:\t00000000a88425fb\nSeccomp:\t2\n"
 
 
 def settings(engine: Engine, name: str) -> dict[str, Any]:
@@ -146,3 +163,53 @@ def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, mon
     saver.wait()
     assert run.steps_saved() == [3]
     assert provenance.versions()["gpu"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "known"),
+    [
+        ((9, 0), WHEEL, True),
+        ((8, 9), WHEEL, True),  # code of the same major version, and an older minor one
+        ((8, 7), ("sm_89",), False),
+        ((10, 0), WHEEL, False),
+        ((12, 0), WHEEL, False),
+        ((12, 0), (*WHEEL, "compute_90"), True),  # PTX is compiled there
+        ((9, 0), ("compute_100",), False),
+        ((9, 0), ("sm_90a",), True),
+        ((10, 0), ("sm_90a", "compute_90a"), False),
+        ((10, 3), ("sm_100", "sm_120"), True),
+        ((12, 1), ("sm_75", "sm_100", "sm_120"), True),
+    ],
+)
+def test_what_code_runs_where(capability: tuple[int, int], architectures: tuple[str, ...], known: bool) -> None:
+    assert has_kernels(capability, architectures) is known
+
+
+def test_a_refusal_names_the_card_and_what_to_do() -> None:
+    old, new = Card("NVIDIA H100", (9, 0)), Card("NVIDIA B200", (10, 0))
+    with pytest.raises(Refused) as refused:
+        check_kernels([new], WHEEL)
+    for words in ("NVIDIA B200", "10.0", "sm_90", "--device cpu", "built for it"):
+        assert words in str(refused.value)
+    check_kernels([new, old], WHEEL)  # ranks look at their own
+    check_kernels([], WHEEL)
+    check_kernels([new], ())  # a torch without CUDA says nothing of cards
+
+
+@pytest.mark.parametrize(("status", "without_numa"), [(FREE, False), (DOCKER, True), (WITH_NICE, False), ("", False)])
+def test_docker_s_wall_is_recognised(status: str, without_numa: bool) -> None:
+    assert is_without_numa(status) is without_numa
+
+
+def test_what_the_user_has_set_stays() -> None:
+    environ = {"NCCL_NVLS_ENABLE": "1"}
+    set_nccl_variables(environ, deterministic=True, without_numa=True)
+    assert environ == {"NCCL_NVLS_ENABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}
+
+
+def test_the_switch_adds_only_where_no_order_is_wanted() -> None:
+    environ: dict[str, str] = {}
+    set_nccl_variables(environ, deterministic=False, without_numa=False)
+    assert environ == {}
+    set_nccl_variables(environ, deterministic=True, without_numa=False)
+    assert environ == {"NCCL_NVLS_ENABLE": "0"}

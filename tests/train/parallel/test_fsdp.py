@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from train.checkpoint.state import weights_of, weights_sha256
 from train.config import Config, Parallel
-from train.parallel.fsdp import Sharded
+from train.parallel.fsdp import FSDP
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
@@ -60,7 +60,7 @@ def _place(folder: Path) -> None:
     model = Model()
     whole = [*model.parameters(), *model.buffers()]
     config = Config(parallel=Parallel(strategy="fsdp", wrap="Linear"))
-    sharded = Sharded(World(0, 1, 0, WHERE), config, Precision("fp32", WHERE))
+    sharded = FSDP(World(0, 1, 0, WHERE), config, Precision("fp32", WHERE))
     sharded._find_divisor = lambda *_: 1.0  # type: ignore[method-assign] # its probes are no part of the model
     sharded.place(model)
     assert all(any(each is tensor for each in moved) for tensor in whole), "something was left where it was"

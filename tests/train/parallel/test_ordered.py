@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.tiers import later
-from train.data.sharing import share
-from train.parallel import stream
+from train.data.plan import share
 from train.parallel.ordered import Node, cover, exchanges, halves
+from train.parallel.overlap import flatten_as, view_as
 
 ORDERED = {"parallel__reduce": "ordered", "micro_batch_size": 2, "clip_grad_norm": 0.5}
 """Eight micro batches a step, four in the short one."""
@@ -124,7 +124,7 @@ def test_sums_lie_in_memory_as_the_parameters_do(shape: tuple[int, ...]) -> None
     like = torch.randn(shape)
     if len(shape) == 4:
         like = like.to(memory_format=torch.channels_last)
-    flat = stream.flat_as(like, like)
-    again = stream.lying_as(flat, like)
+    flat = flatten_as(like, like)
+    again = view_as(flat, like)
     assert torch.equal(again, like)
     assert all(size == 1 or one == two for size, one, two in zip(shape, again.stride(), like.stride(), strict=True))

@@ -13,7 +13,7 @@ from train.config import Config
 from train.errors import Refused
 from train.parallel.precision import Precision
 from train.parallel.single import as_here
-from train.parallel.strategy import Spread
+from train.parallel.strategy import BaseStrategy
 from train.parallel.world import World
 from train.runs.checks import prepare
 from train.runs.request import Request
@@ -57,12 +57,12 @@ def test_a_rank_that_has_scaled_no_loss_yet_takes_part_in_a_step_that_scales() -
     """Of fp16: a rank of whose first micro batch not a sample could be read."""
     made = Precision("fp32", torch.device("cpu"))
     made.scaler = torch.amp.GradScaler("cpu")
-    strategy, model = Spread(World(0, 1, 0, torch.device("cpu")), Config(), made), torch.nn.Linear(2, 2)
+    strategy, model = BaseStrategy(World(0, 1, 0, torch.device("cpu")), Config(), made), torch.nn.Linear(2, 2)
     strategy.place(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.start()
-    strategy.skip(0, torch.zeros(5))
-    strategy.settle(optimizer, None)
+    strategy.backward(None, 0.0, torch.zeros(5))
+    strategy.finish_gradients(optimizer, None)
     strategy.update(optimizer)
     assert made.scaler.get_scale() == 65536
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from train.config import Config, Parallel
 from train.parallel.ordered import Node, Ordered, halves
 from train.parallel.precision import Precision
-from train.parallel.strategy import VOTES
+from train.parallel.strategy import STEP_STATS
 from train.parallel.world import World
 
 UNUSED = {"never": (), "first": (0, 2, 4), "second": (1, 3, 6), "both": (0, 1, 5), "all": tuple(range(7))}
@@ -66,7 +66,7 @@ def test_a_sum_is_that_of_the_tree_to_the_last_bit(micros: int, unused: tuple[in
     spread = Ordered(world, Config(parallel=Parallel(reduce="ordered")), Precision("fp32", world.device))
     model = make()
     spread.place(model)
-    votes = torch.zeros(len(VOTES))
+    votes = torch.zeros(len(STEP_STATS))
     for _ in range(2):  # what a step leaves behind must not reach the next
         made = make().state_dict()
         model.load_state_dict(made)

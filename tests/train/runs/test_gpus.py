@@ -13,7 +13,7 @@ import torch
 from train import config, gpus
 from train.errors import Refused
 from train.gpus import Card
-from train.parallel.world import pick_device, take_device
+from train.parallel.devices import pick_device, take_device
 from train.record import environment, folders
 from train.runs import opening
 from train.runs.gpus import again, count_ranks, see

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data.corpus import Corpus
+from train.data.text import Corpus
 from train.errors import TrainingFailed
 
 
@@ -52,7 +52,7 @@ def test_a_large_text_takes_no_memory(tmp_path: Path) -> None:
 import resource, sys
 from train.runs.request import Request, resolve
 from train.data.plan import Plan, micro_batches_of
-from train.data.sharing import Sharing
+from train.data.plan import Sharing
 from train.data.fetch import fetcher
 task, config = resolve(Request("text", {"data.root": sys.argv[1]}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

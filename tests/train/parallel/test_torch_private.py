@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ConstantLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import profile
 
-from train.parallel import stepping
+from train.parallel.torch_private import optimizer_step
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def ways(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> l
 
 def moved(optimizer: torch.optim.Optimizer) -> bool:
     before = [parameter.clone() for parameter in optimizer.param_groups[0]["params"]]
-    stepping.step(optimizer)
+    optimizer_step(optimizer)
     after = optimizer.param_groups[0]["params"]
     return all(torch.equal(new, old - 0.5) for new, old in zip(after, before, strict=True))
 

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from train.errors import Refused
 
@@ -84,7 +83,7 @@ def _is_closed(module: nn.Module, owners: dict[int, set[int]]) -> bool:
 
 
 def recompute(model: nn.Module, chosen: str) -> None:
-    """Let the insides of these modules be computed again in the backward pass instead of being kept.
+    """Activation checkpointing: the insides of these modules are computed again in the backward pass.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. Random states are those of the first time, so
     the result is the same to the bit. Names of parameters do not change.
@@ -93,17 +92,17 @@ def recompute(model: nn.Module, chosen: str) -> None:
         chosen: as in `units`; '': none.
 
     Raises:
-        Refused: the model has no module of such a class, or one keeps running statistics: they would count twice.
+        Refused: the model has no module of such a class, or one has running statistics: they would count twice.
     """
     if not chosen:
         return
     for module in units(model, chosen, "recompute"):
-        keeps = [part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats]
-        if keeps and chosen == "auto":
+        statistics = [part for part in module.modules() if getattr(part, "track_running_stats", False)]
+        if statistics and chosen == "auto":
             continue
-        if keeps:
+        if statistics:
             raise Refused(
-                f"--parallel.recompute {type(module).__name__}: it has a {type(keeps[0]).__name__}, whose running "
+                f"--parallel.recompute {type(module).__name__}: it has a {type(statistics[0]).__name__}, whose running "
                 "statistics would count every batch twice; name other classes"
             )
         module.forward = functools.partial(_again, module.forward)

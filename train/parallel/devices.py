@@ -1,0 +1,128 @@
+"""The device of each rank, whether this torch has kernels for it, and how NCCL is set up on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+import torch
+
+from train import gpus
+from train.config import Config
+from train.errors import Refused
+from train.gpus import Card
+from train.parallel.torch_private import cuda_architectures
+
+_SYS_NICE = 23
+"""CAP_SYS_NICE, in linux/capability.h."""
+
+
+class NoGPU(Refused):
+    """A GPU is asked for, and there is none. There may be one again."""
+
+
+def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.device:
+    """The device of a rank. Counts GPUs without opening one: a process may fork after it.
+
+    Raises:
+        NoGPU: a GPU is asked for and there is none.
+        Refused: there are more ranks than GPUs.
+    """
+    count = torch.cuda.device_count() if config.device != "cpu" else 0
+    if config.device == "cuda" and count == 0:
+        raise NoGPU("device cuda is asked for, but torch sees no GPU here; leave out --device, or see nvidia-smi")
+    if count == 0:
+        return torch.device("cpu")
+    if ranks_here > count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        chosen = f", or others than {visible}: --gpus" if visible else ""
+        raise Refused(
+            f"{ranks_here} ranks need {ranks_here} GPUs, but {count} are usable here; use --nproc {count}{chosen}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def take_device(device: torch.device) -> None:
+    """Make a GPU this process's current device.
+
+    Raises:
+        Refused: this torch has no kernels for it.
+    """
+    if device.type == "cuda":
+        gpus.number_by_bus()
+        torch.cuda.set_device(device)
+        card = torch.cuda.get_device_properties(device)
+        check_kernels([Card(card.name, (card.major, card.minor))])
+
+
+def check_kernels(cards: Sequence[Card], architectures: Sequence[str] | None = None) -> None:
+    """Whether a run can compute on these cards: on one without kernels the first operation would fail, minutes later.
+
+    Args:
+        architectures: what there is code for; None: what this torch has.
+
+    Raises:
+        Refused: torch has kernels for none of them. Where it has for some, each rank checks its own.
+    """
+    known = cuda_architectures() if architectures is None else architectures
+    if not known or not cards or any(has_kernels(card.capability, known) for card in cards):
+        return
+    card = cards[0]
+    version = ".".join(map(str, card.capability))
+    raise Refused(
+        f"torch {torch.__version__} has no kernels for {card.name} (compute capability {version}; it has "
+        f"{', '.join(known)}); install a torch built for it (pytorch.org lists builds by CUDA version), "
+        "or use --device cpu"
+    )
+
+
+def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether code for these architectures runs on a card of this capability.
+
+    Machine code (sm_XY) runs on cards of the same major version and at least its minor one; PTX (compute_XY) is
+    compiled for any newer card; code with a letter (sm_90a) runs on that very card alone (CUDA C++ Programming Guide,
+    "Application Compatibility").
+    """
+    for name in architectures:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+        if match is None:
+            continue
+        built_for = (int(match[2]), int(match[3]))
+        if built_for == capability:
+            return True
+        if match[4] or built_for > capability:
+            continue
+        if match[1] == "compute" or built_for[0] == capability[0]:
+            return True
+    return False
+
+
+def prepare_nccl(deterministic: bool) -> None:
+    """Set NCCL's environment variables before the first communicator. Those that the user has set stay."""
+    status = ""
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    set_nccl_variables(os.environ, deterministic, is_without_numa(status))
+
+
+def set_nccl_variables(environ: MutableMapping[str, str], deterministic: bool, without_numa: bool) -> None:
+    """Set what is not set.
+
+    NVLS adds inside the NVLink switch, in an order that may differ from call to call; rings and trees have a fixed one.
+    Host memory by cuMem (on by default since NCCL 2.24) needs NUMA system calls that Docker's seccomp profile refuses
+    without SYS_NICE (NCCL's documentation, NCCL_CUMEM_HOST_ENABLE).
+    """
+    if deterministic:
+        environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if without_numa:
+        environ.setdefault("NCCL_CUMEM_HOST_ENABLE", "0")
+
+
+def is_without_numa(status: str) -> bool:
+    """Whether a process with this /proc/self/status has a seccomp filter and no SYS_NICE (see proc(5))."""
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    has_filter = fields.get("Seccomp", "0").strip() == "2"
+    return has_filter and not int(fields.get("CapEff", "0").strip(), 16) >> _SYS_NICE & 1

@@ -1,0 +1,261 @@
+"""Communication that overlaps with computing: bucketed sums during the backward pass, and the time it still costs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from train.parallel.world import World
+
+_FIRST_BUCKET, _OTHER_BUCKETS = 1 << 20, 25 << 20
+"""Bytes from which a bucket is full: a small one to begin with, as DDP has."""
+_FIRST_STEPS = _EVERY = 16
+"""Each of the first steps is timed, for there a rank waits for another's start; then one in sixteen, for timing one
+costs some 10 us."""
+_NOTHING = contextlib.nullcontext()
+
+
+class DeviceTimer:
+    """Seconds between marks: by the host's clock on a CPU, by CUDA events on a GPU, which the host runs ahead of.
+
+    Nothing waits for an event: what lies between two of them is counted once the GPU has passed both.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
+        self._free: list[Any] = []
+        """Events to use again: making one costs as much as recording it."""
+
+    def mark(self) -> Any:
+        """This moment, on a GPU in the order of its stream. For one `add`."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, begun: Any, ended: Any, weight: int = 1) -> None:
+        """Count the time between two marks, so many times."""
+        if self._is_cuda:
+            self._pending.append((weight, begun, ended))
+            self._collect()  # not all ranks ask for the seconds
+        else:
+            self._seconds += weight * (ended - begun)
+
+    def drop(self, mark: Any) -> None:
+        """Give back a mark that is not to be counted."""
+        if self._is_cuda:
+            self._free.append(mark)
+
+    def seconds(self) -> float:
+        """The seconds up to now, or as far as a GPU has come; waits for nothing."""
+        self._collect()
+        return self._seconds
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0][2].query():
+            weight, begun, ended = self._pending.popleft()
+            self._seconds += weight * begun.elapsed_time(ended) / 1e3
+            self._free += begun, ended
+
+
+class CommunicationTime:
+    """The seconds in which a rank waits for communication and computes nothing meanwhile.
+
+    Most of a reduction overlaps with the backward pass; only the rest costs time. Some steps are timed and stand for
+    those between. Waiting for a slower rank is part of it; it cannot be separated from the network.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._timer = DeviceTimer(device)
+        self._steps = self._weight = self._covered = 0
+
+    def begin(self) -> None:
+        """The next step begins."""
+        self._steps += 1
+        is_timed = self._steps <= _FIRST_STEPS or self._steps % _EVERY == 0
+        self._weight = self._steps - self._covered if is_timed else 0
+        if is_timed:
+            self._covered = self._steps
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether this step is timed."""
+        return self._weight > 0
+
+    def mark(self) -> Any:
+        """This moment, on a GPU in the order of its stream."""
+        return self._timer.mark()
+
+    def add(self, begun: Any, ended: Any) -> None:
+        """Count the time between two marks of this step."""
+        self._timer.add(begun, ended, self._weight)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """To be entered around a collective that does not overlap with computing."""
+        return self._timed() if self._weight else _NOTHING
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = self.mark()
+        yield
+        self.add(begun, self.mark())
+
+    def seconds(self) -> float:
+        """The seconds of all steps up to now, or as far as a GPU has come; waits for nothing."""
+        return self._timer.seconds() * self._steps / max(self._covered, 1)
+
+
+class _Bucket:
+    """Tensors of one type in one message."""
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self.missing = 0
+        self.flat = torch.empty(0)
+        self.work: Any = None
+        self.level = -1
+        """The level whose all-reduce is under way; -1: not sent."""
+
+
+def view_as(flat: Tensor, like: Tensor) -> Tensor:
+    """A flat tensor with another one's shape and memory layout, which a fused optimizer's kernel asks for."""
+    return (
+        flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+        if _is_channels_last(like)
+        else flat.view(like.shape)
+    )
+
+
+def flatten_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """The flat tensor that `view_as` takes."""
+    return (tensor.permute(0, 2, 3, 1) if _is_channels_last(like) else tensor).reshape(-1)
+
+
+def _is_channels_last(like: Tensor) -> bool:
+    return like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
+
+
+def pair_levels(world: int) -> int | None:
+    """How many levels of pairs so many ranks have; None: they are no power of two."""
+    return world.bit_length() - 1 if world & (world - 1) == 0 else None
+
+
+class OverlappedSums:
+    """Sums several tensors over all ranks, in the order of a binary tree over the ranks, during the backward pass.
+
+    For `parallel.reduce ordered` with a power of two ranks, each with as many micro batches: then a rank holds one
+    subtree of the sum, and the rest is added level by level in pairs of ranks, r with r ^ 1, r ^ 2, r ^ 4, … An
+    all-reduce over two ranks gives a + b whichever of them adds, so every level is one.
+
+    Gradients are gathered in buckets, from the last parameter to the first as a backward pass makes them. A bucket is
+    sent when it and all before it are complete, and enters its next level only after those before it have: so all
+    ranks call the same collectives of a pair in the same order.
+    """
+
+    def __init__(self, world: World, like: list[Tensor]) -> None:
+        """A collective.
+
+        Args:
+            like: of the shapes and types of what is added.
+        """
+        count = pair_levels(world.size)
+        assert count is not None
+        self._groups = []
+        for level in range(count):
+            pair = sorted((world.rank, world.rank ^ 1 << level))
+            self._groups.append(dist.new_group(pair, timeout=world.timeout, use_local_synchronization=True))
+        self._device = world.device
+        self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        """Where a GPU adds one bucket after the other: all ranks call in one order, and the host waits for none."""
+        self.views: list[Tensor] = list(like)
+        """Where each tensor is written to, and its sum read from."""
+        self._buckets = self._lay_out(like)
+        self._bucket_of = {member: bucket for bucket in self._buckets for member in bucket.members}
+        self.begin()
+
+    def _lay_out(self, like: list[Tensor]) -> list[_Bucket]:
+        buckets: list[_Bucket] = []
+        filling: dict[torch.dtype, tuple[_Bucket, int]] = {}
+        for member in reversed(range(len(like))):
+            dtype = like[member].dtype
+            bucket, size = filling.pop(dtype, (None, 0))
+            if bucket is None:
+                bucket = _Bucket()
+                buckets.append(bucket)
+            bucket.members.append(member)
+            size += like[member].nbytes
+            if size < (_FIRST_BUCKET if bucket is buckets[0] else _OTHER_BUCKETS):
+                filling[dtype] = bucket, size
+        for bucket in buckets:
+            counts = [like[member].numel() for member in bucket.members]
+            bucket.flat = torch.empty(sum(counts), dtype=like[bucket.members[0]].dtype, device=self._device)
+            for member, part in zip(bucket.members, bucket.flat.split(counts), strict=True):
+                self.views[member] = view_as(part, like[member])
+        return buckets
+
+    def begin(self) -> None:
+        """Make ready for the next sums."""
+        self._written = [False] * len(self.views)
+        self._sent = 0
+        for bucket in self._buckets:
+            bucket.missing, bucket.work, bucket.level = len(bucket.members), None, -1
+
+    def is_written(self, member: int) -> bool:
+        """Whether this rank's part of a tensor has been written."""
+        return self._written[member]
+
+    def written(self, member: int) -> None:
+        """This rank's part of a tensor lies in its view now. Sends each bucket that is complete."""
+        self._written[member] = True
+        self._bucket_of[member].missing -= 1
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
+            self._send(self._buckets[self._sent])
+            self._sent += 1
+        if self._side is None:
+            self._advance()
+
+    def _send(self, bucket: _Bucket) -> None:
+        if self._side is None:
+            return self._next_level(bucket)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            for group in self._groups:
+                dist.all_reduce(bucket.flat, group=group)
+        bucket.level = len(self._groups)
+        return None
+
+    def _next_level(self, bucket: _Bucket) -> None:
+        bucket.level += 1
+        bucket.work = None
+        if bucket.level < len(self._groups):
+            bucket.work = dist.all_reduce(bucket.flat, group=self._groups[bucket.level], async_op=True)
+
+    def _advance(self) -> None:
+        """Let buckets enter their next levels as far as they can without waiting."""
+        before = len(self._groups)
+        for bucket in self._buckets[: self._sent]:
+            while bucket.level < before and bucket.work is not None and bucket.work.is_completed():
+                bucket.work.wait()
+                self._next_level(bucket)
+            before = bucket.level
+
+    def finish(self) -> None:
+        """Wait until all sums are in their views. Every part must have been written."""
+        assert self._sent == len(self._buckets)
+        if self._side is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+        for level in range(len(self._groups)):
+            for bucket in self._buckets:
+                if bucket.level == level:
+                    bucket.work.wait()
+                    self._next_level(bucket)

@@ -1,0 +1,133 @@
+"""All uses of private parts of torch, checked on torch 2.7.1 to 2.13.
+
+Where a newer torch may have moved one, the public way is taken instead, or the feature is left out. Two more uses lie
+below this file, in train/data: `UntypedStorage._new_shared` (images.py) and `_shutdown_workers` (loader.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer: dictionaries of the hooks of its step."""
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_PROFILED: Any = getattr(torch_optimizer.Optimizer, "profile_hook_step", None)
+_PROFILED_CODE = _PROFILED(lambda: None).__code__ if _PROFILED is not None else object()
+_UNKNOWN = {"": "a torch that keeps its hooks elsewhere"}
+_RUN_BACKWARD: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+"""Copies tensors into others with one kernel on a GPU: starting one each takes longer than such copies."""
+add_all_: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
+multiply_all_: Callable[[list[Tensor], Tensor], None] = torch._foreach_mul_
+
+
+def backward(root: Tensor, gradient: Tensor) -> None:
+    """What `torch.autograd.backward(root, gradient)` does with a scalar, without its checks of the arguments.
+
+    In a step of a small model the checks cost more than the backward pass.
+    """
+    if _RUN_BACKWARD is None:
+        torch.autograd.backward(root, gradient)
+    else:
+        _RUN_BACKWARD((root,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """What `optimizer.step()` does, without the profiler's wrapper (`profile_hook_step`) where no hook needs it."""
+    wrapped: Any = type(optimizer).step
+    # a class's step may be wrapped again by its user, who copies the marks of torch's wrapper
+    bare = wrapped.__wrapped__ if getattr(wrapped, "__code__", None) is _PROFILED_CODE else None
+    if bare is None or "step" in vars(optimizer) or _has_hooks(optimizer):
+        optimizer.step()
+    else:
+        bare(optimizer)
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a profiler or a hook follows the optimizer's step."""
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+        return True
+    own = vars(optimizer)
+    for name in HOOKS:
+        if own.get(name, _UNKNOWN):
+            return True
+    return any(getattr(torch_optimizer, name, _UNKNOWN) for name in _GLOBAL_HOOKS)
+
+
+def after_gradients(action: Callable[[], None]) -> None:
+    """Called in a backward pass: runs `action` once all gradients are computed, before DDP waits for its buckets."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def cuda_architectures() -> list[str]:
+    """What this torch has code for. `torch.cuda.get_arch_list` opens the driver first, after which no fork is safe."""
+    flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
+    return str(flags).split() if flags else []
+
+
+def set_group_timeout(timeout: datetime.timedelta, groups: Iterable[Any]) -> None:
+    """Set the timeout of process groups that a device mesh has made with torch's own."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for group in groups:
+        _set_pg_timeout(timeout, group)
+
+
+def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """`scaler.state_dict()` with tensors where that would wait for the device."""
+    scale, tracker = scaler._scale, scaler._growth_tracker  # made with the first loss that is scaled
+    return {
+        "scale": scaler._init_scale if scale is None else scale,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker,
+    }
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers, to read and to replace."""
+    return module._buffers
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether a buffer belongs to the state."""
+    return name not in module._non_persistent_buffers_set
+
+
+def copy_metadata(state: Any, module: nn.Module) -> None:
+    """Give a state the versions of a module's own state dict, by which modules read older states."""
+    state._metadata = getattr(module.state_dict(), "_metadata", {})
+
+
+def fix_compiler(compiles: bool, deterministic: bool) -> None:
+    """Let the compiler's graphs and kernels not depend on where an attempt began, nor on how long kernels take."""
+    if "torch._dynamo" in sys.modules:  # a task may compile functions, and parts in place
+        # one graph a shape: torch would make one for any shape once it has seen two, and a resume may see others first
+        torch._dynamo.config.automatic_dynamic_shapes = False
+        # beyond torch's limit (8) shapes are not compiled; which ones would depend on where an attempt began
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 16
+    if deterministic and (compiles or "torch._inductor.config" in sys.modules):
+        choose_kernels_without_timing()
+
+
+def choose_kernels_without_timing() -> None:
+    """Keep torch's compiler from choosing kernels by how long they take: the next process would choose others.
+
+    Of torch's determinism it asks only in part. `dynamic_scale_rblock` tries sums in blocks of half the size, which is
+    another order of adding; `shape_padding` tries matrices with zeros added (2.7.1: _inductor/runtime/
+    triton_heuristics.py, fx_passes/pad_mm.py). From 2.9 on one switch stands for all of that.
+    """
+    from torch._inductor import config as inductor  # not loaded where nothing is compiled
+
+    for name, value in {"dynamic_scale_rblock": False, "shape_padding": False, "deterministic": True}.items():
+        if hasattr(inductor, name):
+            setattr(inductor, name, value)
