@@ -145,7 +145,7 @@ def warm_up() -> None:
         [
             "train.runs.unmoved",
             "train.runs.processes.forked",
-            "train.engine.loop",
+            "train.engine.train",
             "train.runs.admit",
             "tests.gpu.models",
         ]

@@ -27,7 +27,7 @@ from train.runs.processes.forked import Passed
 
 PRELOAD = [
     "train.runs.processes.forked",
-    "train.engine.loop",
+    "train.engine.train",
     "train.runs.admit",
     "torch.distributed.checkpoint",
     "pytest",  # what starting a process from a test would import

@@ -1,6 +1,6 @@
 """Turns the training state into a plain part and tensors, one after the other, and back.
 
-The plain part is what pickle makes of the state with a `Place` for each tensor.
+The plain part is what pickle makes of the state with a `TensorRef` for each tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGN = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TensorRef:
     """Stands for a tensor in the plain part."""
 
     at: int
@@ -42,17 +42,17 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ShardRef:
     """Stands for a DTensor: the part that this rank has of it, and the whole."""
 
-    place: Place
+    place: TensorRef
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
 
 
 @dataclasses.dataclass
-class Packed:
+class Serialized:
     """A state that is ready to be copied into a buffer: each tensor once, however often it is named."""
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
@@ -61,8 +61,8 @@ class Packed:
     end: int = 0
     plain: bytes = b""
     """All but the tensors."""
-    _places: dict[int, Place] = dataclasses.field(default_factory=dict)
-    _parts: dict[int, Part] = dataclasses.field(default_factory=dict)
+    _refs: dict[int, TensorRef] = dataclasses.field(default_factory=dict)
+    _shards: dict[int, ShardRef] = dataclasses.field(default_factory=dict)
 
     def walk(self, value: Any) -> Any:
         """The value with places instead of tensors."""
@@ -71,17 +71,17 @@ class Packed:
         if isinstance(value, (list, tuple)):
             return type(value)([self.walk(inner) for inner in value])
         if isinstance(value, DTensor):
-            if id(value) not in self._parts:  # each to_local() is another tensor
+            if id(value) not in self._shards:  # each to_local() is another tensor
                 place = self.walk(value.to_local())
-                self._parts[id(value)] = Part(place, value.placements, value.shape, value.stride())
-            return self._parts[id(value)]
+                self._shards[id(value)] = ShardRef(place, value.placements, value.shape, value.stride())
+            return self._shards[id(value)]
         if not isinstance(value, Tensor):
             return value
-        place = self._places.get(id(value))
+        place = self._refs.get(id(value))
         if place is None:
             dense = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
             stride = value.stride() if dense else torch.empty(value.shape, device="meta").stride()
-            place = self._places[id(value)] = Place(self.end, value.dtype, tuple(value.shape), tuple(stride))
+            place = self._refs[id(value)] = TensorRef(self.end, value.dtype, tuple(value.shape), tuple(stride))
             self.tensors.append(value)
             self.starts.append(self.end)
             self.end += -(-place.size // _ALIGN) * _ALIGN
@@ -109,9 +109,9 @@ def _bytes_of(value: Tensor) -> Tensor:
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 
-def pack(
+def serialize(
     model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, fingerprint: str, step: int, mark: str
-) -> Packed:
+) -> Serialized:
     """The state of a model, its optimizer and its loss scaling.
 
     Args:
@@ -119,10 +119,10 @@ def pack(
         step: after which the state is this.
         mark: of the attempt that made the step.
     """
-    packed, weights = Packed(), dict(model.state_dict(keep_vars=True))
-    state = packed.walk({"model": weights, "optimizer": optimizer.state_dict(), "scaler": precision.scaling()})
-    packed.plain = pickle.dumps({"fingerprint": fingerprint, "step": step, "mark": mark, "state": state})
-    return packed
+    serialized, weights = Serialized(), dict(model.state_dict(keep_vars=True))
+    state = serialized.walk({"model": weights, "optimizer": optimizer.state_dict(), "scaler": precision.scaling()})
+    serialized.plain = pickle.dumps({"fingerprint": fingerprint, "step": step, "mark": mark, "state": state})
+    return serialized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Content:
     start: int
     """The offset of the tensors in it."""
 
-    def tensor(self, place: Place) -> Tensor:
+    def tensor(self, place: TensorRef) -> Tensor:
         """A tensor that owns its memory."""
         flat = torch.empty(0, dtype=place.dtype)
         if place.size:
@@ -157,13 +157,13 @@ class Content:
             return {key: self.walk(inner, mesh) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)([self.walk(inner, mesh) for inner in value])
-        if isinstance(value, Part):
+        if isinstance(value, ShardRef):
             assert mesh is not None
             mine = self.tensor(value.place).to(mesh.device_type)
             return DTensor.from_local(
                 mine, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride
             )
-        return self.tensor(value) if isinstance(value, Place) else value
+        return self.tensor(value) if isinstance(value, TensorRef) else value
 
 
 def read(buffers: Buffers, slot: int, fingerprint: str) -> Content | None:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.checkpoint.state import load, weights
+from train.checkpoint.load import load
+from train.checkpoint.state import weights
 from train.config import Config
 from train.data.fetch import Bad, fetcher
 from train.data.loader import Loader
 from train.data.plan import MicroBatch, evaluation_micro_batches
 from train.data.sharing import Sharing
 from train.data.to_device import prepared
-from train.engine import arithmetic, build, opened
+from train.engine import arithmetic, build
 from train.engine.evaluate import evaluate
 from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.precision import ON_GPU_ALONE, Precision
@@ -41,8 +42,8 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
     Raises:
         Refused: there is no such checkpoint, or it is damaged.
     """
-    task = opened.task_of(run)
-    config = opened.config_of(run, task)
+    task = build.task_of(run)
+    config = build.config_of(run, task)
     if step is not None:
         if step not in run.steps_saved():
             saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
@@ -63,7 +64,7 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
     try:
         load(run.checkpoint(step), model)
     except ValueError as error:
-        differs = opened.data_differs(run, task, config, *build.make_datasets(task, config))
+        differs = build.data_differs(run, task, config, *build.make_datasets(task, config))
         why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
         raise Refused(f"{error}{why}") from None
     return task, config, model, step
@@ -192,7 +193,7 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     train_set, eval_set = build.make_datasets(task, config)
     if eval_set is None:
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
-    differs = opened.data_differs(run, task, config, train_set, eval_set)
+    differs = build.data_differs(run, task, config, train_set, eval_set)
     if differs:
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
     plan = build.evaluation_plan(config, len(eval_set))

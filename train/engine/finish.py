@@ -5,7 +5,8 @@ from __future__ import annotations
 from train import config as configuration
 from train import faults
 from train.checkpoint.state import weights_of, weights_sha256
-from train.engine.setup import Done, Job
+from train.engine.setup import Job
+from train.engine.train import Done
 from train.errors import TrainingFailed
 from train.record import heartbeat, outcome
 from train.record.best import facts
@@ -19,8 +20,8 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     Raises:
         TrainingFailed: that one cannot leave it behind; a resume will find the last checkpoint and do so.
     """
-    job.report.sync()
-    job.report.times(done.times)
+    job.loggers.sync()
+    job.loggers.times(done.times)
     job.heart.beat(heartbeat.SAVING, done.step)  # until it has no part in anything any more, others may wait for it
     faults.here("digest")
     weights = "" if done.stopped else digest(job)  # before the first rank is alone
@@ -47,7 +48,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
         ) from error
     if not done.stopped:
         faults.here("finished")
-    job.report.say(said)
+    job.loggers.say(said)
     return end
 
 

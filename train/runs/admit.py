@@ -21,8 +21,9 @@ from train import gpus
 from train.config import Config
 from train.data import fingerprint
 from train.data.fetch import is_indexed_at_once
-from train.engine import build, threads
+from train.engine import build, cpu
 from train.engine.loggers import wandb
+from train.engine.optimizer import make_optimizer
 from train.errors import Refused, nearest
 from train.parallel import cards, choose
 from train.parallel.precision import Precision
@@ -69,10 +70,10 @@ def prepare(request: Request) -> Prepared:
     if not sizes:
         check_sync_batchnorm(config, device, everywhere, len(train_set))
     if config.data.workers is None:
-        config.data.workers = threads.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
+        config.data.workers = cpu.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
     model = checked_model(task, config, everywhere, precision)
     with _without_compiler():
-        build.make_optimizer(task, model, config)
+        make_optimizer(task, model, config)
     reason = micro_reason = ""
     if is_searched:
         from train.runs import batch_size
@@ -82,7 +83,7 @@ def prepare(request: Request) -> Prepared:
             flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, ranks)
         config.micro_batch_size, micro_reason = batch_size.find(request.task, request.copy, flat, ranks, sizes)
     if config.cpu_threads is None:
-        config.cpu_threads, reason = threads.choose(ranks, device, model)
+        config.cpu_threads, reason = cpu.threads(ranks, device, model)
     files: dict[str, str | bytes] = {}
     if request.init is not None:
         from safetensors.torch import save

@@ -41,7 +41,7 @@ _LITTER = ("torch.distributed.nn.jit.instantiator", "torch._dynamo")
 first to ask where such go, which makes a file there to see, and takes it away."""
 RANKS = (
     *_LITTER, "torch.distributed.checkpoint", "torch.utils.tensorboard", "train.engine.finish",
-    "train.engine.loop", "train.engine.setup", "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered",
+    "train.engine.train", "train.engine.setup", "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered",
     "train.parallel.single", "train.runs.worker", "threadpoolctl",
 )  # fmt: skip
 """What a rank needs besides, which takes longer: torch's optimizers load the compiler, of newer ones the first step."""

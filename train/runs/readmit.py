@@ -12,8 +12,8 @@ from train import gpus
 from train.config import Config
 from train.data import fingerprint
 from train.engine import build
+from train.engine.build import config_of, data_differs, task_of
 from train.engine.loggers import wandb
-from train.engine.opened import config_of, data_differs, task_of
 from train.errors import Refused
 from train.parallel import cards, choose
 from train.parallel.precision import ON_GPU_ALONE, Precision

@@ -24,7 +24,7 @@ def warm_up() -> None:
     from multiprocessing import forkserver, set_forkserver_preload
 
     set_forkserver_preload(
-        ["train.runs.unmoved", "train.runs.processes.forked", "train.engine.loop", "train.runs.admit"]
+        ["train.runs.unmoved", "train.runs.processes.forked", "train.engine.train", "train.runs.admit"]
     )
     with contextlib.chdir(Path(__file__).parents[2]):  # where it looks first: a train.py beside the user is not ours
         forkserver.ensure_running()

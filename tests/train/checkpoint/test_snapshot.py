@@ -43,39 +43,35 @@ class Net(nn.Module):
 class Seat:
     """One rank's place: its model, and what copies its state after every step."""
 
-    def __init__(self, address: str, room: int = 1 << 40, fingerprint: str = "same", is_spread: bool = False) -> None:
+    def __init__(self, address: str, room: int = 1 << 40, fingerprint: str = "same", is_sharded: bool = False) -> None:
         torch.manual_seed(3)
         self.said: list[str] = []
         self.precision, self.world = Precision("fp32", CPU), World(0, 1, 0, CPU)
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, amsgrad=True)
         strategy = Spread(self.world, Config(), self.precision)
-        strategy._take(self.model)
+        strategy.place(self.model)
         self.strategy, self.buffers, self.fingerprint = strategy, Buffers(address), fingerprint
         self.done, self.lag, self.is_written = 0, 0, True
-        self.snapshots = Snapshots(
-            self.buffers, self.world, is_spread, fingerprint, "mark",
-            lambda: room, lambda: self.is_written, self.said.append,
-        )  # fmt: skip
-        self.snapshots.attach(strategy, self.optimizer, self.precision)
+        self.snapshots = Snapshots(self.buffers, self.world, is_sharded, fingerprint, "mark", lambda: room)
+        self.snapshots.attach(strategy, self.optimizer, self.precision, lambda: self.is_written, self.said.append)
 
     def step(self, count: int = 1) -> None:
         """As the loop does it: the vote in the step, the losses of all steps but the last `lag` known after it."""
         for _ in range(count):
             self.model(torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(self.done))).backward()
-            vote = self.snapshots.vote()
+            request = self.snapshots.copy_request()
             self.strategy.update(self.optimizer)
             self.done += 1
-            self.snapshots.after_step(self.done, [vote], self.done - self.lag)
+            self.snapshots.after_step(self.done, [request], self.done - self.lag)
 
     def settle(self) -> None:
         """What a thread does comes to its end."""
-        assert self.snapshots._thread is not None
-        self.snapshots._thread.join()
+        self.snapshots.wait()
 
     def take_up(self) -> bool:
         step = snapshot.newest_common(self.buffers, self.world)
-        content = snapshot.take_up(self.buffers, self.world, step, self.fingerprint) if step else None
+        content = snapshot.read(self.buffers, self.world, step, self.fingerprint) if step else None
         if content is None:
             return False
         serialize.apply(content, self.model, self.optimizer, self.precision)
@@ -138,7 +134,7 @@ def test_where_memory_is_short_there_are_no_copies_and_a_line_says_so(memory: Sn
         "no snapshots in memory: 2 x 78 kB are more than half of the 300 kB that are left; "
         "a death costs the steps since the last checkpoint"
     ]
-    assert (one.buffers.taken, memory.step, one.snapshots.vote()) == (0, 0, -1)
+    assert (one.buffers.taken, memory.step, one.snapshots.copy_request()) == (0, 0, -1)
 
 
 def test_what_it_takes_is_said_and_taken_once(memory: SnapshotMemory) -> None:
@@ -151,7 +147,7 @@ def test_what_it_takes_is_said_and_taken_once(memory: SnapshotMemory) -> None:
 
 
 def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> None:
-    one = Seat(memory.address, is_spread=True)
+    one = Seat(memory.address, is_sharded=True)
     one.step(3)
     one.optimizer.state[one.model.one.bias]["late"] = torch.ones(250_000)
     one.step(2)
@@ -163,7 +159,7 @@ def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> 
 
 def test_copies_take_a_hundredth_of_the_time(memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "SHARE", 0.01)
-    now, copied, pack = 0.0, list[int](), Snapshots._pack
+    now, copied, pack = 0.0, list[int](), Snapshots._serialize
 
     def slow(snapshots: Snapshots, step: int) -> Any:
         nonlocal now
@@ -175,7 +171,7 @@ def test_copies_take_a_hundredth_of_the_time(memory: SnapshotMemory, monkeypatch
         monkeypatch.setattr(snapshot.time, name, lambda: now)
     one = Seat(memory.address)
     one.step()
-    monkeypatch.setattr(Snapshots, "_pack", slow)
+    monkeypatch.setattr(Snapshots, "_serialize", slow)
     for _ in range(24):
         now += 0.5
         one.step()
@@ -208,7 +204,7 @@ def test_a_rank_whose_lines_the_disk_refuses_votes_against_copies(memory: Snapsh
     one = Seat(memory.address)
     one.step(2)
     one.is_written = False
-    assert one.snapshots.vote() == -1
+    assert one.snapshots.copy_request() == -1
     one.snapshots.after_step(3, [1.0], 3)  # refused after the vote
     assert memory.step == 2
     one.is_written = True
@@ -223,16 +219,16 @@ def test_what_cannot_be_copied_ends_copies_and_nothing_else(memory: SnapshotMemo
     one.optimizer.state[one.model.scale]["lock"] = threading.Lock()
     one.step(4)
     assert len(one.said) == 2 and one.said[1].startswith("no snapshots in memory: cannot pickle")
-    assert (one.done, memory.step, one.snapshots.vote()) == (6, 2, -1)
+    assert (one.done, memory.step, one.snapshots.copy_request()) == (6, 2, -1)
 
 
 def test_a_rank_that_is_not_ready_is_asked_again_in_the_next_step(memory: SnapshotMemory) -> None:
     one = Seat(memory.address)
     one.step(2)
     one.snapshots._next = 0.0
-    assert one.snapshots.vote() == 1
+    assert one.snapshots.copy_request() == 1
     one.snapshots.after_step(3, [0.0], 3)  # another rank has voted against it
-    assert memory.step == 2 and one.snapshots.vote() == 1
+    assert memory.step == 2 and one.snapshots.copy_request() == 1
 
 
 def test_the_scale_of_losses_is_kept_without_a_look_at_it(memory: SnapshotMemory) -> None:
@@ -247,7 +243,7 @@ def test_the_scale_of_losses_is_kept_without_a_look_at_it(memory: SnapshotMemory
     assert scaling is not None and scaling["scale"] is scaler._scale
     assert scaling["_growth_tracker"] is scaler._growth_tracker
     one.snapshots.after_step(1, [], 1)
-    one.snapshots.vote()
+    one.snapshots.copy_request()
     one.snapshots.after_step(2, [1.0], 2)
     other = Seat(memory.address)
     other.precision.scaler = torch.amp.GradScaler("cpu")

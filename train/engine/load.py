@@ -1,11 +1,10 @@
-"""Where an attempt continues: after the newest state that is whole, from memory or from the disk."""
+"""Chooses the state that an attempt continues from, the newest in memory or on the disk that is whole, and loads it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ import torch
 from train.checkpoint import level, serialize, snapshot
 from train.checkpoint.buffers import Buffers
 from train.checkpoint.level import Newest
-from train.checkpoint.state import load
+from train.checkpoint.load import load
+from train.checkpoint.snapshot import Snapshots
 from train.parallel.precision import Precision
 from train.parallel.world import World
 from train.record import manifest as manifests
@@ -24,8 +24,8 @@ log = logging.getLogger("train")
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
-    """Where an attempt continues."""
+class ResumeState:
+    """The state that an attempt continues from."""
 
     step: int = 0
     """After this one; 0: from the beginning."""
@@ -36,22 +36,18 @@ class Start:
     from_memory: bool = False
 
 
-def restore(
-    run: Run, world: World, buffers: Buffers | None, fingerprint: str, model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer, precision: Precision, is_spread: bool, left: Callable[[], int],
-) -> Start:  # fmt: skip
-    """Take up the newest state that is whole, from memory or from the disk. A collective.
-
-    Args:
-        left: bytes of memory that can still be had.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
+def load_newest(
+    run: Run, world: World, snapshots: Snapshots, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+    precision: Precision,
+) -> ResumeState:  # fmt: skip
+    """Load the newest state that is whole, from memory or from the disk. A collective."""
+    rates, buffers = [group["lr"] for group in optimizer.param_groups], snapshots.buffers
     newest = functools.cache(lambda: _newest_valid(run))  # reads every byte of it
     while True:
-        start = _begin(run, world, buffers, fingerprint, is_spread, left, newest)
+        start = _choose(run, world, snapshots, newest)
         if buffers is None or not start.from_memory:
             break
-        content = snapshot.take_up(buffers, world, start.step, fingerprint)
+        content = snapshot.read(buffers, world, start.step, snapshots.fingerprint)
         if content is not None:
             serialize.apply(content, model, optimizer, precision)
             break
@@ -70,57 +66,55 @@ def restore(
     return start
 
 
-def _begin(
-    run: Run, world: World, buffers: Buffers | None, fingerprint: str, is_spread: bool, left: Callable[[], int],
-    newest: Newest,
-) -> Start:  # fmt: skip
+def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> ResumeState:
     """Choose the state to continue from, on one machine or on several. A collective.
 
     Args:
         newest: `_newest_valid`, on the first rank of a machine.
     """
-    if buffers is not None and (is_spread or len(world.leads) == 1):
-        start = _begin_from_memory(run, world, buffers, newest)
+    buffers = snapshots.buffers
+    if buffers is not None and (snapshots.is_sharded or len(world.leads) == 1):
+        start = _from_memory(run, world, buffers, newest)
         if start is not None:
             return start
         buffers = None
     if len(world.leads) == 1:
-        return world.on_first(lambda: _begin_from_disk(run, newest))
-    agreed = level.agree(run, world, buffers, fingerprint, left, newest)
+        return world.on_first(lambda: _from_disk(run, newest))
+    agreed = level.agree(run, world, buffers, snapshots.fingerprint, snapshots.memory_left, newest)
     if world.is_lead and agreed.problem:
         log.warning("warning: %s", agreed.problem)
     world.on_leads(lambda: metrics.cut(run, agreed.step, agreed.made_here))
-    return Start(agreed.step, agreed.saved, agreed.manifest, agreed.from_memory)
+    return ResumeState(agreed.step, agreed.saved, agreed.manifest, agreed.from_memory)
 
 
-def _begin_from_memory(run: Run, world: World, buffers: Buffers, newest: Newest) -> Start | None:
-    """Where all ranks have a copy that is not older than any checkpoint; None: on the disk."""
-    kept, saved = snapshot.newest_common(buffers, world), _saved(run, world)
-    if 0 < kept < max(saved):  # a damaged checkpoint is not newer
+def _from_memory(run: Run, world: World, buffers: Buffers, newest: Newest) -> ResumeState | None:
+    """The newest copy that all ranks have, where it is not older than any checkpoint; None: none is."""
+    step, saved = snapshot.newest_common(buffers, world), _newest_saved(run, world)
+    if 0 < step < max(saved):  # a damaged checkpoint is not newer
         world.on_leads(newest)
-        saved = _saved(run, world)
-    if not kept or kept < max(saved):
+        saved = _newest_saved(run, world)
+    if not step or step < max(saved):
         return None
 
     def clear_away() -> None:
         manifests.clean(run)
-        metrics.cut(run, kept)
+        metrics.cut(run, step)
 
     world.on_leads(clear_away)
-    return Start(kept, min(saved), from_memory=True)
+    return ResumeState(step, min(saved), from_memory=True)
 
 
-def _saved(run: Run, world: World) -> list[int]:
+def _newest_saved(run: Run, world: World) -> list[int]:
     """The step of the newest checkpoint in each rank's run folder. A collective."""
     return world.gather(next(iter(run.steps_saved()), 0))
 
 
-def _begin_from_disk(run: Run, newest: Newest) -> Start:
+def _from_disk(run: Run, newest: Newest) -> ResumeState:
     """On rank 0: clear away what a kill left, choose the checkpoint to continue from, cut the lines to it."""
     manifests.clean(run)
     step, manifest = newest()
     metrics.cut(run, step)
-    return Start(step, step, manifest)
+    return ResumeState(step, step, manifest)
 
 
 def _newest_valid(run: Run) -> tuple[int, dict[str, Any]]:

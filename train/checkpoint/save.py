@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from train import faults
 from train.checkpoint.exchange import exchange
-from train.checkpoint.stage import Stage
-from train.checkpoint.state import reason_of, size_of, state_of
+from train.checkpoint.load import reason_of
+from train.checkpoint.staging import Staging
+from train.checkpoint.state import size_of, state_of
 from train.checkpoint.writer import DurableWriter
 from train.config import Config
 from train.parallel import choose
@@ -77,7 +78,7 @@ class Saver:
         self._holders = self.world.node if all(lead % share == 0 for lead in world.leads) else self.world
         """The ranks that write a whole checkpoint among them: those of this machine, if it holds a whole state."""
         holders = self._holders
-        self._stage = Stage(holders.rank, holders.size) if config.checkpoint.asynchronous else None
+        self._staging = Staging(holders.rank, holders.size) if config.checkpoint.asynchronous else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.is_prepared = False
@@ -85,8 +86,8 @@ class Saver:
 
     def close(self) -> None:
         """Give memory back, unless a checkpoint is still being written: where a peer is gone, that may wait for it."""
-        if self._stage is not None and (self._thread is None or not self._thread.is_alive()):
-            self._stage.close()
+        if self._staging is not None and (self._thread is None or not self._thread.is_alive()):
+            self._staging.close()
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Make room for copies in the background: the first touch of memory costs more than many copies into it.
@@ -98,9 +99,9 @@ class Saver:
         if not optimizer.state and self._looks < _LOOKS:
             return
         self.is_prepared = True
-        if self._stage is not None:
+        if self._staging is not None:
             state = state_of(module, optimizer)
-            threading.Thread(target=self._stage.reserve, args=(state,), daemon=True, name="reserve").start()
+            threading.Thread(target=self._staging.reserve, args=(state,), daemon=True, name="reserve").start()
 
     def save(self, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
         """Commit a checkpoint of this step, or begin to. A collective: all ranks call it.
@@ -116,16 +117,16 @@ class Saver:
         self.wait()
         state = state_of(module, optimizer)
         size = size_of(state)  # of all of it, over all ranks
-        stage = self._stage
-        if stage is None:
+        staging = self._staging
+        if staging is None:
             self._commit(step, state, size, facts)
             return
-        state = stage.copy(state)
+        state = staging.copy(state)
         faults.here("save.staged")
 
         def work() -> None:
             try:
-                stage.take_device()
+                staging.take_device()
                 self._commit(step, state, size, facts)
             except BaseException as error:  # also that of a peer's death: this rank must not believe it has saved
                 self._error = error

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from train.checkpoint.pinned import lay_open, pin, unpin
-
 log = logging.getLogger("train")
 
 _STEP = 64
@@ -30,7 +28,7 @@ _STEP = 64
 Path = tuple[str, ...]
 
 
-def divided(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     """The part of a state that a rank writes, of what several ranks hold alike; all that is its alone.
 
     A plain tensor is the same on all ranks; a DTensor on those that differ in nothing but dimensions of the mesh over
@@ -98,7 +96,7 @@ class _Place:
     dtype: torch.dtype
 
 
-class Stage:
+class Staging:
     """Host memory into which a rank's part of a state is copied, reused from one checkpoint to the next."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -119,7 +117,7 @@ class Stage:
     def reserve(self, state: dict[str, Any]) -> None:
         """Find and touch the memory that a copy of this state needs. From any thread."""
         with self._lock:
-            self._make_room(divided(state, self._rank, self._size))
+            self._make_room(own_part(state, self._rank, self._size))
 
     def take_device(self) -> None:
         """Let this thread use the state's GPU: threads begin on the first one, and would open it."""
@@ -129,7 +127,7 @@ class Stage:
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of this rank's part of the state, which training cannot change. Valid until the next call."""
         with self._lock:
-            mine = divided(state, self._rank, self._size)
+            mine = own_part(state, self._rank, self._size)
             self._make_room(mine)
             copied = self._copied(mine, ())
             if self._device is not None:
@@ -143,7 +141,7 @@ class Stage:
             self._places = {}
 
     def _make_room(self, state: dict[str, Any]) -> None:
-        """Give every tensor a place, unless it has one."""
+        """Give every tensor a place, unless all have theirs."""
         places: dict[Path, _Place] = {}
         end = 0
         for path, tensor in _all_tensors(state):
@@ -159,7 +157,7 @@ class Stage:
         self._memory = memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        flat = lay_open(memory)
+        flat = as_tensor(memory)
         # the first touch of memory costs more than many copies into it; in CUDA's call it would hold up all that
         # training asks of the device
         flat.zero_()
@@ -213,3 +211,28 @@ def _all_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from _all_tensors(inner, (*path, str(key)))
     elif isinstance(value, Tensor):
         yield path, value
+
+
+def as_tensor(memory: mmap.mmap) -> Tensor:
+    """Memory as a tensor of bytes (uint8), not inherited by processes that are forked from now on: a fork would make
+    a GPU write to pages of the child."""
+    memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def pin(flat: Tensor, device: torch.device) -> int:
+    """Lock the memory's pages for this GPU, which becomes the thread's. Returns CUDA's error, 0 for none; unpinned,
+    copies wait for the device, with the same result."""
+    torch.cuda.set_device(device)
+    code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+    if code:
+        # CUDA keeps the error until this thread asks for its last one, as torch does after a kernel: after this one
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=device).fill_(0)
+    return code
+
+
+def unpin(address: int, device: torch.device) -> None:
+    """Unlock the memory at an address, pinned for this GPU, which becomes the thread's, as in `pin`."""
+    torch.cuda.set_device(device)
+    torch.cuda.cudart().cudaHostUnregister(address)
