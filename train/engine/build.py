@@ -86,14 +86,14 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
 
 
 def _instead_of(dataset: Any) -> str:
-    """What to do instead, as the end of a sentence."""
+    """The remedy, as the end of a sentence."""
     if isinstance(dataset, DataLoader):
         return ": return its data set itself, for batches and workers are --batch_size and --data.workers"
     return ": of what can only be read in turn, make a list once, or an index of where each sample begins"
 
 
 def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> dict[str, Any]:
-    """What the data of a run are: what the task says of them, or what can be seen in its data sets.
+    """The fingerprint of a run's data: the task's own, or one of its data sets.
 
     Raises:
         Refused: the task's own fingerprint() fails, or returns what JSON cannot hold.
@@ -108,7 +108,7 @@ def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_set:
     """How these data differ from those that a run began with; '' where they do not, or it is not known.
 
     Raises:
-        Refused: what is known of the first ones is damaged.
+        Refused: the record of the first ones is damaged.
     """
     then = fingerprints.recorded(run.folder)
     if then is None or then["format"] != fingerprints.FORMAT:
@@ -141,15 +141,15 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise Refused(f"the model of {task.file} has no parameter to train")
     _give_memory(model)
-    # not to(weights), which would make real numbers of complex ones
+    # not to(weights), which would turn complex numbers into real ones
     return model.double() if weights == torch.float64 else model
 
 
 def check_forward(task: Task, model: nn.Module) -> None:
-    """Whether a forward leaves the weights alone, as far as can be told without one.
+    """Check that a forward changes no weights, as far as the modules show.
 
     Raises:
-        Refused: it does not.
+        Refused: it would.
     """
     for name, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
@@ -160,7 +160,7 @@ def check_forward(task: Task, model: nn.Module) -> None:
 
 
 def _give_memory(model: nn.Module) -> None:
-    """Let each element of a buffer have a place of its own: into what expand() made nothing can be written."""
+    """Give each element of a buffer memory of its own: what expand() made cannot be written to."""
     for part in model.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.layout == torch.strided:
@@ -244,7 +244,7 @@ def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> N
 
 
 def _prefix(state: dict[str, Tensor]) -> str:
-    """What a wrapper puts before every name, or ''."""
+    """The prefix that a wrapper adds to every name, or ''."""
     return next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in state)), "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,11 @@ from train.parallel.world import World
 from train.tasks import Task
 
 _ASK_EVERY = 16
-"""Micro batches between two looks, by all ranks, at whether a stop was asked for."""
+"""Micro batches between two checks of all ranks for a stop request."""
 _LARGE = 64 << 20
-"""Bytes of a buffer that holds weights rather than what an evaluation counts."""
+"""Bytes of a buffer that holds weights rather than statistics."""
+Row = list[Tensor | float]
+"""Of a micro batch: the number of its samples, then total and count of each figure, in the order of their names."""
 _OTHER_NAMES = "metrics must return the same names for every batch"
 
 
@@ -37,7 +39,7 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
     sharing: Sharing | None = None,
-    look: Callable[[Any], None] = lambda _: None,
+    show: Callable[[Any], None] = lambda _: None,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
 
@@ -48,20 +50,19 @@ def evaluate(
     Args:
         plan: of the evaluation set.
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
-        sharing: whose micro batches are whose; None: as ranks without anything special share them.
-        look: is shown the first batch of this rank.
+        sharing: which micro batches are this rank's; None: every W-th, from its own number on.
+        show: called with the first batch of this rank.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
     """
     was_training = module.training
     module.eval()
-    rows: dict[int, list[Tensor | float]] = {}
-    """By micro batch: the number of its samples, then total and count of the loss and of each metric."""
+    rows: dict[int, Row] = {}
     names: list[str] = []
     micros = math.ceil(plan.evaluated / plan.micro_batch_size)
     sharing = sharing or Sharing(world.rank, world.size)
-    own = owned(module, task.loss, task.metrics)
+    generators = owned(module, task.loss, task.metrics)
     try:
         # what an evaluation counts or observes is no part of training: a resume does not repeat it
         with torch.no_grad(), _same_buffers(module):
@@ -74,21 +75,23 @@ def evaluate(
                 if not len(micro.indices):  # none of its samples could be read
                     continue
                 if not rows:
-                    look(batch)
-                seed_compute(micro.seed, world.device, own=own)
+                    show(batch)
+                seed_compute(micro.seed, world.device, own=generators)
                 with precision.autocast():
                     figures = evaluation_figures(task, module, batch, len(micro.indices))
                 if not micro.is_repeated:
                     names = names or list(figures)
-                    rows[micro.number] = _row(len(micro.indices), figures, names)
+                    if figures.keys() != set(names):
+                        raise TrainingFailed(_OTHER_NAMES)
+                    rows[micro.number] = _row(len(micro.indices), figures)
     finally:
         module.train(was_training)
-    return _summed(rows, names, micros, world)
+    return summed(rows, names, micros, world)
 
 
 @contextlib.contextmanager
 def _same_buffers(model: nn.Module) -> Iterator[None]:
-    """Put back, at the end, each buffer where it was, and what was in it."""
+    """Restore each buffer at the end: the tensor and its content."""
     before = [
         (part, name, buffer, None if buffer is None or buffer.nbytes > _LARGE else buffer.detach().clone())
         for part in model.modules()
@@ -104,49 +107,34 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(content)
 
 
-def _row(samples: int, figures: dict[str, Figure], names: list[str]) -> list[Tensor | float]:
-    if figures.keys() != set(names):
-        raise TrainingFailed(_OTHER_NAMES)
-    row: list[Tensor | float] = [samples]
-    for name in names:
+def _row(samples: int, figures: dict[str, Figure]) -> Row:
+    row: Row = [samples]
+    for name in sorted(figures):
         row += [figures[name].total(torch.float64), figures[name].counted()]
     return row
 
 
-def _on_host(rows: list[list[Tensor | float]]) -> list[list[float]]:
-    """The rows in numbers, brought from each device together: of every single one the host would wait for it."""
-    found: dict[tuple[torch.device, torch.dtype], list[tuple[list[float], int, Tensor]]] = {}
-    made = []
-    for row in rows:
-        numbers = [math.nan if isinstance(value, Tensor) else float(value) for value in row]
-        for place, value in enumerate(row):
-            if isinstance(value, Tensor):
-                found.setdefault((value.device, value.dtype), []).append((numbers, place, value))
-        made.append(numbers)
-    for there in found.values():
-        brought = torch.stack([value for _, _, value in there]).tolist()
-        for (numbers, place, _), value in zip(there, brought, strict=True):
-            numbers[place] = float(value)
-    return made
+def _on_host(rows: Iterable[Row], device: torch.device) -> list[list[float]]:
+    """The rows as numbers. Tensors are transferred together: the host waits for the device in each transfer."""
+    rows = list(rows)
+    tensors = [value.to(device, torch.float64) for row in rows for value in row if isinstance(value, Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [[next(numbers) if isinstance(value, Tensor) else float(value) for value in row] for row in rows]
 
 
-def _summed(
-    rows: dict[int, list[Tensor | float]], names: list[str], micros: int, world: World
-) -> tuple[dict[str, float], int]:
-    """The figures of all ranks' rows, and the number of samples. A collective."""
-    mine = {name: place for place, name in enumerate(names)}
-    everybodys = [found for found in world.gather(names) if found]  # a rank may have read nothing
-    if any(set(found) != set(everybodys[0]) for found in everybodys):
+def summed(rows: dict[int, Row], names: list[str], micros: int, world: World) -> tuple[dict[str, float], int]:
+    """The figures of all ranks' rows, by these names, and the number of samples. A collective."""
+    all_names = [found for found in world.gather(names) if found]  # a rank may have read nothing
+    if any(set(found) != set(all_names[0]) for found in all_names):
         raise TrainingFailed(_OTHER_NAMES)
-    names = everybodys[0] if everybodys else []
+    names = all_names[0] if all_names else []
     table = np.zeros((micros, 1 + 2 * len(names)))
-    for number, row in zip(rows, _on_host(list(rows.values())), strict=True):
-        table[number] = [row[0], *(row[1 + 2 * mine[name] + part] for name in names for part in (0, 1))]
-    whole = world.add(torch.from_numpy(table).to(world.device))
-    columns = whole.cpu().T.tolist()  # each row is one rank's alone: adding zeros rounds nothing
-    sums = [math.fsum(column) for column in columns]
-    figures = {
-        name: sums[2 * place + 1] / sums[2 * place + 2] if sums[2 * place + 2] else math.nan
-        for place, name in enumerate(names)
+    if rows:
+        table[list(rows)] = _on_host(rows.values(), world.device)
+    whole = world.add(torch.from_numpy(table).to(world.device))  # each row is one rank's: adding zeros rounds nothing
+    samples, *sums = [math.fsum(column) for column in whole.cpu().T.tolist()]
+    means = {
+        name: total / count if count else math.nan
+        for name, total, count in zip(sorted(names), sums[::2], sums[1::2], strict=True)
     }
-    return figures or {"loss": math.nan}, round(sums[0])
+    return {name: means[name] for name in names} or {"loss": math.nan}, round(samples)

@@ -1,4 +1,4 @@
-"""Weights out of a run, and an evaluation of them alone."""
+"""Exports the weights of a run, and evaluates a checkpoint without training."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
 
 
 def _precision_on(device: torch.device, config: Config) -> str:
-    """The arithmetic in which a device computes what was trained: a CPU in fp32 what only GPUs can do."""
+    """The precision to compute with on a device: fp32 on a CPU for those that only GPUs have."""
     return "fp32" if device.type == "cpu" and config.precision in ON_GPU_ALONE else config.precision
 
 
@@ -87,22 +87,22 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
         if target.suffix == ".onnx":
             _to_onnx(task, config, model, partial)
         else:
-            # copies, for tied weights share memory, which safetensors refuses to write
+            # copies: tied weights share memory, which safetensors refuses to write
             state = {name: tensor.clone() for name, tensor in weights(model).items()}
             if target.suffix == ".safetensors":
                 from safetensors.torch import save_file
 
                 save_file(state, partial, metadata={"run": run.name, "step": str(step)})
-                _in_one_order(partial)
+                _sort_metadata(partial)
             else:
                 torch.save(state, partial)
     return step
 
 
-def _in_one_order(file: Path) -> None:
-    """The same words of a run and a step at the head of each file: safetensors writes them in an order by chance.
+def _sort_metadata(file: Path) -> None:
+    """Sort the metadata of a file, so that equal weights give equal files: safetensors writes it in random order.
 
-    A file begins with the bytes of its head in 8 bytes, little-endian, and the head, in JSON that spaces may follow.
+    A file begins with the length of its header in 8 bytes, little-endian, and the header, in JSON padded by spaces.
     """
     with file.open("r+b") as written:
         size = int.from_bytes(written.read(8), "little")
@@ -115,19 +115,19 @@ def _in_one_order(file: Path) -> None:
 
 
 @contextlib.contextmanager
-def _in_one_line(task: Task) -> Iterator[None]:
-    """While the task's own code runs: what it raises, or what is wrong with what it returns, said as launch does.
+def _refusing(task: Task) -> Iterator[None]:
+    """Turns what the task's own code raises into a refusal, with the line that `train launch` would print.
 
     Raises:
-        Refused: it raised.
+        Refused: the task's code raised, or returned something wrong.
     """
     try:
         yield
     except Refused:
         raise
     except Exception as error:
-        is_said = isinstance(error, TrainingFailed)
-        raise Refused(error if is_said else arithmetic.refusal(error) or where(error, task.file)) from error
+        has_reason = isinstance(error, TrainingFailed)
+        raise Refused(error if has_reason else arithmetic.refusal(error) or where(error, task.file)) from error
 
 
 def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None:
@@ -163,7 +163,7 @@ def _calls(task: Task, config: Config, model: nn.Module) -> list[tuple[Any, ...]
     calls: list[tuple[Any, ...]] = []
     hook = model.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
     model.eval()
-    with _in_one_line(task), torch.no_grad():
+    with _refusing(task), torch.no_grad():
         micro = MicroBatch(0, 0, np.arange(min(2, len(dataset))), config.seed, dataset is eval_set)
         batch = fetcher(dataset, task.collate)(micro)
         batch = prepared(batch, config.seed, torch.device("cpu"), dtype, False, task.on_device)
@@ -172,7 +172,7 @@ def _calls(task: Task, config: Config, model: nn.Module) -> list[tuple[Any, ...]
     return calls
 
 
-def _tell(bad: Sequence[Bad]) -> None:
+def _warn(bad: Sequence[Bad]) -> None:
     for one in bad:
         log.warning("warning: left out: %s: %s", one, one.reason)
 
@@ -199,12 +199,12 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
     plan = build.evaluation_plan(config, len(eval_set))
     world = World(0, 1, 0, device)
     workers = (config.data.workers or 0) if workers is None else workers
-    skipped = _tell if config.data.leaves_out else None
+    skipped = _warn if config.data.leaves_out else None
     loader = Loader(
         None, eval_set, task.collate, workers, device, precision.inputs, skipped, config.channels_last,
         task.on_device, task.datasets,
     )  # fmt: skip
-    with loader, _in_one_line(task):
+    with loader, _refusing(task):
         take_device(device)
         stream = loader.batches(evaluation_micro_batches(plan, Sharing()))
         model = arithmetic.lay_out(model, config).to(device)
@@ -216,7 +216,7 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
 
 
 def _device_of(run: Run, config: Config) -> torch.device:
-    """Where to evaluate: as training, and on the CPU what was trained on GPUs where there are none."""
+    """The device to evaluate on: that of training, or the CPU where there is no GPU."""
     try:
         return pick_device(config, 1, 0)
     except NoGPU:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.engine.evaluate import _summed
+from train.engine.evaluate import summed
 from train.engine.loss import evaluation_figures
 from train.parallel.world import World
 
@@ -237,10 +237,11 @@ def test_figures_come_to_the_host_together_however_many_there_are() -> None:
     counted = []
     for micros in (10, 200):
         rows: dict[int, list[Any]] = {
-            n: [4, torch.tensor(n, dtype=torch.float64), 4.0, 2.5, torch.tensor(3)] for n in range(micros)
+            n: [4, 2.5, torch.tensor(3.0, dtype=torch.float64), torch.tensor(n, dtype=torch.float64), 4.0]
+            for n in range(micros)
         }
         with _Counting() as mode:
-            figures, samples = _summed(rows, ["loss", "accuracy"], micros + 5, World(0, 1, 0, torch.device("cpu")))
+            figures, samples = summed(rows, ["loss", "accuracy"], micros + 5, World(0, 1, 0, torch.device("cpu")))
         assert samples == 4 * micros
         assert figures == {"loss": (micros - 1) / 8, "accuracy": 2.5 / 3}
         counted.append(mode.calls)
