@@ -1,12 +1,12 @@
 """Copies of the training state in memory that outlives the ranks: a rank's death costs the steps since the last copy.
 
 In ddp the first rank of a machine copies the whole state, with fsdp and hsdp each rank copies its part. All copy after
-the same step: rank 0 asks for a copy in the stats of a step, as often as copies take a hundredth of the time, and a
-rank that cannot take part asks against it. A copy is sealed only when the loss of its step is known to be finite and
-the lines of the run are written up to it.
+the same step: rank 0 requests a copy in the stats of a step, so often that copies take a hundredth of the time, and a
+rank that cannot take part refuses it there. A copy is sealed once the loss of its step is known to be finite and the
+lines of the run are written up to it.
 
-On a GPU the copy is work of the device, behind the update of the step and before the next forward, so the host goes on;
-the memory is page-locked (staging.py). A thread waits for it and seals it. On a CPU everything happens at once.
+On a GPU the device copies, between the update of the step and the next forward, into pinned memory, and the host does
+not wait: a thread waits for the copy and seals it. On a CPU everything happens at once.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ log = logging.getLogger("train")
 SHARE = 0.01
 """The part of the time that copies may take from training."""
 _BUSY = 0.25
-"""The part of the time that a core may work for checksums beside training on a GPU."""
+"""The part of the time that a core may compute checksums while a GPU trains."""
 _SPEED = 1e9
 """Bytes in a second: the first estimate of what a copy costs."""
 _SLACK = 1 << 16
-"""Bytes by which the plain part of a state may grow with its numbers."""
+"""Bytes by which the pickled part of a state may grow with its numbers."""
 _AT_ONCE = 1 << 26
-"""Bytes that are reserved without a thread: it takes some hundredths of a second."""
+"""Bytes up to which memory is reserved without a thread, in some hundredths of a second."""
 _PATIENCE = 10.0
-"""Seconds that the end waits for a copy that is under way: a device may hang."""
+"""Seconds to wait at the end for a copy that is under way: a device may hang."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), since Linux 5.14."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Draft:
-    """A copy that is written and not sealed."""
+    """A copy that is written but not sealed."""
 
     slot: int
     step: int
     state: Serialized
     begun: Any
     ended: Any
-    """CUDA events around the work of the device; None on a CPU."""
+    """CUDA events around the copy; None on a CPU."""
     seconds: float
-    """Time of the host that it took."""
+    """Time of the host that the copy took."""
 
 
 class Snapshots:
@@ -86,22 +86,22 @@ class Snapshots:
         """The buffers as tensors, once they are reserved and locked."""
         self._pinned: list[int] = []
         self._thread: threading.Thread | None = None
-        """Makes the memory ready, or seals a copy."""
+        """Reserves the memory, or seals a copy."""
         self._draft: _Draft | None = None
         self._problem = ""
         """Why there can be no more copies; '' while there can."""
         self._is_over = False
         """Whether that has been reported, and this rank refuses copies from now on."""
         self.cost = 0.0
-        """Seconds that a copy takes, of which SHARE allows the next one."""
+        """Seconds that a copy takes; SHARE says how long to wait for the next one."""
         self._costs = collections.deque[float](maxlen=3)
-        """Of the last copies; the least counts, for on a busy machine one may take very long."""
+        """Of the last copies; the least counts, because on a busy machine one may take very long."""
         self._next = 0.0
         """When the next copy may begin."""
-        self._asked = collections.deque[bool](maxlen=4)
-        """Of the steps whose stats are not read yet, whether this rank asked for a copy."""
+        self._requested = collections.deque[bool](maxlen=4)
+        """Whether this rank requested a copy, in each step whose stats are not read yet."""
         self._pace, self._last = 0.0, time.monotonic()
-        """Seconds of a step, and when the last one ended."""
+        """Seconds that a step takes, and when the last one ended."""
         self._steps_ahead = 2 if world.device.type == "cuda" else 1
         """Ends of steps from a request to its copy: stats of a GPU are read a step later."""
 
@@ -127,14 +127,14 @@ class Snapshots:
             return 0.0
         is_ready = not self._is_over and self._is_written() and (bool(self._memory) or not self._copies)
         begins = max(time.monotonic(), self._last + self._steps_ahead * self._pace)
-        asks = is_ready and self._world.is_first and begins >= self._next
-        if asks:
+        requests = is_ready and self._world.is_first and begins >= self._next
+        if requests:
             self._next = begins + self.cost * (1 / SHARE - 1)
-        self._asked.append(asks)
-        return float(asks) if is_ready else -1.0
+        self._requested.append(requests)
+        return float(requests) if is_ready else -1.0
 
     def after_step(self, step: int, sums: Iterable[float], known: int) -> None:
-        """The state is that after this step: copy it where all have agreed to.
+        """Copy the state after this step, if all ranks have agreed to.
 
         Args:
             sums: of the requests in each step whose stats were read since the last call.
@@ -146,12 +146,12 @@ class Snapshots:
         self._pace, is_due = began - self._last, False
         for requests in sums:
             is_due |= requests > 0
-            if self._asked.popleft() and requests <= 0:  # another rank cannot yet: ask again in the next step
+            if self._requested.popleft() and requests <= 0:  # another rank cannot yet: ask again in the next step
                 self._next = 0.0
         try:
             if self._copies:
                 self._continue(step, is_due, known)
-        except Exception as error:  # an optimizer may hold what cannot be copied like this
+        except Exception as error:  # an optimizer may hold what cannot be serialized
             self._problem = str(error)
         self._last = time.monotonic()
         if self._problem:
@@ -162,7 +162,7 @@ class Snapshots:
                 log.warning(line)
 
     def _continue(self, step: int, is_due: bool, known: int) -> None:
-        """Seal the copy before, begin a new one, or make the memory ready for them."""
+        """Seal the last copy, begin a new one, or reserve the memory for them."""
         is_written = self._is_written()
         if self._draft is not None and known >= self._draft.step and is_written:
             draft, self._draft = self._draft, None
@@ -201,7 +201,7 @@ class Snapshots:
         began = time.perf_counter()
         self.wait()  # for the copy before: no part may fall two copies behind
         state = self._serialize(step)
-        if state.size > min(map(len, self._memory)):  # it has grown, by layers that no step before has used, say
+        if state.size > min(map(len, self._memory)):  # it has grown, perhaps by layers that no step before has used
             self._unlock()
             self._prepare(state)
             return
@@ -242,7 +242,7 @@ class Snapshots:
             self._problem = str(error)
 
     def _prepare(self, state: Serialized) -> None:
-        """Reserve memory for copies of a state, if there is enough, and lock it."""
+        """Reserve pinned memory for copies of a state, if there is enough."""
         assert self.buffers is not None
         size = begin_of_tensors(len(state.plain) + _SLACK) + state.end
         ranks = self._world.node.size if self.is_sharded else 1
@@ -253,7 +253,7 @@ class Snapshots:
                 "a death costs the steps since the last checkpoint"
             )
             return
-        if not self.buffers.holds(size):  # else from an attempt before
+        if not self.buffers.holds(size):  # else it is that of the attempt before
             self._say(f"snapshots in memory: 2 x {_size(size)}" + (" for each rank" if self.is_sharded else ""))
         self.cost = size / _SPEED
         if size <= _AT_ONCE and self._world.device.type == "cpu":
@@ -285,7 +285,7 @@ class Snapshots:
             self._problem = str(error)
 
     def _unlock(self) -> None:
-        """Unpin the memory before it is unmapped: another one may come to lie where it was."""
+        """Unpin the memory before it is unmapped: other memory may get its address."""
         while self._pinned:
             unpin(self._pinned.pop(), self._world.device)
         self._memory, self._maps = [], []

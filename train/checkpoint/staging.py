@@ -1,8 +1,8 @@
-"""Host memory that a state is copied to, so that training can go on while it is written.
+"""Host memory that a state is copied to, so that training continues while it is written.
 
-One piece of memory of exactly the size that is needed, in which every tensor has its place; pinned as a whole where the
-state lies on a GPU. (torch's own pinned memory comes in powers of two, for each tensor.) What all ranks hold alike is
-divided among them first, so that each copies, and keeps room for, its part alone.
+One buffer of exactly the size that is needed, in which every tensor has its place; pinned as a whole where the state
+lies on a GPU. (torch's own pinned memory comes in powers of two, for each tensor.) What several ranks hold alike is
+divided among them first, so that each copies, and has memory for, its part alone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 log = logging.getLogger("train")
 
-_STEP = 64
+_ALIGN = 64
 """Bytes that a place begins at a multiple of: a line of the processor's cache."""
 Path = tuple[str, ...]
 
 
 def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """The part of a state that a rank writes, of what several ranks hold alike; all that is its alone.
+    """The part of a state that a rank writes: all that it alone holds, and its share of what several ranks hold alike.
 
-    A plain tensor is the same on all ranks; a DTensor on those that differ in nothing but dimensions of the mesh over
-    which it is replicated. Each goes to the rank among them that has least so far, the large ones first. Everything
-    but tensors stays on every rank. The same on every rank, without asking the others.
+    A plain tensor is equal on all ranks; a DTensor on those that differ only in dimensions of the mesh over which it is
+    replicated. Each goes to the rank among them that has least so far, the large ones first. Everything but tensors
+    stays on every rank. Every rank computes the same division, without communication.
     """
     loads: dict[int, list[int]] = {}
     keeps: dict[Path, bool] = {}
@@ -58,7 +58,7 @@ def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
 
 
 def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors in a tree of dicts. What is in lists belongs to them, and is not divided."""
+    """The tensors in a tree of dicts. Lists are not divided."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, dict):
@@ -67,7 +67,7 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def _copy_of(tensor: Tensor, rank: int, size: int) -> tuple[int, int]:
-    """Which of so many equal copies this rank's is."""
+    """The number of this rank's copy, and how many equal copies there are."""
     if not isinstance(tensor, DTensor):
         return rank, size
     mesh, place, copies = tensor.device_mesh, 0, 1
@@ -101,7 +101,8 @@ class Staging:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self._rank, self._size = rank, size
-        self._places: dict[Path, _Place] = {}
+        self._places: list[_Place] = []
+        """Of the tensors, in the order in which they are found."""
         self._memory: mmap.mmap | None = None
         self._pinned: tuple[int, torch.device] | None = None
         """Address of the memory, where it is pinned, and for which GPU."""
@@ -114,10 +115,19 @@ class Staging:
         """Of host memory that is held."""
         return len(self._memory) if self._memory is not None else 0
 
-    def reserve(self, state: dict[str, Any]) -> None:
-        """Find and touch the memory that a copy of this state needs. From any thread."""
+    @property
+    def is_pinned(self) -> bool:
+        return self._pinned is not None
+
+    def reserve(self, state: dict[str, Any], device: torch.device | None = None) -> None:
+        """Allocate and touch the memory that a copy of this state needs. From any thread.
+
+        Args:
+            device: the GPU to pin it for; None: where the state lies.
+        """
         with self._lock:
-            self._make_room(own_part(state, self._rank, self._size))
+            self._device = device
+            self._allocate(own_part(state, self._rank, self._size))
 
     def take_device(self) -> None:
         """Let this thread use the state's GPU: threads begin on the first one, and would open it."""
@@ -128,28 +138,27 @@ class Staging:
         """A copy of this rank's part of the state, which training cannot change. Valid until the next call."""
         with self._lock:
             mine = own_part(state, self._rank, self._size)
-            self._make_room(mine)
-            copied = self._copied(mine, ())
+            self._allocate(mine)
+            copied = self._copied(mine, iter(self._places))
             if self._device is not None:
                 torch.cuda.current_stream(self._device).synchronize()
             return dict(copied)
 
     def close(self) -> None:
-        """Give the memory back. For who is sure that nobody copies."""
+        """Free the memory. No copy may be in use."""
         with self._lock:
             self._release()
-            self._places = {}
+            self._places = []
 
-    def _make_room(self, state: dict[str, Any]) -> None:
+    def _allocate(self, state: dict[str, Any]) -> None:
         """Give every tensor a place, unless all have theirs."""
-        places: dict[Path, _Place] = {}
+        places: list[_Place] = []
         end = 0
-        for path, tensor in _all_tensors(state):
-            local = _local(tensor)
-            if local.device.type == "cuda":
-                self._device = local.device
-            places[path] = _Place(end, local.shape, local.dtype)
-            end += -(-_bytes(local) // _STEP) * _STEP
+        for tensor in _leaves(state):
+            if tensor.device.type == "cuda":
+                self._device = tensor.device
+            places.append(_Place(end, tensor.shape, tensor.dtype))
+            end += -(-_bytes(tensor) // _ALIGN) * _ALIGN
         if places == self._places:
             return
         self._release()
@@ -158,22 +167,18 @@ class Staging:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         flat = as_tensor(memory)
-        # the first touch of memory costs more than many copies into it; in CUDA's call it would hold up all that
-        # training asks of the device
+        # the first touch of memory costs more than many copies into it; in CUDA's call it would block all that
+        # training submits to the device
         flat.zero_()
         if self._device is not None:
-            self._pin(flat)
-
-    def _pin(self, flat: Tensor) -> None:
-        assert self._device is not None
-        code = pin(flat, self._device)
-        if code == 0:
-            self._pinned = flat.data_ptr(), self._device
-        else:
-            log.warning(
-                "warning: %.0f MB of host memory cannot be pinned (CUDA error %d): checkpoints hold training up longer",
-                flat.numel() / 1e6, code,
-            )  # fmt: skip
+            code = pin(flat, self._device)
+            if code == 0:
+                self._pinned = flat.data_ptr(), self._device
+            else:
+                log.warning(
+                    "warning: %.0f MB of host memory cannot be pinned (CUDA error %d): checkpoints hold training up "
+                    "longer", flat.numel() / 1e6, code,
+                )  # fmt: skip
 
     def _release(self) -> None:
         if self._pinned is not None:
@@ -181,20 +186,20 @@ class Staging:
             self._pinned = None
         self._memory = None  # freed with the last tensor that lies in it
 
-    def _copied(self, value: Any, path: Path) -> Any:
+    def _copied(self, value: Any, places: Iterator[_Place]) -> Any:
         if isinstance(value, dict):
-            return {key: self._copied(inner, (*path, str(key))) for key, inner in value.items()}
+            return {key: self._copied(inner, places) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._copied(inner, (*path, str(place))) for place, inner in enumerate(value))
+            return type(value)([self._copied(inner, places) for inner in value])
         if isinstance(value, DTensor):
-            # made like this, and not by from_local, which would take the copy back to the device
-            return DTensor(self._copied(value.to_local(), path), value._spec, requires_grad=False)
+            # not by from_local, which would bring the copy back to the device
+            return DTensor(self._copied(value.to_local(), places), value._spec, requires_grad=False)
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        return self._tensor(self._places[path]).copy_(value.detach(), non_blocking=True)
+        return self._tensor(next(places)).copy_(value.detach(), non_blocking=True)
 
     def _tensor(self, place: _Place) -> Tensor:
-        """What lies in a place: a tensor with a storage of its own size, which is written as it is."""
+        """The tensor in a place, with a storage of its own size: DCP would copy it once more otherwise."""
         count = math.prod(place.shape)
         if not count:
             return torch.empty(place.shape, dtype=place.dtype)
@@ -202,15 +207,13 @@ class Staging:
         return torch.frombuffer(self._memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
 
 
-def _all_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors in a tree of dicts, lists and tuples."""
-    if isinstance(value, (list, tuple)):
-        value = {str(place): inner for place, inner in enumerate(value)}
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _all_tensors(inner, (*path, str(key)))
+def _leaves(value: Any) -> Iterator[Tensor]:
+    """This rank's tensors in a tree of dicts, lists and tuples."""
+    if isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
     elif isinstance(value, Tensor):
-        yield path, value
+        yield _local(value)
 
 
 def as_tensor(memory: mmap.mmap) -> Tensor:

@@ -34,7 +34,7 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer, empty where it has none yet.
 
-    torch would make a step of an optimizer without state, with gradients of 0. What that leaves behind counts in the
+    torch would make a step of an optimizer without state, with gradients of 0. What remains of it counts in the
     first real one: weights in moments, by weight decay; counters; a rate of 0, in ASGD and Rprop.
     """
     if optimizer.state:
@@ -98,13 +98,13 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def weights_sha256(state: dict[str, Tensor], is_wanted: bool = True) -> str:
-    """SHA-256 over the names in sorted order: UTF-8 `name\\ndtype\\nd0,d1\\n`, then the little-endian bytes.
+    """SHA-256 over the tensors in sorted order of names: UTF-8 `name\\ndtype\\nd0,d1\\n`, then the little-endian bytes.
 
     The dtype is written as `float32`; nothing stands between tensors. A collective where tensors are spread over ranks:
     one after the other is gathered, never all of the model.
 
     Args:
-        is_wanted: by this rank; without, '' is returned.
+        is_wanted: whether this rank needs it; else '' is returned.
     """
     digest = hashlib.sha256()
     for name in sorted(state):
@@ -112,7 +112,7 @@ def weights_sha256(state: dict[str, Tensor], is_wanted: bool = True) -> str:
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if not is_wanted:
-            if tensor.is_cuda:  # it is only queued: who went on would end, and take its part from the others
+            if tensor.is_cuda:  # it is only queued: a rank that ended now would take its part from the others
                 torch.cuda.current_stream(tensor.device).synchronize()
             continue
         tensor = tensor.cpu().contiguous()

@@ -57,7 +57,7 @@ class Seat:
         self.snapshots.attach(strategy, self.optimizer, self.precision, lambda: self.is_written, self.said.append)
 
     def step(self, count: int = 1) -> None:
-        """As the loop does it: the vote in the step, the losses of all steps but the last `lag` known after it."""
+        """As the loop does it: the request in the step, the losses of all steps but the last `lag` known after it."""
         for _ in range(count):
             self.model(torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(self.done))).backward()
             request = self.snapshots.copy_request()
@@ -159,19 +159,19 @@ def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> 
 
 def test_copies_take_a_hundredth_of_the_time(memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "SHARE", 0.01)
-    now, copied, pack = 0.0, list[int](), Snapshots._serialize
+    now, copied, real = 0.0, list[int](), serialize.serialize
 
-    def slow(snapshots: Snapshots, step: int) -> Any:
+    def slow(*state: Any) -> Any:
         nonlocal now
         now += 0.02
-        copied.append(step)
-        return pack(snapshots, step)
+        copied.append(state[4])
+        return real(*state)
 
     for name in ("monotonic", "perf_counter"):
         monkeypatch.setattr(snapshot.time, name, lambda: now)
     one = Seat(memory.address)
     one.step()
-    monkeypatch.setattr(Snapshots, "_serialize", slow)
+    monkeypatch.setattr(serialize, "serialize", slow)
     for _ in range(24):
         now += 0.5
         one.step()
@@ -200,12 +200,12 @@ def test_a_copy_counts_once_its_loss_is_known(memory: SnapshotMemory) -> None:
     assert other.take_up() and other.bits() == bits
 
 
-def test_a_rank_whose_lines_the_disk_refuses_votes_against_copies(memory: SnapshotMemory) -> None:
+def test_a_rank_whose_lines_the_disk_refuses_refuses_copies(memory: SnapshotMemory) -> None:
     one = Seat(memory.address)
     one.step(2)
     one.is_written = False
     assert one.snapshots.copy_request() == -1
-    one.snapshots.after_step(3, [1.0], 3)  # refused after the vote
+    one.snapshots.after_step(3, [1.0], 3)  # refused after the request
     assert memory.step == 2
     one.is_written = True
     one.done = 3
@@ -225,9 +225,8 @@ def test_what_cannot_be_copied_ends_copies_and_nothing_else(memory: SnapshotMemo
 def test_a_rank_that_is_not_ready_is_asked_again_in_the_next_step(memory: SnapshotMemory) -> None:
     one = Seat(memory.address)
     one.step(2)
-    one.snapshots._next = 0.0
     assert one.snapshots.copy_request() == 1
-    one.snapshots.after_step(3, [0.0], 3)  # another rank has voted against it
+    one.snapshots.after_step(3, [0.0], 3)  # another rank has refused
     assert memory.step == 2 and one.snapshots.copy_request() == 1
 
 

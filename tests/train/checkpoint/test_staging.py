@@ -52,8 +52,8 @@ def test_what_is_no_tensor_stays_on_every_rank() -> None:
 
 
 def test_a_copy_is_equal_and_is_not_changed_with_what_it_was_made_of() -> None:
-    stage, original = Staging(), state()
-    copied = stage.copy(original)
+    staging, original = Staging(), state()
+    copied = staging.copy(original)
     for tensor in tensors(original).values():
         tensor.zero_()
     for name, tensor in tensors(state()).items():
@@ -63,13 +63,13 @@ def test_a_copy_is_equal_and_is_not_changed_with_what_it_was_made_of() -> None:
 
 
 def test_the_memory_is_of_exact_size_and_used_again() -> None:
-    stage = Staging(rank=1, size=2)
-    stage.reserve(state())
+    staging = Staging(rank=1, size=2)
+    staging.reserve(state())
     part = tensors(own_part(state(), 1, 2))
     exact = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in part.values())
-    assert stage.bytes == exact < size_of(state())
-    where = {name: t.data_ptr() for name, t in tensors(stage.copy(state())).items() if t.numel()}
-    again = {name: t.data_ptr() for name, t in tensors(stage.copy(state())).items() if t.numel()}
+    assert staging.bytes == exact < size_of(state())
+    where = {name: t.data_ptr() for name, t in tensors(staging.copy(state())).items() if t.numel()}
+    again = {name: t.data_ptr() for name, t in tensors(staging.copy(state())).items() if t.numel()}
     assert where == again and len(set(where.values())) == len(where)
 
 
@@ -80,10 +80,10 @@ def test_each_tensor_has_a_storage_of_its_own_size() -> None:
 
 
 def test_a_state_of_other_shapes_gets_other_room() -> None:
-    stage = Staging()
-    stage.copy(state())
+    staging = Staging()
+    staging.copy(state())
     other = {"model": {"weight": torch.arange(5)}}
-    assert torch.equal(stage.copy(other)["model"]["weight"], torch.arange(5)) and stage.bytes == 64
+    assert torch.equal(staging.copy(other)["model"]["weight"], torch.arange(5)) and staging.bytes == 64
 
 
 class _Runtime:
@@ -119,16 +119,15 @@ def _pinned(monkeypatch: pytest.MonkeyPatch, code: int) -> tuple[Staging, _Runti
     runtime = _Runtime(code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    stage = Staging()
-    stage._device = torch.device("cpu")
-    stage.reserve({"weight": torch.ones(2 << 20)})
-    return stage, runtime
+    staging = Staging()
+    staging.reserve({"weight": torch.ones(2 << 20)}, torch.device("cpu"))
+    return staging, runtime
 
 
 def test_memory_is_touched_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA would find its pages itself, gigabytes of them, and let no other thread start a kernel meanwhile."""
-    stage, runtime = _pinned(monkeypatch, 0)
-    assert runtime.resident >= stage.bytes == 8 << 20
+    staging, runtime = _pinned(monkeypatch, 0)
+    assert runtime.resident >= staging.bytes == 8 << 20
 
 
 def test_an_error_of_pinning_is_left_to_no_kernel_of_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,5 +140,5 @@ def test_an_error_of_pinning_is_left_to_no_kernel_of_this_thread(monkeypatch: py
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "fill_", launch)
-    stage, _ = _pinned(monkeypatch, 2)
-    assert not kept and not stage._pinned and stage.bytes == 8 << 20
+    staging, _ = _pinned(monkeypatch, 2)
+    assert not kept and not staging.is_pinned and staging.bytes == 8 << 20
