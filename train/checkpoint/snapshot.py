@@ -12,22 +12,20 @@ not wait: a thread waits for the copy and seals it. On a CPU everything happens 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from train import format
 from train.checkpoint import serialize
 from train.checkpoint.buffers import Buffers, begin_of_tensors
 from train.checkpoint.serialize import Content, Serialized
-from train.checkpoint.staging import as_tensor, pin, unpin
+from train.checkpoint.staging import PinnedMemory
 from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
@@ -46,8 +44,6 @@ _AT_ONCE = 1 << 26
 """Bytes up to which memory is reserved without a thread, in some hundredths of a second."""
 _PATIENCE = 10.0
 """Seconds to wait at the end for a copy that is under way: a device may hang."""
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of madvise(2), since Linux 5.14."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +77,8 @@ class Snapshots:
         self.buffers, self._world, self.is_sharded = buffers, world, is_sharded
         self.fingerprint, self.memory_left, self._mark = fingerprint, memory_left, mark
         self._copies = is_sharded or world.is_lead
-        self._maps: list[mmap.mmap] = []
-        self._memory: list[Tensor] = []
-        """The buffers as tensors, once they are reserved and locked."""
-        self._pinned: list[int] = []
+        self._memory: list[PinnedMemory] = []
+        """The buffers, once they are reserved."""
         self._thread: threading.Thread | None = None
         """Reserves the memory, or seals a copy."""
         self._draft: _Draft | None = None
@@ -181,7 +175,7 @@ class Snapshots:
         """Give the memory back at the end of training, after a copy that is under way."""
         self.wait(_PATIENCE)
         if not self._is_busy:
-            self._unlock()
+            self._release()
 
     @property
     def _is_busy(self) -> bool:
@@ -201,14 +195,16 @@ class Snapshots:
         began = time.perf_counter()
         self.wait()  # for the copy before: no part may fall two copies behind
         state = self._serialize(step)
-        if state.size > min(map(len, self._memory)):  # it has grown, perhaps by layers that no step before has used
-            self._unlock()
+        if state.size > min(
+            len(memory.map) for memory in self._memory
+        ):  # it has grown, perhaps by layers that no step before has used
+            self._release()
             self._prepare(state)
             return
         assert self.buffers is not None
         self._next = time.monotonic() + self.cost * (1 / SHARE - 1)
         slot, begun = self.buffers.begin(), self._event()
-        state.copy_to(self._memory[slot])
+        state.copy_to(self._memory[slot].bytes)
         draft = _Draft(slot, step, state, begun, self._event(), time.perf_counter() - began)
         if known >= step:
             self._seal(draft)
@@ -232,7 +228,7 @@ class Snapshots:
                 draft.ended.synchronize()
                 taken += draft.begun.elapsed_time(draft.ended) / 1000
             began = time.perf_counter()
-            self.buffers.seal(draft.slot, self._maps[draft.slot], draft.step, draft.state.plain, draft.state.end)
+            self.buffers.seal(draft.slot, self._memory[draft.slot].map, draft.step, draft.state.plain, draft.state.end)
             sealing = time.perf_counter() - began
             cost = taken + sealing if draft.ended is None else max(taken, sealing * SHARE / _BUSY)
             self._costs.append(cost)
@@ -249,54 +245,33 @@ class Snapshots:
         missing, left = 2 * size - self.buffers.taken, self.memory_left()
         if missing > 0 and missing * ranks > left / 2:
             self._problem = (
-                f"{2 * ranks} x {_size(size)} are more than half of the {_size(left)} that are left; "
+                f"{2 * ranks} x {format.size(size)} are more than half of the {format.size(left)} that are left; "
                 "a death costs the steps since the last checkpoint"
             )
             return
         if not self.buffers.holds(size):  # else it is that of the attempt before
-            self._say(f"snapshots in memory: 2 x {_size(size)}" + (" for each rank" if self.is_sharded else ""))
+            self._say(f"snapshots in memory: 2 x {format.size(size)}" + (" for each rank" if self.is_sharded else ""))
         self.cost = size / _SPEED
         if size <= _AT_ONCE and self._world.device.type == "cpu":
-            self._lock(size)
+            self._reserve(size)
         else:
-            self._start(self._lock, size)
+            self._start(self._reserve, size)
 
-    def _lock(self, size: int) -> None:
+    def _reserve(self, size: int) -> None:
         """Reserve the memory, map it, and pin it for a GPU."""
         try:
             assert self.buffers is not None
             self.buffers.reserve(size)
-            self._maps, device = self.buffers.map(), self._world.device
-            for one in self._maps:
-                with contextlib.suppress(OSError):  # an older kernel: the first copy touches the pages
-                    one.madvise(_POPULATE_WRITE)
-            memory = [as_tensor(one) for one in self._maps]
-            for flat in memory if device.type == "cuda" else ():
-                code = pin(flat, device)
-                if not code:
-                    self._pinned.append(flat.data_ptr())
-                else:
-                    log.warning(
-                        "warning: %.0f MB of memory cannot be pinned (CUDA error %d): snapshots hold training up",
-                        len(flat) / 1e6, code,
-                    )  # fmt: skip
-            self._memory = memory
+            device = self._world.device if self._world.device.type == "cuda" else None
+            maps = self.buffers.map()
+            self._memory = [PinnedMemory(memory, device, "snapshots hold training up") for memory in maps]
         except (OSError, ValueError, RuntimeError) as error:
             self._problem = str(error)
 
-    def _unlock(self) -> None:
-        """Unpin the memory before it is unmapped: other memory may get its address."""
-        while self._pinned:
-            unpin(self._pinned.pop(), self._world.device)
-        self._memory, self._maps = [], []
-
-
-def _size(size: float) -> str:
-    """Bytes as text."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1e3:.0f} kB"
+    def _release(self) -> None:
+        for memory in self._memory:
+            memory.unpin()
+        self._memory = []
 
 
 def newest_common(buffers: Buffers, world: World) -> int:

@@ -87,6 +87,49 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+class PinnedMemory:
+    """Host memory as a tensor of bytes; pinned for a GPU, so that copies from it need no wait of the host."""
+
+    def __init__(self, memory: mmap.mmap, device: torch.device | None, unpinned: str) -> None:
+        """
+        Args:
+            device: the GPU, which becomes this thread's; None: not pinned.
+            unpinned: the effect where it cannot be pinned, for the warning.
+        """
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork would make the GPU write to pages of the child
+        self.map = memory
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        # the first touch of memory costs more than many copies into it; in CUDA's call it would block all that
+        # training submits to the device
+        self.bytes[:: mmap.PAGESIZE].add_(0)
+        self._device: torch.device | None = None
+        """The GPU that it is pinned for."""
+        if device is None:
+            return
+        torch.cuda.set_device(device)
+        code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), len(memory), 0))
+        if not code:
+            self._device = device
+            return
+        # CUDA keeps the error until this thread asks for its last one, as torch does after a kernel: after this one
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=device).fill_(0)
+        log.warning(
+            "warning: %.0f MB of memory cannot be pinned (CUDA error %d): %s", len(memory) / 1e6, code, unpinned
+        )
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._device is not None
+
+    def unpin(self) -> None:
+        """Before the memory is unmapped: other memory may get its address."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread would open the first one
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._device = None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Place:
     """Where in the memory a tensor lies."""
@@ -103,9 +146,7 @@ class Staging:
         self._rank, self._size = rank, size
         self._places: list[_Place] = []
         """Of the tensors, in the order in which they are found."""
-        self._memory: mmap.mmap | None = None
-        self._pinned: tuple[int, torch.device] | None = None
-        """Address of the memory, where it is pinned, and for which GPU."""
+        self._memory: PinnedMemory | None = None
         self._device: torch.device | None = None
         """The GPU that the state lies on."""
         self._lock = threading.Lock()
@@ -113,11 +154,11 @@ class Staging:
     @property
     def bytes(self) -> int:
         """Of host memory that is held."""
-        return len(self._memory) if self._memory is not None else 0
+        return len(self._memory.map) if self._memory is not None else 0
 
     @property
     def is_pinned(self) -> bool:
-        return self._pinned is not None
+        return self._memory is not None and self._memory.is_pinned
 
     def reserve(self, state: dict[str, Any], device: torch.device | None = None) -> None:
         """Allocate and touch the memory that a copy of this state needs. From any thread.
@@ -163,27 +204,14 @@ class Staging:
             return
         self._release()
         self._places = places
-        self._memory = memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        flat = as_tensor(memory)
-        # the first touch of memory costs more than many copies into it; in CUDA's call it would block all that
-        # training submits to the device
-        flat.zero_()
-        if self._device is not None:
-            code = pin(flat, self._device)
-            if code == 0:
-                self._pinned = flat.data_ptr(), self._device
-            else:
-                log.warning(
-                    "warning: %.0f MB of host memory cannot be pinned (CUDA error %d): checkpoints hold training up "
-                    "longer", flat.numel() / 1e6, code,
-                )  # fmt: skip
+        self._memory = PinnedMemory(memory, self._device, "checkpoints hold training up longer")
 
     def _release(self) -> None:
-        if self._pinned is not None:
-            unpin(*self._pinned)
-            self._pinned = None
+        if self._memory is not None:
+            self._memory.unpin()
         self._memory = None  # freed with the last tensor that lies in it
 
     def _copied(self, value: Any, places: Iterator[_Place]) -> Any:
@@ -204,7 +232,7 @@ class Staging:
         if not count:
             return torch.empty(place.shape, dtype=place.dtype)
         assert self._memory is not None
-        return torch.frombuffer(self._memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
+        return torch.frombuffer(self._memory.map, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
@@ -214,28 +242,3 @@ def _leaves(value: Any) -> Iterator[Tensor]:
             yield from _leaves(inner)
     elif isinstance(value, Tensor):
         yield _local(value)
-
-
-def as_tensor(memory: mmap.mmap) -> Tensor:
-    """Memory as a tensor of bytes (uint8), not inherited by processes that are forked from now on: a fork would make
-    a GPU write to pages of the child."""
-    memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def pin(flat: Tensor, device: torch.device) -> int:
-    """Lock the memory's pages for this GPU, which becomes the thread's. Returns CUDA's error, 0 for none; unpinned,
-    copies wait for the device, with the same result."""
-    torch.cuda.set_device(device)
-    code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
-    if code:
-        # CUDA keeps the error until this thread asks for its last one, as torch does after a kernel: after this one
-        with contextlib.suppress(RuntimeError):
-            torch.empty(1, device=device).fill_(0)
-    return code
-
-
-def unpin(address: int, device: torch.device) -> None:
-    """Unlock the memory at an address, pinned for this GPU, which becomes the thread's, as in `pin`."""
-    torch.cuda.set_device(device)
-    torch.cuda.cudart().cudaHostUnregister(address)

@@ -131,7 +131,7 @@ def test_where_memory_is_short_there_are_no_copies_and_a_line_says_so(memory: Sn
     one = Seat(memory.address, room=300_000)
     one.step(3)
     assert one.said == [
-        "no snapshots in memory: 2 x 78 kB are more than half of the 300 kB that are left; "
+        "no snapshots in memory: 2 x 76.5 KiB are more than half of the 293 KiB that are left; "
         "a death costs the steps since the last checkpoint"
     ]
     assert (one.buffers.taken, memory.step, one.snapshots.copy_request()) == (0, 0, -1)
@@ -140,7 +140,7 @@ def test_where_memory_is_short_there_are_no_copies_and_a_line_says_so(memory: Sn
 def test_what_it_takes_is_said_and_taken_once(memory: SnapshotMemory) -> None:
     one = Seat(memory.address)
     one.step(3)
-    assert one.said == ["snapshots in memory: 2 x 78 kB"]
+    assert one.said == ["snapshots in memory: 2 x 76.5 KiB"]
     again = Seat(memory.address, room=0)  # the next attempt: the memory is there
     again.step(5)
     assert not again.said and memory.step == 5
@@ -151,7 +151,7 @@ def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> 
     one.step(3)
     one.optimizer.state[one.model.one.bias]["late"] = torch.ones(250_000)
     one.step(2)
-    assert one.said == [f"snapshots in memory: 2 x {size} for each rank" for size in ("78 kB", "1.1 MB")]
+    assert one.said == [f"snapshots in memory: 2 x {size} for each rank" for size in ("76.5 KiB", "1 MiB")]
     assert memory.step == 5
     again = Seat(memory.address)
     assert again.take_up() and again.bits() == one.bits()
