@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from train.data.order import order
-from train.engine.export import load_trained
+from train.engine.load import load_trained
 from train.record import folders, store
 from train.runs import admit, readmit, spawn
 from train.runs.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,8 @@ from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan
 from train.data.seeding import seed_host
 from train.data.to_device import prepared
-from train.errors import Refused, one_line
+from train.engine import arithmetic
+from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.precision import Precision
 from train.record.store import Run
 from train.tasks import Task, load, where
@@ -169,22 +170,28 @@ def _give_memory(model: nn.Module) -> None:
                     part._buffers[name] = buffer.contiguous()
 
 
-def first_samples(task: Task, config: Config, precision: Precision, train_set: Any) -> Any:
-    """A micro batch of the first samples of the training set (again from the first where it is too small)."""
+def first_samples(
+    task: Task, config: Config, precision: Precision, dataset: Any, count: int = 0, of_evaluation: bool = False
+) -> Any:
+    """A batch of the first samples of a data set (again from the first where it is too small).
+
+    Args:
+        count: how many; 0: a micro batch.
+    """
     assert isinstance(config.micro_batch_size, int)
-    fetch, wanted = fetcher(train_set, task.collate), config.micro_batch_size
+    fetch, wanted = fetcher(dataset, task.collate), count or config.micro_batch_size
 
     def is_readable(index: int) -> bool:
         with contextlib.suppress(Exception):
-            fetch(MicroBatch(0, 0, np.array([index]), config.seed))
+            fetch(MicroBatch(0, 0, np.array([index]), config.seed, of_evaluation))
             return True
         return False
 
-    found: Iterable[int] = range(len(train_set))
+    found: Iterable[int] = range(len(dataset))
     if config.data.leaves_out:
         found = list(itertools.islice(filter(is_readable, found), wanted)) or found
     indices = np.resize(np.array(list(itertools.islice(found, wanted))), wanted)
-    batch = fetch(MicroBatch(0, 0, indices, config.seed))
+    batch = fetch(MicroBatch(0, 0, indices, config.seed, of_evaluation))
     return prepared(batch, config.seed, precision.device, precision.inputs, config.channels_last, task.on_device)
 
 
@@ -196,6 +203,22 @@ def call(task: Task, what: str, function: Callable[..., T], *arguments: Any) -> 
         raise
     except Exception as error:
         raise Refused(f"{what} failed: {where(error, task.file)}") from error
+
+
+@contextlib.contextmanager
+def refusing(task: Task) -> Iterator[None]:
+    """Turns what the task's own code raises into a refusal, with the line that `train launch` would print.
+
+    Raises:
+        Refused: the task's code raised, or returned something wrong.
+    """
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        has_reason = isinstance(error, TrainingFailed)
+        raise Refused(error if has_reason else arithmetic.refusal(error) or where(error, task.file)) from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.data.plan import MicroBatch, Plan
+from train.config import Config
+from train.data.fetch import Bad
+from train.data.loader import Loader
+from train.data.plan import MicroBatch, Plan, evaluation_micro_batches
 from train.data.seeding import owned, seed_compute
 from train.data.sharing import Sharing
+from train.engine import arithmetic, build
+from train.engine.load import load_trained, precision_on
 from train.engine.loss import Figure, evaluation_figures
-from train.errors import TrainingFailed
+from train.errors import Refused, TrainingFailed
 from train.parallel.precision import Precision
-from train.parallel.world import World
+from train.parallel.world import NoGPU, World, pick_device, take_device
+from train.record.store import Run
 from train.tasks import Task
+
+log = logging.getLogger("train")
 
 _ASK_EVERY = 16
 """Micro batches between two checks of all ranks for a stop request."""
@@ -138,3 +147,55 @@ def summed(rows: dict[int, Row], names: list[str], micros: int, world: World) ->
         for name, total, count in zip(sorted(names), sums[::2], sums[1::2], strict=True)
     }
     return {name: means[name] for name in names} or {"loss": math.nan}, round(samples)
+
+
+def _warn(bad: Sequence[Bad]) -> None:
+    for one in bad:
+        log.warning("warning: left out: %s: %s", one, one.reason)
+
+
+def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tuple[int, int, dict[str, float]]:
+    """Evaluate a checkpoint of a run in this process. Returns its step, the number of samples and the figures.
+
+    Raises:
+        Refused: the task has no evaluation set or fails on it, or there is no usable checkpoint.
+    """
+    task, config, model, step = load_trained(run, step)
+    arithmetic.fix(config)
+    device = _device_of(run, config)
+    name = precision_on(device, config)
+    if name != config.precision:
+        log.warning("warning: a CPU has no %s: evaluated in %s", config.precision, name)
+    precision = Precision(name, device)
+    train_set, eval_set = build.make_datasets(task, config)
+    if eval_set is None:
+        raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
+    differs = build.data_differs(run, task, config, train_set, eval_set)
+    if differs:
+        log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
+    plan = build.evaluation_plan(config, len(eval_set))
+    world = World(0, 1, 0, device)
+    workers = (config.data.workers or 0) if workers is None else workers
+    skipped = _warn if config.data.leaves_out else None
+    loader = Loader(
+        None, eval_set, task.collate, workers, device, precision.inputs, skipped, config.channels_last,
+        task.on_device, task.datasets,
+    )  # fmt: skip
+    with loader, build.refusing(task):
+        take_device(device)
+        stream = loader.batches(evaluation_micro_batches(plan, Sharing()))
+        model = arithmetic.lay_out(model, config).to(device)
+        arithmetic.compile_as_asked(model, config)
+        evaluated = evaluate(task, model, plan, world, precision, stream)
+    assert evaluated is not None
+    figures, samples = evaluated
+    return step, samples, figures
+
+
+def _device_of(run: Run, config: Config) -> torch.device:
+    """The device to evaluate on: that of training, or the CPU where there is no GPU."""
+    try:
+        return pick_device(config, 1, 0)
+    except NoGPU:
+        log.warning("warning: %s was trained on a GPU, and torch sees none here: evaluated on the CPU", run.name)
+        return torch.device("cpu")

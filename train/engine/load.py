@@ -1,4 +1,4 @@
-"""Chooses the state that an attempt continues from, the newest in memory or on the disk that is whole, and loads it."""
+"""Loads the state of a run: the newest one in memory or on the disk for an attempt, or a trained model alone."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import logging
 from typing import Any
 
 import torch
+from torch import nn
 
 from train.checkpoint import level, serialize, snapshot
 from train.checkpoint.buffers import Buffers
 from train.checkpoint.level import Newest
 from train.checkpoint.load import load
 from train.checkpoint.snapshot import Snapshots
-from train.parallel.precision import Precision
+from train.config import Config
+from train.engine import build
+from train.errors import Refused
+from train.parallel.precision import ON_GPU_ALONE, Precision
 from train.parallel.world import World
 from train.record import manifest as manifests
 from train.record import metrics
 from train.record.store import Run
+from train.tasks import Task
 
 log = logging.getLogger("train")
 
@@ -123,3 +128,47 @@ def _newest_valid(run: Run) -> tuple[int, dict[str, Any]]:
     for line in unused:
         log.warning("warning: %s", line)
     return step, manifest
+
+
+def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Module, int]:
+    """The task, configuration and trained model of a run, from its newest whole checkpoint or that of a step.
+
+    Raises:
+        Refused: there is no such checkpoint, or it is damaged.
+    """
+    task = build.task_of(run)
+    config = build.config_of(run, task)
+    if step is not None:
+        if step not in run.steps_saved():
+            saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
+            raise Refused(f"{run.name} has no checkpoint of step {step}; there are: {saved}")
+        try:
+            manifests.verify(run.checkpoint(step))
+        except ValueError as error:
+            raise Refused(f"the checkpoint of step {step} is damaged: {error}") from None
+    else:
+        found = manifests.newest_valid(run)
+        for line in found[2] if found else []:
+            log.warning("warning: %s", line)
+        if not found or not found[1]:
+            raise Refused(f"{run.name} has no usable checkpoint yet; see: train show {run.name}")
+        step = found[0]
+    model = build.make_model(task, config, cpu_precision(config).weights)
+    try:
+        load(run.checkpoint(step), model)
+    except ValueError as error:
+        differs = build.data_differs(run, task, config, *build.make_datasets(task, config))
+        why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
+        raise Refused(f"{error}{why}") from None
+    return task, config, model, step
+
+
+def precision_on(device: torch.device, config: Config) -> str:
+    """The precision to compute with on a device: fp32 on a CPU for those that only GPUs have."""
+    return "fp32" if device.type == "cpu" and config.precision in ON_GPU_ALONE else config.precision
+
+
+def cpu_precision(config: Config) -> Precision:
+    """The precision of a run as a CPU computes it."""
+    cpu = torch.device("cpu")
+    return Precision(precision_on(cpu, config), cpu)

@@ -12,7 +12,7 @@ import torch
 from tests.train.training import Engine
 from train.config import Config
 from train.engine import cpu
-from train.engine.export import evaluate_run
+from train.engine.evaluate import evaluate_run
 from train.errors import Refused
 from train.parallel.seat import Seat
 from train.parallel.world import NoGPU, pick_device
