@@ -134,11 +134,6 @@ class Saver:
         self._thread = threading.Thread(target=work, name="save")
         self._thread.start()
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank is still writing in the background."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self) -> None:
         """Wait for the checkpoint that is being written.
 

@@ -181,8 +181,7 @@ class Loop:
             "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": loss, "lr": made.rate,
             **self.timing.speed(),
         }  # fmt: skip
-        job.loggers.training(line)
-        job.loggers.progress(made.number, line["epoch"], loss, line["samples_per_s"], self.times)
+        job.loggers.training(line, self.times)
         advice = self.timing.advice.text(made.number == job.total_steps)
         if advice:
             job.loggers.say(f"warning: {advice}")

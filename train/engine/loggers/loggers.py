@@ -69,13 +69,23 @@ class Loggers:
             self._samples.add(samples_text(step, (index for part in indices for index in part.tolist())))
             self._samples.flush()
 
-    def training(self, line: Training) -> None:
-        """A training line of metrics.jsonl. The first rank of a machine only."""
-        assert self._metrics is not None
+    def training(self, line: Training, times: Callable[[], Times]) -> None:
+        """A training line of metrics.jsonl, also on the console, and now and then the progress in run.json.
+
+        The first rank of a machine only.
+        """
+        assert self._metrics is not None and self._console is not None
         self._metrics.add(metrics_text(line))
         self._metrics.flush()  # before the state after its step is copied
         if self._tensorboard is not None:
             self._tensorboard.training(line)
+        step, epoch, loss, speed = line["step"], line["epoch"], line["loss"], line["samples_per_s"]
+        self._console.show(step, epoch, loss, speed)
+        now = time.monotonic()
+        if now >= self._next_note:
+            self._next_note = now + _PROGRESS_EVERY
+            # on a full disk the next one may get through
+            self.run.note(_with_times(times()), step=step, epoch=epoch, loss=loss, samples_per_s=round(speed, 1))
 
     def evaluation(self, step: int, epoch: int, samples: int, figures: dict[str, float]) -> None:
         """An evaluation line of metrics.jsonl. The first rank of a machine only."""
@@ -100,19 +110,6 @@ class Loggers:
         """A batch of an evaluation, on the device; of the first one samples are shown."""
         if self._tensorboard is not None:
             self._tensorboard.samples(batch)
-
-    def progress(self, step: int, epoch: int, loss: float, samples_per_s: float, times: Callable[[], Times]) -> None:
-        """Show the progress: on the console, and now and then in run.json for other processes. As above."""
-        assert self._metrics is not None and self._console is not None
-        self._console.show(step, epoch, loss, samples_per_s)
-        now = time.monotonic()
-        if now >= self._next_note:
-            self._next_note = now + _PROGRESS_EVERY
-            self._metrics.flush()
-            # on a full disk the next one may get through
-            self.run.note(
-                _with_times(times()), step=step, epoch=epoch, loss=loss, samples_per_s=round(samples_per_s, 1)
-            )
 
     def times(self, times: Times) -> None:
         """Note where the time of this attempt went."""
