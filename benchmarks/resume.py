@@ -20,8 +20,9 @@ import torch
 
 from benchmarks import command, virtual
 from train import hashing
-from train.checkpoint.saver import Saver
-from train.engine import build, opened
+from train.checkpoint.save import Saver
+from train.engine import build
+from train.engine.optimizer import make_optimizer
 from train.errors import EXIT_FINISHED
 from train.parallel.world import World
 from train.record import folders
@@ -73,11 +74,11 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
     }  # fmt: skip
     prepared = checks.prepare(Request(virtual.__file__, flags))
     run = folders.create(runs, f"at-{step}", prepared.files, prepared.record)
-    task = opened.task_of(run)
-    config = opened.config_of(run, task)
+    task = build.task_of(run)
+    config = build.config_of(run, task)
     model = build.make_model(task, config)
     Saver(run, World(0, 1, 0, torch.device("cpu")), config, 1, lambda step: None).save(
-        step, model, build.make_optimizer(task, model, config), {}
+        step, model, make_optimizer(task, model, config), {}
     )
     return run
 

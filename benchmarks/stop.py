@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import command
 from train.bench.turns import measure, ratio
 from train.config import Config
-from train.engine.readback import Readback
+from train.engine.step_stats import Readback
 from train.parallel.choose import make
 from train.parallel.ddp import NO_BUFFER_BROADCAST
 from train.parallel.precision import Precision
@@ -90,7 +90,7 @@ def _riding(world: World) -> Callable[[], None]:
         strategy.update(optimizer)
         readback.put(None, sums)
         for _, values in readback.take(everything=False):
-            assert not values[STEP_STATS.index("stop")]
+            assert not values["stop"]
 
     return step
 

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from train.data import loader
 from train.data.to_device import mapped
-from train.engine import build, loop, setup
-from train.engine.meter import Meter
+from train.engine import build, prefetch, setup
+from train.engine import train as loop
 from train.parallel import strategy
 from train.parallel.overlap import CommunicationTime
 from train.parallel.seat import Seat
@@ -191,7 +191,7 @@ def training(folder: Path, task: Path | str, flags: dict[str, Any], seat: Seat =
             (setup, "take_device", lambda device: None),
             (loader, "pinned", lambda items, *_: _fetched(items, fake, watch)),
             (build, "make_datasets", _on_host(build.make_datasets)),
-            (loop, "Meter", lambda wait, _: Meter(wait, _CPU)),
+            (loop, "DataWait", lambda _: prefetch.DataWait(_CPU)),
             (loop, "Readback", _Sums),
             (strategy, "CommunicationTime", lambda _: CommunicationTime(_CPU)),
             (setup, "join", _join),
@@ -215,7 +215,7 @@ def training(folder: Path, task: Path | str, flags: dict[str, Any], seat: Seat =
             held.enter_context(watch)
             heart = Heart(run.logs(1) / "rank0.beat")
             job, done = setup.set_up(run, seat, 1, StopRequest(()), False, heart, held)
-        made = loop._Loop(job, done)
+        made = loop.Loop(job, done)
         job.strategy.module.train()
         job.strategy.start()
         try:

@@ -17,7 +17,7 @@ import torch
 from tests import changes
 from tests.train import forks
 from train.data.order import order
-from train.engine.export import load_trained
+from train.engine.load import load_trained
 from train.record import folders, store
 from train.runs import checks
 from train.runs.request import Request

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from train.checkpoint.saver import Saver
+from train.checkpoint.save import Saver
 from train.checkpoint.state import size_of, state_of
 from train.config import Config
 from train.parallel.devices import pick_device, take_device

@@ -4,8 +4,8 @@ The process that starts the ranks owns two buffers for each part of the state: o
 machine with fsdp. Each is an anonymous file in memory (memfd_create(2)). Ranks open it by the owner's entry in /proc,
 so nothing is inherited, and the memory is free once the owner is gone.
 
-A buffer holds a header, a plain part and the tensors. A copy goes into the older of the two: its header is wiped, the
-content is written, the header comes last, with the step and a checksum. So a copy that a kill interrupts has no valid
+A buffer holds a header, a pickled part and the tensors. A copy goes into the older of the two: its header is wiped, the
+content is written, and last the header, with the step and a checksum. So a copy that a kill interrupts has no valid
 header, and the other buffer still has the copy before. Imports no torch.
 """
 
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from train import faults
 
 ENVIRONMENT = "TRAIN_SNAPSHOT"
-"""The variable in which ranks find the address of the buffers; without it there are none."""
+"""The variable with the address of the buffers for ranks; without it there are none."""
 _PAGE = 4096
 _HEAD = struct.Struct("<8sqqqQ")
-"""Magic, step, bytes of the plain part and of the tensors, checksum of both. A CRC-32 of these bytes follows."""
+"""Magic, step, bytes of the pickled part and of the tensors, checksum of both. A CRC-32 of these bytes follows."""
 _SEAL = struct.Struct("<I")
 _MAGIC = b"train-s2"
 
@@ -36,7 +36,7 @@ class Head:
 
     step: int
     plain: int
-    """Bytes of the part that says what the tensors are."""
+    """Bytes of the pickled part, which describes the tensors."""
     tensors: int
     """Bytes of the tensors, which begin at `start`: a multiple of 8."""
     checksum: int
@@ -47,12 +47,12 @@ class Head:
 
 
 def begin_of_tensors(plain: int) -> int:
-    """The offset of the tensors behind a plain part of so many bytes: a page, so that they lie aligned."""
+    """The offset of the tensors behind a pickled part of so many bytes, aligned to a page."""
     return _PAGE + -(-plain // _PAGE) * _PAGE
 
 
 class SnapshotMemory:
-    """The buffers, as the process that starts the ranks owns them."""
+    """The buffers, as owned by the process that starts the ranks."""
 
     def __init__(self, parts: int = 1) -> None:
         """
@@ -84,7 +84,7 @@ class Buffers:
         """Open the buffers of a part.
 
         Raises:
-            OSError: their owner is gone, or is another user's, or there is no such part.
+            OSError: their owner is gone or belongs to another user, or there is no such part.
         """
         paths = address.split(":")[2 * part : 2 * part + 2]
         if not paths:
@@ -101,7 +101,7 @@ class Buffers:
         return all(os.fstat(fd).st_size >= size for fd in self._files)
 
     def reserve(self, size: int) -> None:
-        """Give each so many bytes of memory, so that writing to them asks for none.
+        """Allocate so many bytes for each, so that writing to them cannot fail.
 
         Raises:
             OSError: there is no such memory.
@@ -132,7 +132,7 @@ class Buffers:
         return slot
 
     def seal(self, slot: int, memory: mmap.mmap, step: int, plain: bytes, tensors: int) -> None:
-        """Write the plain part, then the header of a copy whose tensors have been written.
+        """Write the pickled part, then the header of a copy whose tensors have been written.
 
         Args:
             memory: the buffer, mapped.
@@ -146,7 +146,7 @@ class Buffers:
         faults.here("snapshot.sealed")
 
     def write(self, step: int, plain: bytes, pieces: Iterator[memoryview]) -> None:
-        """Keep a copy that comes in pieces, into memory that has been reserved.
+        """Write a copy that comes in pieces, into memory that has been reserved.
 
         Args:
             pieces: the bytes of the tensors, without gaps.
@@ -159,9 +159,9 @@ class Buffers:
         self.seal(slot, memory, step, plain, at - begin_of_tensors(len(plain)))
 
     def read(self, slot: int) -> tuple[bytes, mmap.mmap] | None:
-        """The plain part of a copy, and the memory with its tensors; None where the checksum does not hold.
+        """The pickled part of a copy, and the memory with its tensors; None where the checksum does not hold.
 
-        What is written to this mapping stays with its reader.
+        The mapping is private: changes to it do not reach the buffer.
         """
         fd, head = self._files[slot], _head(self._files[slot])
         if head is None or os.fstat(fd).st_size < head.start + head.tensors:
@@ -172,13 +172,13 @@ class Buffers:
         return memory[_PAGE : _PAGE + head.plain], memory
 
     def wipe(self, slot: int) -> None:
-        """Forget what a buffer holds."""
+        """Invalidate the copy in a buffer."""
         os.pwrite(self._files[slot], bytes(_HEAD.size + _SEAL.size), 0)
 
     def wipe_from(self, step: int) -> None:
-        """Forget the copies of this step and later ones: they will be made again."""
-        for kept, slot in self.steps.items():
-            if kept >= step:
+        """Invalidate the copies of this step and later ones, which will be made again."""
+        for held, slot in self.steps.items():
+            if held >= step:
                 self.wipe(slot)
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ def _head(fd: int) -> Head | None:
 
 
 def _checksum(memory: mmap.mmap, plain: int, tensors: int) -> int:
-    """Of the plain part a CRC-32; of the tensors the sum of their 64-bit words, eight times as fast as a CRC-32."""
+    """A CRC-32 of the pickled part, and the sum of the tensors' 64-bit numbers, eight times as fast as a CRC-32."""
     import numpy as np
 
     words = np.frombuffer(memory, dtype=np.uint64, count=tensors // 8, offset=begin_of_tensors(plain))

@@ -1,7 +1,4 @@
-"""Turns the training state into a plain part and tensors, one after the other, and back.
-
-The plain part is what pickle makes of the state with a `Place` for each tensor.
-"""
+"""Serializes the training state into a pickled part, with a reference for each tensor, and the tensors; and back."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ _ALIGN = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Stands for a tensor in the plain part."""
+class TensorRef:
+    """Stands for a tensor in the pickled part."""
 
     at: int
     """Its offset in bytes from the first tensor."""
@@ -43,18 +40,18 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Stands for a DTensor: the part that this rank has of it, and the whole."""
+class ShardRef:
+    """Stands for a DTensor: this rank's shard, and the layout of the whole."""
 
-    place: Place
+    local: TensorRef
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
 
 
 @dataclasses.dataclass
-class Packed:
-    """A state that is ready to be copied into a buffer: each tensor once, however often it is named."""
+class Serialized:
+    """A state that is ready to be copied into a buffer: each tensor once, also where several names share it."""
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     starts: list[int] = dataclasses.field(default_factory=list)
@@ -62,31 +59,31 @@ class Packed:
     end: int = 0
     plain: bytes = b""
     """All but the tensors."""
-    _places: dict[int, Place] = dataclasses.field(default_factory=dict)
-    _parts: dict[int, Part] = dataclasses.field(default_factory=dict)
+    _refs: dict[int, TensorRef] = dataclasses.field(default_factory=dict)
+    _shards: dict[int, ShardRef] = dataclasses.field(default_factory=dict)
 
     def walk(self, value: Any) -> Any:
-        """The value with places instead of tensors."""
+        """The value with references instead of tensors."""
         if isinstance(value, dict):
             return {key: self.walk(inner) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)([self.walk(inner) for inner in value])
         if isinstance(value, DTensor):
-            if id(value) not in self._parts:  # each to_local() is another tensor
-                place = self.walk(value.to_local())
-                self._parts[id(value)] = Part(place, value.placements, value.shape, value.stride())
-            return self._parts[id(value)]
+            if id(value) not in self._shards:  # each to_local() is another tensor
+                local = self.walk(value.to_local())
+                self._shards[id(value)] = ShardRef(local, value.placements, value.shape, value.stride())
+            return self._shards[id(value)]
         if not isinstance(value, Tensor):
             return value
-        place = self._places.get(id(value))
-        if place is None:
+        ref = self._refs.get(id(value))
+        if ref is None:
             dense = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
             stride = value.stride() if dense else torch.empty(value.shape, device="meta").stride()
-            place = self._places[id(value)] = Place(self.end, value.dtype, tuple(value.shape), tuple(stride))
+            ref = self._refs[id(value)] = TensorRef(self.end, value.dtype, tuple(value.shape), tuple(stride))
             self.tensors.append(value)
             self.starts.append(self.end)
-            self.end += -(-place.size // _ALIGN) * _ALIGN
-        return place
+            self.end += -(-ref.size // _ALIGN) * _ALIGN
+        return ref
 
     @property
     def size(self) -> int:
@@ -94,7 +91,7 @@ class Packed:
         return begin_of_tensors(len(self.plain)) + self.end
 
     def copy_to(self, memory: Tensor) -> None:
-        """Copy the tensors into a buffer (uint8); a GPU does it when it comes to it, and the host goes on."""
+        """Copy the tensors into a buffer (uint8); a GPU does it in its stream, and the host does not wait."""
         start = begin_of_tensors(len(self.plain))
         for tensor, at in zip(self.tensors, self.starts, strict=True):
             if tensor.numel():
@@ -103,16 +100,16 @@ class Packed:
 
 
 def _bytes_of(value: Tensor) -> Tensor:
-    """The bytes of a tensor (uint8), on its device: a view, wherever one can be."""
+    """The bytes of a tensor (uint8), on its device: a view where possible."""
     value = value.detach()
     if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
         value = value.permute(0, 2, 3, 1)
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 
-def pack(
+def serialize(
     model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, fingerprint: str, step: int, mark: str
-) -> Packed:
+) -> Serialized:
     """The state of a model, its optimizer and its loss scaling.
 
     Args:
@@ -120,10 +117,10 @@ def pack(
         step: after which the state is this.
         mark: of the attempt that made the step.
     """
-    packed, weights = Packed(), dict(model.state_dict(keep_vars=True))
-    state = packed.walk({"model": weights, "optimizer": optimizer.state_dict(), "scaler": precision.scaling()})
-    packed.plain = pickle.dumps({"fingerprint": fingerprint, "step": step, "mark": mark, "state": state})
-    return packed
+    serialized, weights = Serialized(), dict(model.state_dict(keep_vars=True))
+    state = serialized.walk({"model": weights, "optimizer": optimizer.state_dict(), "scaler": precision.scaling()})
+    serialized.plain = pickle.dumps({"fingerprint": fingerprint, "step": step, "mark": mark, "state": state})
+    return serialized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,18 +135,18 @@ class Content:
     start: int
     """The offset of the tensors in it."""
 
-    def tensor(self, place: Place) -> Tensor:
+    def tensor(self, ref: TensorRef) -> Tensor:
         """A tensor that owns its memory."""
-        flat = torch.empty(0, dtype=place.dtype)
-        if place.size:
+        flat = torch.empty(0, dtype=ref.dtype)
+        if ref.size:
             flat = torch.frombuffer(
-                self.memory, dtype=place.dtype, count=place.size // place.dtype.itemsize, offset=self.start + place.at
+                self.memory, dtype=ref.dtype, count=ref.size // ref.dtype.itemsize, offset=self.start + ref.at
             )
-        found = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
-        return found.copy_(flat.as_strided(place.shape, place.stride)) if place.size else found
+        found = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype)
+        return found.copy_(flat.as_strided(ref.shape, ref.stride)) if ref.size else found
 
     def walk(self, value: Any, mesh: DeviceMesh | None = None) -> Any:
-        """The value with tensors instead of places.
+        """The value with tensors instead of references.
 
         Args:
             mesh: of the ranks that share the state, where each has a part of it.
@@ -158,13 +155,13 @@ class Content:
             return {key: self.walk(inner, mesh) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)([self.walk(inner, mesh) for inner in value])
-        if isinstance(value, Part):
+        if isinstance(value, ShardRef):
             assert mesh is not None
-            mine = self.tensor(value.place).to(mesh.device_type)
+            mine = self.tensor(value.local).to(mesh.device_type)
             return DTensor.from_local(
                 mine, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride
             )
-        return self.tensor(value) if isinstance(value, Place) else value
+        return self.tensor(value) if isinstance(value, TensorRef) else value
 
 
 def read(buffers: Buffers, slot: int, fingerprint: str) -> Content | None:
@@ -173,9 +170,9 @@ def read(buffers: Buffers, slot: int, fingerprint: str) -> Content | None:
         found = buffers.read(slot)
         if found is not None:
             plain, memory = found
-            told = pickle.loads(plain)
-            if told["fingerprint"] == fingerprint:
-                return Content(told["step"], told["mark"], told["state"], memory, begin_of_tensors(len(plain)))
+            held = pickle.loads(plain)
+            if held["fingerprint"] == fingerprint:
+                return Content(held["step"], held["mark"], held["state"], memory, begin_of_tensors(len(plain)))
     return None
 
 

@@ -1,33 +1,31 @@
 """Copies of the training state in memory that outlives the ranks: a rank's death costs the steps since the last copy.
 
 In ddp the first rank of a machine copies the whole state, with fsdp and hsdp each rank copies its part. All copy after
-the same step: rank 0 asks for a copy in the stats of a step, as often as copies take a hundredth of the time, and a
-rank that cannot take part asks against it. A copy is sealed only when the loss of its step is known to be finite and
-the lines of the run are written up to it.
+the same step: rank 0 requests a copy in the stats of a step, so often that copies take a hundredth of the time, and a
+rank that cannot take part refuses it there. A copy is sealed once the loss of its step is known to be finite and the
+lines of the run are written up to it.
 
-On a GPU the copy is work of the device, behind the update of the step and before the next forward, so the host goes on;
-the memory is page-locked (pinned.py). A thread waits for it and seals it. On a CPU everything happens at once.
+On a GPU the device copies, between the update of the step and the next forward, into pinned memory, and the host does
+not wait: a thread waits for the copy and seals it. On a CPU everything happens at once.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from train import format
 from train.checkpoint import serialize
 from train.checkpoint.buffers import Buffers, begin_of_tensors
-from train.checkpoint.pinned import lay_open, pin, unpin
-from train.checkpoint.serialize import Content, Packed
+from train.checkpoint.serialize import Content, Serialized
+from train.checkpoint.staging import PinnedMemory
 from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
@@ -37,113 +35,117 @@ log = logging.getLogger("train")
 SHARE = 0.01
 """The part of the time that copies may take from training."""
 _BUSY = 0.25
-"""The part of the time that a core may work for checksums beside training on a GPU."""
+"""The part of the time that a core may compute checksums while a GPU trains."""
 _SPEED = 1e9
 """Bytes in a second: the first estimate of what a copy costs."""
 _SLACK = 1 << 16
-"""Bytes by which the plain part of a state may grow with its numbers."""
+"""Bytes by which the pickled part of a state may grow with its numbers."""
 _AT_ONCE = 1 << 26
-"""Bytes that are reserved without a thread: it takes some hundredths of a second."""
+"""Bytes up to which memory is reserved without a thread, in some hundredths of a second."""
 _PATIENCE = 10.0
-"""Seconds that the end waits for a copy that is under way: a device may hang."""
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of madvise(2), since Linux 5.14."""
+"""Seconds to wait at the end for a copy that is under way: a device may hang."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Draft:
-    """A copy that is written and not sealed."""
+    """A copy that is written but not sealed."""
 
     slot: int
     step: int
-    state: Packed
+    state: Serialized
     begun: Any
     ended: Any
-    """CUDA events around the work of the device; None on a CPU."""
+    """CUDA events around the copy; None on a CPU."""
     seconds: float
-    """Time of the host that it took."""
+    """Time of the host that the copy took."""
 
 
 class Snapshots:
     """One rank's copies. Without buffers it does nothing."""
 
     def __init__(
-        self, buffers: Buffers | None, world: World, is_spread: bool, fingerprint: str, mark: str,
-        room: Callable[[], int], is_written: Callable[[], bool], say: Callable[[str], None],
+        self, buffers: Buffers | None, world: World, is_sharded: bool, fingerprint: str, mark: str,
+        memory_left: Callable[[], int],
     ) -> None:  # fmt: skip
         """
         Args:
-            is_spread: each rank has a part of the state only.
+            is_sharded: each rank has a part of the state only.
             fingerprint: of all that must be the same where a copy is used.
             mark: of this attempt, the same on all machines.
-            room: bytes of memory that can still be had.
-            is_written: whether the disk has taken all lines of this rank.
-            say: a line for people, on the first rank of a machine.
+            memory_left: bytes of memory that can still be had.
         """
-        self._buffers, self._world, self._is_spread = buffers, world, is_spread
-        self._fingerprint, self._mark = fingerprint, mark
-        self._room, self._is_written, self._say = room, is_written, say
-        self._copies = is_spread or world.is_lead
-        self._maps: list[mmap.mmap] = []
-        self._memory: list[Tensor] = []
-        """The buffers as tensors, once they are reserved and locked."""
-        self._pinned: list[int] = []
+        self.buffers, self._world, self.is_sharded = buffers, world, is_sharded
+        self.fingerprint, self.memory_left, self._mark = fingerprint, memory_left, mark
+        self._copies = is_sharded or world.is_lead
+        self._memory: list[PinnedMemory] = []
+        """The buffers, once they are reserved."""
         self._thread: threading.Thread | None = None
-        """Makes the memory ready, or seals a copy."""
+        """Reserves the memory, or seals a copy."""
         self._draft: _Draft | None = None
         self._problem = ""
         """Why there can be no more copies; '' while there can."""
         self._is_over = False
-        """Whether that has been said, and this rank votes against copies from now on."""
+        """Whether that has been reported, and this rank refuses copies from now on."""
         self.cost = 0.0
-        """Seconds that a copy takes, of which SHARE allows the next one."""
+        """Seconds that a copy takes; SHARE says how long to wait for the next one."""
         self._costs = collections.deque[float](maxlen=3)
-        """Of the last copies; the least counts, for on a busy machine one may take very long."""
+        """Of the last copies; the least counts, because on a busy machine one may take very long."""
         self._next = 0.0
         """When the next copy may begin."""
-        self._asked = collections.deque[bool](maxlen=4)
-        """Of the steps whose stats are not read yet, whether this rank asked for a copy."""
+        self._requested = collections.deque[bool](maxlen=4)
+        """Whether this rank requested a copy, in each step whose stats are not read yet."""
         self._pace, self._last = 0.0, time.monotonic()
-        """Seconds of a step, and when the last one ended."""
+        """Seconds that a step takes, and when the last one ended."""
         self._steps_ahead = 2 if world.device.type == "cuda" else 1
         """Ends of steps from a request to its copy: stats of a GPU are read a step later."""
 
-    def attach(self, strategy: Strategy, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-        """Set what is copied."""
-        self._strategy, self._optimizer, self._precision = strategy, optimizer, precision
+    def attach(
+        self, strategy: Strategy, optimizer: torch.optim.Optimizer, precision: Precision,
+        is_written: Callable[[], bool], say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Set what is copied.
 
-    def vote(self) -> float:
-        """This rank's word in the stats of the step that it makes: where the sum is positive, all copy. 1: a copy is
-        due, by rank 0's clock; -1: this rank cannot take part."""
-        if self._buffers is None:
+        Args:
+            is_written: whether the disk has taken all lines of this rank.
+            say: a line for people, on the first rank of a machine.
+        """
+        self._strategy, self._optimizer, self._precision = strategy, optimizer, precision
+        self._is_written, self._say = is_written, say
+
+    def copy_request(self) -> float:
+        """What this rank adds to the stats of the step that it computes; all copy where the sum is positive.
+
+        1: a copy is due, by rank 0's clock; -1: this rank cannot take part.
+        """
+        if self.buffers is None:
             return 0.0
         is_ready = not self._is_over and self._is_written() and (bool(self._memory) or not self._copies)
         begins = max(time.monotonic(), self._last + self._steps_ahead * self._pace)
-        asks = is_ready and self._world.is_first and begins >= self._next
-        if asks:
+        requests = is_ready and self._world.is_first and begins >= self._next
+        if requests:
             self._next = begins + self.cost * (1 / SHARE - 1)
-        self._asked.append(asks)
-        return float(asks) if is_ready else -1.0
+        self._requested.append(requests)
+        return float(requests) if is_ready else -1.0
 
     def after_step(self, step: int, sums: Iterable[float], known: int) -> None:
-        """The state is that after this step: copy it where all have agreed to.
+        """Copy the state after this step, if all ranks have agreed to.
 
         Args:
-            sums: of the votes of each step whose stats were read since the last call.
+            sums: of the requests in each step whose stats were read since the last call.
             known: up to which step losses are known to be finite, and lines written.
         """
-        if self._buffers is None or self._is_over:
+        if self.buffers is None or self._is_over:
             return
         began = time.monotonic()
         self._pace, is_due = began - self._last, False
-        for votes in sums:
-            is_due |= votes > 0
-            if self._asked.popleft() and votes <= 0:  # another rank cannot yet: ask again in the next step
+        for requests in sums:
+            is_due |= requests > 0
+            if self._requested.popleft() and requests <= 0:  # another rank cannot yet: ask again in the next step
                 self._next = 0.0
         try:
             if self._copies:
-                self._go_on(step, is_due, known)
-        except Exception as error:  # an optimizer may hold what cannot be copied like this
+                self._continue(step, is_due, known)
+        except Exception as error:  # an optimizer may hold what cannot be serialized
             self._problem = str(error)
         self._last = time.monotonic()
         if self._problem:
@@ -153,8 +155,8 @@ class Snapshots:
             if not self._world.is_lead:  # with fsdp it may be this rank alone whose memory is short
                 log.warning(line)
 
-    def _go_on(self, step: int, is_due: bool, known: int) -> None:
-        """Seal the copy before, begin a new one, or make the memory ready for them."""
+    def _continue(self, step: int, is_due: bool, known: int) -> None:
+        """Seal the last copy, begin a new one, or reserve the memory for them."""
         is_written = self._is_written()
         if self._draft is not None and known >= self._draft.step and is_written:
             draft, self._draft = self._draft, None
@@ -162,14 +164,18 @@ class Snapshots:
         if is_due and self._memory and self._draft is None and is_written:
             self._copy(step, known)
         elif not self._memory and not self._is_busy:
-            self._prepare(self._pack(step))
+            self._prepare(self._serialize(step))
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for a copy that is under way."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def close(self) -> None:
-        """Give the memory back at the end of training, behind a copy that is under way."""
-        if self._thread is not None:
-            self._thread.join(_PATIENCE)
+        """Give the memory back at the end of training, after a copy that is under way."""
+        self.wait(_PATIENCE)
         if not self._is_busy:
-            self._unlock()
+            self._release()
 
     @property
     def _is_busy(self) -> bool:
@@ -179,25 +185,26 @@ class Snapshots:
         self._thread = threading.Thread(target=what, args=arguments, daemon=True, name="snapshot")
         self._thread.start()
 
-    def _pack(self, step: int) -> Packed:
-        return serialize.pack(
-            self._strategy.module, self._optimizer, self._precision, self._fingerprint, step, self._mark
+    def _serialize(self, step: int) -> Serialized:
+        return serialize.serialize(
+            self._strategy.module, self._optimizer, self._precision, self.fingerprint, step, self._mark
         )
 
     def _copy(self, step: int, known: int) -> None:
         """Copy the state after a step into the older buffer."""
         began = time.perf_counter()
-        if self._thread is not None:
-            self._thread.join()  # the copy before: no part may fall two copies behind
-        state = self._pack(step)
-        if state.size > min(map(len, self._memory)):  # it has grown, by layers that no step before has used, say
-            self._unlock()
+        self.wait()  # for the copy before: no part may fall two copies behind
+        state = self._serialize(step)
+        if state.size > min(
+            len(memory.map) for memory in self._memory
+        ):  # it has grown, perhaps by layers that no step before has used
+            self._release()
             self._prepare(state)
             return
-        assert self._buffers is not None
+        assert self.buffers is not None
         self._next = time.monotonic() + self.cost * (1 / SHARE - 1)
-        slot, begun = self._buffers.begin(), self._event()
-        state.copy_to(self._memory[slot])
+        slot, begun = self.buffers.begin(), self._event()
+        state.copy_to(self._memory[slot].bytes)
         draft = _Draft(slot, step, state, begun, self._event(), time.perf_counter() - began)
         if known >= step:
             self._seal(draft)
@@ -214,14 +221,14 @@ class Snapshots:
     def _seal(self, draft: _Draft) -> None:
         """Wait for the device, and write the header."""
         try:
-            assert self._buffers is not None
+            assert self.buffers is not None
             taken = draft.seconds
             if draft.ended is not None:
                 torch.cuda.set_device(self._world.device)  # else this thread would open the first one
                 draft.ended.synchronize()
                 taken += draft.begun.elapsed_time(draft.ended) / 1000
             began = time.perf_counter()
-            self._buffers.seal(draft.slot, self._maps[draft.slot], draft.step, draft.state.plain, draft.state.end)
+            self.buffers.seal(draft.slot, self._memory[draft.slot].map, draft.step, draft.state.plain, draft.state.end)
             sealing = time.perf_counter() - began
             cost = taken + sealing if draft.ended is None else max(taken, sealing * SHARE / _BUSY)
             self._costs.append(cost)
@@ -230,62 +237,41 @@ class Snapshots:
         except Exception as error:
             self._problem = str(error)
 
-    def _prepare(self, state: Packed) -> None:
-        """Reserve memory for copies of a state, if there is enough, and lock it."""
-        assert self._buffers is not None
+    def _prepare(self, state: Serialized) -> None:
+        """Reserve pinned memory for copies of a state, if there is enough."""
+        assert self.buffers is not None
         size = begin_of_tensors(len(state.plain) + _SLACK) + state.end
-        ranks = self._world.node.size if self._is_spread else 1
-        missing, left = 2 * size - self._buffers.taken, self._room()
+        ranks = self._world.node.size if self.is_sharded else 1
+        missing, left = 2 * size - self.buffers.taken, self.memory_left()
         if missing > 0 and missing * ranks > left / 2:
             self._problem = (
-                f"{2 * ranks} x {_words(size)} are more than half of the {_words(left)} that are left; "
+                f"{2 * ranks} x {format.size(size)} are more than half of the {format.size(left)} that are left; "
                 "a death costs the steps since the last checkpoint"
             )
             return
-        if not self._buffers.holds(size):  # else from an attempt before
-            self._say(f"snapshots in memory: 2 x {_words(size)}" + (" for each rank" if self._is_spread else ""))
+        if not self.buffers.holds(size):  # else it is that of the attempt before
+            self._say(f"snapshots in memory: 2 x {format.size(size)}" + (" for each rank" if self.is_sharded else ""))
         self.cost = size / _SPEED
         if size <= _AT_ONCE and self._world.device.type == "cpu":
-            self._lock(size)
+            self._reserve(size)
         else:
-            self._start(self._lock, size)
+            self._start(self._reserve, size)
 
-    def _lock(self, size: int) -> None:
+    def _reserve(self, size: int) -> None:
         """Reserve the memory, map it, and pin it for a GPU."""
         try:
-            assert self._buffers is not None
-            self._buffers.reserve(size)
-            self._maps, device = self._buffers.map(), self._world.device
-            for one in self._maps:
-                with contextlib.suppress(OSError):  # an older kernel: the first copy touches the pages
-                    one.madvise(_POPULATE_WRITE)
-            memory = [lay_open(one) for one in self._maps]
-            for flat in memory if device.type == "cuda" else ():
-                code = pin(flat, device)
-                if not code:
-                    self._pinned.append(flat.data_ptr())
-                else:
-                    log.warning(
-                        "warning: %.0f MB of memory cannot be pinned (CUDA error %d): snapshots hold training up",
-                        len(flat) / 1e6, code,
-                    )  # fmt: skip
-            self._memory = memory
+            assert self.buffers is not None
+            self.buffers.reserve(size)
+            device = self._world.device if self._world.device.type == "cuda" else None
+            maps = self.buffers.map()
+            self._memory = [PinnedMemory(memory, device, "snapshots hold training up") for memory in maps]
         except (OSError, ValueError, RuntimeError) as error:
             self._problem = str(error)
 
-    def _unlock(self) -> None:
-        """Unpin the memory before it is unmapped: another one may come to lie where it was."""
-        while self._pinned:
-            unpin(self._pinned.pop(), self._world.device)
-        self._memory, self._maps = [], []
-
-
-def _words(size: float) -> str:
-    """Bytes in words."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1e3:.0f} kB"
+    def _release(self) -> None:
+        for memory in self._memory:
+            memory.unpin()
+        self._memory = []
 
 
 def newest_common(buffers: Buffers, world: World) -> int:
@@ -293,7 +279,7 @@ def newest_common(buffers: Buffers, world: World) -> int:
     return max(set.intersection(*world.gather(set(buffers.steps))), default=0)
 
 
-def take_up(buffers: Buffers, world: World, step: int, fingerprint: str) -> Content | None:
+def read(buffers: Buffers, world: World, step: int, fingerprint: str) -> Content | None:
     """This rank's copy after a step, on all ranks or on none. A collective.
 
     Where a rank cannot use its copy, or they are of different attempts, all forget theirs.

@@ -1,8 +1,8 @@
-"""Files that are hashed while they are written, past the page cache.
+"""Writes files past the page cache and hashes them on the way.
 
 A checkpoint is written once and hardly ever read: through the page cache it would push out the data that training
-reads again and again, and wait for memory. With O_DIRECT (open(2)) the disk takes it from buffers of ours, while
-another thread hashes the same bytes. Where a file system has no O_DIRECT, an ordinary write does.
+reads again and again, and wait for memory. With O_DIRECT (open(2)) the disk reads from our own buffers, while
+another thread hashes the same bytes. Where a file system has no O_DIRECT, writes are ordinary.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.storage import StorageMeta
 from train import faults
 
 _BLOCK = 4096
-"""What addresses, offsets and lengths are multiples of under O_DIRECT; disks have blocks of 512 or 4096 bytes."""
+"""Addresses, offsets and lengths are multiples of it under O_DIRECT; disks have blocks of 512 or 4096 bytes."""
 _BUFFER = 4 << 20
 _BUFFERS = 3
-"""One is filled while another is hashed and written and a third may be late with either."""
+"""One is filled, one is hashed and written, and a third may still wait for either."""
 _idle: list[mmap.mmap] = []
-"""Buffers of files that are closed: fresh memory costs more than what is done with it here."""
+"""Buffers of closed files, to be used again: the first touch of memory costs more than writing it."""
 
 
 def _buffer() -> mmap.mmap:
@@ -44,14 +44,14 @@ def _buffer() -> mmap.mmap:
 
 
 class DurableFile(io.RawIOBase):
-    """A new file, written from its begin to its end. When it is closed without an error it is on the disk.
+    """A new file, written from start to end. Once it is closed without an error it is on the disk.
 
     Attributes:
         entry: size and SHA-256 as the manifest lists them, once it is closed.
 
     Raises:
-        OSError: from `write`, maybe about bytes of an earlier one, and then from `close` too: what torch.save makes of
-            the first does not name its cause.
+        OSError: from `write`, maybe about bytes of an earlier one, and then from `close` too, because torch.save
+            hides the cause of the first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +94,7 @@ class DurableFile(io.RawIOBase):
         return len(source)
 
     def _await(self, turn: int) -> None:
-        """Wait until a buffer is free. Once the disk has failed, it has failed for good."""
+        """Wait until a buffer is free. An error of the disk is final."""
         while self._busy[turn]:
             try:
                 self._busy[turn].pop().result()
@@ -148,14 +148,14 @@ class DurableFile(io.RawIOBase):
 
 
 class DurableWriter(dcp.FileSystemWriter):
-    """torch.distributed.checkpoint's writer of files, with files of ours.
+    """torch.distributed.checkpoint's file writer, on `DurableFile`.
 
     Attributes:
-        entries: by name, what the manifest is to say of the files that this process has written.
+        entries: by name, the manifest's entry of each file that this process has written.
     """
 
     def __init__(self, folder: Path) -> None:
-        # copying ahead is for tensors on a GPU, and makes the thread that writes use, and wait for, the first one
+        # copying ahead is for tensors on a GPU, and would make the writing thread wait for the first GPU
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
         self.fs = files = _Files()
         self.entries = files.entries

@@ -26,7 +26,7 @@ def run(options: Namespace, runs: Path) -> int:
 
     run = folders.find(runs, options.name)
     wanted = best.checkpoint_named(run, options.checkpoint)
-    from train.engine.export import evaluate_run
+    from train.engine.evaluate import evaluate_run
 
     with screen.results_alone():
         step, samples, figures = evaluate_run(run, wanted)

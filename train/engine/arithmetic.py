@@ -1,4 +1,4 @@
-"""What makes two processes compute the same bits: one set-up for training and for evaluation alone."""
+"""Settings of torch that make two processes compute the same bits, for training and for evaluation alone."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 def fix(config: Config) -> None:
     """Set this process's arithmetic as the configuration says. Before a device is touched: cuBLAS reads it then.
 
-    Deterministic is strict. With warnings alone torch would leave the backward of attention as it is, in all three of
-    its fast kernels; strict, it takes an order in two of them and keeps away from the third, cuDNN's (2.7.1:
-    ATen/native/transformers/cuda). What has no such way raises; `refusal` says what to do then.
+    Deterministic is strict. With warnings alone torch would not change the backward of attention, in all three of its
+    fast kernels; strict, it fixes the order in two of them and avoids the third, cuDNN's (2.7.1:
+    ATen/native/transformers/cuda). An operation without a deterministic way raises; `refusal` says what to do then.
     """
     assert config.cpu_threads is not None
     torch.set_num_threads(config.cpu_threads)
     torch.use_deterministic_algorithms(config.deterministic)
-    # the best algorithm by trial is another one tomorrow
+    # the fastest algorithm by trial may be another one in the next process
     torch.backends.cudnn.benchmark = not config.deterministic
     if config.deterministic:
         os.environ.setdefault(_CUBLAS, ":4096:8")
-        # it would fill every empty tensor with NaN, to find who reads one: a tenth of the time and no bit of the result
+        # filling every empty tensor with NaN, to find reads of it, takes a tenth of the time and changes no result
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -41,14 +41,14 @@ def lay_out(model: nn.Module, config: Config) -> nn.Module:
 
 
 def compile_as_asked(model: nn.Module, config: Config) -> None:
-    """Compile a model in place, if that is wanted. Once it is on its device, with the weights that it begins with."""
+    """Compile a model in place, if that is wanted. Call it once the model is on its device, with its first weights."""
     if config.compile:
         model.compile(dynamic=False)
     fix_compiler(config.compile, config.deterministic)
 
 
 def refusal(error: BaseException) -> str:
-    """What to tell where torch refuses to compute without an order; '' for all other errors."""
+    """The message for an operation that torch refuses because it is not deterministic; '' for all other errors."""
     text = str(error)
     if not isinstance(error, RuntimeError):
         return ""

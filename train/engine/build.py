@@ -1,12 +1,11 @@
-"""From a task and a configuration to data sets, model and optimizer: the same on every rank and in every attempt."""
+"""From a run folder to its task, configuration, data sets and model: the same on every rank and in every attempt."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,20 +14,48 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from train.checkpoint.kinds import keep_types
-from train.config import SPREAD, Config
+from train import config as configuration
+from train.config import Config
+from train.data import fingerprint as fingerprints
 from train.data.fetch import fetcher
-from train.data.fingerprint import of_sets
 from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan
 from train.data.seeding import seed_host
 from train.data.to_device import prepared
-from train.errors import Refused, one_line
+from train.engine import arithmetic
+from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.precision import Precision
 from train.parallel.torch_private import buffers_of
-from train.tasks import Task, where
+from train.record.store import Run
+from train.tasks import Task, load, where
 
 T = TypeVar("T")
+_NAMED = 3
+"""Differences of the data that are named."""
+
+
+def task_of(run: Run) -> Task:
+    """The task of a run: the built-in one, or the copy in its folder.
+
+    Raises:
+        Refused: the copy is gone or broken.
+    """
+    record = run.read()
+    if record.get("script"):
+        raise Refused(f"{run.name} runs a script of its own ({record['script']}), not a task")
+    if not record.get("task"):
+        raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
+    if record["task"] != "task.py":
+        return load(record["task"])
+    source = Path(record["task_source"])
+    if not (run.folder / "task.py").is_file():
+        raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
+    return load("task.py", run.folder / "task.py", source.parent if source.parent.is_dir() else None)
+
+
+def config_of(run: Run, task: Task) -> Config:
+    """The resolved configuration in the run folder."""
+    return configuration.from_toml(run.folder / "config.toml", task.Settings)
 
 
 def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
@@ -41,7 +68,7 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # other numbers of threads sum in other orders, and a resume compares the bytes
     try:
-        made = _call(task, "datasets", config)
+        made = call(task, "datasets()", task.datasets, config)
     finally:
         torch.set_num_threads(threads)
     if not isinstance(made, (tuple, list)) or len(made) != 2:
@@ -55,28 +82,42 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
                 f"the {part} set of {task.file} is a {type(dataset).__name__}; a map-style data set is needed, "
                 f"with __len__ and __getitem__{_instead_of(dataset)}"
             )
-        if _call_on(task, f"len() of the {part} set", len, dataset) == 0:
+        if call(task, f"len() of the {part} set", len, dataset) == 0:
             raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
     return made[0], made[1]
 
 
 def _instead_of(dataset: Any) -> str:
-    """What to do instead, as the end of a sentence."""
+    """The remedy, as the end of a sentence."""
     if isinstance(dataset, DataLoader):
         return ": return its data set itself, for batches and workers are --batch_size and --data.workers"
     return ": of what can only be read in turn, make a list once, or an index of where each sample begins"
 
 
 def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> dict[str, Any]:
-    """What the data of a run are: what the task says of them, or what can be seen in its data sets.
+    """The fingerprint of a run's data: the task's own, or one of its data sets.
 
     Raises:
         Refused: the task's own fingerprint() fails, or returns what JSON cannot hold.
     """
-    own = _call(task, "fingerprint", config) if task.fingerprint is not None else None
+    own = call(task, "fingerprint()", task.fingerprint, config) if task.fingerprint is not None else None
     if own is not None:
-        _call_on(task, "fingerprint()", json.dumps, own)
-    return _call_on(task, "a look at the data sets", of_sets, config.data.root, own, train_set, eval_set)
+        call(task, "fingerprint()", json.dumps, own)
+    return call(task, "a look at the data sets", fingerprints.of_sets, config.data.root, own, train_set, eval_set)
+
+
+def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_set: Any) -> str:
+    """How these data differ from those that a run began with; '' where they do not, or it is not known.
+
+    Raises:
+        Refused: the record of the first ones is damaged.
+    """
+    then = fingerprints.recorded(run.folder)
+    if then is None or then["format"] != fingerprints.FORMAT:
+        return ""
+    found = fingerprints.differences(then, fingerprint(task, config, train_set, eval_set))
+    more = f"; and {len(found) - _NAMED} more differences" if len(found) > _NAMED else ""
+    return one_line("; ".join(found[:_NAMED]) + more)
 
 
 def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32) -> nn.Module:
@@ -86,7 +127,7 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
         Refused: the task cannot make it.
     """
     seed_host(seed_of(config.seed, "model"))
-    model = _call(task, "model", config)
+    model = call(task, "model()", task.model, config)
     if not isinstance(model, nn.Module):
         raise Refused(f"model in {task.file} must return a torch.nn.Module, got {type(model).__name__}")
     if any(name.rpartition(".")[2] == "_orig_mod" for name, _ in model.named_modules()):
@@ -102,15 +143,15 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise Refused(f"the model of {task.file} has no parameter to train")
     _give_memory(model)
-    # not to(weights), which would make real numbers of complex ones
+    # not to(weights), which would turn complex numbers into real ones
     return model.double() if weights == torch.float64 else model
 
 
 def check_forward(task: Task, model: nn.Module) -> None:
-    """Whether a forward leaves the weights alone, as far as can be told without one.
+    """Check that a forward changes no weights, as far as the modules show.
 
     Raises:
-        Refused: it does not.
+        Refused: it would.
     """
     for name, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
@@ -121,7 +162,7 @@ def check_forward(task: Task, model: nn.Module) -> None:
 
 
 def _give_memory(model: nn.Module) -> None:
-    """Let each element of a buffer have a place of its own: into what expand() made nothing can be written."""
+    """Give each element of a buffer memory of its own: what expand() made cannot be written to."""
     for part in model.modules():
         for name, buffer in buffers_of(part).items():
             if buffer is not None and buffer.layout == torch.strided:
@@ -130,113 +171,55 @@ def _give_memory(model: nn.Module) -> None:
                     buffers_of(part)[name] = buffer.contiguous()
 
 
-def first_samples(task: Task, config: Config, precision: Precision, train_set: Any) -> Any:
-    """A micro batch of the first samples of the training set (again from the first where it is too small)."""
+def first_samples(
+    task: Task, config: Config, precision: Precision, dataset: Any, count: int = 0, of_evaluation: bool = False
+) -> Any:
+    """A batch of the first samples of a data set (again from the first where it is too small).
+
+    Args:
+        count: how many; 0: a micro batch.
+    """
     assert isinstance(config.micro_batch_size, int)
-    fetch, wanted = fetcher(train_set, task.collate), config.micro_batch_size
+    fetch, wanted = fetcher(dataset, task.collate), count or config.micro_batch_size
 
     def is_readable(index: int) -> bool:
         with contextlib.suppress(Exception):
-            fetch(MicroBatch(0, 0, np.array([index]), config.seed))
+            fetch(MicroBatch(0, 0, np.array([index]), config.seed, of_evaluation))
             return True
         return False
 
-    found: Iterable[int] = range(len(train_set))
+    found: Iterable[int] = range(len(dataset))
     if config.data.leaves_out:
         found = list(itertools.islice(filter(is_readable, found), wanted)) or found
     indices = np.resize(np.array(list(itertools.islice(found, wanted))), wanted)
-    batch = fetch(MicroBatch(0, 0, indices, config.seed))
+    batch = fetch(MicroBatch(0, 0, indices, config.seed, of_evaluation))
     return prepared(batch, config.seed, precision.device, precision.inputs, config.channels_last, task.on_device)
 
 
-def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """The task's own optimizer, or the one that config.optim describes."""
-    if task.optimizer is not None:
-        optimizer = _call(task, "optimizer", model, config)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise Refused(
-                f"optimizer in {task.file} must return a torch.optim.Optimizer, got {type(optimizer).__name__}; for "
-                "parts of a model at rates of their own give one optimizer several groups of parameters"
-            )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise Refused(
-                f"optimizer in {task.file} returns a {type(optimizer).__name__}, which computes the loss several times "
-                "in a step, and here a step computes it once; use another optimizer"
-            )
-        _check_groups(optimizer, model, task)
-        _check_spread(optimizer, config)
-        # a checkpoint names groups by their parameters: one without any could not be read back
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        return keep_types(optimizer)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optim = config.optim
-    common: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
-    if parameters[0].device.type == "cuda" and _takes_fused(parameters, config):
-        common["fused"] = True  # False would keep torch from its second best, one kernel for several
-    if optim.name == "sgd":
-        made = torch.optim.SGD(parameters, momentum=optim.momentum, **common)
-        if config.precision == "fp16" and optim.momentum:
-            # a first step that fp16 leaves out would make buffers, and leave them unwritten (torch 2.7, fused)
-            for parameter in parameters:
-                made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return made
-    kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
-    return kind(parameters, betas=(optim.momentum, 0.999), **common)
-
-
-def _takes_fused(parameters: list[nn.Parameter], config: Config) -> bool:
-    """Whether one kernel can make the step of all parameters (torch 2.7): it knows no complex ones, and SGD's none
-    that are spread over ranks."""
-    is_spread = config.optim.name == "sgd" and config.parallel.strategy in SPREAD
-    return not is_spread and all(parameter.is_floating_point() for parameter in parameters)
-
-
-def _check_groups(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task) -> None:
-    """Whether what an optimizer of the task's own updates belongs to the model, at rates that a schedule can follow.
-
-    Raises:
-        Refused: it does not.
-    """
-    own = set(map(id, model.parameters()))
-    for group in optimizer.param_groups:
-        if any(id(parameter) not in own for parameter in group["params"]):
-            raise Refused(
-                f"optimizer in {task.file} updates parameters that are not the model's: no checkpoint would hold them, "
-                "and ranks would not agree on them; make them a part of what model() returns"
-            )
-        if not isinstance(group.get("lr"), (int, float, Tensor)):
-            raise Refused(
-                f"optimizer in {task.file} has a group with lr {group.get('lr')!r}; give it a number, which --schedule "
-                "then changes"
-            )
-
-
-def _check_spread(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """An optimizer must see whole parameters if its step is not made element by element; with fsdp it sees parts.
-
-    Raises:
-        Refused: one of torch's that would make another step, or none.
-    """
-    name = config.parallel.strategy
-    if name in SPREAD and type(optimizer).__name__ in ("Adafactor", "Rprop"):
-        raise Refused(
-            f"torch.optim.{type(optimizer).__name__} needs whole parameters, and --parallel.strategy {name} spreads "
-            "them over ranks; use --parallel.strategy ddp, or another optimizer"
-        )
-
-
-def _call(task: Task, function: str, *arguments: Any) -> Any:
-    return _call_on(task, f"{function}()", getattr(task, function), *arguments)
-
-
-def _call_on(task: Task, what: str, function: Callable[..., T], *arguments: Any) -> T:
+def call(task: Task, what: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of the task; what it raises is refused in a line that names where."""
     try:
         return function(*arguments)
     except Refused:
         raise
     except Exception as error:
         raise Refused(f"{what} failed: {where(error, task.file)}") from error
+
+
+@contextlib.contextmanager
+def refusing(task: Task) -> Iterator[None]:
+    """Turns what the task's own code raises into a refusal, with the line that `train launch` would print.
+
+    Raises:
+        Refused: the task's code raised, or returned something wrong.
+    """
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        has_reason = isinstance(error, TrainingFailed)
+        raise Refused(error if has_reason else arithmetic.refusal(error) or where(error, task.file)) from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -285,7 +268,7 @@ def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> N
 
 
 def _prefix(state: dict[str, Tensor]) -> str:
-    """What a wrapper puts before every name, or ''."""
+    """The prefix that a wrapper adds to every name, or ''."""
     return next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in state)), "")
 
 

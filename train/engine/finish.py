@@ -1,11 +1,12 @@
-"""How training ended, left behind by each rank: what it made, and of the first of a machine the figures of all."""
+"""Records how training ended: each rank its outcome, the first one of a machine with the figures of the run."""
 
 from __future__ import annotations
 
 from train import config as configuration
 from train import faults
 from train.checkpoint.state import weights_of, weights_sha256
-from train.engine.setup import Done, Job
+from train.engine.setup import Job
+from train.engine.train import Done
 from train.errors import TrainingFailed
 from train.record import heartbeat, outcome
 from train.record.best import facts
@@ -14,14 +15,14 @@ from train.record.outcome import Kind, Outcome
 
 
 def conclude(job: Job, done: Done, attempt: int) -> Outcome:
-    """Leave behind how training ended, and say so on the first rank of each machine.
+    """Record how training ended; the first rank of each machine also logs it.
 
     Raises:
-        TrainingFailed: that one cannot leave it behind; a resume will find the last checkpoint and do so.
+        TrainingFailed: it cannot be recorded; a resume will find the last checkpoint and do so.
     """
-    job.report.sync()
-    job.report.times(done.times)
-    job.heart.beat(heartbeat.SAVING, done.step)  # until it has no part in anything any more, others may wait for it
+    job.loggers.sync()
+    job.loggers.times(done.times)
+    job.heart.beat(heartbeat.SAVING, done.step)  # others may still wait for this rank
     faults.here("digest")
     weights = "" if done.stopped else digest(job)  # before the first rank is alone
     job.heart.beat(heartbeat.ENDING, done.step)
@@ -31,12 +32,12 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
         return end
     figures = {"epoch": job.plan.epoch_of(done.step), **facts(job.run)}
     if done.stopped:
-        said = f"stopped after step {done.step} of {job.total_steps}; continue with: train resume {job.run.name}"
+        text = f"stopped after step {done.step} of {job.total_steps}; continue with: train resume {job.run.name}"
     else:
         evaluation = last_evaluation(job.run)
         faults.here("finish")
         figures |= {"weights_sha256": weights, "metrics": dict(evaluation["eval"]) if evaluation else {}}
-        said = f"finished after {done.step} steps; weights {weights[:16]}…"
+        text = f"finished after {done.step} steps; weights {weights[:16]}…"
     end = Outcome(end.rank, end.kind, end.step, end.reason, figures=figures)
     try:
         outcome.write(job.run.logs(attempt), end)
@@ -47,15 +48,15 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
         ) from error
     if not done.stopped:
         faults.here("finished")
-    job.report.say(said)
+    job.loggers.say(text)
     return end
 
 
 def digest(job: Job) -> str:
-    """The digest of the weights on the first rank of a machine, '' on others. A collective where they are spread."""
+    """The digest of the weights on the first rank of a machine, '' on others. A collective where they are sharded."""
     found = weights_sha256(weights_of(job.strategy.module), job.world.is_lead)
     if job.config.parallel.strategy in configuration.SPREAD:
-        # ranks that have given all they hold would end while the first one still gathers from them: what is in flight
-        # would lose its peer. On the host, where a call returns only when all have come to it
+        # a rank that has sent its part must not end while the first one still receives: wait for all, on the host,
+        # where a call returns only once all ranks have made it
         job.world.gather(None)
     return found

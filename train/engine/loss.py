@@ -1,6 +1,6 @@
-"""What a task's `loss` and `metrics` may return, read in one place for training and evaluation.
+"""Validates what a task's `loss` and `metrics` return, for training and evaluation.
 
-Both give the mean over the batch, or a pair (total, count): what they add up to, and over how much (tokens, say).
+Both return the mean over the batch, or a pair (total, count): a sum, and over how much it is (tokens, say).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _WIDE = (torch.float32, torch.float64)
 
 @dataclass(slots=True)
 class Figure:
-    """One figure of one batch."""
+    """The loss or a metric of one batch."""
 
     value: Tensor
-    """The mean over the batch, or the total where it counts by itself: a scalar, in fp32 at least; has the graph."""
+    """The mean over the batch, or the total where it has a count: a scalar, in fp32 at least, with the graph."""
     samples: int
     """Of the batch."""
     count: Tensor | float | None
-    """What `value` adds up to counts so much; None: it is a mean over the samples."""
+    """What the total is divided by; None: `value` is a mean over the samples."""
 
     @property
     def counts_itself(self) -> bool:
@@ -37,7 +37,7 @@ class Figure:
 
     @property
     def weight(self) -> int:
-        """What makes a sum over samples of `value`."""
+        """The factor between `value` and the sum over the batch."""
         return 1 if self.counts_itself else self.samples
 
     def total(self, dtype: torch.dtype) -> Tensor:
@@ -46,7 +46,7 @@ class Figure:
         return (value if value.dtype == dtype else value.to(dtype)) * self.weight
 
     def counted(self) -> Tensor | float:
-        """How much the total is the sum of."""
+        """The count that belongs to the total."""
         return self.samples if self.count is None else self.count
 
 
@@ -80,7 +80,7 @@ def figure(value: Any, samples: int, what: str, file: Path) -> Figure:
         )
     if value.dim():
         value = value.reshape(())
-    # a third is 0.334 in bf16, and fp16 ends at 65504: sums and weights take at least fp32
+    # bf16 rounds a third to 0.334, and fp16 ends at 65504: sums and weights take at least fp32
     return Figure(value if value.dtype in _WIDE else value.float(), samples, count)
 
 
@@ -90,7 +90,7 @@ def training_loss(
     """The loss of a batch, to be differentiated.
 
     Args:
-        compute: of a strategy: gives the loss the model to compute with.
+        compute: of a strategy: calls a function with the model to compute with.
 
     Raises:
         TrainingFailed: it is none, or does not depend on the model.
@@ -114,7 +114,7 @@ def training_loss(
 def evaluation_figures(task: Task, model: nn.Module, batch: Any, samples: int) -> dict[str, Figure]:
     """The loss and the metrics of a batch, by name, the loss first.
 
-    Where the metrics have a `loss` among them, the task's loss is not asked: one forward serves both.
+    Where the metrics include `loss`, the task's loss is not called: one forward serves both.
 
     Raises:
         TrainingFailed: the task returns something else.

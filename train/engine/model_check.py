@@ -1,6 +1,6 @@
-"""Checks, in the first steps of an attempt, that the model's state is what it had when the run started.
+"""Checks, in the first steps of an attempt, that forwards neither change parameters nor add to the model's state.
 
-What a forward makes of parameters, or adds to the state, would differ between ranks and be lost by a resume.
+Such changes would differ between ranks, and a resume would lose them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from train.errors import TrainingFailed
 from train.parallel.strategy import local
 
 STEPS = 2
-"""Steps of an attempt that are checked: in the first one a teacher that begins as its student does not move."""
+"""Steps of an attempt that are checked; one is too few: a teacher that begins as its student does not move in it."""
 _LATE = (
     "warning: the first step has made a random generator that the model or the loss keeps: nothing seeds it, and a "
     "resume draws from its beginning; make it in model(), or at the top of the file"
@@ -24,15 +24,15 @@ _LATE = (
 
 
 class ModelCheck:
-    """The model before the forwards of a step, and what they may not have changed in it.
+    """Compares the model before and after the forwards of a step.
 
-    What changes in the optimizer's step is not looked at: all ranks make the same step, and hooks of it the same too.
+    Changes in the optimizer's step are allowed: all ranks make the same step, with the same hooks.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], known: Sequence[Seed]) -> None:
         """
         Args:
-            known: the random generators that are found in the model and the loss before the first step.
+            known: the random generators in the model and the loss before the first step.
         """
         self._model, self._loss, self._generators = model, loss, len(known)
         self._parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
@@ -88,13 +88,13 @@ def _numbers(model: nn.Module) -> dict[str, int | float]:
 
 
 def _fingerprints(parameters: list[tuple[str, nn.Parameter]]) -> Tensor:
-    """Two numbers a parameter that tell whether it has changed, as bits, for a not-a-number equals nothing."""
+    """Two numbers a parameter that show whether it has changed; as bits, for NaN does not equal itself."""
     return torch.stack([_fingerprint(local(parameter.detach())) for _, parameter in parameters]).view(torch.int64)
 
 
 def _fingerprint(values: Tensor) -> Tensor:
     values = torch.view_as_real(values) if values.is_complex() else values
-    if values.itemsize == 1:  # floating point numbers of eight bits have no sums and norms: their bits tell as much
+    if values.itemsize == 1:  # floating point numbers of eight bits have no sums and norms: their bits do as well
         values = values.view(torch.uint8)
     if not values.is_floating_point():
         values = values.double()

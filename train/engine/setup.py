@@ -1,4 +1,4 @@
-"""From a run folder to everything that a rank trains with."""
+"""Sets a rank up: from a run folder to everything that it trains with."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import torch
 from train import config as configuration
 from train import faults
 from train.checkpoint.buffers import Buffers
-from train.checkpoint.saver import Saver
+from train.checkpoint.save import Saver
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
 from train.data.loader import Loader
 from train.data.plan import Plan, Sharing
 from train.data.seeding import Seed, owned
-from train.engine import arithmetic, build, opened
-from train.engine.agenda import Agenda, agenda_of
+from train.engine import arithmetic, build
+from train.engine.events import Events
+from train.engine.load import ResumeState, load_newest
 from train.engine.loggers.loggers import Loggers
+from train.engine.optimizer import make_optimizer
 from train.engine.skipped import Skipped
-from train.engine.start import Start, restore
 from train.parallel import choose
 from train.parallel.devices import pick_device, take_device
 from train.parallel.precision import Precision
@@ -35,7 +36,6 @@ from train.parallel.world import World, join
 from train.parallel.wrap_units import recompute
 from train.record import metrics
 from train.record.heartbeat import Heart
-from train.record.record import Times
 from train.record.store import Run
 from train.signals import StopRequest
 from train.tasks import Task
@@ -45,7 +45,7 @@ log = logging.getLogger("train")
 
 @dataclasses.dataclass
 class Job:
-    """Everything a rank trains with."""
+    """Everything that a rank trains with."""
 
     run: Run
     task: Task
@@ -57,17 +57,21 @@ class Job:
     loader: Loader
     plan: Plan
     evaluation: Plan | None
-    """The same of the evaluation set, if there is one."""
-    agenda: Agenda
+    """The plan of the evaluation set, if there is one."""
+    events: Events
     saver: Saver
-    report: Loggers
+    snapshots: Snapshots
+    loggers: Loggers
     stop: StopRequest
     heart: Heart
     evaluated: int
     """Last step after which an evaluation is on record; -1 without one."""
     saved: int
     """The step of the newest checkpoint on the disk; 0 without one."""
-    snapshots: Snapshots
+
+    @property
+    def total_steps(self) -> int:
+        return self.events.total_steps
 
     @functools.cached_property
     def sharing(self) -> Sharing:
@@ -75,29 +79,15 @@ class Job:
         return Sharing(self.world.rank, self.world.size, self.strategy.is_ordered)
 
     @functools.cached_property
-    def own(self) -> list[Seed]:
-        """Generators of the task's own that a training loss may draw from; see data/seeding.py."""
+    def generators(self) -> list[Seed]:
+        """Random generators of the task that a training loss may draw from; see data/seeding.py."""
         return owned(self.strategy.module, self.task.loss)
 
     @functools.cached_property
-    def own_of_update(self) -> list[Seed] | None:
+    def optimizer_generators(self) -> list[Seed] | None:
         """Those that an optimizer of the task's own may draw from; None: it is one of torch's, which draw nothing."""
         is_torchs = type(self.optimizer).__module__.startswith("torch.")
         return None if is_torchs else owned(self.optimizer)
-
-    @property
-    def total_steps(self) -> int:
-        return self.agenda.total_steps
-
-
-@dataclasses.dataclass
-class Done:
-    """How the loop ended: at which step, and whether because somebody asked for a stop."""
-
-    step: int
-    stopped: bool
-    times: Times
-    """Where the time of the attempt went on this rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +96,7 @@ class Memory:
 
     address: str
     """Of the buffers: checkpoint/buffers.py."""
-    room: Callable[[], int]
+    left: Callable[[], int]
     """Bytes that can still be had."""
 
 
@@ -115,67 +105,59 @@ def set_up(
     memory: Memory | None = None,
 ) -> tuple[Job, int]:  # fmt: skip
     """Everything to train with, and the step to continue after. What must be closed at the end goes to `held`."""
-    task = opened.task_of(run)
-    config = opened.config_of(run, task)
+    task = build.task_of(run)
+    config = build.config_of(run, task)
     arithmetic.fix(config)
     device = pick_device(config, seat.local_size, seat.local_rank)
-    choose.check(config, seat.size, device)  # of machines that differ in their ranks, nobody knew the sum before
+    choose.check(config, seat.size, device)  # with several machines their sum was not known before
     precision = Precision(config.precision, device)
-
-    train_set, eval_set = build.make_datasets(task, config)
-    plan = build.plan_of(config, len(train_set))
-    # before the others are met: their connections have threads, and the loader forks
-    skipped = Skipped(run) if config.data.leaves_out else None
-    loader = Loader(
-        train_set, eval_set, task.collate, config.data.workers or 0, device, precision.inputs, skipped,
-        config.channels_last, task.on_device, task.datasets,
-    )  # fmt: skip
+    loader, plan, evaluation = _data(run, task, config, precision)
     held.callback(loader.close)
     take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on
     world = join(config, seat, device)
-    total = build.total_steps(config, plan)
-    model = _model(run, task, config, precision, world)
     strategy = choose.make(world, config, precision)
-    model = strategy.place(model)
-    optimizer = build.make_optimizer(task, model, config)
+    model = strategy.place(_model(run, task, config, precision, world))
+    optimizer = make_optimizer(task, model, config)
     faults.here("start")
-    is_spread = config.parallel.strategy in configuration.SPREAD
-    buffers = _buffers(memory, config, seat)
-    buffers = buffers if world.is_everywhere(buffers is not None) else None
-    same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
-    place = (world.rank, world.size) if is_spread else ()
-    fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
-    left = memory.room if memory else lambda: 0
-    start = restore(run, world, buffers, fingerprint, model, optimizer, precision, is_spread, left)
-    step = start.step
+    mark = world.share(uuid.uuid4().hex)
+    snapshots = _snapshots(task, config, seat, world, memory, mark)
+    start = load_newest(run, world, snapshots, model, optimizer, precision)
     faults.here("loaded")
     arithmetic.compile_as_asked(model, config)
+    events = Events.of(config, plan, build.total_steps(config, plan), evaluation is not None)
     evaluations = world.on_first(lambda: metrics.evaluations(run))
-    told = Loggers(run, world, config, total, step, bar and world.is_first)
-    held.callback(told.close)
-    mark = world.share(uuid.uuid4().hex)
+    evaluated = evaluations[-1]["step"] if evaluations else -1
+    loggers = Loggers(run, world, config, events.total_steps, start.step, bar and world.is_first)
+    held.callback(loggers.close)
 
-    def saved(at: int) -> None:
-        told.say(f"saved {run.checkpoint(at).name}")
-        run.note(saved_step=at)
+    def saved(step: int) -> None:
+        loggers.say(f"saved {run.checkpoint(step).name}")
+        run.note(saved_step=step)
 
     saver = Saver(run, world, config, attempt, saved)
     held.callback(saver.close)
+    snapshots.attach(strategy, optimizer, precision, loggers.is_written, loggers.say)
+    held.callback(snapshots.close)
     job = Job(
-        run, task, config, world, precision, strategy, optimizer, loader,
-        plan, None if eval_set is None else build.evaluation_plan(config, len(eval_set)),
-        agenda_of(config, plan, total, eval_set is not None),
-        saver,
-        told, stop, heart,
-        evaluations[-1]["step"] if evaluations else -1,
-        start.saved,
-        Snapshots(buffers, world, is_spread, fingerprint, mark, left, told.is_written, told.say),
+        run, task, config, world, precision, strategy, optimizer, loader, plan, evaluation, events, saver, snapshots,
+        loggers, stop, heart, evaluated, start.saved,
     )  # fmt: skip
-    job.snapshots.attach(strategy, optimizer, precision)
-    held.callback(job.snapshots.close)
     if world.is_lead:
         _announce(job, attempt, start, mark)
-    return job, step
+    return job, start.step
+
+
+def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, Plan | None]:
+    """The loader and the plans of both data sets. Before ranks connect: that starts threads, and the loader forks."""
+    train_set, eval_set = build.make_datasets(task, config)
+    plan = build.plan_of(config, len(train_set))
+    evaluation = None if eval_set is None else build.evaluation_plan(config, len(eval_set))
+    skipped = Skipped(run) if config.data.leaves_out else None
+    loader = Loader(
+        train_set, eval_set, task.collate, config.data.workers or 0, precision.device, precision.inputs, skipped,
+        config.channels_last, task.on_device, task.datasets,
+    )  # fmt: skip
+    return loader, plan, evaluation
 
 
 def _model(run: Run, task: Task, config: Config, precision: Precision, world: World) -> torch.nn.Module:
@@ -196,13 +178,22 @@ def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Modu
     return model
 
 
-def _buffers(memory: Memory | None, config: Config, seat: Seat) -> Buffers | None:
+def _snapshots(task: Task, config: Config, seat: Seat, world: World, memory: Memory | None, mark: str) -> Snapshots:
+    """Copies of the state in memory. A collective: a rank without memory for them has all do without."""
+    is_sharded = config.parallel.strategy in configuration.SPREAD
+    buffers = _buffers(memory, config, seat, seat.local_rank if is_sharded else 0)
+    buffers = buffers if world.is_everywhere(buffers is not None) else None
+    same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
+    place = (world.rank, world.size) if is_sharded else ()
+    fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
+    return Snapshots(buffers, world, is_sharded, fingerprint, mark, memory.left if memory else lambda: 0)
+
+
+def _buffers(memory: Memory | None, config: Config, seat: Seat, part: int) -> Buffers | None:
     """The memory for copies of the state, if there are to be any."""
     is_mine = len(seat.leads) > 1 or seat.local_size == seat.size  # not over machines that no agents of ours join
     if memory is None or not config.checkpoint.snapshots or not is_mine:
         return None
-    # by what is asked for: of machines that leave and join, a single rank may be left
-    part = seat.local_rank if config.parallel.strategy in configuration.SPREAD else 0
     try:
         return Buffers(memory.address, part)
     except OSError as error:
@@ -210,7 +201,7 @@ def _buffers(memory: Memory | None, config: Config, seat: Seat) -> Buffers | Non
         return None
 
 
-def _announce(job: Job, attempt: int, start: Start, mark: str) -> None:
+def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
     """What run.json and the log say at the start of an attempt. On the first rank of a machine."""
     step = start.step
     run, plan, config, world = job.run, job.plan, job.config, job.world
@@ -220,17 +211,18 @@ def _announce(job: Job, attempt: int, start: Start, mark: str) -> None:
         steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="",
     )  # fmt: skip
     per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
-    spread = choose.resolve(config, world.size)
-    job.report.say(
+    strategy = choose.resolve(config, world.size)
+    job.loggers.say(
         f"{run.name}: {plan.length} samples, {job.total_steps} steps, global batch {per_rank}, "
         f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
-        + (f", {spread}" if spread not in ("single", "ddp") else "")
+        + (f", {strategy}" if strategy not in ("single", "ddp") else "")
         + (f", continuing after step {step}" if step else "")
         + (" as it was in memory" if start.from_memory else "")
     )
-    reason = run.read().get("cpu_threads_reason")
-    if attempt == 1 and reason:
-        job.report.say(f"{config.cpu_threads} CPU thread{'s' if config.cpu_threads > 1 else ''} a rank ({reason})")
-    reason = run.read().get("micro_batch_size_reason")
-    if attempt == 1 and reason:
-        job.report.say(f"micro batches of {config.micro_batch_size} samples ({reason})")
+    if attempt > 1:
+        return
+    record, threads = run.read(), config.cpu_threads
+    if reason := record.get("cpu_threads_reason"):
+        job.loggers.say(f"{threads} CPU thread{'s' if threads > 1 else ''} a rank ({reason})")
+    if reason := record.get("micro_batch_size_reason"):
+        job.loggers.say(f"micro batches of {config.micro_batch_size} samples ({reason})")

@@ -1,4 +1,4 @@
-"""The samples that a run left out because they cannot be read: each listed once, whatever rank met it how often."""
+"""The list of samples that a run leaves out because they cannot be read, each once, over all ranks and attempts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ log = logging.getLogger("train")
 
 FILE = "skipped.jsonl"
 """In the run folder: a line a sample, {"set": "training", "index": 7, "file": "…", "reason": "…"}."""
-_TOLD = 20
-"""Samples that a rank names in its log; the list has all."""
+_LOGGED = 20
+"""Samples that a rank names in its log; the list has all of them."""
 
 
 class Skipped:
-    """What a loader tells of samples that it leaves out. Ranks share one list, under the lock of run.json."""
+    """Called by the loader with samples that it leaves out. Ranks share one list, under the lock of run.json."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._told = run, 0
+        self._run, self._logged = run, 0
         self._listed: set[tuple[str, int]] = set()
         self._read_to = 0
 
@@ -34,21 +34,21 @@ class Skipped:
         if not new:
             return
         for one in new:
-            self._tell(one)
-        self._run.note(lambda record: self._add(record, new))  # a disk that takes nothing now is asked again later
+            self._log(one)
+        self._run.note(lambda record: self._add(record, new))  # a disk that is full is tried again later
 
-    def _tell(self, bad: Bad) -> None:
-        self._told += 1
-        if self._told <= _TOLD:
+    def _log(self, bad: Bad) -> None:
+        self._logged += 1
+        if self._logged <= _LOGGED:
             log.warning("warning: left out: %s: %s", bad, bad.reason)
-        elif self._told == _TOLD + 1:
+        elif self._logged == _LOGGED + 1:
             log.warning("warning: more samples are left out; all of them: %s in the run folder", FILE)
 
     def _add(self, record: Record, new: list[Bad]) -> None:
         with (self._run.folder / FILE).open("a+b") as file:
             file.seek(self._read_to)
             line = b"\n"
-            for line in file:  # what other ranks have met meanwhile, and attempts before
+            for line in file:  # of other ranks, and of attempts before
                 self._read_to += len(line)
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     entry = json.loads(line)

@@ -6,9 +6,10 @@ below this file, in train/data: `UntypedStorage._new_shared` (images.py) and `_s
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -131,3 +132,21 @@ def choose_kernels_without_timing() -> None:
     for name, value in {"dynamic_scale_rblock": False, "shape_padding": False, "deterministic": True}.items():
         if hasattr(inductor, name):
             setattr(inductor, name, value)
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Making an optimizer loads torch's compiler, which takes longer than all else here and compiles nothing.
+
+    Its method is marked as torch marks it when the compiler is loaded (torch/_compile.py, `_disable_dynamo`); with a
+    torch that does it otherwise, this does nothing.
+    """
+    method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if method is None or hasattr(method, "__dynamo_disable"):
+        yield
+        return
+    setattr(method, "__dynamo_disable", method)
+    try:
+        yield
+    finally:
+        delattr(method, "__dynamo_disable")

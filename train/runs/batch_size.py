@@ -152,6 +152,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
 
     from train.engine import arithmetic, build, setup
     from train.engine.loss import training_loss
+    from train.engine.optimizer import make_optimizer
     from train.parallel import choose
     from train.parallel.devices import pick_device, take_device
     from train.parallel.precision import Precision
@@ -172,7 +173,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     world = join(config, Seat(rank, ranks, rank, ranks, f"file://{store}"), device)
     strategy = choose.make(world, config, precision)
     model = strategy.place(setup.arrange(build.make_model(task, config, precision.weights), config, ranks))
-    optimizer = build.make_optimizer(task, model, config)
+    optimizer = make_optimizer(task, model, config)
     model.train()
     strategy.start()
     size = config.micro_batch_size

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from train import gpus
 from train.config import Config
 from train.data import fingerprint
 from train.data.fetch import is_indexed_at_once
-from train.engine import build, threads
+from train.engine import build, cpu
+from train.engine.build import config_of, data_differs, task_of
 from train.engine.loggers import wandb
-from train.engine.opened import config_of, data_differs, task_of
+from train.engine.optimizer import make_optimizer
 from train.errors import Refused, nearest
 from train.parallel import choose
 from train.parallel.devices import NoGPU, check_kernels, pick_device
 from train.parallel.precision import ON_GPU_ALONE, Precision
+from train.parallel.torch_private import without_compiler
 from train.parallel.wrap_units import recompute
 from train.record import best
 from train.record import manifest as manifests
@@ -72,14 +74,14 @@ def prepare(request: Request) -> Prepared:
     if not sizes:
         check_sync_batchnorm(config, device, everywhere, len(train_set))
     if config.data.workers is None:
-        config.data.workers = threads.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
+        config.data.workers = cpu.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
     model = checked_model(task, config, everywhere, precision)
-    with _without_compiler():
-        build.make_optimizer(task, model, config)
+    with without_compiler():
+        make_optimizer(task, model, config)
     micro_reason = _find_micro_batch(request, config, sizes) if is_searched else ""
     threads_reason = ""
     if config.cpu_threads is None:
-        config.cpu_threads, threads_reason = threads.choose(ranks, device, model)
+        config.cpu_threads, threads_reason = cpu.threads(ranks, device, model)
     files = _files(task, config, _weights(request, model), build.fingerprint(task, config, train_set, eval_set))
     record = _record(request, task, config, len(train_set)) | {
         "world_size": everywhere,
@@ -316,24 +318,6 @@ def checked_model(task: Task, config: Config, ranks: int, precision: Precision) 
         fsdp.check(model, config.parallel.wrap)
     recompute(model, config.parallel.recompute)
     return model
-
-
-@contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Making an optimizer loads torch's compiler, which takes longer than all else here and compiles nothing.
-
-    Its method is marked as torch marks it when the compiler is loaded (torch/_compile.py, `_disable_dynamo`); with a
-    torch that does it otherwise, this does nothing.
-    """
-    method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
-    if method is None or hasattr(method, "__dynamo_disable"):
-        yield
-        return
-    setattr(method, "__dynamo_disable", method)
-    try:
-        yield
-    finally:
-        delattr(method, "__dynamo_disable")
 
 
 def check_ranks(config: Config, local: int, nodes: range, device: torch.device) -> None:

@@ -36,7 +36,7 @@ CHECKS = ("torch", "train.runs.checks")
 """What a task is checked with, and none of torch's compiler."""
 RANKS = (
     "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",
-    "torch.utils.tensorboard", "train.engine.finish", "train.engine.loop", "train.engine.setup", "train.parallel.ddp",
+    "torch.utils.tensorboard", "train.engine.finish", "train.engine.train", "train.engine.setup", "train.parallel.ddp",
     "train.parallel.fsdp", "train.parallel.ordered", "train.parallel.single", "threadpoolctl", "setproctitle",
     "train.supervise.worker",
 )  # fmt: skip

@@ -70,7 +70,7 @@ def _train(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> 
     with contextlib.ExitStack() as held:
         try:
             from train.engine import finish, setup
-            from train.engine.loop import train
+            from train.engine.train import train
 
             address = os.environ.pop(ENVIRONMENT, None)  # this run's, not of one that its task may start
             kept = setup.Memory(address, memory.left) if address else None

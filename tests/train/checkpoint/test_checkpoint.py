@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from train.engine.export import export, load_trained
+from train.engine.export import export
+from train.engine.load import load_trained
 from train.errors import Refused, may_pass
 from train.record import manifest as manifests
 from train.record.store import Run

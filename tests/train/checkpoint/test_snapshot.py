@@ -43,7 +43,7 @@ class Net(nn.Module):
 class Seat:
     """One rank's place: its model, and what copies its state after every step."""
 
-    def __init__(self, address: str, room: int = 1 << 40, fingerprint: str = "same", is_spread: bool = False) -> None:
+    def __init__(self, address: str, room: int = 1 << 40, fingerprint: str = "same", is_sharded: bool = False) -> None:
         torch.manual_seed(3)
         self.said: list[str] = []
         self.precision, self.world = Precision("fp32", CPU), World(0, 1, 0, CPU)
@@ -53,29 +53,25 @@ class Seat:
         strategy.take(self.model)
         self.strategy, self.buffers, self.fingerprint = strategy, Buffers(address), fingerprint
         self.done, self.lag, self.is_written = 0, 0, True
-        self.snapshots = Snapshots(
-            self.buffers, self.world, is_spread, fingerprint, "mark",
-            lambda: room, lambda: self.is_written, self.said.append,
-        )  # fmt: skip
-        self.snapshots.attach(strategy, self.optimizer, self.precision)
+        self.snapshots = Snapshots(self.buffers, self.world, is_sharded, fingerprint, "mark", lambda: room)
+        self.snapshots.attach(strategy, self.optimizer, self.precision, lambda: self.is_written, self.said.append)
 
     def step(self, count: int = 1) -> None:
-        """As the loop does it: the vote in the step, the losses of all steps but the last `lag` known after it."""
+        """As the loop does it: the request in the step, the losses of all steps but the last `lag` known after it."""
         for _ in range(count):
             self.model(torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(self.done))).backward()
-            vote = self.snapshots.vote()
+            request = self.snapshots.copy_request()
             self.strategy.update(self.optimizer)
             self.done += 1
-            self.snapshots.after_step(self.done, [vote], self.done - self.lag)
+            self.snapshots.after_step(self.done, [request], self.done - self.lag)
 
     def settle(self) -> None:
         """What a thread does comes to its end."""
-        assert self.snapshots._thread is not None
-        self.snapshots._thread.join()
+        self.snapshots.wait()
 
     def take_up(self) -> bool:
         step = snapshot.newest_common(self.buffers, self.world)
-        content = snapshot.take_up(self.buffers, self.world, step, self.fingerprint) if step else None
+        content = snapshot.read(self.buffers, self.world, step, self.fingerprint) if step else None
         if content is None:
             return False
         serialize.apply(content, self.model, self.optimizer, self.precision)
@@ -135,27 +131,27 @@ def test_where_memory_is_short_there_are_no_copies_and_a_line_says_so(memory: Sn
     one = Seat(memory.address, room=300_000)
     one.step(3)
     assert one.said == [
-        "no snapshots in memory: 2 x 78 kB are more than half of the 300 kB that are left; "
+        "no snapshots in memory: 2 x 76.5 KiB are more than half of the 293 KiB that are left; "
         "a death costs the steps since the last checkpoint"
     ]
-    assert (one.buffers.taken, memory.step, one.snapshots.vote()) == (0, 0, -1)
+    assert (one.buffers.taken, memory.step, one.snapshots.copy_request()) == (0, 0, -1)
 
 
 def test_what_it_takes_is_said_and_taken_once(memory: SnapshotMemory) -> None:
     one = Seat(memory.address)
     one.step(3)
-    assert one.said == ["snapshots in memory: 2 x 78 kB"]
+    assert one.said == ["snapshots in memory: 2 x 76.5 KiB"]
     again = Seat(memory.address, room=0)  # the next attempt: the memory is there
     again.step(5)
     assert not again.said and memory.step == 5
 
 
 def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> None:
-    one = Seat(memory.address, is_spread=True)
+    one = Seat(memory.address, is_sharded=True)
     one.step(3)
     one.optimizer.state[one.model.one.bias]["late"] = torch.ones(250_000)
     one.step(2)
-    assert one.said == [f"snapshots in memory: 2 x {size} for each rank" for size in ("78 kB", "1.1 MB")]
+    assert one.said == [f"snapshots in memory: 2 x {size} for each rank" for size in ("76.5 KiB", "1 MiB")]
     assert memory.step == 5
     again = Seat(memory.address)
     assert again.take_up() and again.bits() == one.bits()
@@ -163,19 +159,19 @@ def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> 
 
 def test_copies_take_a_hundredth_of_the_time(memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "SHARE", 0.01)
-    now, copied, pack = 0.0, list[int](), Snapshots._pack
+    now, copied, real = 0.0, list[int](), serialize.serialize
 
-    def slow(snapshots: Snapshots, step: int) -> Any:
+    def slow(*state: Any) -> Any:
         nonlocal now
         now += 0.02
-        copied.append(step)
-        return pack(snapshots, step)
+        copied.append(state[4])
+        return real(*state)
 
     for name in ("monotonic", "perf_counter"):
         monkeypatch.setattr(snapshot.time, name, lambda: now)
     one = Seat(memory.address)
     one.step()
-    monkeypatch.setattr(Snapshots, "_pack", slow)
+    monkeypatch.setattr(serialize, "serialize", slow)
     for _ in range(24):
         now += 0.5
         one.step()
@@ -204,12 +200,12 @@ def test_a_copy_counts_once_its_loss_is_known(memory: SnapshotMemory) -> None:
     assert other.take_up() and other.bits() == bits
 
 
-def test_a_rank_whose_lines_the_disk_refuses_votes_against_copies(memory: SnapshotMemory) -> None:
+def test_a_rank_whose_lines_the_disk_refuses_refuses_copies(memory: SnapshotMemory) -> None:
     one = Seat(memory.address)
     one.step(2)
     one.is_written = False
-    assert one.snapshots.vote() == -1
-    one.snapshots.after_step(3, [1.0], 3)  # refused after the vote
+    assert one.snapshots.copy_request() == -1
+    one.snapshots.after_step(3, [1.0], 3)  # refused after the request
     assert memory.step == 2
     one.is_written = True
     one.done = 3
@@ -223,16 +219,15 @@ def test_what_cannot_be_copied_ends_copies_and_nothing_else(memory: SnapshotMemo
     one.optimizer.state[one.model.scale]["lock"] = threading.Lock()
     one.step(4)
     assert len(one.said) == 2 and one.said[1].startswith("no snapshots in memory: cannot pickle")
-    assert (one.done, memory.step, one.snapshots.vote()) == (6, 2, -1)
+    assert (one.done, memory.step, one.snapshots.copy_request()) == (6, 2, -1)
 
 
 def test_a_rank_that_is_not_ready_is_asked_again_in_the_next_step(memory: SnapshotMemory) -> None:
     one = Seat(memory.address)
     one.step(2)
-    one.snapshots._next = 0.0
-    assert one.snapshots.vote() == 1
-    one.snapshots.after_step(3, [0.0], 3)  # another rank has voted against it
-    assert memory.step == 2 and one.snapshots.vote() == 1
+    assert one.snapshots.copy_request() == 1
+    one.snapshots.after_step(3, [0.0], 3)  # another rank has refused
+    assert memory.step == 2 and one.snapshots.copy_request() == 1
 
 
 def test_the_scale_of_losses_is_kept_without_a_look_at_it(memory: SnapshotMemory) -> None:
@@ -247,7 +242,7 @@ def test_the_scale_of_losses_is_kept_without_a_look_at_it(memory: SnapshotMemory
     assert scaling is not None and scaling["scale"] is scaler._scale
     assert scaling["_growth_tracker"] is scaler._growth_tracker
     one.snapshots.after_step(1, [], 1)
-    one.snapshots.vote()
+    one.snapshots.copy_request()
     one.snapshots.after_step(2, [1.0], 2)
     other = Seat(memory.address)
     other.precision.scaler = torch.amp.GradScaler("cpu")

@@ -18,8 +18,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from train.checkpoint.saver import Saver
-from train.checkpoint.state import load, state_of
+from train.checkpoint.load import load
+from train.checkpoint.save import Saver
+from train.checkpoint.state import state_of
 from train.config import Config
 from train.parallel.world import World
 from train.record.folders import create

@@ -11,7 +11,7 @@ import torch
 from tests.train.training import Engine
 from train.config import Config
 from train.engine import arithmetic
-from train.engine.export import evaluate_run
+from train.engine.evaluate import evaluate_run
 
 WITHOUT_ORDER = """
 import torch

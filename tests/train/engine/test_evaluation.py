@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.engine.evaluate import _summed
+from train.engine.evaluate import summed
 from train.engine.loss import evaluation_figures
 from train.parallel.world import World
 
@@ -53,7 +53,7 @@ def test_the_same_weights_give_the_same_figures_to_the_last_bit_on_any_number_of
 
 
 def test_the_loss_is_the_mean_over_all_samples_although_the_last_batch_is_short(evaluated: Any) -> None:
-    from train.engine.export import load_trained
+    from train.engine.load import load_trained
 
     task, config, model, step = load_trained(evaluated.station.run("eval1"))
     assert step == 4
@@ -77,7 +77,7 @@ def test_more_ranks_than_micro_batches_still_see_each_sample_once(engine: Any) -
 def test_counts_weigh_the_loss_of_an_evaluation(engine: Any) -> None:
     for ranks in (1, 3):
         engine.run(f"counted-eval{ranks}", ranks, steps=2, precision="fp64", task__counted="true")
-    from train.engine.export import load_trained
+    from train.engine.load import load_trained
 
     task, config, model, _ = load_trained(engine.station.run("counted-eval1"))
     _, held_out = task.datasets(config)
@@ -107,7 +107,7 @@ def test_an_evaluation_may_be_limited_to_the_same_samples_on_any_number_of_ranks
         assert line["eval"] == pytest.approx(engine.evaluations("limited1")[0], rel=1e-9)
     engine.run("roomy", 2, **flags | {"steps": 2, "eval__limit_batches": 2})  # two batches are more than there is
     assert [line["samples"] for line in engine.station.metrics("roomy") if "eval" in line] == [23]
-    from train.engine.export import evaluate_run
+    from train.engine.evaluate import evaluate_run
 
     assert evaluate_run(engine.station.run("limited1"), None)[1:] == (16, engine.evaluations("limited1")[0])
 
@@ -120,7 +120,7 @@ def test_batchnorm_is_evaluated_with_the_same_statistics_on_every_rank(engine: A
 
 
 def test_train_eval_gives_the_figures_that_the_run_gave(evaluated: Any) -> None:
-    from train.engine.export import evaluate_run
+    from train.engine.evaluate import evaluate_run
 
     step, samples, figures = evaluate_run(evaluated.station.run("eval1"), None)
     assert (step, samples) == (4, 23)
@@ -237,10 +237,11 @@ def test_figures_come_to_the_host_together_however_many_there_are() -> None:
     counted = []
     for micros in (10, 200):
         rows: dict[int, list[Any]] = {
-            n: [4, torch.tensor(n, dtype=torch.float64), 4.0, 2.5, torch.tensor(3)] for n in range(micros)
+            n: [4, 2.5, torch.tensor(3.0, dtype=torch.float64), torch.tensor(n, dtype=torch.float64), 4.0]
+            for n in range(micros)
         }
         with _Counting() as mode:
-            figures, samples = _summed(rows, ["loss", "accuracy"], micros + 5, World(0, 1, 0, torch.device("cpu")))
+            figures, samples = summed(rows, ["loss", "accuracy"], micros + 5, World(0, 1, 0, torch.device("cpu")))
         assert samples == 4 * micros
         assert figures == {"loss": (micros - 1) / 8, "accuracy": 2.5 / 3}
         counted.append(mode.calls)

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from train.checkpoint.state import weights, weights_sha256
 from train.config import from_toml
 from train.engine import build
-from train.engine.export import export, load_trained
+from train.engine.export import export
+from train.engine.load import load_trained
 from train.errors import Refused
 from train.record import store
 from train.record.manifest import manifest_text

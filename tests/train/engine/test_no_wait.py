@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.train.absent import GPU, Watch, training
-from train.checkpoint.serialize import pack
-from train.checkpoint.stage import divided
+from train.checkpoint.serialize import serialize
+from train.checkpoint.staging import own_part
 from train.checkpoint.state import state_of
 from train.data.plan import Plan, Sharing, micro_batches_of
 from train.parallel.seat import Seat
@@ -84,7 +84,7 @@ def no_wait(loop: Any, watch: Watch) -> int:
         watch.kernels = 0
         loop.step()
         assert watch.waits == []
-        assert watch.kernels > 5 and loop._readback.last.device == GPU
+        assert watch.kernels > 5 and loop.readback.last.device == GPU
     return watch.brought
 
 
@@ -116,7 +116,7 @@ def test_neither_steps_nor_evaluations_of_a_built_in_task_wait(tmp_path: Path, t
     ):
         no_wait(loop, watch)
         loop.evaluate()
-        assert functions(watch.waits) == {"_on_host", "_summed"}
+        assert functions(watch.waits) == {"_on_host", "summed"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -148,18 +148,18 @@ def test_an_evaluation_waits_at_its_end(tmp_path: Path, flags: dict[str, Any]) -
         loop.step()
         watch.waits.clear()
         loop.evaluate()
-        assert functions(watch.waits) == {"_on_host", "_summed"}
+        assert functions(watch.waits) == {"_on_host", "summed"}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_state_is_named_and_packed_without_a_wait(tmp_path: Path, precision: str) -> None:
+def test_a_state_is_named_and_serialized_without_a_wait(tmp_path: Path, precision: str) -> None:
     with training(tmp_path, TASK, FLAGS | {"precision": precision, "channels_last": "true"}) as (loop, watch):
         loop.step()
         watch.waits.clear()
         job = loop.job
-        assert divided(state_of(job.strategy.module, job.optimizer), 0, 2)
-        packed = pack(job.strategy.module, job.optimizer, job.precision, "same", 1, "mark")
-        packed.copy_to(watch.pinned(torch.empty(packed.size, dtype=torch.uint8)))
+        assert own_part(state_of(job.strategy.module, job.optimizer), 0, 2)
+        serialized = serialize(job.strategy.module, job.optimizer, job.precision, "same", 1, "mark")
+        serialized.copy_to(watch.pinned(torch.empty(serialized.size, dtype=torch.uint8)))
         assert watch.waits == []
         assert job.strategy.not_finite() == "" and functions(watch.waits) == {"not_finite"}
 

@@ -62,7 +62,7 @@ def sent(run: Run) -> list[dict[str, Any]]:
 
 def feed_once(run: Run) -> None:
     """As rank 0 does, to its end."""
-    made = wandb.Feed(run, "a-project", run.folder / "wandb.log")
+    made = wandb.WandbProcess(run, "a-project", run.folder / "wandb.log")
     deadline = time.monotonic() + PATIENCE
     while not (run.folder / wandb.FILE).exists():
         assert time.monotonic() < deadline, (run.folder / "wandb.log").read_text()
@@ -103,9 +103,9 @@ def test_a_run_does_not_notice_a_feed_that_fails_or_a_network_that_hangs(engine_
     # nobody answers at this address; a key that is none
     environment |= {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "k" * 40}
     code = (
-        "import sys; from pathlib import Path; from train.engine.loggers.wandb import Feed\n"
+        "import sys; from pathlib import Path; from train.engine.loggers.wandb import WandbProcess\n"
         "from train.record.store import Run\n"
-        "run = Run(Path(sys.argv[1])); Feed(run, 'p', run.folder / 'wandb.log').close()"
+        "run = Run(Path(sys.argv[1])); WandbProcess(run, 'p', run.folder / 'wandb.log').close()"
     )
     command = [sys.executable, "-c", code, str(run.folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE)

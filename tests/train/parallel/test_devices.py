@@ -14,8 +14,8 @@ import torch
 
 from tests.train.training import Engine
 from train.config import Config
-from train.engine import threads
-from train.engine.export import evaluate_run
+from train.engine import cpu
+from train.engine.evaluate import evaluate_run
 from train.errors import Refused
 from train.gpus import Card
 from train.parallel.devices import (
@@ -103,10 +103,10 @@ def test_an_evaluation_goes_where_there_is_something_to_compute_on(engine: Engin
 
 
 def test_on_a_gpu_loader_processes_follow_cores_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    monkeypatch.setattr(threads, "share", lambda ranks: 16 // ranks)
-    assert [threads.loaders(ranks, gpu, False) for ranks in (1, 2, 4, 8, 16)] == [8, 7, 3, 1, 1]
-    assert threads.loaders(1, cpu, False) == threads.loaders(1, gpu, True) == 0
+    gpu, host = torch.device("cuda", 0), torch.device("cpu")
+    monkeypatch.setattr(cpu, "share", lambda ranks: 16 // ranks)
+    assert [cpu.loaders(ranks, gpu, False) for ranks in (1, 2, 4, 8, 16)] == [8, 7, 3, 1, 1]
+    assert cpu.loaders(1, host, False) == cpu.loaders(1, gpu, True) == 0
 
 
 def test_what_was_chosen_is_written_down(engine: Engine, stopped: str) -> None:
@@ -141,7 +141,7 @@ def test_ranks_that_torchrun_starts_on_several_machines_need_the_gpus_of_theirs_
 
 def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has GPUs and a run does not use them, nothing may open one: it would hold memory there."""
-    from train.checkpoint.saver import Saver
+    from train.checkpoint.save import Saver
     from train.parallel.world import World
     from train.record.folders import create
     from train.record.store import Run

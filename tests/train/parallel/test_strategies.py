@@ -12,7 +12,7 @@ import torch
 from tests.train.tiers import later
 from tests.train.training import assert_same_training, sample_of
 from train.config import Config, Optim, Parallel
-from train.engine.build import _takes_fused, make_optimizer
+from train.engine.optimizer import make_optimizer, takes_fused
 from train.errors import Refused
 
 EXACT = {"precision": "fp64"}
@@ -399,4 +399,4 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_spre
 def test_an_optimizer_is_fused_on_a_gpu_where_torch_can(name: Any, strategy: Any, dtype: Any, fused: bool) -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, dtype=dtype))]
     config = Config(optim=Optim(name=name), parallel=Parallel(strategy=strategy))
-    assert _takes_fused(parameters, config) is fused
+    assert takes_fused(parameters, config) is fused

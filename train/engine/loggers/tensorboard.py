@@ -15,7 +15,7 @@ from torch import Tensor
 from train.record.metrics import Evaluation, Line, Training, is_evaluation
 
 _EVERY = 2.0
-"""Seconds between two times that lines are handed over: each time wakes a thread, which costs more than a step."""
+"""Seconds between two times that lines are handed to the writer: that wakes a thread, which costs more than a step."""
 _TAGS = {key: f"train/{key}" for key in Training.__annotations__ if key not in ("step", "epoch")}
 _MOST = 16
 """Images shown."""
@@ -24,14 +24,14 @@ _SMALLEST, _LARGEST = 64, 512
 
 
 class TensorBoard:
-    """Writes events. It must not end a run: where it cannot write, it gives up, in a line."""
+    """Writes events. Where it cannot write, it warns and gives up; the run continues."""
 
     def __init__(
         self, folder: Path, recent: Sequence[Line], done: int, say: Callable[[str], None], settings: Mapping[str, Any]
     ) -> None:
         """
         Args:
-            recent: the last lines on record. They are written again: a kill takes events along that no file has yet.
+            recent: the last lines on record. They are written again: a kill may have lost their events.
             done: the step that this attempt continues after. Events of later steps are hidden.
             settings: hyper-parameters to be shown beside the results.
         """
@@ -77,14 +77,14 @@ class TensorBoard:
         self._is_pictured = True
         try:
             found = images(batch)
-        except Exception as error:  # what a task calls a batch can be anything
+        except Exception as error:  # a task's batch can be anything
             self._say(f"warning: no pictures of samples for TensorBoard: {error}")
             return
         if found is not None:
             self._try(self._writer.add_images, "eval/samples", found, self._at)
 
     def _hand_over(self) -> None:
-        """Lines as events, one each: the thread that writes them is woken for many at once."""
+        """Hand lines to the writer as events, one each, many at once: each time wakes its thread."""
         lines, self._lines = self._lines, []
         for line, when in lines:
             if is_evaluation(line):
@@ -96,7 +96,7 @@ class TensorBoard:
                 self._try(self._writer.file_writer.add_summary, self._summary(value=values), line["step"], when)
 
     def _configuration(self, results: Mapping[str, Any]) -> None:
-        """The configuration, for the page that compares runs. Their results there are the curves of these names."""
+        """Write the configuration, for the page that compares runs; its results are the curves of these names."""
         if self._writer is None or self._is_configured:
             return
         from torch.utils.tensorboard.summary import hparams
@@ -128,7 +128,7 @@ def images(batch: Any) -> Tensor | None:
     """Images of a batch, of shape (n, 3, height, width), from 0 to 1, on the CPU; None where it holds none.
 
     They are the first tensor with 1 or 3 channels, before or after height and width, of at least 4 pixels a side. Each
-    is stretched from its darkest to its brightest value, for what normalised it is not known.
+    is stretched from its darkest to its brightest value, because its normalisation is not known.
     """
     inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
     found = next((value for value in inner if isinstance(value, Tensor) and _are_images(value)), None)
@@ -156,7 +156,7 @@ def _are_images(tensor: Tensor) -> bool:
 
 
 def _silence_writer_thread() -> None:
-    """When the disk fails, TensorBoard's thread dies with a page of text; `TensorBoard` says so in a line."""
+    """Silence the traceback of TensorBoard's thread when the disk fails; `TensorBoard` warns in a line."""
     otherwise = threading.excepthook
 
     def hook(happened: threading.ExceptHookArgs) -> None:

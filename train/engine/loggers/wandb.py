@@ -1,8 +1,7 @@
-"""Weights & Biases: a process of its own follows metrics.jsonl and sends what comes.
+"""Weights & Biases: a process of its own follows metrics.jsonl and sends its lines.
 
-It lives as long as the rank whose pipe is its standard input, and a little longer to send the rest. The rank does not
-import wandb and waits for nothing of it: a network that is slow or gone costs curves there, never a step here. Imports
-no torch.
+It lives until the rank closes the pipe to its standard input, and a little longer to send the rest. The rank neither
+imports wandb nor waits for it: a network that is slow or gone costs curves there, never a step here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from train.record import durable, metrics
 from train.record.store import Run
 
 FILE = "wandb.json"
-"""In the run folder: the id there, and the last steps that were handed over."""
+"""In the run folder: the id there, and the last steps that were sent."""
 _EVERY = 2.0
 """Seconds between two looks."""
 _LEAVE = 120.0
-"""Seconds, at most, to send the rest in; what is left lies in the run folder, for `wandb sync`."""
+"""Seconds, at most, to send the rest; what is not sent stays in the run folder, for `wandb sync`."""
 _FORBIDDEN = re.compile(r"[\\#?%:\s\x00-\x1f]")
 
 
@@ -49,11 +48,11 @@ def check(project: str) -> None:
         raise Refused("--log.wandb needs the package wandb: pip install 'trainstation[wandb]', or leave it out")
 
 
-class Feed:
-    """The run's side: starts the process, and lets it go."""
+class WandbProcess:
+    """The process that sends a run's lines, as the rank starts and leaves it."""
 
     def __init__(self, run: Run, project: str, log: Path) -> None:
-        """`log` takes what wandb says. Raises OSError where no process can be started."""
+        """`log` takes the output of wandb. Raises OSError where no process can be started."""
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 own.command("train.engine.loggers.wandb", str(run.folder), project),
@@ -61,7 +60,7 @@ class Feed:
             )  # fmt: skip
 
     def close(self) -> None:
-        """The run ends: the rest may be sent. Waits for nothing."""
+        """Let it send the rest and end, without waiting for it."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -69,7 +68,7 @@ class Feed:
 
 
 class _Sent:
-    """How far the lines have been handed over: a resume goes on there, in the same run."""
+    """The last steps that were sent: a resume continues there, in the same run."""
 
     def __init__(self, run: Run) -> None:
         self._path = run.folder / FILE
@@ -86,7 +85,7 @@ class _Sent:
             durable.write_atomically(self._path, text, durable=False)
 
     def new(self, lines: Iterable[metrics.Line]) -> list[tuple[int, dict[str, Any]]]:
-        """Of these lines what has not been handed over: the step, and figures by name."""
+        """The lines among these that have not been sent: the step, and figures by name."""
         found: list[tuple[int, dict[str, Any]]] = []
         for line in lines:
             if metrics.is_evaluation(line):
@@ -101,19 +100,19 @@ class _Sent:
 
 
 def main() -> None:
-    """Hand over the lines of a run until it ends."""
+    """Send the lines of a run until it ends."""
     run, project = Run(Path(sys.argv[1])), sys.argv[2]
     with contextlib.suppress(OSError):
         os.nice(10)  # training comes first
     try:
-        _feed(run, project)
+        _send(run, project)
     except Exception as error:
         problem = one_line(error)[:300]
         print(f"wandb: {problem}", flush=True)
         run.note(lambda record: record.setdefault("wandb", {}).update(project=project, problem=problem))
 
 
-def _feed(run: Run, project: str) -> None:
+def _send(run: Run, project: str) -> None:
     import wandb
 
     sent = _Sent(run)

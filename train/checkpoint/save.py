@@ -3,9 +3,9 @@
 Commit: every rank writes its shards with torch.distributed.checkpoint into a fresh `.partial-…` folder, hashed on
 their way and fsynced (writer.py); the first rank of a machine writes the manifest last; one rename publishes the
 folder; its parent is fsynced. Old checkpoints are pruned only after that. Loading verifies every hash and falls back to
-the newest checkpoint that is whole (record/manifest.py). Of several machines each has all of it in its own folder: what
-its ranks hold among them they write; where a copy of the model is spread over machines, each gets the files of the
-others before anything is published (exchange.py).
+the newest checkpoint that is whole (record/manifest.py). Each of several machines has all of it in its own folder: its
+ranks write what they hold; where a copy of the model is spread over machines, each gets the files of the others before
+anything is published (exchange.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from train import faults
 from train.checkpoint.exchange import exchange
-from train.checkpoint.stage import Stage
-from train.checkpoint.state import reason_of, size_of, state_of
+from train.checkpoint.load import reason_of
+from train.checkpoint.staging import Staging
+from train.checkpoint.state import size_of, state_of
 from train.checkpoint.writer import DurableWriter
 from train.config import Config
 from train.parallel import choose
@@ -40,11 +41,11 @@ from train.record.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_t
 from train.record.store import Run
 
 _LOOKS = 16
-"""Steps after which an optimizer is taken for one without a state, as plain SGD is."""
+"""Steps after which an optimizer without a state is assumed to have none, as plain SGD."""
 
 
 def _broadcast(self: Any, object: Any) -> Any:
-    """As torch's own, which takes the number of a rank in its group for that in the default group (torch 2.7)."""
+    """As torch's own, which uses a rank's number in its group as that in the default group (torch 2.7)."""
     box = [object]
     if self.use_dist:
         dist.broadcast_object_list(box, src=self.global_coordinator_rank, group=self.group)
@@ -61,8 +62,8 @@ class CannotSave(OSError):
 class Saver:
     """Writes the checkpoints of a run, on every rank, one at a time.
 
-    With `asynchronous` the state is copied to host memory and training goes on while a thread writes, hashes and
-    publishes it. The thread's collectives have a group of their own.
+    With `asynchronous` the state is copied to host memory and training continues while a thread writes, hashes
+    and publishes it. The thread's collectives have a group of their own.
     """
 
     def __init__(self, run: Run, world: World, config: Config, attempt: int, saved: Callable[[int], None]) -> None:
@@ -75,32 +76,32 @@ class Saver:
         self.world = world.with_own_group()
         share = choose.ranks_of_copy(config, world.size)
         self._holders = self.world.node if all(lead % share == 0 for lead in world.leads) else self.world
-        """The ranks that write a whole checkpoint among them: those of this machine, if it holds a whole state."""
+        """The ranks that write a whole checkpoint together: those of this machine, if it holds a whole state."""
         holders = self._holders
-        self._stage = Stage(holders.rank, holders.size) if config.checkpoint.asynchronous else None
+        self._staging = Staging(holders.rank, holders.size) if config.checkpoint.asynchronous else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.is_prepared = False
         self._looks = 0
 
     def close(self) -> None:
-        """Give memory back, unless a checkpoint is still being written: where a peer is gone, that may wait for it."""
-        if self._stage is not None and (self._thread is None or not self._thread.is_alive()):
-            self._stage.close()
+        """Free the memory, unless a checkpoint is still being written: it may wait for a peer that is gone."""
+        if self._staging is not None and (self._thread is None or not self._thread.is_alive()):
+            self._staging.close()
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Make room for copies in the background: the first touch of memory costs more than many copies into it.
+        """Allocate memory for copies in the background: the first touch of memory costs more than many copies into it.
 
-        After each step until `is_prepared`, once the optimizer has its state: fp16 may leave out the first steps, and
-        some never have any.
+        Called after each step until `is_prepared`. Waits until the optimizer has its state: fp16 may skip the first
+        steps, and some never have any.
         """
         self._looks += 1
         if not optimizer.state and self._looks < _LOOKS:
             return
         self.is_prepared = True
-        if self._stage is not None:
+        if self._staging is not None:
             state = state_of(module, optimizer)
-            threading.Thread(target=self._stage.reserve, args=(state,), daemon=True, name="reserve").start()
+            threading.Thread(target=self._staging.reserve, args=(state,), daemon=True, name="reserve").start()
 
     def save(self, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
         """Commit a checkpoint of this step, or begin to. A collective: all ranks call it.
@@ -116,34 +117,29 @@ class Saver:
         self.wait()
         state = state_of(module, optimizer)
         size = size_of(state)  # of all of it, over all ranks
-        stage = self._stage
-        if stage is None:
+        staging = self._staging
+        if staging is None:
             self._commit(step, state, size, facts)
             return
-        state = stage.copy(state)
+        state = staging.copy(state)
         faults.here("save.staged")
 
         def work() -> None:
             try:
-                stage.take_device()
+                staging.take_device()
                 self._commit(step, state, size, facts)
-            except BaseException as error:  # also that of a peer's death: this rank must not believe it has saved
+            except BaseException as error:  # also of a peer's death: this rank has not saved then
                 self._error = error
 
         self._thread = threading.Thread(target=work, name="save")
         self._thread.start()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank is still writing in the background."""
-        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written.
 
         Raises:
             CannotSave: it could not be written; on every rank alike.
-            RuntimeError: another rank is gone; nobody knows whether it was written.
+            RuntimeError: another rank is gone; whether it was written is unknown.
         """
         if self._thread is not None:
             self._thread.join()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.checkpoint.stage import Stage, divided
+from train.checkpoint.staging import Staging, own_part
 from train.checkpoint.state import size_of
 
 
@@ -36,7 +36,7 @@ def tensors(tree: Any, path: str = "") -> dict[str, Tensor]:
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_each_tensor_is_one_rank_s_and_the_loads_are_alike(size: int) -> None:
     whole = tensors(state()["model"])
-    parts = [tensors(divided(state(), rank, size)["model"]) for rank in range(size)]
+    parts = [tensors(own_part(state(), rank, size)["model"]) for rank in range(size)]
     assert sorted(itertools.chain(*parts)) == sorted(whole)
     largest = max(t.numel() * t.element_size() for t in whole.values())
     loads = [size_of(part) for part in parts]
@@ -47,13 +47,13 @@ def test_each_tensor_is_one_rank_s_and_the_loads_are_alike(size: int) -> None:
 
 def test_what_is_no_tensor_stays_on_every_rank() -> None:
     for rank in range(3):
-        group = divided(state(), rank, 3)["optim"]["param_groups"][0]
+        group = own_part(state(), rank, 3)["optim"]["param_groups"][0]
         assert group["lr"] == 0.1 and group["params"] == ["layer.0"] and len(group["decay"]) == 1
 
 
 def test_a_copy_is_equal_and_is_not_changed_with_what_it_was_made_of() -> None:
-    stage, original = Stage(), state()
-    copied = stage.copy(original)
+    staging, original = Staging(), state()
+    copied = staging.copy(original)
     for tensor in tensors(original).values():
         tensor.zero_()
     for name, tensor in tensors(state()).items():
@@ -63,27 +63,27 @@ def test_a_copy_is_equal_and_is_not_changed_with_what_it_was_made_of() -> None:
 
 
 def test_the_memory_is_of_exact_size_and_used_again() -> None:
-    stage = Stage(rank=1, size=2)
-    stage.reserve(state())
-    part = tensors(divided(state(), 1, 2))
+    staging = Staging(rank=1, size=2)
+    staging.reserve(state())
+    part = tensors(own_part(state(), 1, 2))
     exact = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in part.values())
-    assert stage.bytes == exact < size_of(state())
-    where = {name: t.data_ptr() for name, t in tensors(stage.copy(state())).items() if t.numel()}
-    again = {name: t.data_ptr() for name, t in tensors(stage.copy(state())).items() if t.numel()}
+    assert staging.bytes == exact < size_of(state())
+    where = {name: t.data_ptr() for name, t in tensors(staging.copy(state())).items() if t.numel()}
+    again = {name: t.data_ptr() for name, t in tensors(staging.copy(state())).items() if t.numel()}
     assert where == again and len(set(where.values())) == len(where)
 
 
 def test_each_tensor_has_a_storage_of_its_own_size() -> None:
     """torch.distributed.checkpoint copies a tensor once more whose storage holds more than it."""
-    for name, tensor in tensors(Stage().copy(state())).items():
+    for name, tensor in tensors(Staging().copy(state())).items():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
 
 
 def test_a_state_of_other_shapes_gets_other_room() -> None:
-    stage = Stage()
-    stage.copy(state())
+    staging = Staging()
+    staging.copy(state())
     other = {"model": {"weight": torch.arange(5)}}
-    assert torch.equal(stage.copy(other)["model"]["weight"], torch.arange(5)) and stage.bytes == 64
+    assert torch.equal(staging.copy(other)["model"]["weight"], torch.arange(5)) and staging.bytes == 64
 
 
 class _Runtime:
@@ -114,21 +114,20 @@ def _resident(address: int) -> int:
     return 0
 
 
-def _pinned(monkeypatch: pytest.MonkeyPatch, code: int) -> tuple[Stage, _Runtime]:
+def _pinned(monkeypatch: pytest.MonkeyPatch, code: int) -> tuple[Staging, _Runtime]:
     """Room for 8 MiB, pinned as if they were copied from a GPU."""
     runtime = _Runtime(code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    stage = Stage()
-    stage._device = torch.device("cpu")
-    stage.reserve({"weight": torch.ones(2 << 20)})
-    return stage, runtime
+    staging = Staging()
+    staging.reserve({"weight": torch.ones(2 << 20)}, torch.device("cpu"))
+    return staging, runtime
 
 
 def test_memory_is_touched_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA would find its pages itself, gigabytes of them, and let no other thread start a kernel meanwhile."""
-    stage, runtime = _pinned(monkeypatch, 0)
-    assert runtime.resident >= stage.bytes == 8 << 20
+    staging, runtime = _pinned(monkeypatch, 0)
+    assert runtime.resident >= staging.bytes == 8 << 20
 
 
 def test_an_error_of_pinning_is_left_to_no_kernel_of_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,5 +140,5 @@ def test_an_error_of_pinning_is_left_to_no_kernel_of_this_thread(monkeypatch: py
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "fill_", launch)
-    stage, _ = _pinned(monkeypatch, 2)
-    assert not kept and not stage._pinned and stage.bytes == 8 << 20
+    staging, _ = _pinned(monkeypatch, 2)
+    assert not kept and not staging.is_pinned and staging.bytes == 8 << 20

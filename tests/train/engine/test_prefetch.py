@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from train.engine.awaited import Awaited
-from train.engine.meter import Meter
-from train.engine.wait import DataWait
+from train.engine.cpu import WaitAdvice
+from train.engine.prefetch import DataWait
+from train.engine.timing import Timing
 
 
 @dataclasses.dataclass
@@ -29,14 +29,14 @@ class Machine:
         """For work that takes the GPU so long, and the host no time."""
         self.free = max(self.clock, self.free) + seconds
 
-    def step_of(self, awaited: Awaited, fetch: float, compute: float) -> None:
+    def step_of(self, wait: DataWait, fetch: float, compute: float) -> None:
         """As the loop makes them: the host waits for the GPU's step before the last one."""
         before = self.free
-        awaited.begin()
+        wait.begin()
         self.clock += fetch
-        awaited.arrived()
+        wait.arrived()
         self.ask(0.001)  # the copy
-        awaited.end()
+        wait.end()
         self.ask(compute)
         self.clock = max(self.clock, before)
 
@@ -81,55 +81,54 @@ CUDA = torch.device("cuda")
 def test_only_what_a_gpu_does_not_compute_meanwhile_counts(
     machine: Machine, fetch: float, compute: float, still: float
 ) -> None:
-    awaited = Awaited(CUDA, lambda: machine.clock)
-    machine.step_of(awaited, 5.0, compute)  # a first batch, for which loader processes are started
-    began = awaited.seconds()
+    wait = DataWait(CUDA, lambda: machine.clock)
+    machine.step_of(wait, 5.0, compute)  # a first batch, for which loader processes are started
+    began = wait.seconds()
     assert began == pytest.approx(5.0)
     for _ in range(100):
-        machine.step_of(awaited, fetch, compute)
+        machine.step_of(wait, fetch, compute)
     machine.clock += 1.0
-    assert awaited.seconds() - began == pytest.approx(100 * still, abs=1e-6)
-    assert awaited.host == pytest.approx(5.0 + 100 * fetch)
+    assert wait.seconds() - began == pytest.approx(100 * still, abs=1e-6)
+    assert wait.host == pytest.approx(5.0 + 100 * fetch)
     assert machine.events < 10, "events are to be used again"
 
 
 def test_what_an_evaluation_waits_for_is_not_counted(machine: Machine) -> None:
-    awaited = Awaited(CUDA, lambda: machine.clock)
-    machine.step_of(awaited, 1.0, 0.0)
+    wait = DataWait(CUDA, lambda: machine.clock)
+    machine.step_of(wait, 1.0, 0.0)
     for _ in range(3):
         machine.clock += 10.0
-        awaited.arrived()
-    machine.step_of(awaited, 1.0, 0.0)
+        wait.arrived()
+    machine.step_of(wait, 1.0, 0.0)
     machine.clock += 1.0
-    assert awaited.seconds() == pytest.approx(2.0)
-    assert awaited.host == pytest.approx(2.0)
+    assert wait.seconds() == pytest.approx(2.0)
+    assert wait.host == pytest.approx(2.0)
 
 
 def test_on_a_cpu_it_is_all_until_the_batch_is_there() -> None:
     clock = iter(range(100))
-    awaited = Awaited(torch.device("cpu"), lambda: float(next(clock)))
+    wait = DataWait(torch.device("cpu"), lambda: float(next(clock)))
     for _ in range(3):
-        awaited.begin()
-        awaited.arrived()
-        awaited.end()
-    awaited.arrived()
-    assert awaited.seconds() == awaited.host == 3.0
+        wait.begin()
+        wait.arrived()
+        wait.end()
+    wait.arrived()
+    assert wait.seconds() == wait.host == 3.0
 
 
 @pytest.mark.parametrize(("fetch", "compute", "said"), [(0.4, 0.6, ""), (0.6, 0.3, "training waits 50% for data")])
-def test_the_verdict_is_about_what_the_gpu_waits_for(
+def test_the_advice_is_about_what_the_gpu_waits_for(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, fetch: float, compute: float, said: str
 ) -> None:
     now: Callable[[], float] = lambda: machine.clock  # noqa: E731
     monkeypatch.setattr(time, "perf_counter", now)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 0)
-    meter = Meter(DataWait("a", 0, 1), CUDA)
-    meter.awaited = Awaited(CUDA, now)
+    timing = Timing(DataWait(CUDA, now), WaitAdvice("a", 0, 1), CUDA)
     figures: Any = {}
     for _ in range(10):
         for _ in range(10):
-            machine.step_of(meter.awaited, fetch, compute)
-            meter.steps += 1
-        figures = meter.read(CUDA)
+            machine.step_of(timing.wait, fetch, compute)
+            timing.step(1)
+        figures = timing.speed()
     assert figures["data_wait"] == pytest.approx(max(fetch - compute - 0.001, 0.0), abs=1e-3)
-    assert meter.wait.advice(is_last=True)[: len(said) or 1] == said
+    assert timing.advice.text(is_last=True)[: len(said) or 1] == said

@@ -1,0 +1,109 @@
+"""Reads a verified checkpoint into a model and its optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+from train.checkpoint.state import initialized_state, state_of, without_hooks
+from train.errors import one_line
+
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+"""Of an optimizer's groups, how a step is computed. It goes by device and strategy, which a resume may change: a fused
+step knows no parameters that are spread (SGD's), and one that is not fused waits for the device."""
+Written = list[tuple[str, Any]]
+"""What a checkpoint holds: the key in its metadata, and the path in the state."""
+
+
+def load(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, by_itself: bool = False
+) -> None:
+    """Read a verified checkpoint into a model and, if given, its fresh optimizer. A collective under several ranks.
+
+    Args:
+        by_itself: every rank reads all that it needs, without the others, who have other folders.
+
+    Raises:
+        ValueError: names or shapes of the model differ from those in the checkpoint.
+        RuntimeError: another rank is gone.
+    """
+    for parameter in module.parameters():
+        parameter.grad = None  # a gradient here would make torch skip the optimizer's state silently
+    state = state_of(module, None)
+    if optimizer is not None:
+        state["optim"] = initialized_state(module, optimizer)
+    try:
+        reader = dcp.FileSystemReader(folder)
+        metadata = reader.read_metadata()
+        written = list((metadata.planner_data or {}).items())
+        unknown = {path[1] for _, path in written if path[0] == "model"} - state["model"].keys()
+        if unknown:
+            raise ValueError(f"{min(unknown)} is not in the model")
+        unused = _take_unused(state["optim"], written) if optimizer is not None else []
+        if optimizer is not None:
+            _add_later(state["optim"]["state"], dict(module.named_parameters()), written, metadata)
+        dcp.load(state, storage_reader=reader, no_dist=by_itself)
+    except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
+        if isinstance(cause_of(error), OSError):  # of the disk, and may pass
+            raise OSError(f"{folder.name} cannot be read: {reason_of(error)}") from error
+        raise ValueError(f"the model does not fit the checkpoint {folder.name}: {reason_of(error)}") from error
+    set_model_state_dict(module, state["model"])
+    if optimizer is not None:
+        if unused or state["optim"]["state"]:  # torch asks for all, where there are any
+            for group in state["optim"]["param_groups"]:
+                for name in group["params"]:  # in a group without momentum, say, there is none
+                    state["optim"]["state"].setdefault(name, {})
+        for group, own in zip(state["optim"]["param_groups"], optimizer.param_groups, strict=True):
+            group.update({name: own[name] for name in _KERNELS if name in own})
+        with without_hooks(optimizer):
+            set_optimizer_state_dict(module, optimizer, state["optim"])
+        for without in [parameter for parameter, values in optimizer.state.items() if not values]:
+            del optimizer.state[without]
+
+
+def _take_unused(state: dict[str, Any], written: Written) -> list[str]:
+    """Remove from a fresh optimizer's state the parameters that had none when the checkpoint was written, because no
+    step had used them. Returns their names."""
+    used = {path[2] for _, path in written if path[:2] == ("optim", "state")}
+    unused = [name for name in state["state"] if name not in used]
+    for name in unused:
+        del state["state"][name]
+    return unused
+
+
+def _add_later(
+    state: dict[str, Any], parameters: dict[str, nn.Parameter], written: Written, metadata: Metadata
+) -> None:
+    """Add to a fresh optimizer's state what it makes in later steps only: DCP reads what has a place."""
+    for key, path in written:
+        if path[:2] != ("optim", "state") or len(path) != 4 or path[3] in state.setdefault(path[2], {}):
+            continue
+        of, stored = parameters[path[2]], metadata.state_dict_metadata[key]
+        if not isinstance(stored, TensorStorageMetadata):
+            state[path[2]][path[3]] = None
+        elif stored.size == of.shape:  # spread as the parameter is
+            state[path[2]][path[3]] = torch.zeros_like(of, dtype=stored.properties.dtype, requires_grad=False)
+        else:
+            state[path[2]][path[3]] = torch.zeros(stored.size, dtype=stored.properties.dtype, device=of.device)
+
+
+def reason_of(error: BaseException) -> str:
+    """The innermost cause of a failed save: DCP wraps an OSError in several layers of its own."""
+    error = cause_of(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
+    return one_line(error)[:300]
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What is inside the layers of DCP."""
+    if isinstance(error, dcp.api.CheckpointException):
+        for inner in error.failures.values():
+            return inner[0] if isinstance(inner, tuple) else inner
+    return error
