@@ -58,7 +58,8 @@ class _Lender:
 
     def end(self) -> None:
         if self._process is not None:
-            self._process.terminate()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             self._process.wait()
 
 

@@ -339,9 +339,10 @@ def _name_process() -> None:
 
 def main() -> None:
     """Be the server that the first argument describes."""
+    for number in SIGNALS:  # meant for ranks: Slurm sends them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     _name_process()  # before the environment changes, by which it finds the place of the name
     server = _Server(json.loads(sys.argv[1]))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         server.serve()
     finally:

@@ -16,6 +16,7 @@ from tests.train import forks
 from tests.train.conftest import lives
 from train.errors import Refused
 from train.record import folders, store
+from train.signals import POLITE
 from train.supervise import diagnose
 from train.supervise.forks import Zygote
 from train.supervise.ranks import Ranks, flight_recorder
@@ -225,6 +226,18 @@ def is_ended(pid: int) -> None:
 
 def wait(seconds: float, files: list[int]) -> None:
     time.sleep(seconds)
+
+
+def test_signals_that_ask_ranks_to_stop_do_not_end_the_process_that_forks_them(zygote: Zygote) -> None:
+    """Slurm sends them to all processes of a job."""
+    waits = zygote.fork(f"{HERE}:wait", [600], [0, 1, 2])
+    for number in (*POLITE, signal.SIGHUP):
+        os.kill(psutil.Process(waits).ppid(), number)
+    assert zygote.call(f"{HERE}:change")[0] == [1, 2] and lives(waits)
+    zygote.signal(waits, signal.SIGKILL)
+    while waits not in (ended := zygote.ended(60.0)):  # the check has ended, too
+        assert ended
+    assert ended[waits] == -signal.SIGKILL
 
 
 def test_what_a_zygote_has_forked_dies_with_it_and_with_who_has_asked_for_it(zygote: Zygote, station: Station) -> None:
