@@ -24,11 +24,15 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def take_package() -> None:
-    """Import this package, and let the current folder come last."""
+    """Import this package, from where this file lies."""
     root = str(Path(__file__).parents[1])
     sys.path.insert(0, root)
     importlib.import_module("train")  # from here on its modules are found through itself
     sys.path.remove(root)
+
+
+def add_current_folder() -> None:
+    """Let the current folder come last where modules are searched for."""
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.append(os.getcwd())
 
@@ -36,6 +40,7 @@ def take_package() -> None:
 def main() -> None:
     """Execute the module that the first argument names, with the others as its own."""
     take_package()
+    add_current_folder()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -38,7 +38,7 @@ class Rank:
         return lives(self.pid)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        self.ranks.kill(self.pid, number)
+        zygote().signal(self.pid, number)
 
 
 Disturb = Callable[[list[Rank]], None]

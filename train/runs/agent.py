@@ -1,6 +1,6 @@
 """The process inside tmux: reads the order, opens the run, answers the caller, and keeps the ranks alive.
 
-    python -P …/train/own.py train.runs.agent FOLDER_OF_THE_ORDER
+    python -P …/train/own.py train.runs.agent FOLDER_OF_THE_ORDER [entered]
 
 Imports no torch: what needs it is done by forks of the zygote (supervise/zygote.py).
 """
@@ -31,7 +31,10 @@ def main() -> None:
     """Carry out the order that lies in the folder given as argument."""
     desk = Path(sys.argv[1])
     content = json.loads((desk / "request.json").read_text(encoding="utf-8"))
-    _take_environment(content["env"], content["cwd"])
+    os.chdir(content["cwd"])
+    if len(sys.argv) == 2:
+        _take_environment(content["env"])
+    (desk / "request.json").unlink(missing_ok=True)  # of a launch that is killed nothing secret stays
     _never_wait_for_terminal()
     from train.runs.launch import Order
     from train.runs.opening import open_run
@@ -49,13 +52,12 @@ def main() -> None:
     sys.exit(keep(opened, stop))
 
 
-def _take_environment(environ: dict[str, str], cwd: str) -> None:
+def _take_environment(environ: dict[str, str]) -> None:
     """Have the environment of the caller, for a tmux server hands out that of its first client. Begin again with it,
-    for what is read at a process's start is to be the caller's too."""
+    for what is read at a process's start is to be the caller's too; once, for Python may add to it by itself."""
     environ = environ | {name: os.environ[name] for name in _OF_PANE if name in os.environ}
-    os.chdir(cwd)
     if dict(os.environ) != environ:
-        os.execve(sys.executable, own.command("train.runs.agent", *sys.argv[1:]), environ)
+        os.execve(sys.executable, own.command("train.runs.agent", sys.argv[1], "entered"), environ)
 
 
 def _never_wait_for_terminal() -> None:

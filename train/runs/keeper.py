@@ -58,9 +58,7 @@ class _Lender:
 
     def end(self) -> None:
         if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait()
+            forks.end(self._process)
 
 
 class _Told:
@@ -109,9 +107,9 @@ def keep(runs: Path, once: bool) -> int:
         held.keep()
         ended.wait(LOOK_EVERY)
     _join(busy.values(), not once)
-    held.end()
     if not once or ended.is_set():
         _stop_all(runs, tell, not once)
+    held.end()
     if not once:
         station.keeper_ends()
     return EXIT_FINISHED

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,8 @@ class Supervisor:
         self.run.clear_stop()
         self.stop.on_interrupt = self._on_interrupt
         try:
-            decision = self._run_attempts()
+            with self._suspended_together():
+                decision = self._run_attempts()
         except _EndAtOnce:
             return self._end_at_once()
         finally:
@@ -200,7 +201,7 @@ class Supervisor:
         """From the start of the ranks until none is left."""
         ranks = self.ranks
         ranks.start(attempt)
-        watch = health.of(self.run, attempt, [seat.rank for seat in ranks.seats], ranks.kill)
+        watch = health.of(self.run, attempt, [seat.rank for seat in ranks.seats], ranks.end_peer)
         self._kills.among(ranks.pids)
         note_at, is_asked = 0.0, False
         while not ranks.wait():
@@ -416,6 +417,24 @@ class Supervisor:
         return asked if asked.now else None
 
     # --- Ctrl-C in a foreground run: the first one stops it after the step, the second one ends it at once
+
+    @contextlib.contextmanager
+    def _suspended_together(self) -> Iterator[None]:
+        """Let Ctrl-Z in a foreground run stop the ranks, too, which have sessions of their own."""
+        if self.mode is not LaunchMode.FOREGROUND:
+            yield
+            return
+
+        def suspend(number: int, frame: object) -> None:
+            self.ranks.signal(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)  # until the shell lets it go on
+            self.ranks.signal(signal.SIGCONT)
+
+        before = signal.signal(signal.SIGTSTP, suspend)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTSTP, before)
 
     def _on_interrupt(self, times: int) -> None:
         """Called by the signal handler."""

@@ -203,19 +203,18 @@ class Zygote:
     def kill(self) -> None:
         """End all that it has forked, whatever the zygote itself waits for."""
         self._line.close()
-        if self._process is not None:
-            self._process.kill()
         for pid in self._alive:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
+        if self._process is not None:
+            end(self._process)
         _wait_for_death(self._alive)
 
     def _ask(self, message: Any, files: Sequence[int] = ()) -> None:
         try:
             send(self._line, message, files)
-        except OSError:
-            self.is_lost = True
-            raise ZygoteLost("the process that forks the ranks is gone") from None
+        except ConnectionError:
+            raise self._lost() from None
 
     def _hear(self, seconds: float | None) -> dict[str, Any]:
         self._line.settimeout(seconds)
@@ -223,9 +222,27 @@ class Zygote:
         with contextlib.suppress(TimeoutError):
             heard = receive(self._line)
         if heard is None:
-            self.is_lost = True
-            raise ZygoteLost("the process that forks the ranks is gone")
+            raise self._lost()
         return dict(heard[0])
+
+    def _lost(self) -> ZygoteLost:
+        self.is_lost, how = True, "is gone"
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(1.0)
+                how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return ZygoteLost(f"the process that imports torch and forks the ranks {how}; try: python -c 'import torch'")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a zygote whose socket is closed: by itself if it can, for then torch clears away its temporary folders."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _wait_for_death(pids: set[int]) -> None:
@@ -245,7 +262,9 @@ def _lives(pid: int) -> bool:
 def described(error: BaseException) -> str:
     """What is not foreseen, in a line."""
     said = f"unexpected {type(error).__name__}: {error}"
-    if isinstance(error, OSError):
+    if isinstance(error, ZygoteLost):
+        said = str(error)
+    elif isinstance(error, OSError) and error.filename is not None:
         said = f"{error.strerror or error}: {error.filename}; look at its owner and mode"
     return one_line(said)
 

@@ -108,9 +108,9 @@ class TaskHealth:
 
 
 def _were_killed(exits: Mapping[int, int]) -> bool:
-    """Whether all that are seen to have ended did so by a signal from elsewhere. By SIGABRT ranks end themselves, as
-    NCCL's watchdog does: they may not have been the first."""
-    return bool(exits) and all(code < 0 and code != -signal.SIGABRT for code in exits.values())
+    """Whether a rank was ended by a signal from elsewhere. By SIGABRT ranks end themselves, as NCCL's watchdog does,
+    and may not have been the first."""
+    return any(code < 0 and code != -signal.SIGABRT for code in exits.values())
 
 
 class ScriptHealth:

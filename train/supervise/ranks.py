@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
+import signal
 import sys
+import time
 import tomllib
 import uuid
 from collections.abc import Callable, Mapping
@@ -29,6 +32,8 @@ from train.supervise.nodes import Nodes
 
 _WAIT = 0.2
 """Seconds that `wait` takes where no rank ends."""
+_MOMENT = 0.25
+"""Seconds within which ranks end that end because of the same."""
 
 
 class Ranks:
@@ -63,19 +68,22 @@ class Ranks:
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._first: dict[int, int] = {}
+        self._first_until = math.inf
+        self._signalled: set[int] = set()
         self._store: int | None = None
 
     def start(self, attempt: int) -> None:
         """Start them all; what is in the way is a `problem` then."""
         self.problem, self._pids, self._codes, self._first = "", {}, {}, {}
+        self._first_until, self._signalled = math.inf, set()
         self.seats = [Seat(rank, self.count, rank, self.count) for rank in range(self.count)]
         if self._nodes is not None:
             self.seats = self._nodes.seats()
-        if self._zygote.is_lost:
-            self._zygote = self._zygote.again()
         sys.stdout.flush()
         sys.stderr.flush()
         try:
+            if self._zygote.is_lost:
+                self._zygote = self._zygote.again()
             if self._command is not None:
                 self._start_script(attempt, self._command())
             else:
@@ -83,7 +91,8 @@ class Ranks:
         except (OSError, Refused) as error:  # no room for a process: the machine is busy
             self.problem = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
             self._first = {self.seats[0].rank: 1}
-            self.signal(9)
+            for pid in self.living:
+                self.end_peer(pid, signal.SIGKILL)
 
     def _start_task(self, attempt: int) -> None:
         config = tomllib.loads((self.run.folder / "config.toml").read_text(encoding="utf-8"))
@@ -164,20 +173,27 @@ class Ranks:
 
     def _end_store(self) -> None:
         if self._store is not None:
-            self._zygote.signal(self._store, 9)
+            self._zygote.signal(self._store, signal.SIGKILL)
         self._store = None
 
     def wait(self) -> bool:
         """Wait a moment. Whether all have ended."""
         if len(self._codes) < len(self._pids):
             ended = self._zygote.ended(_WAIT)
-            self._codes |= {rank: ended[pid] for rank, pid in self._pids.items() if pid in ended}
-            # what fell first: its peers meet their ends because of it, or by our hand
-            self._first = self._first or {rank: code for rank, code in sorted(self._codes.items()) if code}
+            codes = {rank: ended[pid] for rank, pid in self._pids.items() if pid in ended}
+            self._codes |= codes
+            self._note_first({rank: code for rank, code in codes.items() if code and rank not in self._signalled})
         has_ended = len(self._codes) == len(self._pids)
         if has_ended:
             self._end_store()
         return has_ended
+
+    def _note_first(self, failed: dict[int, int]) -> None:
+        """Take in codes of ranks that failed by themselves. The peers of one that is killed lose their connections, and
+        may be seen to end before it: so all count that end in the same moment."""
+        if failed and time.monotonic() < self._first_until:
+            self._first_until = min(self._first_until, time.monotonic() + _MOMENT)
+            self._first |= failed
 
     @property
     def pids(self) -> list[int]:
@@ -197,10 +213,11 @@ class Ranks:
     def signal(self, number: int) -> None:
         """Send a signal to those that live."""
         for pid in self.living:
-            self.kill(pid, number)
+            self._zygote.signal(pid, number)
 
-    def kill(self, pid: int, number: int) -> None:
-        """Send a signal to one of them, unless it has ended."""
+    def end_peer(self, pid: int, number: int) -> None:
+        """End one of them, by this signal, because of another: its code then tells nothing."""
+        self._signalled |= {rank for rank, other in self._pids.items() if other == pid}
         self._zygote.signal(pid, number)
 
     def end_at_once(self) -> None:

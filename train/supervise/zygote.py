@@ -210,7 +210,7 @@ class _Server:
         os.chdir(message["cwd"])
         time.tzset()
         tempfile.tempdir = None
-        _take_package(message["root"])
+        _take_package(message["root"])["add_current_folder"]()
         self._imports = deque(name for name in message["imports"] if name not in sys.modules)
 
     def _import(self, name: str) -> None:
@@ -226,8 +226,8 @@ class _Server:
         gc.enable()
 
     def _fork(self, message: dict[str, Any], files: list[int]) -> dict[str, Any]:
-        if _is_unclean():
-            return {"problem": "something that is imported here has left threads or a GPU behind; see train doctor"}
+        if unclean := _unclean():
+            return {"problem": f"{unclean}, which its forks would lack; what imports it when Python starts?"}
         parent, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             pid = os.fork()
@@ -305,15 +305,20 @@ def _wake_on_death() -> int:
     return woken
 
 
-def _take_package(root: str) -> None:
-    """Import this package from the checkout that it is asked from."""
-    runpy.run_path(str(Path(root) / "train" / "own.py"))["take_package"]()
+def _take_package(root: str) -> dict[str, Any]:
+    """Import this package from the checkout that it is asked from. Returns what own.py has there."""
+    own = runpy.run_path(str(Path(root) / "train" / "own.py"))
+    own["take_package"]()
+    return own
 
 
-def _is_unclean() -> bool:
-    """Whether a fork of this process would lack something: a thread of Python's, or a GPU in use."""
+def _unclean() -> str:
+    """What a fork of this process would lack, as the beginning of a sentence; '' if nothing."""
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others:
+        return f"the process that forks the ranks has other threads ({', '.join(others)})"
     torch = sys.modules.get("torch")
-    return threading.active_count() > 1 or (torch is not None and torch.cuda.is_initialized())
+    return "the process that forks the ranks uses a GPU" if torch is not None and torch.cuda.is_initialized() else ""
 
 
 def _take_standard_files(files: list[int]) -> None:

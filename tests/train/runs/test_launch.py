@@ -365,3 +365,41 @@ def test_a_resume_that_is_refused_has_changed_nothing(station: Station) -> None:
         done = station("resume", name, *flags)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done
         assert files(name).items() <= before[name].items() | {("script.until-attempt-1.py", b"raise SystemExit(1)\n")}
+
+
+def test_a_resume_from_another_folder_imports_what_lies_where_the_run_was_launched(station: Station) -> None:
+    (station.folder / "tasks").mkdir()
+    (station.folder / "elsewhere").mkdir()
+    for folder, word in ((station.folder, "first"), (station.folder / "elsewhere", "other")):
+        (folder / "helper_of_run.py").write_text(f"WORD = {word!r}\n")
+    (station.folder / "tasks" / "t.py").write_text(
+        "import helper_of_run, sys, torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\n"
+        "print('imports', helper_of_run.WORD, file=sys.stderr, flush=True)\n"
+        "def model(config):\n    return nn.Linear(4, 1)\n"
+        "def datasets(config):\n    return TensorDataset(torch.ones(64, 4)), None\n"
+        "def loss(model, batch):\n    return model(batch[0]).square().mean()\n"
+    )
+    fields = ["--cpu_threads", "1", "--log.tensorboard", "false"]
+    station.ok("launch", "tasks/t.py", "--name", "h", *fields, "--steps", 3, "--follow")
+    environment = station.environment() | {"TRAIN_WARM": "off"}
+    command = [*station_command(), "resume", "h", "--runs", str(station.runs), "--steps", "6", "--follow"]
+    subprocess.run(command, cwd=station.folder / "elsewhere", env=environment, check=True, timeout=PATIENCE)
+    logs = [(station.run("h").logs(attempt) / "rank0.log").read_text() for attempt in (1, 2)]
+    assert all("imports first\n" in log for log in logs)
+
+
+def test_a_launch_leaves_no_environment_among_temporary_files(station: Station) -> None:
+    (station.folder / "t").mkdir()
+    extra = {"TMPDIR": str(station.folder / "t"), "TRAIN_WARM": "off", "SOME_TOKEN": "s3cr3t"}
+    environment = station.environment() | extra
+    command = [*station_command(), "launch", "digits", "--name", "k", "--steps", "1000000", "--runs", str(station.runs)]
+    process = subprocess.Popen(command, cwd=station.folder, env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + PATIENCE
+    while not station.run("k").folder.exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert not list((station.folder / "t").rglob("request.json"))
+    station.wait_for_step("k", 1)
+    station.ok("stop", "k", "--now")

@@ -126,6 +126,23 @@ def test_one_ctrl_c_saves_and_two_signals_in_one_instant_are_one(station: Statio
     assert station.run("p").steps_saved() == [station.record("p")["step"]]
 
 
+def test_ctrl_z_suspends_the_ranks_too_and_they_go_on_with_it(station: Station) -> None:
+    write(station)
+    terminal = Terminal(station, "run", "task.py", "--name", "z", *QUICK)
+    station.wait_for_step("z", 2)
+    rank = psutil.Process(station.record("z")["pids"]["ranks"][0])
+    os.kill(terminal.process.pid, signal.SIGTSTP)
+    deadline = time.monotonic() + 60
+    while {rank.status(), psutil.Process(terminal.process.pid).status()} != {psutil.STATUS_STOPPED}:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    step = station.record("z")["step"]
+    os.kill(terminal.process.pid, signal.SIGCONT)
+    station.wait_for_step("z", step + 3)
+    terminal.ctrl_c()
+    assert terminal.end() == 75, terminal.output
+
+
 @pytest.mark.minutes
 @pytest.mark.parametrize("phase", ["start", "saving"])
 def test_ctrl_c_twice_while_starting_or_saving_ends_it_too(station: Station, phase: str) -> None:
