@@ -152,10 +152,11 @@ def _train(runs: Path, name: str, environment: dict[str, str]) -> list[Took]:
         took.append(Took(time.perf_counter() - began, _ended() - before + _cpu(_pids(run)), _memory(_pids(run))))
 
         _until(lambda: bool(run.steps_saved()) and len(_pids(run)) > RANKS + 1, run.alive)
-        reached, spent, began = _step(run, 1), _cpu(_pids(run)[:2]), time.perf_counter()
+        both = _pids(run)[:2]  # what they have started is counted with them
+        reached, spent, began = _step(run, 1), _cpu(both), time.perf_counter()
         os.kill(_pids(run)[-1], signal.SIGKILL)
         _until(lambda: _step(run, 2) > reached, run.alive)
-        took.append(Took(time.perf_counter() - began, _cpu(_pids(run)) - spent, _memory(_pids(run))))
+        took.append(Took(time.perf_counter() - began, _cpu(both) - spent, _memory(both)))
 
         _call(environment, "stop", name, "--runs", str(runs))
         reached, before, began = run.read()["step"], _ended(), time.perf_counter()

@@ -108,7 +108,7 @@ def versions(found: Sequence[gpus.Card] = ()) -> dict[str, str]:
     return {
         "train": train.__version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of its own, which would bring torch wherever this is unpickled
         "cuda": torch.version.cuda or "none",
         "gpu": found[0].name if found else "none",
     }

@@ -79,6 +79,7 @@ def killed(shared_station: Station) -> dict[str, Any]:
         "titles": [rank.cmdline() for rank in ranks],
         "sessions": [os.getsid(rank.pid) == rank.pid for rank in ranks],
         "inputs": [str(Path(f"/proc/{rank.pid}/fd/0").readlink()) for rank in ranks],
+        "has_torch": "libtorch" in Path(f"/proc/{pids['agent']}/maps").read_text(),
         "terminal": str(Path(f"/proc/{pids['agent']}/fd/0").readlink()),
     }
     os.kill(pids["ranks"][1], signal.SIGKILL)
@@ -98,6 +99,10 @@ def killed(shared_station: Station) -> dict[str, Any]:
 def test_ranks_are_forked_by_one_process_and_are_found_by_name(killed: dict[str, Any]) -> None:
     assert len(killed["parents"]) == 1 and not killed["parents"] & killed["agents"]
     assert [" ".join(title).strip() for title in killed["titles"]] == ["train-rank 0 w", "train-rank 1 w"]
+
+
+def test_the_agent_has_not_imported_torch(killed: dict[str, Any]) -> None:
+    assert not killed["has_torch"]
 
 
 def test_what_is_typed_in_the_terminal_of_a_run_does_not_reach_its_ranks(killed: dict[str, Any]) -> None:
