@@ -91,12 +91,6 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def outlive_parent() -> None:
-    """Take end_with_parent back."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, 0)
-
-
 def die_with_parent(parent: int) -> None:
     """End this process when the one that started it dies: an orphan must not train on beside its successor.
 

@@ -129,12 +129,6 @@ class Host:
         """Tell who waits that nothing comes any more."""
         self._post(self.table.dismiss(line))
 
-    def forget(self) -> None:
-        """Close what a forked process has of it."""
-        for wire in self._wires.values():
-            wire.forget()
-        self._listening.close()
-
     def close(self) -> None:
         """Nobody can come any more."""
         if self._store is not None:

@@ -83,7 +83,7 @@ class Member:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """While this process forks: the thread is where it holds nothing that a fork would be without."""
+        """While this process looks at what the thread changes."""
         with self._lock:
             yield
 
@@ -166,12 +166,6 @@ class Member:
         self.problem = f"{os.strerror(code)}"
         if code == errno.ETIMEDOUT:
             self.problem = "no answer: a firewall drops it, or the machine is down"
-
-    def forget(self) -> None:
-        """Close what a forked process has of it; the connection stays its parent's."""
-        for one in (self._wire, self._trying, self.host):
-            if one is not None:
-                one.forget() if not isinstance(one, socket.socket) else one.close()
 
     def close(self) -> None:
         """Leave the table."""

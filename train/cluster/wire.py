@@ -90,10 +90,6 @@ class Wire:
             if not text:
                 self.close()
 
-    def forget(self) -> None:
-        """Close it here; in the process that this one was forked from it stays open."""
-        self._socket.close()
-
     def close(self) -> None:
         self.is_open = False
         self._out.clear()
