@@ -27,7 +27,7 @@ def load(
     """Read a verified checkpoint into a model and, if given, its fresh optimizer. A collective under several ranks.
 
     Args:
-        by_itself: every rank reads all that it needs, without the others, who have other folders.
+        by_itself: this rank reads all that it needs, without the others, who do not see the folder.
 
     Raises:
         ValueError: names or shapes of the model differ from those in the checkpoint.

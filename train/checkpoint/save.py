@@ -1,11 +1,10 @@
 """A checkpoint is committed or it does not exist.
 
 Commit: every rank writes its shards with torch.distributed.checkpoint into a fresh `.partial-…` folder, hashed on
-their way and fsynced (writer.py); the first rank of a machine writes the manifest last; one rename publishes the
-folder; its parent is fsynced. Old checkpoints are pruned only after that. Loading verifies every hash and falls back to
-the newest checkpoint that is whole (record/manifest.py). Each of several machines has all of it in its own folder: its
-ranks write what they hold; where a copy of the model is spread over machines, each gets the files of the others before
-anything is published (exchange.py).
+their way and fsynced (writer.py); rank 0 writes the manifest last; one rename publishes the folder; its parent is
+fsynced. Old checkpoints are pruned only after that. Loading verifies every hash and falls back to the newest checkpoint
+that is whole (record/manifest.py). On several machines checkpoints lie in node 0's run folder: with ddp rank 0 writes
+them alone, with fsdp and hsdp all ranks do, into a folder that all machines share.
 """
 
 from __future__ import annotations
@@ -15,25 +14,20 @@ import errno
 import os
 import shutil
 import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from train import faults
-from train.checkpoint.exchange import exchange
 from train.checkpoint.load import reason_of
 from train.checkpoint.staging import Staging
 from train.checkpoint.state import size_of, state_of
 from train.checkpoint.writer import DurableWriter
-from train.config import Config
-from train.parallel import choose
+from train.config import SPREAD, Config
 from train.parallel.world import World
 from train.record.best import best_saved
 from train.record.durable import sync_folder
@@ -42,17 +36,6 @@ from train.record.store import Run
 
 _LOOKS = 16
 """Steps after which an optimizer without a state is assumed to have none, as plain SGD."""
-
-
-def _broadcast(self: Any, object: Any) -> Any:
-    """As torch's own, which uses a rank's number in its group as that in the default group (torch 2.7)."""
-    box = [object]
-    if self.use_dist:
-        dist.broadcast_object_list(box, src=self.global_coordinator_rank, group=self.group)
-    return box[0]
-
-
-_DistWrapper.broadcast_object = _broadcast  # type: ignore[method-assign]
 
 
 class CannotSave(OSError):
@@ -69,16 +52,18 @@ class Saver:
     def __init__(self, run: Run, world: World, config: Config, attempt: int, saved: Callable[[int], None]) -> None:
         """
         Args:
-            saved: called on the first rank of a machine with the step of each checkpoint once it is durable; maybe from
-                a thread.
+            run: where checkpoints lie.
+            attempt: rank 0's number of it.
+            saved: called on rank 0 with the step of each checkpoint once it is durable; maybe from a thread.
         """
         self.run, self.attempt, self.config, self._saved = run, attempt, config, saved
         self.world = world.with_own_group()
-        share = choose.ranks_of_copy(config, world.size)
-        self._holders = self.world.node if all(lead % share == 0 for lead in world.leads) else self.world
-        """The ranks that write a whole checkpoint together: those of this machine, if it holds a whole state."""
-        holders = self._holders
-        self._staging = Staging(holders.rank, holders.size) if config.checkpoint.asynchronous else None
+        self._of_rank_0 = world.nodes > 1 and config.parallel.strategy not in SPREAD
+        """Whether rank 0 writes alone: the folder is its machine's."""
+        self._writes = world.is_first or not self._of_rank_0
+        writers = world.of_rank_0() if self._of_rank_0 else world
+        staged = config.checkpoint.asynchronous and self._writes
+        self._staging = Staging(writers.rank, writers.size) if staged else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.is_prepared = False
@@ -115,18 +100,20 @@ class Saver:
             CannotSave: on every rank alike; what was there before is untouched.
         """
         self.wait()
-        state = state_of(module, optimizer)
+        state = state_of(module, optimizer) if self._writes else {}
         size = size_of(state)  # of all of it, over all ranks
         staging = self._staging
-        if staging is None:
+        if not self.config.checkpoint.asynchronous:
             self._commit(step, state, size, facts)
             return
-        state = staging.copy(state)
+        if staging is not None:
+            state = staging.copy(state)
         faults.here("save.staged")
 
         def work() -> None:
             try:
-                staging.take_device()
+                if staging is not None:
+                    staging.take_device()
                 self._commit(step, state, size, facts)
             except BaseException as error:  # also of a peer's death: this rank has not saved then
                 self._error = error
@@ -153,41 +140,33 @@ class Saver:
         partial = self.run.checkpoints / f"{PARTIAL}{final.name}-{self.attempt}"
         try:
             faults.here("save.begin")
-            self.world.on_leads(lambda: self._begin(partial, size))
+            self.world.on_first(lambda: self._begin(partial, size))
             listed = self._write(partial, state)
             faults.here("save.shards")
-            facts = facts | {
-                "format": FORMAT,
-                "step": step,
-                "save": self.world.share(uuid.uuid4().hex),
-                "files": listed,
-            }
-            manifest = manifest_text(facts)
-            self.world.on_leads(lambda: self._publish(partial, final, manifest))
+            manifest = manifest_text(facts | {"format": FORMAT, "step": step, "files": listed})
+            self.world.on_first(lambda: self._publish(partial, final, manifest))
         except (OSError, dcp.api.CheckpointException) as error:
             self._abandon(partial)
             raise CannotSave(reason_of(error)) from error
-        if self.world.is_lead:
+        if self.world.is_first:
             self._saved(step)
 
     def _write(self, partial: Path, state: dict[str, Any]) -> dict[str, Any]:
-        """Write the shards, so that every machine has all of them. Returns what the manifest lists."""
-        writer, holders, problem = DurableWriter(partial), self._holders, ""
-        try:
+        """Write the shards. Returns what the manifest lists."""
+        writer = DurableWriter(partial)
+        if not self._of_rank_0:
             # DCP gathers the errors of all ranks and raises on each of them
-            dcp.save(state, storage_writer=writer, process_group=holders.group, no_dist=holders.size == 1)
-        except (OSError, dcp.api.CheckpointException) as error:
-            if holders is self.world:
-                raise
-            problem = reason_of(error)
-        if holders is not self.world:  # a checkpoint counts where all machines have written theirs
-            problem = next(filter(None, self.world.gather(problem)), "")
-            if problem:
-                raise OSError(problem)
-        written = holders.gather(writer.entries)
-        if holders is self.world:
-            exchange(self.world, partial, written)
-        return {name: entry for part in written for name, entry in part.items()}
+            dcp.save(state, storage_writer=writer, process_group=self.world.group, no_dist=self.world.size == 1)
+            return {name: entry for part in self.world.gather(writer.entries) for name, entry in part.items()}
+
+        def alone() -> dict[str, Any]:
+            try:
+                dcp.save(state, storage_writer=writer, no_dist=True)
+            except dcp.api.CheckpointException as error:
+                raise OSError(reason_of(error)) from error
+            return writer.entries
+
+        return self.world.on_first(alone)
 
     def _begin(self, partial: Path, size: int) -> None:
         self.run.checkpoints.mkdir(exist_ok=True)
@@ -216,7 +195,7 @@ class Saver:
         prune(self.run, self.config.checkpoint.keep, self.config.checkpoint.best)
 
     def _abandon(self, partial: Path) -> None:
-        if self.world.is_lead:
+        if self.world.is_first:
             shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import mmap
 import pickle
 from collections import OrderedDict
 from typing import Any
@@ -131,7 +130,8 @@ class Content:
     mark: str
     state: dict[str, Any]
     """`model`, `optimizer`, `scaler`."""
-    memory: mmap.mmap
+    memory: Any
+    """The bytes that they are in: a map of a buffer, or an array."""
     start: int
     """The offset of the tensors in it."""
 

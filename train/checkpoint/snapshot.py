@@ -1,9 +1,9 @@
 """Copies of the training state in memory that outlives the ranks: a rank's death costs the steps since the last copy.
 
-In ddp the first rank of a machine copies the whole state, with fsdp and hsdp each rank copies its part. All copy after
-the same step: rank 0 requests a copy in the stats of a step, so often that copies take a hundredth of the time, and a
-rank that cannot take part refuses it there. A copy is sealed once the loss of its step is known to be finite and the
-lines of the run are written up to it.
+In ddp rank 0 copies the whole state, with fsdp and hsdp each rank copies its part. All copy after the same step: rank 0
+requests a copy in the stats of a step, so often that copies take a hundredth of the time, and a rank that cannot take
+part refuses it there. A copy is sealed once the loss of its step is known to be finite and the lines of the run are
+written up to it.
 
 On a GPU the device copies, between the update of the step and the next forward, into pinned memory, and the host does
 not wait: a thread waits for the copy and seals it. On a CPU everything happens at once.
@@ -61,22 +61,24 @@ class _Draft:
 
 
 class Snapshots:
-    """One rank's copies. Without buffers it does nothing."""
+    """One rank's copies."""
 
     def __init__(
-        self, buffers: Buffers | None, world: World, is_sharded: bool, fingerprint: str, mark: str,
+        self, buffers: Buffers | None, is_on: bool, world: World, is_sharded: bool, fingerprint: str, mark: str,
         memory_left: Callable[[], int],
     ) -> None:  # fmt: skip
         """
         Args:
+            buffers: what this rank copies to or loads from; None: it has none.
+            is_on: whether there are to be copies; the same on all ranks.
             is_sharded: each rank has a part of the state only.
             fingerprint: of all that must be the same where a copy is used.
             mark: of this attempt, the same on all machines.
             memory_left: bytes of memory that can still be had.
         """
-        self.buffers, self._world, self.is_sharded = buffers, world, is_sharded
+        self.buffers, self._is_on, self._world, self.is_sharded = buffers, is_on, world, is_sharded
         self.fingerprint, self.memory_left, self._mark = fingerprint, memory_left, mark
-        self._copies = is_sharded or world.is_lead
+        self._copies = is_sharded or world.is_first
         self._memory: list[PinnedMemory] = []
         """The buffers, once they are reserved."""
         self._thread: threading.Thread | None = None
@@ -117,7 +119,7 @@ class Snapshots:
 
         1: a copy is due, by rank 0's clock; -1: this rank cannot take part.
         """
-        if self.buffers is None:
+        if not self._is_on:
             return 0.0
         is_ready = not self._is_over and self._is_written() and (bool(self._memory) or not self._copies)
         begins = max(time.monotonic(), self._last + self._steps_ahead * self._pace)
@@ -134,7 +136,7 @@ class Snapshots:
             sums: of the requests in each step whose stats were read since the last call.
             known: up to which step losses are known to be finite, and lines written.
         """
-        if self.buffers is None or self._is_over:
+        if not self._is_on or self._is_over:
             return
         began = time.monotonic()
         self._pace, is_due = began - self._last, False
@@ -241,7 +243,7 @@ class Snapshots:
         """Reserve pinned memory for copies of a state, if there is enough."""
         assert self.buffers is not None
         size = begin_of_tensors(len(state.plain) + _SLACK) + state.end
-        ranks = self._world.node.size if self.is_sharded else 1
+        ranks = self._world.local_size if self.is_sharded else 1
         missing, left = 2 * size - self.buffers.taken, self.memory_left()
         if missing > 0 and missing * ranks > left / 2:
             self._problem = (

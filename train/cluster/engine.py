@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from train.cluster import WAIT_MINUTES
 from train.errors import Refused, one_line, whole
-from train.record import store
+from train.record import folders, store
 from train.record.store import Run
+from train.supervise.address import WAIT_MINUTES
 
 ENGINES = {"slurm": "train.cluster.slurm", "kubernetes": "train.cluster.kubernetes"}
 """By the name that --on takes."""
 FILE, TASK, CONFIG = "submission.json", "task.py", "submitted.toml"
 """What each node reads: the request, and copies of the user's files as they were when the run was submitted."""
-NODES = ".nodes"
-"""The folder beside run folders in which the nodes but node 0 have theirs, where all see the same disk."""
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 _LONGEST = 10 * 365 * 86400
 """Seconds of a time limit: engines count in numbers of 32 bits."""
@@ -182,7 +180,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def of_others(runs: Path, name: str) -> Sequence[Path]:
     """The folders of a run's nodes but node 0, or what is left of them."""
-    return sorted(runs.glob(f"{NODES}/*/{name}"))
+    return sorted(runs.glob(f"{folders.NODES}/*/{name}"))
 
 
 def seconds_of(text: str) -> int:

@@ -31,10 +31,10 @@ def _checks(**_: object) -> list[str]:
 
 def run(options: Namespace, runs: Path) -> int:
     """Check, print a line a check. 1 if there is a problem."""
-    from train.cluster import address
     from train.doctor import finding
     from train.doctor.examine import chosen, examine, names
     from train.doctor.machine import Machine
+    from train.supervise import address
 
     ranks, seconds = number("nproc", options.nproc, 1), number("timeout", options.timeout, 1)
     if not options.job and (ranks or seconds):

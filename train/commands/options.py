@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from train import screen
-from train.cluster import WAIT_MINUTES
 from train.commands.completion import checkpoint_steps, file_names, run_names, task_names, words
 from train.commands.parser import Parser, number
 from train.errors import Refused, whole
+from train.supervise.address import WAIT_MINUTES
 
 MOST_NODES = 10_000
 _LONGEST_WAIT = 1e6
@@ -71,7 +71,7 @@ def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dic
     Raises:
         Refused: they contradict each other, or the rendezvous is no address.
     """
-    from train.cluster import address
+    from train.supervise import address
 
     given = (options.nnodes, options.node_rank, options.rendezvous, options.wait_minutes)
     if given == (None,) * 4:

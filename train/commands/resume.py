@@ -37,9 +37,14 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused("--all takes neither --follow nor --script nor fields; resume that run by its name")
     if options.script is not None and not Path(options.script).is_file():
         raise Refused(f"--script {options.script}: there is no such file")
+    node = number("node-rank", options.node_rank)
     if not options.all:
         begun = _resume(options, runs, options.name)
-        return follow(runs, options.name) if begun and options.follow else EXIT_FINISHED
+        return (
+            follow(folders.of_this_machine(runs, options.name, node), options.name)
+            if begun and options.follow
+            else EXIT_FINISHED
+        )
     code = EXIT_FINISHED
     found = {run.name: resumable(run) for run in folders.every(runs)}
     names = [name for name in found if found[name]]
@@ -66,6 +71,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
     from train.runs import jobs, launch
     from train.runs.control import nothing_left
 
+    runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))
     run = folders.find(runs, name)
     record = run.read()
     if jobs.is_submitted(record):
@@ -82,6 +88,8 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
         screen.say(said)
         return False
     before = record.get("cluster")
+    if options.nnodes == "1" and before and before["node"]:
+        raise Refused(f"{name} has its checkpoints on node 0; to go on without this machine, there: --nnodes 1")
     order = launch.Order(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
         cluster=nodes_of(options, before),

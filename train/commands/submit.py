@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from train import screen
-from train.cluster import WAIT_MINUTES
 from train.cluster.engine import ENGINES, Submission, engine, seconds_of
 from train.commands.completion import words
 from train.commands.options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 from train.runs.gpus import MOST_RANKS
+from train.supervise.address import WAIT_MINUTES
 from train.supervise.attempts import MAX_RESTARTS
 
 T = TypeVar("T")

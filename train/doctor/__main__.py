@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from train import screen
-from train.cluster import address
 from train.doctor import finding
 from train.doctor.examine import chosen, examine, names
 from train.doctor.machine import Machine
+from train.supervise import address
 
 _EXIT_REFUSED = 2
 

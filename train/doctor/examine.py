@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from train.cluster.address import Place
 from train.doctor import disk, gpu, host, limits, network, packages
 from train.doctor.finding import Finding, not_applicable
 from train.doctor.machine import Machine
+from train.supervise.address import Place
 
 NAMES = (
     "Docker", "docker compose", "docker buildx", "container toolkit", "GPUs stay", "GPUs", "driver",

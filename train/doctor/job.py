@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train.cluster.same import code_digest
 from train.doctor import finding
 from train.doctor.finding import Finding, ok, problem, warning
 from train.errors import one_line
 from train.gpus import number_by_bus
 from train.parallel.devices import prepare_nccl
+from train.supervise.node_checks import code_digest
 
 DEADLINE = 30.0
 """Seconds in which a rank has to come, to answer, and to reduce, unless the user gives others."""

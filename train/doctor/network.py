@@ -7,9 +7,9 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
-from train.cluster.address import Place, interface_of, is_mine, source_towards
 from train.doctor.finding import Finding, ok, problem, warning
 from train.doctor.machine import Machine
+from train.supervise.address import Place, interface_of, is_mine, source_towards
 
 _PATIENCE = 3.0
 """Seconds that a connection may take: more would be a firewall that drops it."""

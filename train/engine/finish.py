@@ -1,4 +1,4 @@
-"""Records how training ended: each rank its outcome, the first one of a machine with the figures of the run."""
+"""Records how training ended: each rank its outcome, rank 0 with the figures of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.record.outcome import Kind, Outcome
 
 
 def conclude(job: Job, done: Done, attempt: int) -> Outcome:
-    """Record how training ended; the first rank of each machine also logs it.
+    """Record how training ended; rank 0 also logs it.
 
     Raises:
         TrainingFailed: it cannot be recorded; a resume will find the last checkpoint and do so.
@@ -28,7 +28,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     job.heart.beat(heartbeat.ENDING, done.step)
     reason = (job.stop.reason or "another rank was asked to") if done.stopped else ""
     end = Outcome(job.world.rank, Kind.STOPPED if done.stopped else Kind.FINISHED, done.step, reason)
-    if not job.world.is_lead:
+    if not job.world.is_first:
         return end
     figures = {"epoch": job.plan.epoch_of(done.step), **facts(job.run)}
     if done.stopped:
@@ -53,8 +53,8 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
 
 
 def digest(job: Job) -> str:
-    """The digest of the weights on the first rank of a machine, '' on others. A collective where they are sharded."""
-    found = weights_sha256(weights_of(job.strategy.module), job.world.is_lead)
+    """The digest of the weights on rank 0, '' on others. A collective where they are sharded."""
+    found = weights_sha256(weights_of(job.strategy.module), job.world.is_first)
     if job.config.parallel.strategy in configuration.SPREAD:
         # a rank that has sent its part must not end while the first one still receives: wait for all, on the host,
         # where a call returns only once all ranks have made it

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from train.checkpoint import level, serialize, snapshot
+from train.checkpoint import serialize, snapshot
+from train.checkpoint.broadcast import broadcast_state
 from train.checkpoint.buffers import Buffers
-from train.checkpoint.level import Newest
 from train.checkpoint.load import load
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
@@ -26,6 +28,9 @@ from train.record.store import Run
 from train.tasks import Task
 
 log = logging.getLogger("train")
+
+Newest = Callable[[], tuple[int, dict[str, Any]]]
+"""Gives the step of the newest checkpoint that is whole, and its manifest; 0 and {} without one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +47,48 @@ class ResumeState:
 
 
 def load_newest(
+    run: Run, home: Run, world: World, snapshots: Snapshots, model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer, precision: Precision,
+) -> ResumeState:  # fmt: skip
+    """Load the newest state that is whole, from memory or from the disk. A collective.
+
+    Args:
+        run: whose lines are cut to that state, on each machine.
+        home: where checkpoints lie.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if world.nodes == 1 or snapshots.is_sharded:
+        start = _load(home, world, snapshots, model, optimizer, precision)
+    else:  # the others see neither its folder nor its memory
+        alone = world.of_rank_0()
+        start = world.on_first(lambda: _load(home, alone, snapshots, model, optimizer, precision))
+        broadcast_state(world, model, optimizer, precision)
+    began = world.share(_began(home) if world.is_first else None)
+    world.on_leads(lambda: metrics.cut(run, start.step, _parted(_began(run), began)))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
+    return start
+
+
+def _began(run: Run) -> list[tuple[str, int]]:
+    """The attempts that came to training here: the mark of each, and the step that it began after."""
+    return [(one["mark"], one["from_step"] or 0) for one in run.read()["attempts"] if one.get("mark")]
+
+
+def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float:
+    """The step after which rank 0's machine went on without this one; infinite where it did not."""
+    known = {mark for mark, _ in mine}
+    common = max((place for place, (mark, _) in enumerate(theirs) if mark in known), default=None)
+    if common is None:
+        return math.inf
+    return min((step for _, step in theirs[common + 1 :]), default=math.inf)
+
+
+def _load(
     run: Run, world: World, snapshots: Snapshots, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
     precision: Precision,
 ) -> ResumeState:  # fmt: skip
-    """Load the newest state that is whole, from memory or from the disk. A collective."""
-    rates, buffers = [group["lr"] for group in optimizer.param_groups], snapshots.buffers
+    buffers = snapshots.buffers
     newest = functools.cache(lambda: _newest_valid(run))  # reads every byte of it
     while True:
         start = _choose(run, world, snapshots, newest)
@@ -56,69 +98,46 @@ def load_newest(
         if content is not None:
             serialize.apply(content, model, optimizer, precision)
             break
-        if world.is_lead:
+        if world.is_first:
             log.warning(
                 "warning: the state after step %d in memory is damaged or of other ranks, and is not used", start.step
             )
     if buffers is not None:
         buffers.wipe_from(start.step + start.from_memory)
     if start.manifest:
-        load(run.checkpoint(start.step), model, optimizer, by_itself=len(world.leads) > 1)
+        load(run.checkpoint(start.step), model, optimizer, by_itself=world.size == 1)
         if precision.scaler is not None and start.manifest.get("scaler"):
             precision.scaler.load_state_dict(start.manifest["scaler"])
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
     return start
 
 
 def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> ResumeState:
-    """Choose the state to continue from, on one machine or on several. A collective.
-
-    Args:
-        newest: `_newest_valid`, on the first rank of a machine.
-    """
+    """Choose the state to continue from. A collective."""
     buffers = snapshots.buffers
-    if buffers is not None and (snapshots.is_sharded or len(world.leads) == 1):
+    if buffers is not None:
         start = _from_memory(run, world, buffers, newest)
         if start is not None:
             return start
-        buffers = None
-    if len(world.leads) == 1:
-        return world.on_first(lambda: _from_disk(run, newest))
-    agreed = level.agree(run, world, buffers, snapshots.fingerprint, snapshots.memory_left, newest)
-    if world.is_lead and agreed.problem:
-        log.warning("warning: %s", agreed.problem)
-    world.on_leads(lambda: metrics.cut(run, agreed.step, agreed.made_here))
-    return ResumeState(agreed.step, agreed.saved, agreed.manifest, agreed.from_memory)
+    return world.on_first(lambda: _from_disk(run, newest))
 
 
 def _from_memory(run: Run, world: World, buffers: Buffers, newest: Newest) -> ResumeState | None:
     """The newest copy that all ranks have, where it is not older than any checkpoint; None: none is."""
-    step, saved = snapshot.newest_common(buffers, world), _newest_saved(run, world)
-    if 0 < step < max(saved):  # a damaged checkpoint is not newer
-        world.on_leads(newest)
-        saved = _newest_saved(run, world)
-    if not step or step < max(saved):
-        return None
+    step = snapshot.newest_common(buffers, world)
 
-    def clear_away() -> None:
+    def saved() -> int:
         manifests.clean(run)
-        metrics.cut(run, step)
+        found = next(iter(run.steps_saved()), 0)
+        return newest()[0] if 0 < step < found else found  # a damaged checkpoint is not newer
 
-    world.on_leads(clear_away)
-    return ResumeState(step, min(saved), from_memory=True)
-
-
-def _newest_saved(run: Run, world: World) -> list[int]:
-    """The step of the newest checkpoint in each rank's run folder. A collective."""
-    return world.gather(next(iter(run.steps_saved()), 0))
+    on_disk = world.on_first(saved)
+    return ResumeState(step, on_disk, from_memory=True) if step and step >= on_disk else None
 
 
 def _from_disk(run: Run, newest: Newest) -> ResumeState:
-    """On rank 0: clear away what a kill left, choose the checkpoint to continue from, cut the lines to it."""
+    """On rank 0: clear away what a kill left, and choose the checkpoint to continue from."""
     manifests.clean(run)
     step, manifest = newest()
-    metrics.cut(run, step)
     return ResumeState(step, step, manifest)
 
 
@@ -151,7 +170,9 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
         for line in found[2] if found else []:
             log.warning("warning: %s", line)
         if not found or not found[1]:
-            raise Refused(f"{run.name} has no usable checkpoint yet; see: train show {run.name}")
+            cluster = run.read().get("cluster")
+            where = " here; it is on node 0" if cluster and cluster["node"] else ""
+            raise Refused(f"{run.name} has no usable checkpoint yet{where}; see: train show {run.name}")
         step = found[0]
     model = build.make_model(task, config, cpu_precision(config).weights)
     try:

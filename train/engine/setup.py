@@ -34,7 +34,7 @@ from train.parallel.seat import Seat
 from train.parallel.strategy import Strategy
 from train.parallel.world import World, join
 from train.parallel.wrap_units import recompute
-from train.record import metrics
+from train.record import folders, metrics
 from train.record.heartbeat import Heart
 from train.record.store import Run
 from train.signals import StopRequest
@@ -121,7 +121,8 @@ def set_up(
     faults.here("start")
     mark = world.share(uuid.uuid4().hex)
     snapshots = _snapshots(task, config, seat, world, memory, mark)
-    start = load_newest(run, world, snapshots, model, optimizer, precision)
+    home = home_of(run, config, world)
+    start = load_newest(run, home, world, snapshots, model, optimizer, precision)
     faults.here("loaded")
     arithmetic.compile_as_asked(model, config)
     events = Events.of(config, plan, build.total_steps(config, plan), evaluation is not None)
@@ -134,7 +135,7 @@ def set_up(
         loggers.say(f"saved {run.checkpoint(step).name}")
         run.note(saved_step=step)
 
-    saver = Saver(run, world, config, attempt, saved)
+    saver = Saver(home, world, config, world.share(attempt), saved)
     held.callback(saver.close)
     snapshots.attach(strategy, optimizer, precision, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
@@ -145,6 +146,12 @@ def set_up(
     if world.is_lead:
         _announce(job, attempt, start, mark)
     return job, start.step
+
+
+def home_of(run: Run, config: Config, world: World) -> Run:
+    """Where this rank finds the checkpoints: in node 0's run folder, which all machines see with fsdp and hsdp."""
+    is_elsewhere = world.nodes > 1 and not world.is_of_node_0 and config.parallel.strategy in configuration.SPREAD
+    return Run(folders.of_node_0(run.folder)) if is_elsewhere else run
 
 
 def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, Plan | None]:
@@ -182,16 +189,20 @@ def _snapshots(task: Task, config: Config, seat: Seat, world: World, memory: Mem
     """Copies of the state in memory. A collective: a rank without memory for them has all do without."""
     is_sharded = config.parallel.strategy in configuration.SPREAD
     buffers = _buffers(memory, config, seat, seat.local_rank if is_sharded else 0)
-    buffers = buffers if world.is_everywhere(buffers is not None) else None
+    needs_them = is_sharded or world.nodes == 1 or world.is_first  # to other machines rank 0 sends its state
+    has_all = world.is_everywhere(buffers is not None or not needs_them)
+    buffers = buffers if has_all else None
     same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
     place = (world.rank, world.size) if is_sharded else ()
     fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
-    return Snapshots(buffers, world, is_sharded, fingerprint, mark, memory.left if memory else lambda: 0)
+    return Snapshots(buffers, has_all, world, is_sharded, fingerprint, mark, memory.left if memory else lambda: 0)
 
 
 def _buffers(memory: Memory | None, config: Config, seat: Seat, part: int) -> Buffers | None:
     """The memory for copies of the state, if there are to be any."""
-    is_mine = len(seat.leads) > 1 or seat.local_size == seat.size  # not over machines that no agents of ours join
+    is_mine = seat.nodes > 1 or seat.local_size == seat.size  # not over machines that no agents of ours join
+    if seat.nodes > 1 and seat.rank and config.parallel.strategy not in configuration.SPREAD:
+        is_mine = False
     if memory is None or not config.checkpoint.snapshots or not is_mine:
         return None
     try:

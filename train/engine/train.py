@@ -91,7 +91,7 @@ class Loop:
         self.job, self.done, self.is_stopping = job, done, False
         device = job.world.device
         wait = DataWait(device)
-        advice = WaitAdvice(job.run.name, job.config.data.workers or 0, job.world.node.size)
+        advice = WaitAdvice(job.run.name, job.config.data.workers or 0, job.world.local_size)
         self.timing = Timing(wait, advice, device)
         micros = micro_batches(job.events, job.plan, job.evaluation, job.sharing, done, job.evaluated)
         self._prefetch = Prefetch(job.loader, micros, wait)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train.errors import Refused, one_line
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +19,13 @@ class Seat:
     local_size: int = 1
     init: Any = "env://"
     """An init_method of torch.distributed, a store, or a function without arguments that makes one."""
-    leads: tuple[int, ...] = (0,)
-    """The first rank of each machine, in order."""
+    nodes: int = 1
+    """Machines that agents of this package have brought together."""
 
     @property
     def lead(self) -> int:
-        """The first rank of this one's machine: it writes what its run folder holds of the whole."""
-        return max(rank for rank in self.leads if rank <= self.rank)
+        """The first rank of this one's machine: it tells of failures that all have met."""
+        return self.rank - self.local_rank
 
 
 def seat_of_environment() -> Seat:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
-import itertools
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,47 +23,30 @@ class World:
     """The ranks of a run as one of them sees them.
 
     Args:
-        leads: the first rank of each machine, in order.
+        nodes: machines, each with a run folder of its own.
+        local_size: ranks of this machine; None: all.
     """
 
     def __init__(
-        self, rank: int, size: int, local_rank: int, device: torch.device, leads: tuple[int, ...] = (0,)
+        self, rank: int, size: int, local_rank: int, device: torch.device, nodes: int = 1, local_size: int | None = None
     ) -> None:
-        self.rank, self.size, self.local_rank, self.device, self.leads = rank, size, local_rank, device, leads
+        self.rank, self.size, self.local_rank, self.device, self.nodes = rank, size, local_rank, device, nodes
+        self.local_size = size if local_size is None else local_size
         self.group: Any = None
         """The process group of the collectives below; None is the default one."""
         self.timeout: datetime.timedelta | None = None
         """How long a collective may take; None is torch's default."""
-        self.node: World = self
-        """The ranks of this machine, which share a run folder."""
-        self.between: Any = None
-        """On several machines, the process group of their first ranks, on the CPU."""
-        self._base = 0
-        """What is rank 0 here is this one of the default group."""
 
     def with_own_group(self) -> World:
         """The same ranks with a group on the CPU of its own, for collectives of another thread. A collective."""
-        other = World(self.rank, self.size, self.local_rank, torch.device("cpu"), self.leads)
+        other = World(self.rank, self.size, self.local_rank, torch.device("cpu"), self.nodes, self.local_size)
         other.timeout = self.timeout
         other.group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
-        other.find_node()
         return other
 
-    def find_node(self) -> None:
-        """Make the group of this machine's ranks, and that of the machines' first ones. A collective."""
-        if len(self.leads) == 1:
-            return
-        # each rank makes two groups, and is in both: with a device, whoever is in none splits NCCL's, and waits for all
-        # others to do so; and names of groups go by how many a rank has (torch 2.7)
-        new = functools.partial(dist.new_group, backend="gloo", timeout=self.timeout, use_local_synchronization=True)
-        for lead, end in itertools.pairwise((*self.leads, self.size)):
-            if lead <= self.rank < end:
-                self.node = World(self.rank - lead, end - lead, self.local_rank, torch.device("cpu"))
-                self.node.timeout, self.node._base = self.timeout, lead
-                self.node.group = new(list(range(lead, end)))
-        alike = [rank for rank in range(self.size) if (rank in self.leads) == self.is_lead]
-        group = new(alike)
-        self.between = group if self.is_lead else None
+    def of_rank_0(self) -> World:
+        """Rank 0 without the others, for what it does alone."""
+        return World(0, 1, 0, self.device)
 
     @property
     def is_first(self) -> bool:
@@ -74,18 +55,22 @@ class World:
     @property
     def is_lead(self) -> bool:
         """Whether this is the first rank of its machine."""
-        return self.rank in self.leads
+        return self.local_rank == 0
+
+    @property
+    def is_of_node_0(self) -> bool:
+        return self.rank == self.local_rank  # ranks are numbered node by node
 
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def share(self, value: T | None, source: int = 0) -> T:
-        """The value of one rank, rank 0 if no other is named, on every rank."""
+    def share(self, value: T | None) -> T:
+        """The value of rank 0, on every rank."""
         if self.size == 1:
             return value  # type: ignore[return-value]
         box = [value]
-        dist.broadcast_object_list(box, src=self._base + source, group=self.group)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]  # type: ignore[return-value]
 
     def on_first(self, action: Callable[[], T]) -> T:
@@ -102,21 +87,17 @@ class World:
             raise error
         return result  # type: ignore[return-value]
 
-    def on_leads(self, action: Callable[[], T]) -> T:
-        """What `action` returns when the first rank of each machine runs it; an OSError or refusal of any of them is
-        raised on every rank."""
-        if len(self.leads) == 1:
-            return self.on_first(action)
-        result: T | None = None
+    def on_leads(self, action: Callable[[], object]) -> None:
+        """Have the first rank of each machine run `action`; an OSError or refusal of any is raised on every rank."""
         error: Exception | None = None
         try:
-            result = self.node.on_first(action)
+            if self.is_lead:
+                action()
         except (OSError, Refused, TrainingFailed) as caught:
             error = caught
         for each in self.gather(error):
             if each is not None:
                 raise each
-        return result  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
@@ -149,7 +130,7 @@ def join(config: Config, seat: Seat, device: torch.device) -> World:
     init = seat.init
     timeout = datetime.timedelta(minutes=config.parallel.timeout_minutes)
     if seat.size > 1:
-        if len(seat.leads) == 1 and seat.local_size == seat.size:
+        if seat.nodes == 1 and seat.local_size == seat.size:
             # a host whose own name resolves to nothing reachable is common; its loopback always is
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
@@ -163,7 +144,6 @@ def join(config: Config, seat: Seat, device: torch.device) -> World:
             timeout=timeout,
             **options,
         )
-    world = World(seat.rank, seat.size, seat.local_rank, device, seat.leads)
+    world = World(seat.rank, seat.size, seat.local_rank, device, seat.nodes, seat.local_size)
     world.timeout = timeout
-    world.find_node()
     return world

@@ -19,6 +19,8 @@ from train.record import durable, station
 from train.record.durable import sync_folder, write_atomically
 from train.record.store import CREATED, Run, now
 
+NODES = ".nodes"
+"""The folder beside run folders in which the nodes but node 0 have theirs, where all see the same disk."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -34,6 +36,36 @@ def runs_folder(given: str | None) -> Path:
     if os.path.lexists(folder) and not folder.is_dir():
         raise Refused(f"{folder} is not a folder, so there are no runs in it; choose another with --runs")
     return folder
+
+
+def of_node(runs: Path, node: int) -> Path:
+    """Where a node but node 0 has its run folders, in a folder of runs that all nodes see."""
+    return runs / NODES / str(node)
+
+
+def of_node_0(folder: Path) -> Path:
+    """Node 0's run folder, given that of another node in `of_node`."""
+    return folder.parents[2] / folder.name
+
+
+def of_this_machine(runs: Path, name: str, node: int | None = None) -> Path:
+    """Where this machine has its part of a run in a folder of runs that several machines may see.
+
+    Args:
+        node: which one of the run's nodes is meant; None: the one that was on this host.
+    """
+    if node is not None:
+        there = of_node(runs, node)
+        return there if node and (there / name / "run.json").exists() else runs
+
+    def host(folder: Path) -> str | None:
+        with contextlib.suppress(OSError, Refused):
+            return str(Run(folder).read().get("host"))
+        return None
+
+    here, others = socket.gethostname(), sorted(runs.glob(f"{NODES}/*/{name}"))
+    own = [folder.parent for folder in others if host(folder) == here]
+    return own[0] if own and host(runs / name) != here else runs
 
 
 def check_name(name: str) -> str:
@@ -142,6 +174,8 @@ def find(runs: Path, name: str) -> Run:
         exists = name not in (".", "..") and "/" not in name and (run.folder / "run.json").exists()
     except OSError:  # a name longer than any file's
         exists = False
+    if not exists and (own := of_this_machine(runs, name) if name else runs) != runs:
+        return Run(own / name)
     if not exists:
         names = [other.name for other in every(runs)]
         hint = nearest(name, names, "; train ls lists the runs" if names else "; there are no runs yet")
@@ -160,6 +194,13 @@ def every(runs: Path) -> Iterator[Run]:
                     lock = folder / "lock"  # made with the run
                     found.append((lock.stat().st_mtime if lock.exists() else 0.0, name, folder))
     yield from (Run(folder) for _, _, folder in sorted(found))
+
+
+def every_here(runs: Path) -> Iterator[Run]:
+    """All runs as `every`, then the parts that nodes have of runs on several machines."""
+    yield from every(runs)
+    for folder in sorted(runs.glob(f"{NODES}/*")):
+        yield from every(folder)
 
 
 def remove(run: Run) -> None:

@@ -30,7 +30,9 @@ def resumable(run: Run) -> bool | None:
         record = run.shown()
     except Refused:
         return False
-    if record.get("submitted"):  # the engine that it was handed to starts it again, or its user
+    if record.get("submitted") or record.get(
+        "submission"
+    ):  # the engine that it was handed to starts it again, or its user
         return False
     if record["state"] == store.COPY:
         return None

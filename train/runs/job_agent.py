@@ -22,16 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from train import screen
-from train.cluster import address, engine
-from train.cluster.address import Place
+from train.cluster import engine
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
-from train.record import environment, store
+from train.record import environment, folders, store
 from train.record.store import Run
 from train.runs import agent, control, gpus
 from train.runs.jobs import laid_over
 from train.runs.launch import Order
 from train.runs.opening import open_run
 from train.signals import StopRequest
+from train.supervise import address
+from train.supervise.address import Place
 
 
 def main(beside: Path, stop: StopRequest) -> int:
@@ -46,7 +47,7 @@ def main(beside: Path, stop: StopRequest) -> int:
         cluster = _cluster_of(content, os.environ)
         node = cluster.get("node", 0)
         runs = Path(os.environ.get("TRAIN_RUNS") or "runs").absolute()
-        runs = runs / engine.NODES / str(node) if node else runs
+        runs = folders.of_node(runs, node) if node else runs
         run = Run(runs / content["name"])
         fail = functools.partial(_fail, beside, run)
         if Path(content["cwd"]).is_dir():

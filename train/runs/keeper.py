@@ -65,11 +65,11 @@ class _Told:
     """Says each thing about a run once, and again only when it has changed."""
 
     def __init__(self) -> None:
-        self._last: dict[str, str] = {}
+        self._last: dict[Path, str] = {}
 
     def __call__(self, run: Run, text: str) -> None:
-        if self._last.get(run.name) != text:
-            self._last[run.name] = text
+        if self._last.get(run.folder) != text:
+            self._last[run.folder] = text
             screen.say(f"{store.now()} {run.name}: {text}")
 
 
@@ -88,18 +88,19 @@ def keep(runs: Path, once: bool) -> int:
     if not once:
         screen.say(f"{store.now()} keeping the runs in {runs}")
     # each in a thread of its own: a run whose data set hangs while it is checked keeps nobody waiting
-    busy: dict[str, threading.Thread] = {}
-    waits: dict[str, _Wait] = {}
+    busy: dict[Path, threading.Thread] = {}
+    waits: dict[Path, _Wait] = {}
     held = _Lender()
     while not ended.is_set():
         if not once:
             station.touch_keeper()
-        for run in folders.every(runs):
-            wait = waits.setdefault(run.name, _Wait())
-            if wait.is_over() and not (run.name in busy and busy[run.name].is_alive()):
-                busy[run.name] = threading.Thread(target=_look_after, args=(run, tell, ended, wait), daemon=True)
-                busy[run.name].start()
-                busy[run.name].join(0.1)  # most need nothing
+        for run in folders.every_here(runs):
+            at = run.folder
+            wait = waits.setdefault(at, _Wait())
+            if wait.is_over() and not (at in busy and busy[at].is_alive()):
+                busy[at] = threading.Thread(target=_look_after, args=(run, tell, ended, wait), daemon=True)
+                busy[at].start()
+                busy[at].join(0.1)  # most need nothing
                 if not once:  # many that do need something take long
                     station.touch_keeper()
         if once:
@@ -204,7 +205,7 @@ def _stop_all(runs: Path, tell: _Told, signs: bool) -> None:
     def stop(run: Run) -> None:
         try:
             record = run.read()
-            if not run.alive() or record.get("submitted"):
+            if not run.alive() or record.get("submitted") or record.get("submission"):
                 return
             # a record without a station is of a user without a key, or of an earlier release
             other = record.get(station.STATION) != own if record.get(station.STATION) else record.get("host") != here
@@ -220,7 +221,7 @@ def _stop_all(runs: Path, tell: _Told, signs: bool) -> None:
         except Exception as error:
             tell(run, f"cannot be stopped: {one_line(error) or type(error).__name__}")
 
-    waiting = [threading.Thread(target=stop, args=(run,)) for run in folders.every(runs)]
+    waiting = [threading.Thread(target=stop, args=(run,)) for run in folders.every_here(runs)]
     for thread in waiting:
         thread.start()
     _join(waiting, signs)

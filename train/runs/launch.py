@@ -19,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from train import hashing, own
 from train.errors import Refused
-from train.record import environment
+from train.record import environment, folders
 from train.record.folders import remove
 from train.record.store import KEEPER, NOW, Run
 from train.supervise import forks
@@ -67,6 +68,37 @@ class Order:
     """With new: which submission the run is of."""
     by_keeper: bool = False
     """With resume: nobody asked for it, so it must still be wanted when the run's lock is held."""
+
+
+def runs_of_node(
+    runs: Path, name: str, cluster: dict[str, Any] | None, flags: dict[str, str], config_file: str | None
+) -> Path:
+    """Where a node keeps its part of a new run, given --runs: node 0 there; another one too, unless all share it.
+
+    Raises:
+        Refused: another node of the run has its folder where node 0's is to be.
+    """
+    from train.config import SPREAD
+
+    if not cluster:
+        return runs
+    there = None
+    with contextlib.suppress(OSError, Refused):
+        there = Run(runs / name).read().get("cluster")
+    other = there["node"] if there and there["rendezvous"] == cluster["rendezvous"] else None
+    if cluster["node"] == 0:
+        if other:
+            raise Refused(
+                f"{runs / name} is that of node {other}; where machines share --runs, launch node 0 first, or "
+                "give each a --runs of its own"
+            )
+        return runs
+    strategy = flags.get("parallel.strategy")
+    if strategy is None and config_file is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a check will say what is wrong with it
+            strategy = tomllib.loads(Path(config_file).read_text(encoding="utf-8")).get("parallel", {}).get("strategy")
+    is_shared = strategy in SPREAD or other == 0
+    return folders.of_node(runs, cluster["node"]) if is_shared else runs
 
 
 def tmux(runs: Path, *arguments: str) -> list[str]:
@@ -221,6 +253,7 @@ def attach(run: Run) -> None:
     Raises:
         Refused: there is none, or this is no terminal.
     """
+    run = Run(folders.of_this_machine(run.folder.parent, run.name) / run.name)
     session = run.read().get("tmux_session")
     if not session or not _has_session(run.folder.parent, session):
         raise Refused(f"{run.name} has no terminal now ({run.state()}); its output: train logs {run.name}")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from train import hashing
-from train.cluster import address
 from train.errors import Refused
 from train.gpus import VISIBLE, seen_here
 from train.record import durable, environment, folders, station, store
@@ -21,6 +20,7 @@ from train.record.record import Record
 from train.record.store import Lock, Run
 from train.runs import control, gpus, provenance, scripts
 from train.runs.launch import Order, session_of
+from train.supervise import address
 from train.supervise.attempts import MAX_RESTARTS
 from train.supervise.decide import CODES
 from train.supervise.forks import CHECKS, RANKS, SCRIPT, Zygote, acquire

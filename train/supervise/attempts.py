@@ -145,7 +145,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._attempt, self._from_step, self._began, self._hang = 0, 0, 0.0, ""
-        self._is_regrouping = False
+        self._is_over, self._regroups_for = False, ""
         self._kills = memory.Kills()
         self._decision: Decision | None = None
 
@@ -168,7 +168,7 @@ class Supervisor:
             self.stop.on_interrupt = None
         self.run.clear_stop()
         if self.nodes is not None:
-            self.nodes.leave(goes_on=decision.end == "stopped" and self._leaves())
+            self.nodes.leave()
         return decision.code
 
     def _run_attempts(self) -> Decision:
@@ -188,10 +188,11 @@ class Supervisor:
     def _begin(self) -> int:
         self._from_step, self._began = self._newest_state(), time.monotonic()
         self._kills, self._hang = memory.Kills(), ""
-        self._is_regrouping = False
+        self._is_over, self._regroups_for = False, ""
         count, more = self.ranks.count, {}
         if self.nodes is not None:
-            count, more = self.nodes.seats()[0].size, {"nodes": self.nodes.names(), "interface": self.nodes.interface}
+            self._from_step, count = self.nodes.from_step, self.nodes.seats()[0].size
+            more = {"nodes": self.nodes.names(), "interface": self.nodes.interface}
         return self.run.begin_attempt(count, self._from_step, pids=self._pids([]), **more)
 
     def _pids(self, ranks: list[int]) -> dict[str, Any]:
@@ -207,7 +208,7 @@ class Supervisor:
         while not ranks.wait():
             self._hear()
             if self.nodes is not None:
-                self._join_in(watch)
+                self._follow_others(watch)
             if self._kills.is_due and len(ranks.living) == ranks.count:
                 self._kills.look()
             if time.monotonic() > note_at:  # again where a rank that stands still holds the record just now
@@ -233,7 +234,7 @@ class Supervisor:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.stop.asked and not self.run.stop_asked():
             if self.nodes is not None:
-                self._listen_to_others()
+                self._look_at_others()
             time.sleep(0.1)
 
     # --- the end of an attempt
@@ -257,8 +258,9 @@ class Supervisor:
     def _decide_and_write(self, deaths: int) -> Decision:
         facts = self._facts(deaths)
         if self.nodes is not None:
-            facts = self.nodes.exchange(facts, self._wait_for_others)
-        self._decision = decide.decide(facts)
+            self._decision = self.nodes.settle(facts, self._wait_for_others)
+        else:
+            self._decision = decide.decide(facts)
         faults.here("decided")
         write(self.run, self._attempt, self._decision)
         return self._decision
@@ -269,7 +271,7 @@ class Supervisor:
             record = self.run.read()
         logs, count, exits = self.run.logs(self._attempt), self.ranks.count, self.ranks.exits
         is_script = bool(record.get("script"))
-        if self.nodes is not None and self.nodes.ended:  # what then was killed, was killed here
+        if self._is_over:  # what then was killed, was killed here
             exits = {rank: code for rank, code in exits.items() if code != -signal.SIGKILL}
         minutes = healthy_minutes(record)
         ran_well = is_script and time.monotonic() - self._began >= 60 * minutes
@@ -289,11 +291,17 @@ class Supervisor:
             leaves=self._leaves(),
             saved=newest(self.run),
             is_ready=bool((record.get("attempts") or [{}])[-1].get("ready")),
-            progress=self._newest_state() > self._from_step or ran_well,
+            progress=self._has_progressed(record) or ran_well,
             deaths=deaths,
             max_restarts=int(record.get("max_restarts", MAX_RESTARTS)),
             healthy_minutes=minutes,
+            regroup=self._regroups_for,
         )
+
+    def _has_progressed(self, record: Mapping[str, Any]) -> bool:
+        if self.nodes is not None and self.nodes.settings.node:  # node 0 has the checkpoints
+            return int(record.get("step") or 0) > self._from_step
+        return self._newest_state() > self._from_step
 
     def _newest_state(self) -> int:
         """The step that a start now would continue after: from the disk or from memory."""
@@ -305,50 +313,44 @@ class Supervisor:
         """Wait for the other nodes. None when all are there; else how the run ends here without them."""
         assert self.nodes is not None
         nodes, said, until = self.nodes, "", time.monotonic() + 60 * self.nodes.settings.wait_minutes
-        nodes.ready()
-        while nodes.begun is None:
-            self._listen_to_others()
+        nodes.join(self._newest_state())
+        while nodes.round is None:
+            self._look_at_others()
             self._hear()
-            words = nodes.waiting_for()
-            asked = _asked(self.stop)
-            decision: Decision | None = None
-            if asked is not None:
-                self._ask_others(asked)
-                reason = f"stopped ({asked.words}) while {words}; the last checkpoint is of step {newest(self.run)}"
-                decision = Decision("stopped", store.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
-            elif nodes.refused:
-                decision = decide.refused(nodes.refused)
-            elif (ended := self._ended_without_this_node()) is not None:
-                decision = ended
-            elif nodes.closed:
-                decision = Decision("died", None, nodes.closed, nodes.closed)
-            elif time.monotonic() > until:
-                minutes = f"{nodes.settings.wait_minutes:g} minutes"
-                reason = f"gave up after {minutes} of {words}; go on with: train resume {self.run.name}"
-                decision = Decision("died", None, reason, reason)
+            waits = nodes.waiting_for()
+            decision = self._end_of_waiting(waits, time.monotonic() > until)
             if decision is not None:
                 self._rest(decision)
                 return decision
-            if words != said:
-                said = words
-                self.say(words)
-                self.run.note(state=store.RUNNING, reason=words, ended=None)
+            if waits != said:
+                said = waits
+                self.say(waits)
+                self.run.note(state=store.RUNNING, reason=waits, ended=None)
             self.show()
             time.sleep(0.02)
         nodes.take_over()
         self.say(f"all nodes are there: {', '.join(nodes.names())}; {nodes.interface or 'nothing'} leads there")
         return None
 
-    def _ended_without_this_node(self) -> Decision | None:
-        """How the run has ended, where this node was gone then and is told now. None: it goes on, or nobody says."""
+    def _end_of_waiting(self, waits: str, is_too_late: bool) -> Decision | None:
+        """How the run ends here while it waits for other nodes; None: it does not."""
         assert self.nodes is not None
-        if self.nodes.told is None:
-            return None
-        restarts = int(self.run.read().get("max_restarts", MAX_RESTARTS))  # by which the others decide, too
-        decision = decide.decide(self.nodes.facts_of_others(Facts(self.run.name, self.mode, max_restarts=restarts)))
-        if decision.again:
-            self.nodes.told = None  # of a round that is over, and this node waits for the next, as long as it may
-        return None if decision.again else decision
+        nodes, asked = self.nodes, _asked(self.stop)
+        if asked is not None:
+            saved = f"; the last checkpoint is of step {newest(self.run)}" if newest(self.run) else ""
+            reason = f"stopped ({asked.words}) while {waits}{saved}"
+            decision = Decision("stopped", store.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
+            if not (self._leaves() or asked.now):
+                nodes.ask_stop(asked)
+                nodes.end_waiting(decision)
+            return decision
+        if nodes.refused:
+            return decide.refused(nodes.refused)
+        if nodes.end is None and is_too_late:
+            minutes = f"{nodes.settings.wait_minutes:g} minutes"
+            reason = f"gave up after {minutes} of {waits}; go on with: train resume {self.run.name}"
+            return Decision("died", None, reason, reason)
+        return nodes.end
 
     def _rest(self, decision: Decision) -> None:
         """Write down an end that came while no ranks lived here."""
@@ -358,63 +360,54 @@ class Supervisor:
         self.run.update(**values, ended=store.now())
         self.say(decision.reason or f"{self.run.name} has {decision.state}")
 
-    def _listen_to_others(self) -> None:
-        """Take in what is said at the table.
+    def _look_at_others(self) -> None:
+        """Take in what the other nodes publish.
 
         Raises:
-            Refused: this node has nothing to be one with: the others would save no checkpoint any more, for each has
-                all, and come to an end that is not recorded here. To them it is gone.
+            Refused: this node's run folder is gone: to the others it is, too.
         """
         assert self.nodes is not None
         if self.run.is_gone():
-            raise Refused(f"{self.run.folder} was removed; what the others have goes on without this machine, or waits")
-        self.nodes.tick()
+            raise Refused(f"{self.run.folder} was removed; the other nodes go on without this one, or wait for it")
+        self.nodes.look()
         for line in self.nodes.remarks:
             self.say(line)
         self.nodes.remarks.clear()
         wanted = self.nodes.stop
-        if wanted is not None and (not self.stop.asked or (wanted["now"] and not self.stop.now)):
-            self.stop.ask(wanted["by"], wanted["words"], now=wanted["now"])
+        if wanted is not None and not self.stop.asked:
+            self.stop.ask(wanted.by, wanted.words)
 
-    def _join_in(self, watch: health.TaskHealth | health.ScriptHealth) -> None:
+    def _follow_others(self, watch: health.TaskHealth | health.ScriptHealth) -> None:
         """Do what the other nodes do, and let them know what happens here."""
         nodes, asked = self.nodes, _asked(self.stop)
         assert nodes is not None
-        self._listen_to_others()
-        if watch.is_ending and not nodes.ended:
+        self._look_at_others()
+        if watch.is_ending:
             nodes.trouble()
-        if nodes.ended:
+        if not self._is_over and nodes.is_over:
+            self._is_over = True
             watch.end()
         if asked is not None:
-            self._ask_others(asked)
-        elif nodes.regroup and not self._is_regrouping:
-            self._is_regrouping = True
+            if not (asked.now or self._leaves()):
+                nodes.ask_stop(asked)
+        elif not self._regroups_for and (came := nodes.came):
+            self._regroups_for = f"{came} came"
             self.ranks.signal(signal.SIGTERM)  # they save, and end
-
-    def _ask_others(self, asked: Asked) -> None:
-        """Let the other nodes stop as this one does, unless they go on without it."""
-        assert self.nodes is not None
-        if not self._leaves():
-            self.nodes.ask_stop(asked)
 
     def _leaves(self) -> bool:
         """Whether this node alone is to stop: of a run that may go on with fewer a signal, or its keeper's end, says
         that this machine goes away. `train stop` and Ctrl-C are a user's word, on whatever machine, for the run."""
         nodes, stop = self.nodes, self.stop
-        if nodes is None or not nodes.settings.is_elastic or nodes.is_stopping:
+        if nodes is None or not nodes.settings.is_elastic or nodes.stop is not None:
             return False
         return stop.by in (signals.SIGNAL, signals.KEEPER) and not (stop.now or stop.interrupts)
 
     def _wait_for_others(self) -> Asked | None:
-        """While the ranks of other nodes end. Returns a stop that is wanted now."""
-        assert self.nodes is not None
+        """While the ranks of other nodes end. Returns a stop that is wanted at once."""
         self._hear()
-        self._listen_to_others()
+        self._look_at_others()
         asked = _asked(self.stop)
-        if asked is None:
-            return None
-        self._ask_others(asked)
-        return asked if asked.now else None
+        return asked if asked is not None and asked.now else None
 
     # --- Ctrl-C in a foreground run: the first one stops it after the step, the second one ends it at once
 

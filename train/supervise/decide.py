@@ -103,8 +103,6 @@ class Facts:
     """Nodes that are gone, with all their ranks, in words."""
     regroup: str = ""
     """Why ranks were stopped to be begun again, with more nodes or fewer."""
-    came: str = ""
-    """Nodes that wait to join, in words."""
     leaves: bool = False
     """Whether this node alone was asked to stop, and the others go on without it."""
 
@@ -188,9 +186,7 @@ def _raised(facts: Facts, why: str) -> list[str]:
 
 def _decide(facts: Facts) -> Decision:
     told, asked = facts.outcomes.get(0), facts.asked
-    # all that were in it know that it has finished; who waits to join does not, and is to have the result
-    is_to_regroup = told is not None and (told.kind is Kind.STOPPED or (told.kind is Kind.FINISHED and facts.came))
-    if is_to_regroup and facts.regroup and not (asked or facts.lost):
+    if told is not None and told.kind is Kind.STOPPED and facts.regroup and not (asked or facts.lost):
         deaths = 0 if facts.progress else facts.deaths
         return Decision("stopped", None, facts.regroup, again=True, deaths=deaths, said=facts.regroup)
     if told is not None and told.kind is not Kind.DIED and not facts.lost:

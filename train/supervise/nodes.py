@@ -1,36 +1,42 @@
-"""This node among those of its run, for who supervises its ranks: waits for the others, hears how they are, tells how
-its own ranks ended. What becomes of the run is decided on every node alike, from what all have said (verdict.py)."""
+"""This node among those of its run, for the loop that supervises its ranks.
+
+All nodes begin and end an attempt together. Each publishes how its ranks ended; node 0 decides what becomes of the run
+(decide.py), and the others carry its decision out. How nodes find each other is in rendezvous.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import re
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from train.cluster import WAIT_MINUTES, address, same
-from train.cluster.address import Place
-from train.cluster.host import Host
-from train.cluster.member import Member
-from train.cluster.table import LOST
-from train.cluster.wire import Message
+from train import screen
+from train.errors import shortened
 from train.parallel.seat import Seat
 from train.record import station
 from train.record.durable import write_atomically
-from train.record.outcome import Kind, Outcome
 from train.record.record import Record
 from train.record.store import Run
-from train.supervise.decide import Asked, Facts
+from train.supervise import address, node_checks
+from train.supervise.address import WAIT_MINUTES, Place
+from train.supervise.decide import Asked, Decision, Facts, decide
+from train.supervise.node_checks import name_of
+from train.supervise.node_reports import decision_of, is_bad, merged, of_rank_0, report_of
+from train.supervise.rendezvous import Public, Rendezvous, Round
 
 _LINGER = 60.0
 """Seconds for which node 0, when its run has ended, waits for a node that does not know it yet."""
-_LAST_WORDS = 4000
-"""Characters of the log of a rank that failed, which travel."""
+_JOINING = 15.0
+"""Seconds after which a node that has not begun the attempt with the others is gone."""
+_SEES = 10.0
+"""Seconds in which a folder that machines share shows what another one has written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +64,7 @@ def settings_of(record: Mapping[str, Any]) -> Settings | None:
 
 
 class Nodes:
-    """The seat of this node.
+    """The nodes of a run, as one of them sees them.
 
     Args:
         nproc: ranks of this node.
@@ -66,112 +72,124 @@ class Nodes:
     """
 
     def __init__(self, run: Run, nproc: int, settings: Settings, listening: socket.socket | None) -> None:
-        self.run, self.settings = run, settings
-        hello = _hello(run, nproc, settings)
-        host = Host(listening, hello) if listening is not None else None
-        self._member = Member(settings.place, hello, host)
-        self._store: socket.socket | None = None
-        self._missing: list[int] = []
-        self._is_seated = False
-        self.begun: Message | None = None
-        """The round that this node is in, or is to begin."""
-        self.refused = ""
-        self.closed = ""
-        """That the others have come to an end without this node."""
+        self.run, self.settings, self._id = run, settings, uuid.uuid4().hex
+        self._hello = node_checks.hello(run, settings.node, nproc, settings.least, settings.most)
+        if listening is not None and node_checks.is_spread(self._hello):
+            (run.folder / node_checks.SHARED).write_text(self._id, encoding="utf-8")
+        self._rendezvous = self._reach(listening)
+        self._from_step, self._began, self._remark = 0, 0.0, ""
+        self.round: Round | None = None
+        """The attempt that this node is in, or is to begin."""
         self.remarks: list[str] = []
         """Lines for the terminal."""
-        self._remark = ""
-        """The last of them, while this node waits."""
-        self.ended = ""
-        """Why the round is over, where this node did not end it."""
-        self.regroup = ""
-        """Why the round is to stop, to begin anew."""
-        self.told: Message | None = None
-        """How the ranks of all nodes ended."""
-        self.stop: Mapping[str, Any] | None = None
-        """What another node says of a stop that it was asked for."""
-        self.is_stopping = False
-        """Whether all nodes are to stop."""
-        self._is_troubled = False
 
-    def tick(self) -> None:
-        """Look after the table. To be called several times a second."""
-        self._member.tick()
-        while self._member.heard:
-            self._hear(self._member.heard.popleft())
+    def _reach(self, listening: socket.socket | None = None) -> Rendezvous:
+        return Rendezvous(self.settings.place, self._hello, listening, self._problem_with, self._id)
 
-    def _hear(self, message: Message) -> None:
-        said = message["is"]
-        if said == "begin":
-            self.begun, self.told, self.ended, self.regroup, self._is_troubled = message, None, "", "", False
-            self._remark = ""
-            if self._member.host is not None:
-                with self._member.still():
-                    self._store = self._member.host.take_store()
-        elif said == "waiting":
-            self._missing, self._is_seated = message["missing"], True
-        elif said == "refused":
-            self.refused = message["line"]
-        elif said == "closed":
-            self.closed = message["line"]
-        elif said == "remark":
-            self._remark = message["line"]
-            self.remarks.append(self._remark)
-        elif said == "end":
-            self.ended = message["why"]
-        elif said == "regroup":
-            self.regroup = message["why"]
-        elif said == "reports":
-            self.told = message
-        elif said == "stop":
-            self.stop, self.is_stopping = message, True
-        elif said == "lost":
-            self._is_seated = False
-            self._member.is_away = self.begun is not None  # or a round might begin while its ranks still end
-            if self.begun is not None and self.told is None:
-                self.ended = self.ended or f"{_names(self.begun)[0]} is gone"
-                self.told = {"lost": [_names(self.begun)[0]], "came": [], "reports": {}}
+    def _problem_with(self, zero: Public) -> str:
+        """Why this node cannot be one of node 0's run. In a thread of the rendezvous."""
+        problem = node_checks.difference(zero["hello"], self._hello)
+        if problem or not node_checks.is_spread(self._hello):
+            return problem
+        until = time.monotonic() + _SEES
+        while not node_checks.sees_folder(self.run.folder, zero["id"]):
+            if time.monotonic() > until:
+                return (
+                    f"{name_of(self._hello)} does not see {zero['hello']['home']} of {name_of(zero['hello'])}: fsdp "
+                    "and hsdp need one --runs that all machines share; or use --parallel.strategy ddp"
+                )
+            time.sleep(0.2)
+        return ""
+
+    @property
+    def _others(self) -> dict[int, Public]:
+        """What others publish, as it is now: a thread reads more."""
+        return dict(self._rendezvous.others)
+
+    @property
+    def _zero(self) -> Public:
+        """What node 0 publishes, on the others."""
+        return self._others.get(0, {})
+
+    def join(self, from_step: int) -> None:
+        """Wait for the next attempt; `round` is set when all nodes have begun it.
+
+        Args:
+            from_step: on node 0, what it continues after.
+        """
+        self.round, self._from_step = None, from_step
+        self._rendezvous.join(from_step)
+
+    def look(self) -> None:
+        """Take in what others publish. To be called several times a second."""
+        self._rendezvous.looked = time.monotonic()
+        if self.round is None and self._rendezvous.is_lost:
+            self._rendezvous.close()
+            time.sleep(0.5)
+            self._rendezvous = self._reach()
+            self._rendezvous.join(self._from_step)
+        if self._rendezvous.remark != self._remark:
+            self._remark = self._rendezvous.remark
+            self.remarks.append(self._refused_other)
+        if self.round is None and self._rendezvous.round is not None:
+            self.round, self._began = self._rendezvous.round, time.monotonic()
+
+    @property
+    def refused(self) -> str:
+        """Why this node cannot be one of the run."""
+        return _printable(self._rendezvous.refused)
 
     def waiting_for(self) -> str:
         """Whom this node waits for, in a line."""
-        return "; ".join(filter(None, [self._missing_ones(), self._remark]))
-
-    def _missing_ones(self) -> str:
         where, most = self.settings.rendezvous, self.settings.most
-        if self.settings.node and not self._is_seated:
-            return f"waiting for node 0 of {most} at {where} ({self._member.problem or 'connected'})"
-        names = ", ".join(map(str, self._missing))
-        if self._missing:
-            return f"waiting for node{'s' if len(self._missing) > 1 else ''} {names} of {most} at {where}"
-        return f"waiting for the other nodes to be ready at {where}"
+        if self.settings.node and not self._zero:
+            return f"waiting for node 0 of {most} at {where} ({self._rendezvous.problem or 'connected'})"
+        missing = self._missing() if not self.settings.node else self._zero.get("missing", [])
+        if not self.settings.node:
+            self._rendezvous.publish(missing=missing)
+        numbers = (
+            f"waiting for node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {most} at {where}"
+        )
+        line = numbers if missing else f"waiting for the other nodes to be ready at {where}"
+        return "; ".join(filter(None, [line, self._refused_other]))
 
-    def ready(self) -> None:
-        """This node waits for the next round."""
-        self.begun, self.told, self.ended, self.regroup = None, None, "", ""
-        self._member.is_away = False
-        self._member.keep_signing()
-        self._member.say({"is": "ready"})
+    @property
+    def _refused_other(self) -> str:
+        """On node 0: that another one was refused, and why; ''."""
+        return _printable(f"{self._remark}; it was refused") if self._remark else ""
+
+    def _missing(self) -> list[int]:
+        return [node for node in range(1, self.settings.most) if node not in self._living()]
+
+    # --- the attempt
 
     def seats(self) -> list[Seat]:
-        """Of the ranks of this node in the round that has begun."""
-        assert self.begun is not None
-        counts = [node["ranks"] for node in self.begun["nodes"]]
-        leads = tuple(itertools.accumulate(counts[:-1], initial=0))
-        mine = next(place for place, node in enumerate(self.begun["nodes"]) if node["node"] == self.settings.node)
+        """Of the ranks of this node in the attempt."""
+        assert self.round is not None
+        counts = [node["ranks"] for node in self.round.nodes]
+        first = list(itertools.accumulate(counts[:-1], initial=0))
+        mine = next(place for place, node in enumerate(self.round.nodes) if node["node"] == self.settings.node)
         return [
-            Seat(leads[mine] + local, sum(counts), local, counts[mine], leads=leads) for local in range(counts[mine])
+            Seat(first[mine] + local, sum(counts), local, counts[mine], nodes=len(counts))
+            for local in range(counts[mine])
         ]
 
     @property
+    def from_step(self) -> int:
+        """The step that the attempt continues after."""
+        assert self.round is not None
+        return self.round.from_step
+
+    @property
     def meeting(self) -> dict[str, Any]:
-        """Where the ranks of the round meet: `host` and `port`."""
-        assert self.begun is not None
-        return {"host": self._member.address, "port": self.begun["port"]}
+        """Where the ranks meet: `host` and `port`."""
+        assert self.round is not None
+        return {"host": self._rendezvous.address, "port": self.round.port}
 
     def take_store(self) -> socket.socket | None:
-        """On the machine of rank 0: the socket that rank 0 listens with there."""
-        store, self._store = self._store, None
-        return store
+        """On node 0: the socket that rank 0 listens with there."""
+        taken, self._rendezvous.rank_socket = self._rendezvous.rank_socket, None
+        return taken
 
     def environment(self) -> dict[str, str]:
         """What the ranks of this node get besides."""
@@ -184,152 +202,181 @@ class Nodes:
         return self._interfaces({})[0]
 
     def _interfaces(self, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-        host = self._member.host
-        with self._member.still():
-            reached = host.reached if host is not None else ""
-        return address.interfaces(self._member.address, self.settings.place.port, environ, reached)
+        others = self.round.nodes[1:] if self.round is not None and not self.settings.node else []
+        reached = address.reached_by(one["to"] for one in others if address.is_mine(one["to"]))
+        return address.interfaces(self._rendezvous.address, self.settings.place.port, environ, reached)
 
     def names(self) -> list[str]:
-        """The nodes of the round, in words."""
-        return _names(self.begun) if self.begun is not None else []
+        """The nodes of the attempt, in words."""
+        return [name_of(node) for node in self.round.nodes] if self.round is not None else []
 
     def take_over(self) -> None:
-        """Take what no user has set of the configuration from where the run has begun, so that all compute alike, and
-        as before."""
-        assert self.begun is not None
+        """Take from node 0 what no user has set of the configuration, so that all compute alike."""
+        if not self.settings.node:
+            return
         path = self.run.folder / "config.toml"
         text = before = path.read_text(encoding="utf-8")
-        for name, value in self.begun["chosen"].items():
+        for name, value in self._zero["hello"]["chosen"].items():
             text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {int(value)}", text)
         if text != before:
             write_atomically(path, text)
             self.run.update(lambda record: record.update(cast(Record, station.mark(self.run.folder, record))))
-        self._member.hello |= {"chosen": self.begun["chosen"], "has_begun": True}
 
     def trouble(self) -> None:
         """A rank of this node is dead, and the others will be: the others need not wait to find out."""
-        if not self._is_troubled:
-            self._is_troubled = True
-            self._member.say({"is": "trouble"})
+        if not self._rendezvous.own.get("bad"):
+            self._rendezvous.publish(bad=True)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the attempt has ended elsewhere: a rank of another node is dead, or the node is gone."""
+        if self.round is None:
+            return False
+        for node in self.round.nodes[:1] if self.settings.node else self.round.nodes[1:]:
+            public = self._others.get(node["node"], {})
+            if self._is_gone(node) or (public.get("round") == self.round.id and public.get("bad")):
+                return True
+        return False
+
+    def _is_gone(self, node: Mapping[str, Any]) -> bool:
+        """Whether a node of the attempt, as this one follows it, is not in it any more."""
+        assert self.round is not None
+        public = self._others.get(node["node"], {})
+        if self.settings.node:
+            return self._rendezvous.is_lost or public.get("id") != node["id"]
+        if not self._rendezvous.lives(node["node"], node["id"]):
+            return time.monotonic() - self._began > _JOINING or public.get("id") != node["id"]
+        return public.get("round") != self.round.id and time.monotonic() - self._began > _JOINING
+
+    @property
+    def came(self) -> str:
+        """On node 0 of a run that takes nodes in: those that wait to join, in words; ''."""
+        if not (self.settings.is_elastic and self._rendezvous.waiting) or self.round is None:
+            return ""
+        inside = {node["node"] for node in self.round.nodes}
+        return " and ".join(
+            name_of(public["hello"]) for node, public in sorted(self._living().items()) if node not in inside
+        )
+
+    # --- a stop
+
+    @property
+    def stop(self) -> Asked | None:
+        """A stop of the whole run that another node was asked for."""
+        known = self._others if self.settings.node else self._living()
+        return next((Asked(**public["stop"]) for public in known.values() if public.get("stop")), None)
 
     def ask_stop(self, asked: Asked) -> None:
-        """Tell the others once that a stop is wanted."""
-        if not self.is_stopping or asked.now:
-            self.is_stopping = True
-            self._member.say({"is": "stop", "stop": {"by": asked.by, "words": asked.words, "now": asked.now}})
+        """Let all nodes stop."""
+        if not self._rendezvous.own.get("stop"):
+            self._rendezvous.publish(stop={"by": asked.by, "words": asked.words})
 
-    def exchange(self, facts: Facts, look: Callable[[], Asked | None]) -> Facts:
-        """Tell how the ranks of this node ended, wait for what the others say, and put it together.
+    # --- the end of an attempt, and of the run
+
+    def settle(self, facts: Facts, look: Callable[[], Asked | None]) -> Decision:
+        """What becomes of the run: node 0 decides by what all nodes publish, the others carry that out.
 
         Args:
-            look: called meanwhile. Returns a stop that is wanted now, whoever cannot end.
+            facts: of this node.
+            look: called meanwhile. Returns a stop at once, which waits for no other node.
         """
-        assert self.begun is not None
-        report = _report(facts, self.regroup or self._why_it_leaves(facts))
-        self._member.say({"is": "over", "round": self.begun["round"], "report": report})
-        at_once, until = None, math.inf
-        while self.told is None and time.monotonic() < until:
+        assert self.round is not None
+        at_once = facts.asked if facts.asked is not None and facts.asked.now else None
+        if at_once is None and is_bad(facts):
+            self.trouble()
+        if self.settings.node:
+            report = None if at_once is not None else report_of(facts, self._why_it_leaves(facts))
+            self._rendezvous.publish(report=report, round=self.round.id if report is not None else "")
+            return self._carried_out(facts, at_once, look)
+        while at_once is None and self._unreported():
             at_once = look()
-            until = min(until, time.monotonic() + LOST) if at_once is not None else until
             time.sleep(0.02)
-        if self.told is None:
-            others = [same.name_of(node) for node in self.begun["nodes"] if node["node"] != self.settings.node]
-            self.told = {"reports": {}, "lost": others, "came": []}
-            facts = dataclasses.replace(facts, asked=at_once)
-        reports = self.told["reports"] | {str(self.settings.node): report}
-        return merged(facts, reports, self.told["lost"], self.told["came"])
+        if at_once is not None:
+            return decide(dataclasses.replace(facts, asked=at_once))
+        facts = self._merged(facts)
+        decision = public = decide(facts)
+        if facts.leaves and decision.end == "stopped":
+            why = self._why_it_leaves(facts)
+            public = Decision("stopped", None, why, again=True, said=why)
+        self._publish(public)
+        return decision
+
+    def _unreported(self) -> list[str]:
+        """Nodes of the attempt that have not told how their ranks ended, though they are there."""
+        assert self.round is not None
+        return [
+            name_of(node) for node in self.round.nodes[1:]
+            if not self._is_gone(node) and self._report_of(node["node"]) is None
+        ]  # fmt: skip
+
+    def _report_of(self, node: int) -> Public | None:
+        assert self.round is not None
+        public = self._others.get(node, {})
+        return public.get("report") if public.get("round") == self.round.id else None
+
+    def _publish(self, decision: Decision) -> None:
+        assert self.round is not None
+        plain = dataclasses.asdict(decision)
+        self._rendezvous.publish(decision={"round": self.round.id, **plain}, end=None if decision.again else plain)
+
+    def _carried_out(self, facts: Facts, at_once: Asked | None, look: Callable[[], Asked | None]) -> Decision:
+        """Node 0's decision, on another node."""
+        assert self.round is not None
+        decision = None
+        while decision is None and at_once is None and not self._is_gone(self.round.nodes[0]):
+            decided = self._zero.get("decision") or {}
+            decision = decision_of(decided) if decided.get("round") == self.round.id else None
+            at_once = look()
+            time.sleep(0.02)
+        if at_once is not None:
+            return decide(dataclasses.replace(facts, asked=at_once))
+        if facts.leaves and (decision is None or decision.again):
+            return decide(dataclasses.replace(facts, outcomes=of_rank_0(facts)))
+        return decision or decide(dataclasses.replace(facts, outcomes={}, lost=self.names()[0]))
 
     def _why_it_leaves(self, facts: Facts) -> str:
         """What the others are told, who go on; '' where this node does, too, or all are to stop."""
         if facts.asked is None or not facts.leaves:
             return ""
-        return f"{same.name_of(self._member.hello)} leaves ({facts.asked.words})"
+        return f"{name_of(self._hello)} leaves ({facts.asked.words})"
 
-    def facts_of_others(self, facts: Facts) -> Facts:
-        """What the others say of a round that this node was in, and did not live to see the end of."""
-        assert self.told is not None
-        return merged(facts, self.told["reports"], self.told["lost"], [])
+    def _merged(self, facts: Facts) -> Facts:
+        """Node 0's facts with what the other nodes of the attempt have told."""
+        assert self.round is not None
+        reports = {name_of(node): self._report_of(node["node"]) for node in self.round.nodes[1:]}
+        lost = [name for name, report in reports.items() if report is None]
+        return merged(facts, [report for report in reports.values() if report is not None], lost)
 
-    def leave(self, goes_on: bool = False) -> None:
-        """This node has written down how its run ended. Node 0 stays until all others know it, too.
+    @property
+    def end(self) -> Decision | None:
+        """How the run has ended, as node 0 says; None: it has not."""
+        return decision_of(self._zero["end"]) if self._zero.get("end") else None
 
-        Args:
-            goes_on: the others do not end: without node 0 they wait for it.
-        """
-        self._member.say({"is": "leave"})
-        host, until = self._member.host, time.monotonic() + _LINGER
-        while host is not None and host.table.untold and time.monotonic() < until:
-            self._member.serve()
-            time.sleep(0.02)
-        if host is not None and not goes_on:
-            name = self.run.name
-            with self._member.still():
-                host.dismiss(f"the other nodes have ended {name}; on this one: train resume {name} --nnodes 1")
-        self._member.close()
+    def end_waiting(self, decision: Decision) -> None:
+        """The run ends while no attempt is under way; of node 0's word the others hear."""
+        if self.settings.node:
+            self._rendezvous.flush()
+        else:
+            self._rendezvous.publish(end=dataclasses.asdict(decision))
 
+    def leave(self) -> None:
+        """This node has written down how its run ended. Node 0 stays until all others that live know it, too."""
+        self._rendezvous.publish(knows=True)
+        until = time.monotonic() + _LINGER
+        while not self.settings.node and self._rendezvous.own.get("end") and time.monotonic() < until:
+            if all(public.get("knows") for public in self._living().values()):
+                break
+            self._rendezvous.looked = time.monotonic()
+            time.sleep(0.05)
+        self._rendezvous.flush()
+        self._rendezvous.close()
+        with contextlib.suppress(OSError):
+            (self.run.folder / node_checks.SHARED).unlink(missing_ok=True)
 
-def _names(begun: Message) -> list[str]:
-    return [same.name_of(node) for node in begun["nodes"]]
-
-
-def _hello(run: Run, nproc: int, settings: Settings) -> Message:
-    import torch
-
-    must, chosen = same.of_run(run)
-    must["torch"] = torch.__version__
-    least, most, has_begun = settings.least, settings.most, bool(run.read()["attempts"])
-    return same.hello(run.name, settings.node, nproc, least, most, run.folder.resolve(), must, chosen, has_begun)
-
-
-def _report(facts: Facts, regroup: str) -> Message:
-    """What the others are to know of how the ranks of this node ended."""
-    outcomes = [dataclasses.asdict(one) for one in facts.outcomes.values()]
-    asked = facts.asked
-    return {
-        "bad": bool(facts.exits or facts.hang or facts.problem or any(o.is_fault for o in facts.outcomes.values())),
-        "outcomes": outcomes,
-        "exits": {str(rank): code for rank, code in facts.exits.items()},
-        "logs": {str(rank): text[-_LAST_WORDS:] for rank, text in facts.logs.items() if rank in facts.exits},
-        "hang": facts.hang, "problem": facts.problem, "killed_at": facts.killed_at,
-        "asked": {"by": asked.by, "words": asked.words, "now": asked.now} if asked and not facts.leaves else None,
-        "saved": facts.saved, "is_ready": facts.is_ready, "progress": facts.progress, "deaths": facts.deaths,
-        "regroup": regroup,
-    }  # fmt: skip
+    def _living(self) -> dict[int, Public]:
+        return {node: public for node, public in self._others.items() if self._rendezvous.lives(node, public["id"])}
 
 
-def merged(facts: Facts, reports: Mapping[str, Message], lost: list[str], came: list[str]) -> Facts:
-    """One node's facts with what all nodes say.
-
-    Args:
-        lost: nodes that are gone. came: nodes that wait for the next round.
-    """
-    said = [reports[node] for node in sorted(reports, key=int)]
-
-    def first(key: str) -> Any:
-        return next((report[key] for report in said if report[key]), type(said[0][key])() if said else None)
-
-    def by_rank(key: str) -> dict[int, Any]:
-        return {int(rank): value for report in said for rank, value in report[key].items()}
-
-    outcomes = [Outcome(**found | {"kind": Kind(found["kind"])}) for report in said for found in report["outcomes"]]
-    asked = next((Asked(**report["asked"]) for report in said if report["asked"]), None)
-    if facts.asked is not None and not (facts.leaves and asked is not None):  # what all are to do goes before
-        asked = facts.asked
-    return dataclasses.replace(
-        facts,
-        outcomes={outcome.rank: outcome for outcome in outcomes},
-        exits=by_rank("exits"),
-        logs=by_rank("logs"),
-        hang=first("hang") or "",
-        problem=first("problem") or "",
-        killed_at=first("killed_at") or None,
-        asked=asked,
-        saved=max((report["saved"] for report in said), default=facts.saved),
-        is_ready=any(report["is_ready"] for report in said),
-        progress=any(report["progress"] for report in said),
-        deaths=max((report["deaths"] for report in said), default=facts.deaths),
-        regroup=first("regroup") or (f"{' and '.join(came)} came" if came else ""),
-        came=" and ".join(came),
-        leaves=facts.leaves and asked is facts.asked and len(said) > 1,
-        lost=" and ".join(lost),
-    )
+def _printable(line: str) -> str:
+    """A line that terminals and run.json can take, whatever the words are that another node gave."""
+    return screen.printable(shortened(line)) if line else ""

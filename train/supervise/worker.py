@@ -170,7 +170,7 @@ def task_rank(
     log_to(sys.stderr)
     if has_terminal:
         keep_log(logs, rank)
-    place = Seat(**{**seat, "leads": tuple(seat["leads"])}, init=init)
+    place = Seat(**seat, init=init)
     end = run_rank(run, place, attempt, stop, bar=has_terminal and sys.stderr.isatty())
     # on a terminal a lost connection would hide why it was lost, and the supervisor tells of the disk
     if end.kind is Kind.DIED and not (has_terminal and (_is_of_other(logs, end) or end.is_of_system)):

@@ -166,7 +166,7 @@ def test_a_peer_killed_during_the_last_save_leaves_no_outcome_without_its_checkp
     engine.run("last", 2)
     flags = [part for key, value in engine.flags.items() for part in (f"--{key}", str(value))]
     done = station(
-        "run", engine.task, "--name", "last-killed", "--spawn", 2, *flags, env={"TRAIN_FAULT": "save.shards@1:1"}
+        "run", engine.task, "--name", "last-killed", "--spawn", 2, *flags, env={"TRAIN_FAULT": "save.begin@1:1"}
     )
     record = station.run("last-killed").shown()
     assert (done.returncode, record["state"]) == (3, "interrupted"), done.stderr

@@ -53,7 +53,7 @@ class Seat:
         strategy.take(self.model)
         self.strategy, self.buffers, self.fingerprint = strategy, Buffers(address), fingerprint
         self.done, self.lag, self.is_written = 0, 0, True
-        self.snapshots = Snapshots(self.buffers, self.world, is_sharded, fingerprint, "mark", lambda: room)
+        self.snapshots = Snapshots(self.buffers, True, self.world, is_sharded, fingerprint, "mark", lambda: room)
         self.snapshots.attach(strategy, self.optimizer, self.precision, lambda: self.is_written, self.said.append)
 
     def step(self, count: int = 1) -> None:

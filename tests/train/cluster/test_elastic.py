@@ -38,7 +38,7 @@ def leave(machines: Machines, node: int) -> dict[str, Any]:
     record = station.wait_for_end("a")
     assert (record["state"], record["stopped_by"]) == ("stopped", "signal"), record["reason"]
     assert "(SIGTERM); this node has left" in record["reason"]
-    assert max(station.run("a").steps_saved()) == record["step"]
+    assert max(machines.stations[0].run("a").steps_saved()) == record["step"]
     return record
 
 

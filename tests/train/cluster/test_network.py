@@ -17,7 +17,7 @@ import pytest
 from tests.ports import free_port
 from tests.train.cluster.conftest import Machines
 from tests.train.conftest import PATIENCE, Station
-from train.cluster import address
+from train.supervise import address
 
 NAME = f"train{os.getpid() % 10000}"
 HERE, THERE = f"{NAME}a", f"{NAME}b"
@@ -139,5 +139,5 @@ def test_late_packets_cost_time_alone(apart: Machines, late: subprocess.Popen[st
         record = station.record("a")
         assert record["interface"] == name
         assert len(record["attempts"]) == 1  # nobody was taken for dead
-        # a sum takes a packet there and one back, at least
-        assert statistics.median(line["step_time"] for line in station.metrics("a") if "loss" in line) > 0.1
+    # a sum takes a packet there and one back, at least
+    assert statistics.median(line["step_time"] for line in apart.stations[0].metrics("a") if "loss" in line) > 0.1

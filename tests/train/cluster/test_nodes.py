@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
-import os
-import shutil
-import time
-from collections.abc import Iterator
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +12,7 @@ import pytest
 
 from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone, wait_until
 from tests.train.conftest import Station
-from train.cluster.table import LOST
-from train.record import manifest as manifests
 from train.record import station as stations
-
-PTRACE_CONT, PTRACE_DETACH, PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 7, 17, 0x4206, 0x4207, 0x40000000
-"""Of <sys/ptrace.h> and <sys/wait.h>."""
 
 
 @pytest.mark.minutes
@@ -84,84 +74,6 @@ def test_a_node_that_stands_still_is_given_up_and_comes_back(machines: Machines,
     like_alone(machines, "a", 2, 900)
 
 
-@contextlib.contextmanager
-def _standing_still(pid: int) -> Iterator[None]:
-    """The main thread of a process stands in a call of the kernel, as in one of a disk that does not answer; its other
-    threads go on. No file can do that to it: it never opens what could make it wait. Held by ptrace(2), then."""
-    kernel = ctypes.CDLL(None, use_errno=True)
-
-    def trace(request: int) -> None:
-        if kernel.ptrace(request, pid, None, None):
-            raise OSError(ctypes.get_errno(), "ptrace")
-
-    trace(PTRACE_SEIZE)
-    try:
-        while True:
-            is_waiting = psutil.Process(pid).status() == psutil.STATUS_SLEEPING
-            trace(PTRACE_INTERRUPT)
-            os.waitpid(pid, WALL)
-            if is_waiting and not Path(f"/proc/{pid}/syscall").read_text().startswith("-1"):
-                break  # in a call: it does not hold what Python's other threads need
-            trace(PTRACE_CONT)
-            time.sleep(0.01)
-        yield
-    finally:
-        trace(PTRACE_DETACH)
-
-
-@pytest.mark.minutes
-def test_an_agent_whose_disk_does_not_answer_for_a_while_is_not_taken_for_gone(
-    machines: Machines, like_alone: Any
-) -> None:
-    machines.launch_all("a", "--steps", 500)
-    machines.stations[0].wait_for_step("a", 50)
-    with _standing_still(machines.stations[0].record("a")["pids"]["agent"]):
-        time.sleep(LOST + 8)
-    like_alone(machines, "a", 2, 500)
-    assert [len(station.record("a")["attempts"]) for station in machines.stations] == [1, 1]
-
-
-@pytest.mark.minutes
-def test_a_node_with_a_new_disk_dies_when_it_has_the_state_of_the_other_and_has_its_lines_too(
-    machines: Machines, like_alone: Any
-) -> None:
-    machines.launch_all("a", "--steps", 500)
-    machines.wait("a", 0, lambda record: record.get("saved_step", 0) >= 50, "step 50 saved")
-    machines.kill("a", 1)
-    machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
-    run = machines.stations[1].run("a")
-    shutil.rmtree(run.checkpoints)
-    run.metrics.unlink()
-    machines.stations[1].ok("resume", "a", env={"TRAIN_FAULT": "taken@1"})
-    like_alone(machines, "a", 2, 500)
-    attempts = run.read()["attempts"]
-    assert [one["reason"] for one in attempts[1:]] == ["rank 1 died of SIGKILL", ""], attempts
-    assert attempts[-1]["from_step"] >= 50
-
-
-@pytest.mark.minutes
-def test_a_machine_with_a_new_disk_has_the_best_checkpoint_too(machines: Machines) -> None:
-    best = ("--checkpoint.best", "max:loss", "--checkpoint.keep", 1)  # the first that was evaluated
-    best += ("--checkpoint.snapshots", "false")
-    machines.launch_all("a", "--steps", 300, *best)
-    machines.wait("a", 0, lambda record: record.get("saved_step", 0) >= 50, "step 50 saved")
-    machines.kill("a", 1)
-    machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
-    shutil.rmtree(machines.stations[1].run("a").folder)  # another machine
-    assert machines.launch("a", 1, "--steps", 300, *best).returncode == 0
-    first, second = machines.ends("a")
-    assert first["state"] == second["state"] == "finished"
-    assert first["best"] == second["best"] and first["best"]["step"] < 50, (first["best"], second["best"])
-    assert first["checkpoints"] == second["checkpoints"] == [first["best"]["step"], 300]
-    runs = [station.run("a") for station in machines.stations]
-    one, other = (manifests.verify(run.checkpoint(first["best"]["step"])) for run in runs)
-    assert one["save"] == other["save"]
-    for station in machines.stations:
-        station.ok("export", "a", "--checkpoint", "best", "--to", "best.safetensors")
-    exported = [(station.folder / "best.safetensors").read_bytes() for station in machines.stations]
-    assert exported[0] == exported[1]
-
-
 @pytest.mark.minutes
 def test_a_machine_whose_run_folder_is_removed_is_gone_and_another_takes_its_place(
     machines: Machines, alone: Any
@@ -187,33 +99,77 @@ def test_a_stop_on_any_node_saves_on_all_and_they_go_on_together(machines: Machi
     ends = machines.ends("a")
     assert [record["state"] for record in ends] == ["stopped", "stopped"]
     assert [record["stopped_by"] for record in ends] == ["user", "user"]
-    first, second = (station.run("a").steps_saved()[0] for station in machines.stations)
-    assert first == second == ends[0]["step"]
-    # one of them has lost its newest checkpoint, and gets it from the other
-    newest = machines.stations[0].run("a").checkpoint(first)
-    newest.rename(newest.with_name("gone"))
+    saved = [station.run("a").steps_saved()[:1] for station in machines.stations]
+    assert saved == [[ends[0]["step"]], []] and ends[1]["step"] == ends[0]["step"]  # node 0 has the checkpoints
+    alone = machines.stations[1]("resume", "a", "--nnodes", 1)
+    assert alone.returncode == 2 and "node 0" in alone.stderr, alone.stderr
     for node in (1, 0):
         machines.stations[node].ok("resume", "a")
     like_alone(machines, "a", 2, 500)
-    assert machines.stations[0].record("a")["attempts"][1]["from_step"] == first
+    assert machines.stations[0].record("a")["attempts"][1]["from_step"] == ends[0]["step"]
 
 
 @pytest.mark.minutes
-def test_the_newest_checkpoint_is_damaged_on_both_and_an_older_one_on_one(machines: Machines, like_alone: Any) -> None:
-    machines.launch_all("a", "--steps", 500)
-    machines.stations[0].wait_for_step("a", 130)
-    machines.stations[1].ok("stop", "a")
-    machines.ends("a")
-    runs = [station.run("a") for station in machines.stations]
-    newest, older = runs[0].steps_saved()[:2]
-    for run in runs:
-        shard = next(run.checkpoint(newest).glob("*.distcp"))
-        shard.write_bytes(shard.read_bytes()[:-1])
-    (runs[0].checkpoint(older) / "manifest.json").write_text("{")
-    for node in (0, 1):
-        assert "is damaged and not used" in machines.stations[node].ok("resume", "a").stderr
-    like_alone(machines, "a", 2, 500)
-    assert [run.read()["attempts"][1]["from_step"] for run in runs] == [older, older]
+def test_a_stop_at_once_ends_that_nodes_part_alone(machines: Machines, like_alone: Any) -> None:
+    machines.launch_all("a", "--steps", 900)
+    machines.stations[0].wait_for_step("a", 60)
+    machines.stations[1].ok("stop", "a", "--now")
+    assert machines.stations[1].wait_for_end("a")["state"] == "stopped"
+    machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
+    machines.stations[1].ok("resume", "a")
+    like_alone(machines, "a", 2, 900)
+
+
+@pytest.mark.minutes
+def test_a_task_that_fails_on_one_node_ends_the_run_on_all_with_its_reason(machines: Machines) -> None:
+    text = (Path(__file__).parent / "task.py").read_text()
+    bad = """
+import os
+def metrics(model, batch):
+    if os.environ["RANK"] == "1":
+        raise ValueError("of one rank alone")
+    return {}
+"""
+    for station in machines.stations:
+        (station.folder / "t.py").write_text(
+            text.replace(", None", ",) * 2").replace("return TensorDataset", "return (TensorDataset") + bad
+        )
+    fields = ("--batch_size", 8, "--cpu_threads", 1)
+    machines.launch_all("a", "--steps", 30, task="t.py", fields=fields)
+    for record in machines.ends("a"):
+        assert record["state"] == "failed" and "rank 1" in record["reason"] and "of one rank alone" in record["reason"]
+
+
+@pytest.mark.minutes
+def test_another_node_computes_as_node_0_has_chosen(machines: Machines, alone: Any) -> None:
+    at = FIELDS.index("--cpu_threads")
+    unset = FIELDS[:at] + FIELDS[at + 2 :]
+    for node in (1, 0):
+        assert (
+            machines.launch("a", node, "--steps", 60, fields=unset, env={"OMP_NUM_THREADS": f"{node + 1}"}).returncode
+            == 0
+        )
+    for station, record in zip(machines.stations, machines.ends("a"), strict=True):
+        assert record["state"] == "finished", record["reason"]
+        assert "cpu_threads = 1\n" in (station.run("a").folder / "config.toml").read_text()
+        assert record["weights_sha256"] == alone(2, 60).record(name_alone(2, 60))["weights_sha256"]
+        assert stations.has_started(station.run("a").folder, station.run("a").read())
+
+
+@pytest.mark.minutes
+def test_a_stranger_at_the_rendezvous_is_let_go_and_the_run_goes_on(machines: Machines, like_alone: Any) -> None:
+    machines.launch_all("a", "--steps", 300)
+    machines.stations[0].wait_for_step("a", 20)
+    host, port = machines.rendezvous.split(":")
+    held = []
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 1000, b""):
+        one = socket.create_connection((host, int(port)))
+        one.sendall(said)
+        held.append(one)
+    like_alone(machines, "a", 2, 300)
+    assert [len(station.record("a")["attempts"]) for station in machines.stations] == [1, 1]
+    for one in held:
+        one.close()
 
 
 @pytest.mark.minutes
@@ -223,25 +179,6 @@ def test_a_stop_while_a_node_waits_ends_it(machines: Machines) -> None:
     machines.stations[0].ok("stop", "a")
     record = machines.stations[0].wait_for_end("a")
     assert (record["state"], record["stopped_by"]) == ("stopped", "user")
-
-
-@pytest.mark.minutes
-def test_a_new_node_0_computes_as_the_others_do_whatever_it_would_choose_by_itself(
-    machines: Machines, alone: Any
-) -> None:
-    at = FIELDS.index("--cpu_threads")
-    unset = FIELDS[:at] + FIELDS[at + 2 :]
-    machines.launch_all("a", "--steps", 500, fields=unset, env={"OMP_NUM_THREADS": "1"})
-    machines.wait("a", 1, lambda record: record.get("saved_step", 0) >= 50, "step 50 saved")
-    machines.kill("a", 0)
-    machines.wait_for_reason("a", 1, "waiting for node 0 of 2")
-    shutil.rmtree(machines.stations[0].run("a").folder)  # another machine
-    assert machines.launch("a", 0, "--steps", 500, fields=unset, env={"OMP_NUM_THREADS": "2"}).returncode == 0
-    for station, record in zip(machines.stations, machines.ends("a"), strict=True):
-        assert record["state"] == "finished", record["reason"]
-        assert "cpu_threads = 1\n" in (station.run("a").folder / "config.toml").read_text()
-        assert record["weights_sha256"] == alone(2, 500).record(name_alone(2, 500))["weights_sha256"]
-    assert machines.stations[0].record("a")["attempts"][0]["from_step"] >= 50
 
 
 @pytest.mark.minutes

@@ -12,8 +12,8 @@ import pytest
 from tests.ports import free_port
 from tests.train.cluster.conftest import Machines
 from tests.train.conftest import Station
-from train.cluster import address
 from train.errors import Refused
+from train.supervise import address
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_ports_of_infiniband_are_those_that_are_active(tmp_path: Path) -> None:
 
 
 def test_the_rooms_code_needs_no_torch() -> None:
-    text = "import sys, train.cluster.member, train.cluster.same; sys.exit('torch' in sys.modules)"
+    text = "import sys, train.supervise.nodes, train.supervise.rendezvous; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from machines import by_name, machine, program
 
-from train.cluster import address
 from train.doctor import disk, host, network, packages
 from train.doctor.finding import NOT_APPLICABLE, OK, PROBLEM, WARNING, Finding, as_text, exit_code
 from train.doctor.machine import Machine
+from train.supervise import address
 
 ROOT = Path(__file__).parents[3]
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from train import signals
-from train.record import folders, store
 from train.record.outcome import Kind, Outcome
 from train.supervise import memory
-from train.supervise.attempts import Supervisor
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode, decide, who_died
-from train.supervise.nodes import Nodes, Settings, _report, merged
+from train.supervise.node_reports import merged, report_of
 
 KILL, TERM, ABRT, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, -signal.SIGSEGV
 LAUNCHED, FOREGROUND, TORCHRUN = LaunchMode.LAUNCHED, LaunchMode.FOREGROUND, LaunchMode.TORCHRUN
@@ -233,65 +229,36 @@ def test_a_run_over_several_machines_has_not_ended_while_one_of_them_is_gone() -
 
 
 def test_ranks_that_made_room_for_another_machine_are_begun_again() -> None:
-    for told in (stopped, finished):
-        decision = decide(facts(LAUNCHED, (told,), regroup="node 2 (c) came", came="node 2 (c)", deaths=1))
-        assert decision.again and decision.state is None and decision.deaths == 1
-        # one that comes and is lost, again and again, while the others train in between
-        further = facts(LAUNCHED, (told,), regroup="node 2 (c) came", came="node 2 (c)", deaths=3, progress=True)
-        assert decide(further).deaths == 0
+    decision = decide(facts(LAUNCHED, (stopped,), regroup="node 2 (c) came", deaths=1))
+    assert decision.again and decision.state is None and decision.deaths == 1
+    # one that comes and is lost, again and again, while the others train in between
+    assert decide(facts(LAUNCHED, (stopped,), regroup="node 2 (c) came", deaths=3, progress=True)).deaths == 0
     assert decide(facts(LAUNCHED, (stopped,), regroup="node 2 (c) came", asked=USER)).state == "stopped"
-    assert decide(facts(LAUNCHED, (finished,), regroup="node 2 (c) came")).state == "finished"  # and is gone again
+    assert decide(facts(LAUNCHED, (finished,), regroup="node 2 (c) came")).state == "finished"
+
+
+def as_read(report: dict[str, Any]) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(report)))
 
 
 def test_a_node_that_leaves_is_stopped_and_the_others_begin_again() -> None:
-    def seen(mine: Facts, of_other: Facts) -> Decision:
-        reports = {"0": _report(of_other, ""), "1": _report(mine, "node 1 (b) leaves (SIGTERM)")}
-        return decide(merged(mine, json.loads(json.dumps(reports)), [], []))
-
     leaves = facts(LAUNCHED, (stopped,), asked=TERMINATED, leaves=True)
-    told = seen(leaves, facts(LAUNCHED, (stopped,)))
+    told = decide(leaves)
     assert (told.state, told.stopped_by, told.code) == ("stopped", "signal", 75) and "has left" in (told.reason or "")
-    stays = merged(facts(LAUNCHED, (stopped,)), {"1": _report(leaves, "node 1 (b) leaves (SIGTERM)")}, [], [])
+    stays = merged(facts(LAUNCHED, (stopped,)), [as_read(report_of(leaves, "node 1 (b) leaves (SIGTERM)"))], [])
     assert decide(stays).again and decide(stays).why == "node 1 (b) leaves (SIGTERM)"
     # a user's word, on another node, is for all
-    told = seen(leaves, facts(LAUNCHED, (stopped,), asked=USER))
+    told = decide(merged(leaves, [as_read(report_of(facts(LAUNCHED, (stopped,), asked=USER), ""))], []))
     assert told.stopped_by == "user" and "has left" not in (told.reason or "")
     # it is the end of the run, which all know
-    ended = facts(LAUNCHED, (finished,), asked=TERMINATED, leaves=True)
-    assert seen(ended, facts(LAUNCHED)).state == "finished"
+    assert decide(facts(LAUNCHED, (finished,), asked=TERMINATED, leaves=True)).state == "finished"
 
 
-def test_all_nodes_come_to_the_same_verdict_from_what_all_have_seen() -> None:
-    killed = facts(LAUNCHED, (), exits={2: KILL}, saved=4, deaths=1)
+def test_node_0_decides_by_what_all_nodesreport_of() -> None:
     noticed = facts(LAUNCHED, (died(0, LOST, False),), exits={0: 1}, saved=6, progress=True, deaths=2)
-    reports = {"0": _report(noticed, ""), "1": _report(killed, "")}
-    seen = [merged(one, json.loads(json.dumps(reports)), [], []) for one in (killed, noticed)]
-    assert [decide(one).why for one in seen] == ["rank 2 died of SIGKILL"] * 2
-    assert [(one.saved, one.progress, one.deaths) for one in seen] == [(6, True, 2)] * 2
-    asked = merged(killed, {"1": _report(killed, "")} | {"0": _report(facts(LAUNCHED, asked=USER), "")}, [], [])
+    killed = as_read(report_of(facts(LAUNCHED, (), exits={2: KILL}), ""))
+    assert decide(merged(noticed, [killed], [])).why == "rank 2 died of SIGKILL"
+    asked = merged(noticed, [killed, as_read(report_of(facts(LAUNCHED, asked=USER), ""))], [])
     assert decide(asked).stopped_by == signals.USER
-
-
-def test_a_node_that_is_told_late_waits_for_the_start_that_the_others_make(tmp_path: Path) -> None:
-    run = folders.create(tmp_path, "a", {}, {"max_restarts": 2})
-    reports = {"0": _report(facts(LAUNCHED, exits={0: KILL}, deaths=1), "")}
-    nodes = MagicMock(begun=None, told={"reports": reports}, refused="", closed="", stop=None, remarks=[])
-    nodes.settings.wait_minutes, nodes.waiting_for.return_value, nodes.names.return_value = 30.0, "waiting", []
-    nodes.facts_of_others = lambda mine: merged(mine, reports, [], [])
-    looks = iter(range(2))
-    nodes.tick = lambda: next(looks, None) is None and setattr(nodes, "begun", {})
-    assert Supervisor(run, MagicMock(), LAUNCHED, signals.StopRequest(()), nodes=nodes)._gather() is None
-    assert run.read()["state"] == store.RUNNING
-
-
-def test_a_stop_now_does_not_wait_for_a_node_whose_ranks_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.supervise.nodes.LOST", 0.1)
-    nodes = Nodes.__new__(Nodes)
-    nodes._member, nodes.told, nodes.regroup = MagicMock(), None, ""
-    nodes.settings = Settings(2, 2, 0, "127.0.0.1:29400")
-    nodes.begun = {"round": 1, "nodes": [{"node": node, "host": f"host{node}", "ranks": 1} for node in range(2)]}
-    asked = iter([None, None])
-    for mine in (facts(LAUNCHED, exits={0: KILL}), facts(LAUNCHED, (finished,))):
-        nodes.told = None
-        decision = decide(nodes.exchange(mine, lambda: next(asked, USER_NOW)))
-        assert (decision.state, decision.stopped_by) == ("stopped", signals.USER)
+    gone = decide(merged(noticed, [], ["node 1 (b)"]))
+    assert gone.again and gone.why == "node 1 (b) is gone"

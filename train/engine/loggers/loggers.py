@@ -33,7 +33,7 @@ _PROGRESS_EVERY = 0.5
 
 
 class Loggers:
-    """One rank's loggers. The first of a machine writes metrics and progress; each its own sample log, if wanted."""
+    """One rank's loggers. Rank 0 writes metrics, the first of a machine its progress, each its samples, if wanted."""
 
     def __init__(self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool) -> None:
         """
@@ -44,11 +44,11 @@ class Loggers:
         self._next_note = 0.0
         self._best = config.checkpoint.best  # until an evaluation was held against it
         self._samples = Lines(samples_file(run, world.rank)) if config.log.samples else None
-        self._metrics = Lines(run.metrics) if world.is_lead else None
+        self._metrics = Lines(run.metrics) if world.is_first else None
         self._console = Console(run.name, total_steps, done, bar) if world.is_lead else None
         self._wandb = self._start_wandb(config.log.wandb) if world.is_first and config.log.wandb else None
         self._tensorboard: TensorBoard | None = None
-        if world.is_lead and config.log.tensorboard:
+        if world.is_first and config.log.tensorboard:
             settings = _hyper_parameters(config, world.size)
             self._tensorboard = TensorBoard(run.folder / "tensorboard", metrics.recent(run), done, self.say, settings)
 
@@ -74,9 +74,10 @@ class Loggers:
 
         The first rank of a machine only.
         """
-        assert self._metrics is not None and self._console is not None
-        self._metrics.add(metrics_text(line))
-        self._metrics.flush()  # before the state after its step is copied
+        assert self._console is not None
+        if self._metrics is not None:
+            self._metrics.add(metrics_text(line))
+            self._metrics.flush()  # before the state after its step is copied
         if self._tensorboard is not None:
             self._tensorboard.training(line)
         step, epoch, loss, speed = line["step"], line["epoch"], line["loss"], line["samples_per_s"]
@@ -89,10 +90,10 @@ class Loggers:
 
     def evaluation(self, step: int, epoch: int, samples: int, figures: dict[str, float]) -> None:
         """An evaluation line of metrics.jsonl. The first rank of a machine only."""
-        assert self._metrics is not None
         line: Evaluation = {"step": step, "epoch": epoch, "samples": samples, "eval": {**figures}}
-        self._metrics.add(metrics_text(line))
-        self._metrics.flush()
+        if self._metrics is not None:
+            self._metrics.add(metrics_text(line))
+            self._metrics.flush()
         if self._tensorboard is not None:
             self._tensorboard.evaluation(line)
         text = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
@@ -113,7 +114,7 @@ class Loggers:
 
     def times(self, times: Times) -> None:
         """Note where the time of this attempt went."""
-        if self._metrics is not None:
+        if self._console is not None:
             self.run.note(_with_times(times))
 
     def say(self, text: str) -> None:

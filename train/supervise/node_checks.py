@@ -1,16 +1,22 @@
-"""That machines run the same: what each tells of itself, and in what two differ."""
+"""That all machines of a run train the same: what each tells of itself, and in what two differ."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import platform
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from train.record.store import Run
+from train.config import SPREAD
+from train.record import folders
+from train.record.store import Run
+
+SHARED = ".shared"
+"""The file by which other nodes see that node 0's run folder is theirs, too: it holds what node 0 says of itself."""
 
 
 def code_digest() -> str:
@@ -22,41 +28,21 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def hello(
-    run: str,
-    node: int,
-    nproc: int,
-    least: int,
-    most: int,
-    home: Path,
-    same: Mapping[str, Any],
-    chosen: Mapping[str, Any],
-    has_begun: bool,
-) -> dict[str, Any]:
+def hello(run: Run, node: int, nproc: int, least: int, most: int) -> dict[str, Any]:
     """What a node says of itself when it comes.
 
     Args:
         least: nodes without which nothing begins. most: nodes that there is room for.
-        home: its run folder.
-        same: what must be the same everywhere; under `config` the fields of the configuration.
-        chosen: fields of the configuration that no user has set. All take those of the lowest node on which the run has
-            begun before: what it has computed so far, it has computed with them.
-        has_begun: whether an attempt has begun on it.
-    """
-    mine = {"python": platform.python_version(), "code": code_digest(), **same}
-    return {
-        "is": "hello", "run": run, "node": node, "nproc": nproc, "least": least, "most": most, "chosen": dict(chosen),
-        "has_begun": has_begun, "host": socket.gethostname(), "home": str(home), "same": mine,
-    }  # fmt: skip
 
-
-def of_run(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What of a run folder must be the same everywhere, and the fields of its configuration that no user has set.
+    Returns:
+        Among others `same`: what must be the same everywhere, with the configuration's fields under `config`; and
+        `chosen`: fields that no user has set, which all take over from node 0.
 
     Raises:
-        Refused, OSError, ValueError: the folder is not whole.
+        Refused, OSError, ValueError: the run folder is not whole.
     """
     import tomllib
+    from importlib.metadata import version
 
     from train import config as configuration
     from train.record import environment
@@ -66,13 +52,19 @@ def of_run(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     fields = _flat(tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")))
     chosen = {name: fields[name] for name in record.get("chosen", ()) if name in fields}
     must = {
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "code": code_digest(),
         "task": record.get("task_sha256") or record.get("task"),
         "data": sha256_of(run.folder / "data.json"),
         "init": sha256_of(run.folder / "init.safetensors"),
         "hashes": environment.hash_seed(environment.read(run.folder)),
         "config": {k: value for k, value in fields.items() if k not in configuration.LOCAL and k not in chosen},
     }
-    return must, chosen
+    return {
+        "run": run.name, "node": node, "nproc": nproc, "least": least, "most": most, "chosen": chosen,
+        "host": socket.gethostname(), "home": str(run.folder.resolve()), "same": must,
+    }  # fmt: skip
 
 
 def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -108,11 +100,8 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     who, zero = name_of(other), name_of(first)
     if other["run"] != first["run"]:
         return f"{who} comes with run {other['run']}, and {first['run']} meets here; give each run a port of its own"
-    for key, flag in (("least", "--nnodes"), ("most", "--nnodes")):
-        if other[key] != first[key]:
-            return f"{who} was started with {flag} {_range(other)}, and {zero} with {_range(first)}"
-    if not 0 <= other["node"] < first["most"]:
-        return f"{who} is none of {first['most']} nodes; they are counted from 0"
+    if (other["least"], other["most"]) != (first["least"], first["most"]):
+        return f"{who} was started with --nnodes {_range(other)}, and {zero} with {_range(first)}"
     mine, its = dict(first["same"]), dict(other["same"])
     fields, its_fields = mine.pop("config"), its.pop("config")
     for key in mine.keys() | its.keys():
@@ -130,6 +119,27 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
             f"machines the same, or each a multiple of {share}"
         )
     return ""
+
+
+def is_spread(hello: Mapping[str, Any]) -> bool:
+    """Whether the state is divided among the ranks, which then need one folder for checkpoints."""
+    return hello["same"]["config"].get("parallel.strategy") in SPREAD
+
+
+def sees_folder(folder: Path, id: str) -> bool:
+    """Whether a node but node 0 sees node 0's run folder beside its own.
+
+    Args:
+        folder: this node's run folder.
+        id: what node 0 has written there.
+    """
+    if folder.parents[1].name != folders.NODES:
+        return False
+    zero = folders.of_node_0(folder)
+    with contextlib.suppress(OSError):
+        os.listdir(zero.parent)  # else NFS may say for a minute that it is not there
+        return (zero / SHARED).read_text(encoding="utf-8") == id
+    return False
 
 
 def _range(hello: Mapping[str, Any]) -> str:

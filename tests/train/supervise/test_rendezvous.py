@@ -1,0 +1,119 @@
+"""Nodes meet by torch's rendezvous, all in this process and without ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.ports import free_port
+from tests.train.cluster.conftest import wait_until
+from train.supervise import address, rendezvous
+from train.supervise.address import Place
+from train.supervise.rendezvous import Rendezvous
+
+
+class Meeting:
+    """Nodes that come to a port of the loopback."""
+
+    def __init__(self) -> None:
+        self.place, self.came = Place("127.0.0.1", free_port()), list[Rendezvous]()
+
+    def come(self, node: int, id: str = "", least: int = 2, problem: Callable[[Any], str] = lambda _: "") -> Rendezvous:
+        hello = {"run": "a", "node": node, "nproc": node + 1, "least": least, "most": 2, "host": "h", "home": "/a"}
+        listening = None if node else address.listen(self.place)
+        self.came.append(Rendezvous(self.place, hello, listening, problem, id or f"id{node}"))
+        return self.came[-1]
+
+    def close(self) -> None:
+        for one in reversed(self.came):
+            one.close()
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting()
+    yield made
+    made.close()
+
+
+def looked_at(*nodes: Rendezvous, until: Callable[[], Any], what: str) -> None:
+    def look() -> bool:
+        for one in nodes:
+            one.looked = time.monotonic()
+        return bool(until())
+
+    wait_until(look, what)
+
+
+def test_nodes_are_in_the_order_of_their_ranks_whoever_came_first(meeting: Meeting) -> None:
+    one = meeting.come(1)
+    one.join(0)
+    looked_at(one, until=lambda: one.problem == "Connection refused", what="a try")
+    zero = meeting.come(0)
+    zero.join(7)
+    looked_at(zero, one, until=lambda: zero.round and one.round, what="a round")
+    assert zero.round is not None and zero.round == one.round and zero.round.from_step == 7
+    assert [(node["node"], node["id"], node["ranks"]) for node in zero.round.nodes] == [(0, "id0", 1), (1, "id1", 2)]
+    assert zero.rank_socket is not None and zero.rank_socket.getsockname()[1] == zero.round.port
+    one.publish(bad=True)
+    looked_at(zero, one, until=lambda: zero.others[1].get("bad"), what="what the other one publishes")
+    before = zero.round.id
+    for node in (zero, one):
+        node.join(9)
+    looked_at(zero, one, until=lambda: zero.round and one.round, what="another round")
+    assert zero.round is not None and zero.round.id != before and not zero.others[1].get("bad")
+
+
+@pytest.mark.minutes
+def test_a_node_that_ends_is_noticed_and_another_one_takes_its_place(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LOST", 2.0)
+    zero, one = meeting.come(0), meeting.come(1)
+    for node in (zero, one):
+        node.join(0)
+    looked_at(zero, one, until=lambda: zero.round and one.round and zero.lives(1, "id1"), what="a round")
+    one.close()
+    looked_at(zero, until=lambda: not zero.lives(1, "id1"), what="that it is gone")
+    again = meeting.come(1, id="another")
+    for node in (zero, again):
+        node.join(0)
+    looked_at(zero, again, until=lambda: zero.round and again.round, what="a round with another one")
+    assert zero.round is not None and zero.round.nodes[1]["id"] == "another"
+
+
+@pytest.mark.minutes
+def test_one_that_was_cut_off_while_it_waited_is_not_waited_for(meeting: Meeting) -> None:
+    zero, one = meeting.come(0), meeting.come(1)
+    one.join(0)
+    looked_at(zero, one, until=lambda: zero.lives(1, "id1"), what="that it is there")
+    time.sleep(1.5)  # it is in the rendezvous
+    one.close()
+    again = meeting.come(1)  # of the same process
+    for node in (again, zero):
+        node.join(0)
+    looked_at(zero, again, until=lambda: zero.round and again.round, what="a round")
+    assert one.round is None
+
+
+def test_a_rank_that_is_taken_and_a_node_that_differs_are_refused(meeting: Meeting) -> None:
+    zero, one = meeting.come(0), meeting.come(1)
+    looked_at(zero, one, until=lambda: zero.lives(1, "id1"), what="its seat")
+    twin = meeting.come(1, id="twin")
+    looked_at(zero, one, twin, until=lambda: twin.refused, what="a refusal")
+    assert "is already; give it another --node-rank" in twin.refused
+    looked_at(zero, one, until=lambda: zero.remark == twin.refused, what="that node 0 hears of it")
+    other = meeting.come(1, id="other", problem=lambda zero: f"differs from {zero['id']}")
+    looked_at(zero, one, other, until=lambda: other.refused, what="a refusal")
+    assert other.refused == "differs from id0" and zero.lives(1, "id1")
+
+
+def test_clocks_that_differ_are_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting.come(0)
+    monkeypatch.setattr(rendezvous, "_CLOCKS", -1.0)
+    one = meeting.come(1)
+    looked_at(*meeting.came, until=lambda: one.refused, what="a refusal")
+    assert "the clock of node 1 (h) is" in one.refused

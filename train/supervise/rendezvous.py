@@ -1,0 +1,335 @@
+"""Several machines meet: torch's c10d rendezvous, and what each node publishes in its store.
+
+Node 0 hosts the store at --rendezvous. torch's handler decides which nodes are in a round: one attempt of all of them.
+Beside it each node has one key in the store, with all that others are to know of it; node 0 reads those of all nodes,
+the others read node 0's. torch's calls wait for the network, so threads make them, and who supervises waits for none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from train.errors import Refused, one_line
+from train.supervise.address import Place, own_side, resolve
+from train.supervise.node_checks import name_of
+
+LOST = 10.0
+"""Seconds without a sign of life after which a node is gone."""
+HUNG = 120.0
+"""Seconds without a look of its supervisor after which a node gives no more signs of life: its disk hangs, maybe."""
+_LAST_CALL = 8
+"""Seconds that a round which could begin with fewer nodes waits for more."""
+_EVERY = 0.2
+"""Seconds between two looks at what others publish."""
+_BEAT = 1.0
+"""Seconds between two signs of life."""
+_PROOF = 2.5
+"""Seconds in which a node whose rank another one wants shows that it lives."""
+_AGAIN = 0.5
+"""Seconds between two tries to reach node 0."""
+_MEETING = 30.0
+"""Seconds that the nodes of a round have to say who they are."""
+_CLOCKS = 5.0
+"""Seconds by which clocks may differ: torch's rendezvous compares the times of day of different machines."""
+
+Public = dict[str, Any]
+"""What a node publishes: plain values, by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """The nodes that begin an attempt together."""
+
+    id: str
+    nodes: list[dict[str, Any]]
+    """By --node-rank: `node`, `id`, `host`, `ranks`, and `to`, the address by which it reaches node 0."""
+    port: int
+    """Where the ranks meet, on node 0."""
+    from_step: int
+
+
+class Rendezvous:
+    """One node's connection with the others, until it is lost.
+
+    Args:
+        hello: what the node publishes of itself; see node_checks.py.
+        listening: on node 0, the socket that the store is to be served at.
+        problem_with: on the others: given what node 0 publishes, why this node cannot be one of its run; '': it can.
+        id: of the process that supervises.
+    """
+
+    def __init__(
+        self, place: Place, hello: Public, listening: socket.socket | None, problem_with: Callable[[Public], str],
+        id: str,
+    ) -> None:  # fmt: skip
+        self.place, self.node, self.id = place, int(hello["node"]), id
+        self.address = own_side(listening) if listening is not None else ""
+        """Where node 0 was reached."""
+        self.own: Public = {"hello": hello, "round": ""}
+        """What this node publishes."""
+        self.others: dict[int, Public] = {}
+        """What was read of others last."""
+        self.problem = "nobody has answered yet"
+        """Why node 0 cannot be reached; '' where it can."""
+        self.refused = ""
+        """Why this node cannot be one of the run."""
+        self.remark = ""
+        """Why another one was refused, on node 0."""
+        self.round: Round | None = None
+        self.waiting = 0
+        """On node 0: nodes that wait for the next round."""
+        self.rank_socket: socket.socket | None = None
+        """On node 0: where the ranks of the round meet."""
+        self.looked = time.monotonic()
+        """When the supervisor looked last. For the supervisor."""
+        self._least, self._most, self._listening = int(hello["least"]), int(hello["most"]), listening
+        self._bound_to = listening.getsockname()[0] if listening is not None else ""
+        self._problem_with, self._has_failed, self._is_closed = problem_with, False, False
+        self._seen: dict[int, tuple[tuple[str, float], float]] = {}
+        """By node, its last sign of life, and when that was read first."""
+        self._lock = threading.Lock()
+        self._heard, self._published, self._beat, self._text = time.monotonic(), 0, 0.0, ""
+        self._store: Any = None
+        self._handler: Any = None
+        threading.Thread(target=self._live, daemon=True, name="rendezvous").start()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether node 0 was reached, and does not answer any more."""
+        return self._has_failed or (self._handler is not None and time.monotonic() - self._heard > LOST)
+
+    def lives(self, node: int, id: str) -> bool:
+        """Whether a node gives signs of life, as the process with this id. On node 0."""
+        (seen, _), at = self._seen.get(node, (("", 0.0), 0.0))
+        return seen == id and time.monotonic() - at < LOST
+
+    def publish(self, **values: Any) -> None:
+        """Change what this node publishes."""
+        with self._lock:
+            self.own = {**self.own, **values}
+
+    def join(self, from_step: int) -> None:
+        """Begin to wait for the next round; `round` has it then.
+
+        Args:
+            from_step: on node 0, what it will continue after.
+        """
+        self.round = None
+        self.publish(round="", bad=False, report=None)
+        threading.Thread(target=self._join, args=(from_step,), daemon=True, name="join").start()
+
+    def flush(self) -> None:
+        """Wait a moment until what this node publishes has been read by the store."""
+        until, before = time.monotonic() + 2, self._published
+        while self._published < before + 2 and not self.is_lost and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Leave. On node 0 the store goes with it."""
+        self._is_closed, self._handler = True, None  # which gives signs of life as long as it is there
+        for one in (self.rank_socket, self._listening):
+            if one is not None:
+                one.close()
+        self.rank_socket = self._listening = None
+
+    # --- in threads of their own
+
+    def _live(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for who supervises
+        try:
+            self._open()
+            if self.node and not self._is_let_in():
+                return
+            self._handler = self._make_handler()
+            self.problem = ""
+            while not self._is_closed:
+                self._exchange()
+                time.sleep(_EVERY)
+        except Exception as error:  # torch has a dozen kinds for a connection that is gone
+            if not self.problem:
+                self.problem = "the connection was lost"
+            elif not self._is_closed:
+                self.problem = f"what answers there is no node 0: {one_line(error)[:100]}"
+            self._has_failed = True
+
+    def _open(self) -> None:
+        """Serve the store, or connect with it."""
+        dist, wait = _distributed(), datetime.timedelta(seconds=LOST / 2)
+        if self._listening is not None:
+            self._listening.setblocking(True)
+            port, fd = self._listening.getsockname()[1], self._listening.detach()
+            self._store = dist.TCPStore(
+                self.address, port, is_master=True, timeout=wait, wait_for_workers=False, use_libuv=False,
+                master_listen_fd=fd,
+            )  # fmt: skip
+            return
+        while not self._is_reachable():
+            time.sleep(_AGAIN)
+        self.problem = "something answers there"
+        self._store = dist.TCPStore(self.address, self.place.port, timeout=wait, wait_for_workers=False)
+
+    def _is_reachable(self) -> bool:
+        """Whether somebody answers where node 0 is to be. Quietly: torch would print each try."""
+        try:
+            self.address = resolve(self.place)
+            with socket.create_connection((self.address, self.place.port), LOST) as one:
+                if one.getpeername() != one.getsockname():  # TCP can connect a free port with itself
+                    return True
+            self.problem = "Connection refused"
+        except Refused as error:
+            self.problem = str(error)
+        except TimeoutError:
+            self.problem = "no answer: a firewall drops it, or the machine is down"
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+        return False
+
+    def _is_let_in(self) -> bool:
+        """Whether this node can be one of the run; it has published nothing yet."""
+        zero = self._wait_for(self._store, "node/0")
+        apart = time.time() - zero["beat"]
+        if abs(apart) > _CLOCKS:
+            how = f"{abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of node 0"
+            self.refused = f"the clock of {name_of(self.own['hello'])} is {how}; set it"
+        else:
+            self.refused = self._problem_with(zero) or self._other_of_this_rank()
+        if self.refused:
+            self._store.set("refused", self.refused)
+        self.others = {0: zero}
+        return not self.refused
+
+    def _other_of_this_rank(self) -> str:
+        key, mine = f"node/{self.node}", self.own["hello"]
+        before = self._read(key)
+        if before is None or before["id"] == self.id:
+            return ""
+        time.sleep(_PROOF)
+        now = self._read(key)
+        if now is None or now["beat"] == before["beat"]:
+            return ""
+        other = now["hello"]
+        return (
+            f"{name_of(mine)} at {mine['home']} comes as node {self.node}, which {name_of(other)} at {other['home']} "
+            "is already; give it another --node-rank"
+        )
+
+    def _make_handler(self) -> Any:
+        from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
+
+        dynamic_rendezvous.logger.disabled = True  # it prints a line for each sign of life that is late
+        run, rendezvous = str(self.own["hello"]["run"]), self
+
+        class Backend(c10d_rendezvous_backend.C10dRendezvousBackend):
+            """One that lets a handler wait no longer when this node has left: nothing else ends that."""
+
+            def get_state(self) -> Any:
+                if rendezvous._is_closed:
+                    raise ConnectionAbortedError
+                return super().get_state()
+
+        timeout = dynamic_rendezvous.RendezvousTimeout(
+            join=datetime.timedelta(days=365), last_call=datetime.timedelta(seconds=_LAST_CALL)
+        )  # whoever supervises knows how long to wait
+        return dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
+            run, self._store, Backend(self._store, run), self._least, self._most,
+            local_addr=self.id, timeout=timeout, keep_alive_interval=2, keep_alive_max_attempt=6,
+        )  # fmt: skip
+
+    def _exchange(self) -> None:
+        """Publish what is new here, and read what others have published."""
+        now = time.monotonic()
+        if now - self._beat > _BEAT and now - self.looked < HUNG:
+            self._beat, self._text = now, ""
+        text = json.dumps(self.own)
+        if text != self._text:
+            self._store.set(f"node/{self.node}", json.dumps({**json.loads(text), "id": self.id, "beat": time.time()}))
+            self._text = text
+        self._published += 1
+        for node in (0,) if self.node else range(1, self._most):
+            found = self._read(f"node/{node}")
+            if found is not None:
+                mark = found["id"], found["beat"]
+                if node not in self._seen or self._seen[node][0] != mark:
+                    self._seen[node] = mark, time.monotonic()
+                self.others[node] = found
+        if not self.node:
+            self.remark = self._store.get("refused").decode() if self._store.check(["refused"]) else ""
+            self.waiting = self._handler.num_nodes_waiting() if self.round is not None else 0
+        self._heard = time.monotonic()
+
+    def _join(self, from_step: int) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while self._handler is None and not (self._is_closed or self._has_failed):
+            time.sleep(0.05)
+        while self.round is None and not (self._is_closed or self._has_failed):
+            try:
+                self.round = self._meet(from_step)
+            except (TimeoutError, _distributed().DistStoreError):  # a node went while they met
+                continue
+            except Exception:
+                self._has_failed = not self._is_closed
+
+    def _meet(self, from_step: int) -> Round:
+        """The next round of torch's rendezvous, its nodes in the order of --node-rank.
+
+        Raises:
+            TimeoutError: one of them does not say who it is.
+        """
+        info = self._handler.next_rendezvous()
+        hello, store = self.own["hello"], info.store
+        mine = {"node": self.node, "id": self.id, "host": hello["host"], "ranks": hello["nproc"], "to": self.address}
+        store.set(f"seat/{info.rank}", json.dumps(mine))
+        nodes = [self._wait_for(store, f"seat/{number}") for number in range(info.world_size)]
+        nodes.sort(key=lambda one: int(one["node"]))
+        if self.node == 0:
+            self.rank_socket = self._listen_for_ranks()
+            port = self.rank_socket.getsockname()[1]
+            store.set("start", json.dumps({"id": uuid.uuid4().hex, "port": port, "from_step": from_step}))
+        start = self._wait_for(store, "start")
+        self.publish(round=start["id"])
+        return Round(start["id"], nodes, start["port"], start["from_step"])
+
+    def _listen_for_ranks(self) -> socket.socket:
+        """Listen where the ranks of the round will meet: before they are told, so that the port is not taken."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        one = socket.socket(family, socket.SOCK_STREAM)
+        one.bind((self._bound_to, 0))
+        one.listen(2048)
+        return one
+
+    def _read(self, key: str) -> Public | None:
+        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _wait_for(self, store: Any, key: str) -> Public:
+        """A value of the store, once it is there. Not by its blocking call, which keeps other threads out."""
+        until = time.monotonic() + _MEETING
+        while not store.check([key]):
+            if time.monotonic() > until or self._is_closed:
+                raise TimeoutError(key)
+            time.sleep(0.05)
+        return dict(json.loads(store.get(key)))
+
+
+def _distributed() -> Any:
+    """torch.distributed, which prints no warning of each connection that is lost."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else the next round reads stale keys (torch 2.7)
+    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        import torch.distributed as dist
+    finally:
+        if before is None:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    return dist
