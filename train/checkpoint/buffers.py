@@ -16,7 +16,6 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from train import faults
@@ -118,11 +117,6 @@ class Buffers:
         """The steps of the copies that are complete, and which buffer has each."""
         return {head.step: slot for slot, fd in enumerate(self._files) if (head := _head(fd))}
 
-    def newest(self) -> tuple[int, Head] | None:
-        """The buffer with the newest copy, and its header."""
-        found = [(slot, head) for slot, fd in enumerate(self._files) if (head := _head(fd))]
-        return max(found, key=lambda one: one[1].step, default=None)
-
     def begin(self) -> int:
         """Invalidate the older copy. Returns its buffer, to be written and sealed."""
         steps = [head.step if (head := _head(fd)) else -1 for fd in self._files]
@@ -144,19 +138,6 @@ class Buffers:
         head = _HEAD.pack(_MAGIC, step, len(plain), tensors, checksum)
         os.pwrite(self._files[slot], head + _SEAL.pack(zlib.crc32(head)), 0)
         faults.here("snapshot.sealed")
-
-    def write(self, step: int, plain: bytes, pieces: Iterator[memoryview]) -> None:
-        """Write a copy that comes in pieces, into memory that has been reserved.
-
-        Args:
-            pieces: the bytes of the tensors, without gaps.
-        """
-        slot = self.begin()
-        memory, at = self.map()[slot], begin_of_tensors(len(plain))
-        for piece in pieces:
-            memory[at : at + len(piece)] = piece
-            at += len(piece)
-        self.seal(slot, memory, step, plain, at - begin_of_tensors(len(plain)))
 
     def read(self, slot: int) -> tuple[bytes, mmap.mmap] | None:
         """The pickled part of a copy, and the memory with its tensors; None where the checksum does not hold.

@@ -29,7 +29,7 @@ from train.checkpoint.state import size_of, state_of
 from train.checkpoint.writer import DurableWriter
 from train.config import SPREAD, Config
 from train.parallel.world import World
-from train.record.best import best_saved
+from train.record.best import best
 from train.record.durable import sync_folder
 from train.record.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
 from train.record.store import Run
@@ -199,10 +199,10 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def prune(run: Run, keep: int, best: str) -> None:
+def prune(run: Run, keep: int, metric: str) -> None:
     """Remove all checkpoints but the newest `keep` and the best one, as checkpoint.best says."""
     stay = set(run.steps_saved()[:keep])
-    found = best_saved(run, best)
+    found = best(run, metric) if metric else None
     if found is not None:
         stay.add(found.step)
     for step in run.steps_saved():

@@ -88,11 +88,12 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
         screen.say(said)
         return False
     before = record.get("cluster")
-    if options.nnodes == "1" and before and before["node"]:
-        raise Refused(f"{name} has its checkpoints on node 0; to go on without this machine, there: --nnodes 1")
+    cluster = nodes_of(options, before)
+    if before and before["node"] and cluster is not None and not cluster.get("node"):
+        raise Refused(f"{name} has its checkpoints on node 0, and this is node {before['node']}; go on from there")
     order = launch.Order(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
-        cluster=nodes_of(options, before),
+        cluster=cluster,
         max_restarts=number("max-restarts", options.max_restarts),
         script=[options.script] if options.script is not None else [],
     )  # fmt: skip

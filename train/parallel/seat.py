@@ -24,8 +24,8 @@ class Seat:
 
     @property
     def lead(self) -> int:
-        """The first rank of this one's machine: it tells of failures that all have met."""
-        return self.rank - self.local_rank
+        """The first rank that has this one's run folder: it tells of failures that all have met."""
+        return 0 if self.nodes == 1 else self.rank - self.local_rank
 
 
 def seat_of_environment() -> Seat:

@@ -54,8 +54,8 @@ class World:
 
     @property
     def is_lead(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.local_rank == 0
+        """Whether this is the first rank that has its run folder."""
+        return self.is_first if self.nodes == 1 else self.local_rank == 0
 
     @property
     def is_of_node_0(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from train.errors import Refused, is_whole, whole
@@ -67,17 +66,6 @@ def best(run: Run, text: str = "") -> Best | None:
     if step is None or first is None:
         return None
     return Best(step, aim.metric, scores[step], aim.is_least, first if scores[first] != scores[step] else None)
-
-
-def best_saved(run: Run, text: str) -> Best | None:
-    """The checkpoint that checkpoint.best (`text`) keeps however old it is, the same on all machines that have it."""
-    found = best(run, text) if text else None
-    return None if found is None else found._replace(lost=None)
-
-
-def best_of(found: Iterable[Best]) -> Best | None:
-    """The best of several machines', the later one of equals; None of none."""
-    return min(found, key=lambda one: (one.value if one.is_least else -one.value, -one.step), default=None)
 
 
 def facts(run: Run) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +53,30 @@ def of_this_machine(runs: Path, name: str, node: int | None = None) -> Path:
 
     Args:
         node: which one of the run's nodes is meant; None: the one that was on this host.
+
+    Raises:
+        Refused: that node has no part of it here.
     """
-    if node is not None:
-        there = of_node(runs, node)
-        return there if node and (there / name / "run.json").exists() else runs
 
-    def host(folder: Path) -> str | None:
+    def record(folder: Path) -> Mapping[str, Any]:
         with contextlib.suppress(OSError, Refused):
-            return str(Run(folder).read().get("host"))
-        return None
+            return Run(folder / name).read() if _is_file_name(name) else {}
+        return {}
 
-    here, others = socket.gethostname(), sorted(runs.glob(f"{NODES}/*/{name}"))
-    own = [folder.parent for folder in others if host(folder) == here]
-    return own[0] if own and host(runs / name) != here else runs
+    zero, here = record(runs), socket.gethostname()
+    if node:
+        if record(of_node(runs, node)):
+            return of_node(runs, node)
+        if zero.get("cluster") and zero["cluster"]["node"] == 0:
+            raise Refused(f"{runs / name} is node 0's, and node {node} has no part of it here; launch it there")
+        return runs
+    if zero.get("submission") or zero.get("host") == here or node == 0:
+        return runs
+    return next((one for one in sorted(runs.glob(f"{NODES}/*")) if record(one).get("host") == here), runs)
+
+
+def _is_file_name(name: str) -> bool:
+    return name not in ("", ".", "..") and "/" not in name
 
 
 def check_name(name: str) -> str:
@@ -171,10 +182,10 @@ def find(runs: Path, name: str) -> Run:
         raise Refused("the run's name is empty; train ls lists the runs")
     run = Run(runs / name)
     try:
-        exists = name not in (".", "..") and "/" not in name and (run.folder / "run.json").exists()
+        exists = _is_file_name(name) and (run.folder / "run.json").exists()
     except OSError:  # a name longer than any file's
         exists = False
-    if not exists and (own := of_this_machine(runs, name) if name else runs) != runs:
+    if not exists and (own := of_this_machine(runs, name)) != runs:
         return Run(own / name)
     if not exists:
         names = [other.name for other in every(runs)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -34,9 +35,16 @@ def resumable(run: Run) -> bool | None:
         "submission"
     ):  # the engine that it was handed to starts it again, or its user
         return False
+    if is_of_other_machine(record):
+        return False
     if record["state"] == store.COPY:
         return None
     return record["state"] == store.INTERRUPTED or rests_by_itself(record)
+
+
+def is_of_other_machine(record: Record) -> bool:
+    """Whether a run over several machines has this part of it on another one, which sees this folder too."""
+    return bool(record.get("cluster")) and record.get("host") != socket.gethostname()
 
 
 def nothing_left(run: Run, flags: dict[str, str], script: str | None) -> str:
@@ -64,7 +72,8 @@ def rests_by_itself(record: Record) -> bool:
 def count_of(run: Run, record: Record) -> dict[str, int]:
     """The keeper's count for a run that it resumes now: deaths in a row without a new checkpoint. Stops are none, nor
     is an end while other machines were waited for, before any attempt began."""
-    saved = next(iter(run.steps_saved()), 0)
+    cluster = record.get("cluster")
+    saved = int(record["step"]) if cluster and cluster["node"] else next(iter(run.steps_saved()), 0)  # node 0 saves
     kept = record.get("kept") or {"step": -1, "times": 0}
     before = kept["times"] if kept["step"] == saved and not _ran_well(run, record) else 0
     is_death = record["state"] != store.STOPPED and not _has_only_waited(record, kept.get("attempts", 0))

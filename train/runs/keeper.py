@@ -207,6 +207,8 @@ def _stop_all(runs: Path, tell: _Told, signs: bool) -> None:
             record = run.read()
             if not run.alive() or record.get("submitted") or record.get("submission"):
                 return
+            if control.is_of_other_machine(record):
+                return
             # a record without a station is of a user without a key, or of an earlier release
             other = record.get(station.STATION) != own if record.get(station.STATION) else record.get("host") != here
             if other:

@@ -340,7 +340,8 @@ class Supervisor:
             saved = f"; the last checkpoint is of step {newest(self.run)}" if newest(self.run) else ""
             reason = f"stopped ({asked.words}) while {waits}{saved}"
             decision = Decision("stopped", store.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
-            if asked.by in (signals.USER, signals.CTRL_C) and not asked.now:  # else this machine alone goes away
+            is_users = asked.by == signals.USER or self.stop.interrupts > 0
+            if is_users and not asked.now:  # else this machine alone goes away
                 nodes.ask_stop(asked)
                 nodes.end_waiting(decision)
             return decision

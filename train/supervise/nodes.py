@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from train import screen
-from train.errors import shortened
+from train.errors import Refused, shortened
 from train.parallel.seat import Seat
 from train.record import station
 from train.record.durable import write_atomically
@@ -73,6 +73,9 @@ class Nodes:
 
     def __init__(self, run: Run, nproc: int, settings: Settings, listening: socket.socket | None) -> None:
         self.run, self.settings, self._id = run, settings, uuid.uuid4().hex
+        attempts = run.read()["attempts"]
+        self._has_ended = bool(attempts and attempts[-1]["end"])
+        """Whether the last attempt here came to an end that was written down."""
         self._hello = node_checks.hello(run, settings.node, nproc, settings.least, settings.most)
         if listening is not None and node_checks.is_spread(self._hello):
             (run.folder / node_checks.SHARED).write_text(self._id, encoding="utf-8")
@@ -88,6 +91,8 @@ class Nodes:
 
     def _problem_with(self, zero: Public) -> str:
         """Why this node cannot be one of node 0's run. In a thread of the rendezvous."""
+        if zero.get("end") and self._has_ended:
+            raise ConnectionError("node 0 is about to leave")  # it tells of an end that this node knows
         problem = node_checks.difference(zero["hello"], self._hello)
         if problem or not node_checks.is_spread(self._hello):
             return problem
@@ -124,6 +129,8 @@ class Nodes:
         """Take in what others publish. To be called several times a second."""
         self._rendezvous.looked = time.monotonic()
         if self.round is None and self._rendezvous.is_lost:
+            if not self.settings.node:
+                raise Refused(f"the rendezvous at {self.settings.rendezvous} has failed: {self._rendezvous.problem}")
             self._rendezvous.close()
             time.sleep(0.5)
             self._rendezvous = self._reach()
@@ -243,7 +250,7 @@ class Nodes:
         assert self.round is not None
         public = self._others.get(node["node"], {})
         if self.settings.node:
-            return self._rendezvous.is_lost or public.get("id") != node["id"]
+            return self._rendezvous.is_lost or not self._rendezvous.lives(0, node["id"])
         if not self._rendezvous.lives(node["node"], node["id"]):
             return time.monotonic() - self._began > _JOINING or public.get("id") != node["id"]
         return public.get("round") != self.round.id and time.monotonic() - self._began > _JOINING

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -34,7 +35,7 @@ _EVERY = 0.2
 """Seconds between two looks at what others publish."""
 _BEAT = 1.0
 """Seconds between two signs of life."""
-_PROOF = 2.5
+_PROOF = 4.0
 """Seconds in which a node whose rank another one wants shows that it lives."""
 _AGAIN = 0.5
 """Seconds between two tries to reach node 0."""
@@ -42,6 +43,9 @@ _MEETING = 30.0
 """Seconds that the nodes of a round have to say who they are."""
 _CLOCKS = 5.0
 """Seconds by which clocks may differ: torch's rendezvous compares the times of day of different machines."""
+
+_left: list[Any] = []
+"""torch's handlers of connections that are over."""
 
 Public = dict[str, Any]
 """What a node publishes: plain values, by name."""
@@ -100,14 +104,17 @@ class Rendezvous:
         """By node, its last sign of life, and when that was read first."""
         self._lock = threading.Lock()
         self._heard, self._published, self._beat, self._text = time.monotonic(), 0, 0.0, ""
+        self._reached = math.inf
+        """When somebody answered where node 0 is to be."""
         self._store: Any = None
         self._handler: Any = None
         threading.Thread(target=self._live, daemon=True, name="rendezvous").start()
 
     @property
     def is_lost(self) -> bool:
-        """Whether node 0 was reached, and does not answer any more."""
-        return self._has_failed or (self._handler is not None and time.monotonic() - self._heard > LOST)
+        """Whether node 0 was reached, and does not answer any more; on node 0: whether its store has failed."""
+        since = math.inf if not self.node else self._heard if self._handler is not None else self._reached + _MEETING
+        return self._has_failed or time.monotonic() - since > LOST
 
     def lives(self, node: int, id: str) -> bool:
         """Whether a node gives signs of life, as the process with this id. On node 0."""
@@ -137,7 +144,8 @@ class Rendezvous:
 
     def close(self) -> None:
         """Leave. On node 0 the store goes with it."""
-        self._is_closed, self._handler = True, None  # which gives signs of life as long as it is there
+        self._is_closed = True
+        _left.append(self._handler)  # torch ends its timer in the thread that drops the last reference: maybe its own
         for one in (self.rank_socket, self._listening):
             if one is not None:
                 one.close()
@@ -176,7 +184,7 @@ class Rendezvous:
             return
         while not self._is_reachable():
             time.sleep(_AGAIN)
-        self.problem = "something answers there"
+        self.problem, self._reached = "something answers there", time.monotonic()
         self._store = dist.TCPStore(self.address, self.place.port, timeout=wait, wait_for_workers=False)
 
     def _is_reachable(self) -> bool:
@@ -197,7 +205,12 @@ class Rendezvous:
 
     def _is_let_in(self) -> bool:
         """Whether this node can be one of the run; it has published nothing yet."""
-        zero = self._wait_for(self._store, "node/0")
+        zero = before = self._wait_for(self._store, "node/0")
+        while (
+            zero["beat"] == before["beat"] and not self._is_closed
+        ):  # one that stands still says nothing of its clock; see is_lost
+            time.sleep(0.05)
+            zero = self._wait_for(self._store, "node/0")
         apart = time.time() - zero["beat"]
         if abs(apart) > _CLOCKS:
             how = f"{abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of node 0"
@@ -206,18 +219,23 @@ class Rendezvous:
             self.refused = self._problem_with(zero) or self._other_of_this_rank()
         if self.refused:
             self._store.set("refused", self.refused)
+        else:
+            self._publish(json.dumps(self.own))  # before anything that takes time: others may want the same rank
         self.others = {0: zero}
         return not self.refused
 
     def _other_of_this_rank(self) -> str:
-        key, mine = f"node/{self.node}", self.own["hello"]
-        before = self._read(key)
-        if before is None or before["id"] == self.id:
+        """Why the rank is another node's, which lives; '': it is this one's now."""
+        key, claim, mine = f"node/{self.node}", f"claim/{self.node}", self.own["hello"]
+        holder = self._store.compare_set(claim, "", self.id).decode()
+        if holder == self.id:
             return ""
+        before = self._read(key)
         time.sleep(_PROOF)
         now = self._read(key)
-        if now is None or now["beat"] == before["beat"]:
-            return ""
+        if now is None or now == before:
+            taken = self._store.compare_set(claim, holder, self.id).decode() == self.id
+            return "" if taken else f"{name_of(mine)} comes with another one of its --node-rank"
         other = now["hello"]
         return (
             f"{name_of(mine)} at {mine['home']} comes as node {self.node}, which {name_of(other)} at {other['home']} "
@@ -225,18 +243,29 @@ class Rendezvous:
         )
 
     def _make_handler(self) -> Any:
-        from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousConnectionError,
+            c10d_rendezvous_backend,
+            dynamic_rendezvous,
+        )
 
         dynamic_rendezvous.logger.disabled = True  # it prints a line for each sign of life that is late
         run, rendezvous = str(self.own["hello"]["run"]), self
 
         class Backend(c10d_rendezvous_backend.C10dRendezvousBackend):
-            """One that lets a handler wait no longer when this node has left: nothing else ends that."""
+            """One that ends a wait, and signs of life, when this node has left or its supervisor hangs."""
 
             def get_state(self) -> Any:
-                if rendezvous._is_closed:
-                    raise ConnectionAbortedError
+                self._check()
                 return super().get_state()
+
+            def set_state(self, state: bytes, token: Any = None) -> Any:
+                self._check()
+                return super().set_state(state, token)
+
+            def _check(self) -> None:
+                if rendezvous._is_closed or time.monotonic() - rendezvous.looked > HUNG:
+                    raise RendezvousConnectionError("this node has left")
 
         timeout = dynamic_rendezvous.RendezvousTimeout(
             join=datetime.timedelta(days=365), last_call=datetime.timedelta(seconds=_LAST_CALL)
@@ -253,8 +282,7 @@ class Rendezvous:
             self._beat, self._text = now, ""
         text = json.dumps(self.own)
         if text != self._text:
-            self._store.set(f"node/{self.node}", json.dumps({**json.loads(text), "id": self.id, "beat": time.time()}))
-            self._text = text
+            self._publish(text)
         self._published += 1
         for node in (0,) if self.node else range(1, self._most):
             found = self._read(f"node/{node}")
@@ -267,6 +295,10 @@ class Rendezvous:
             self.remark = self._store.get("refused").decode() if self._store.check(["refused"]) else ""
             self.waiting = self._handler.num_nodes_waiting() if self.round is not None else 0
         self._heard = time.monotonic()
+
+    def _publish(self, text: str) -> None:
+        self._store.set(f"node/{self.node}", json.dumps({**json.loads(text), "id": self.id, "beat": time.time()}))
+        self._text = text
 
     def _join(self, from_step: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -292,6 +324,8 @@ class Rendezvous:
         store.set(f"seat/{info.rank}", json.dumps(mine))
         nodes = [self._wait_for(store, f"seat/{number}") for number in range(info.world_size)]
         nodes.sort(key=lambda one: int(one["node"]))
+        if len({one["node"] for one in nodes}) < len(nodes):
+            raise TimeoutError("one of them has taken another one's rank")
         if self.node == 0:
             self.rank_socket = self._listen_for_ranks()
             port = self.rank_socket.getsockname()[1]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from train import faults
-from train.checkpoint.buffers import Buffers, SnapshotMemory
+from train.checkpoint.buffers import Buffers, SnapshotMemory, begin_of_tensors
 
 PLAIN = b"what the tensors are"
 SIZE = 3 * 4096 + 9000
@@ -41,20 +41,21 @@ def _bytes(step: int) -> bytes:
 
 
 def _write(buffers: Buffers, step: int) -> None:
-    content = memoryview(_bytes(step))
-    buffers.write(step, PLAIN, iter([content[:100], content[100:]]))
+    slot, content, start = buffers.begin(), _bytes(step), begin_of_tensors(len(PLAIN))
+    memory = buffers.map()[slot]
+    memory[start : start + len(content)] = content
+    buffers.seal(slot, memory, step, PLAIN, len(content))
 
 
 def _is_whole(buffers: Buffers, step: int) -> bool:
     """Whether the newest buffer holds this step, and gives back what was written."""
-    found = buffers.newest()
-    assert found is not None and found[1].step == step
-    read = buffers.read(found[0])
-    return read is not None and read[0] == PLAIN and read[1][found[1].start :] == _bytes(step)
+    assert max(buffers.steps) == step
+    read = buffers.read(buffers.steps[step])
+    return read is not None and read[0] == PLAIN and read[1][begin_of_tensors(len(PLAIN)) :] == _bytes(step)
 
 
 def test_what_was_written_last_is_read_by_who_opens_it_later(memory: SnapshotMemory, buffers: Buffers) -> None:
-    assert (buffers.newest(), memory.step) == (None, 0)
+    assert (buffers.steps, memory.step) == ({}, 0)
     for step in (1, 2, 7):
         _write(buffers, step)
         assert memory.step == step

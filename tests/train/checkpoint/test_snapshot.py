@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from train.checkpoint import serialize, snapshot
-from train.checkpoint.buffers import Buffers, SnapshotMemory
+from train.checkpoint.buffers import Buffers, SnapshotMemory, begin_of_tensors
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
 from train.parallel.precision import Precision
@@ -117,9 +117,10 @@ def test_a_copy_that_is_damaged_or_of_other_ranks_is_not_used(memory: SnapshotMe
     one = Seat(memory.address)
     one.step(4)
     assert one.buffers.steps.keys() == {3, 4}
-    found = one.buffers.newest()
-    assert found is not None
-    one.buffers.map()[found[0]][found[1].start] ^= 1
+    slot = one.buffers.steps[4]
+    read = one.buffers.read(slot)
+    assert read is not None
+    one.buffers.map()[slot][begin_of_tensors(len(read[0]))] ^= 1
     assert not one.take_up()
     assert one.buffers.steps.keys() == {3}  # the damaged one is forgotten, and the one before serves
     assert Seat(memory.address).take_up()

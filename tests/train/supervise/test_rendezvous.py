@@ -111,6 +111,17 @@ def test_a_rank_that_is_taken_and_a_node_that_differs_are_refused(meeting: Meeti
     assert other.refused == "differs from id0" and zero.lives(1, "id1")
 
 
+@pytest.mark.minutes
+def test_of_two_that_come_with_one_rank_before_node_0_one_is_refused(meeting: Meeting) -> None:
+    both = [meeting.come(1, id=name) for name in "ab"]
+    zero = meeting.come(0)
+    for one in (zero, *both):
+        one.join(0)
+    looked_at(zero, *both, until=lambda: zero.round and any(one.round for one in both), what="a round")
+    looked_at(zero, *both, until=lambda: any(one.refused for one in both), what="a refusal")
+    assert sum(bool(one.refused) for one in both) == 1
+
+
 def test_clocks_that_differ_are_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting.come(0)
     monkeypatch.setattr(rendezvous, "_CLOCKS", -1.0)
