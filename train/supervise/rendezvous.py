@@ -136,6 +136,17 @@ class Rendezvous:
         self.publish(round="", bad=False, report=None)
         threading.Thread(target=self._join, args=(from_step,), daemon=True, name="join").start()
 
+    def join_again(self, before: Round, from_step: int) -> None:
+        """As `join`, with the nodes of the last round, which all live: torch's rendezvous would take seconds."""
+        self.round = None
+        self.publish(round="", bad=False, report=None)
+        if self.node == 0:
+            start = self._make_start(from_step) | {"after": before.id}
+            self.publish(start=start, round=start["id"])
+            self.round = Round(start["id"], before.nodes, start["port"], from_step)
+        else:
+            threading.Thread(target=self._follow, args=(before,), daemon=True, name="follow").start()
+
     def flush(self) -> None:
         """Wait a moment until what this node publishes has been read by the store."""
         until, before = time.monotonic() + 2, self._published
@@ -327,20 +338,28 @@ class Rendezvous:
         if len({one["node"] for one in nodes}) < len(nodes):
             raise TimeoutError("one of them has taken another one's rank")
         if self.node == 0:
-            self.rank_socket = self._listen_for_ranks()
-            port = self.rank_socket.getsockname()[1]
-            store.set("start", json.dumps({"id": uuid.uuid4().hex, "port": port, "from_step": from_step}))
+            store.set("start", json.dumps(self._make_start(from_step)))
         start = self._wait_for(store, "start")
         self.publish(round=start["id"])
         return Round(start["id"], nodes, start["port"], start["from_step"])
 
-    def _listen_for_ranks(self) -> socket.socket:
-        """Listen where the ranks of the round will meet: before they are told, so that the port is not taken."""
+    def _follow(self, before: Round) -> None:
+        """Wait until node 0 begins the round after this one."""
+        while not (self._is_closed or self._has_failed):
+            start = self.others.get(0, {}).get("start") or {}
+            if start.get("after") == before.id:
+                self.publish(round=start["id"])
+                self.round = Round(start["id"], before.nodes, start["port"], start["from_step"])
+                return
+            time.sleep(0.02)
+
+    def _make_start(self, from_step: int) -> Public:
+        """Listen where the ranks of a round will meet, before they are told. Returns what its nodes must know."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        one = socket.socket(family, socket.SOCK_STREAM)
-        one.bind((self._bound_to, 0))
-        one.listen(2048)
-        return one
+        self.rank_socket = socket.socket(family, socket.SOCK_STREAM)
+        self.rank_socket.bind((self._bound_to, 0))
+        self.rank_socket.listen(2048)
+        return {"id": uuid.uuid4().hex, "port": self.rank_socket.getsockname()[1], "from_step": from_step}
 
     def _read(self, key: str) -> Public | None:
         return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
