@@ -14,15 +14,13 @@ import os
 import signal
 
 POINTS = (
-    "start", "sent", "taken", "loaded", "step", "update", "evaluate",
+    "start", "loaded", "step", "update", "evaluate",
     "save.staged", "save.begin", "save.written", "save.shards", "save.manifest", "save.synced", "save.renamed",
     "save.published", "prune.renamed", "prune.removed", "snapshot.begin", "snapshot.written", "snapshot.sealed",
     "digest", "finish", "finished", "decided",
 )  # fmt: skip
-"""Every point, in the order of a run. At `sent` a piece of a state has gone from one machine to the others: at the
-start of an attempt, and with fsdp in every save. At `taken` a machine has all of the state that another one has sent.
-At `digest` weights are about to be hashed, by all ranks where each has a part. At the last one, the supervisor's, how
-the run ended is decided and not yet written down."""
+"""Every point, in the order of a run. At `digest` weights are about to be hashed, by all ranks where each has a part.
+At the last one, the supervisor's, how the run ended is decided and not yet written down."""
 
 _armed: dict[str, tuple[int, str]] | None = None
 

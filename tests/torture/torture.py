@@ -172,8 +172,8 @@ class Torture:
     def points(self, ranks: int) -> None:
         """A kill at each named point, of rank 0 and of another; then other world sizes, twice in one epoch."""
         for point, victim, asynchronous in itertools.product(faults.POINTS, (0, 1), self.saving):
-            # the supervisor's, which is this process; between machines; of memory that an agent owns: see `remembered`
-            if point in ("decided", "sent", "taken") or point.startswith("snapshot"):
+            # the supervisor's, which is this process; of memory that an agent owns: see `remembered`
+            if point == "decided" or point.startswith("snapshot"):
                 continue
             if (victim and point not in EVERY_RANK) or (point == "save.staged" and not asynchronous):
                 continue

@@ -117,7 +117,7 @@ class Rendezvous:
         return self._has_failed or time.monotonic() - since > LOST
 
     def lives(self, node: int, id: str) -> bool:
-        """Whether a node gives signs of life, as the process with this id. On node 0."""
+        """Whether a node gives signs of life, as the process with this id. The others see those of node 0 alone."""
         (seen, _), at = self._seen.get(node, (("", 0.0), 0.0))
         return seen == id and time.monotonic() - at < LOST
 
@@ -170,8 +170,8 @@ class Rendezvous:
             self._open()
             if self.node and not self._is_let_in():
                 return
-            self._handler = self._make_handler()
-            self.problem = ""
+            handler = self._make_handler()
+            self._heard, self._handler, self.problem = time.monotonic(), handler, ""
             while not self._is_closed:
                 self._exchange()
                 time.sleep(_EVERY)
