@@ -288,7 +288,8 @@ def test_a_rank_is_killed_once_memory_has_a_state() -> None:
             there.sendall(b".")
             there.recv(1)
             buffers.reserve(1 << 16)
-            buffers.write(7, b"plain", iter([memoryview(b"8 bytes.")]))
+            slot = buffers.begin()
+            buffers.seal(slot, buffers.map()[slot], 7, b"plain", 8)
             there.sendall(b".")
             there.recv(1)
         finally:
