@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from train.errors import Refused, one_line, whole
 from train.record import folders, store
 from train.record.store import Run
-from train.supervise.address import WAIT_MINUTES
+from train.supervise import WAIT_MINUTES
 
 ENGINES = {"slurm": "train.cluster.slurm", "kubernetes": "train.cluster.kubernetes"}
 """By the name that --on takes."""
@@ -180,7 +180,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def of_others(runs: Path, name: str) -> Sequence[Path]:
     """The folders of a run's nodes but node 0, or what is left of them."""
-    return sorted(runs.glob(f"{folders.NODES}/*/{name}"))
+    return [folder / name for folder in folders.of_nodes(runs) if (folder / name).exists()]
 
 
 def seconds_of(text: str) -> int:

@@ -35,7 +35,7 @@ def run(options: Namespace, runs: Path) -> int:
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too: the same on every machine")
     name = options.name or folders.fresh_name(runs, Path(options.script or options.task).stem)
-    runs = launch.runs_of_node(runs, name, cluster, options.flags, getattr(options, "config", None))
+    runs = launch.runs_of_node(runs, name, cluster, options.flags, options.config)
     folders.check_free(runs, name)
     order = launch.Order(
         kind="script" if options.script else "new",

@@ -37,14 +37,9 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused("--all takes neither --follow nor --script nor fields; resume that run by its name")
     if options.script is not None and not Path(options.script).is_file():
         raise Refused(f"--script {options.script}: there is no such file")
-    node = number("node-rank", options.node_rank)
     if not options.all:
         begun = _resume(options, runs, options.name)
-        return (
-            follow(folders.of_this_machine(runs, options.name, node), options.name)
-            if begun and options.follow
-            else EXIT_FINISHED
-        )
+        return follow(begun, options.name) if begun is not None and options.follow else EXIT_FINISHED
     code = EXIT_FINISHED
     found = {run.name: resumable(run) for run in folders.every(runs)}
     names = [name for name in found if found[name]]
@@ -61,8 +56,8 @@ def run(options: Namespace, runs: Path) -> int:
     return code
 
 
-def _resume(options: Namespace, runs: Path, name: str) -> bool:
-    """Start one run and print its name. Returns False where it has finished already.
+def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
+    """Start one run and print its name. Returns where it lies; None where it has finished already.
 
     Raises:
         Refused: it is running, or cannot be resumed so.
@@ -79,14 +74,14 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
         said = jobs.resume(run, options.flags)
         if not said:
             screen.say(f"{name} has finished already; for more: train resume {name} --epochs N")
-            return False
+            return None
         screen.say(f"train: {said}")
         screen.say(name, sys.stdout)
-        return True
+        return runs
     said = nothing_left(run, options.flags, options.script)
     if said:
         screen.say(said)
-        return False
+        return None
     before = record.get("cluster")
     cluster = nodes_of(options, before)
     if before and before["node"] and cluster is not None and not cluster.get("node"):
@@ -99,7 +94,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> bool:
     )  # fmt: skip
     warn(launch.start(order))
     screen.say(name, sys.stdout)
-    return True
+    return runs
 
 
 def _check_submitted(options: Namespace, name: str) -> None:

@@ -13,7 +13,7 @@ from train.commands.options import MOST_NODES, add_task, check_now, follow, requ
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 from train.runs.gpus import MOST_RANKS
-from train.supervise.address import WAIT_MINUTES
+from train.supervise import WAIT_MINUTES
 from train.supervise.attempts import MAX_RESTARTS
 
 T = TypeVar("T")

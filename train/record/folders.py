@@ -43,6 +43,11 @@ def of_node(runs: Path, node: int) -> Path:
     return runs / NODES / str(node)
 
 
+def of_nodes(runs: Path) -> list[Path]:
+    """All of `of_node` that there are."""
+    return sorted(runs.glob(f"{NODES}/*"))
+
+
 def of_node_0(folder: Path) -> Path:
     """Node 0's run folder, given that of another node in `of_node`."""
     return folder.parents[2] / folder.name
@@ -57,22 +62,23 @@ def of_this_machine(runs: Path, name: str, node: int | None = None) -> Path:
     Raises:
         Refused: that node has no part of it here.
     """
-
-    def record(folder: Path) -> Mapping[str, Any]:
-        with contextlib.suppress(OSError, Refused):
-            return Run(folder / name).read() if _is_file_name(name) else {}
-        return {}
-
-    zero, here = record(runs), socket.gethostname()
+    zero, here = record_of(runs, name), socket.gethostname()
     if node:
-        if record(of_node(runs, node)):
+        if record_of(of_node(runs, node), name):
             return of_node(runs, node)
         if zero.get("cluster") and zero["cluster"]["node"] == 0:
             raise Refused(f"{runs / name} is node 0's, and node {node} has no part of it here; launch it there")
         return runs
     if zero.get("submission") or zero.get("host") == here or node == 0:
         return runs
-    return next((one for one in sorted(runs.glob(f"{NODES}/*")) if record(one).get("host") == here), runs)
+    return next((one for one in of_nodes(runs) if record_of(one, name).get("host") == here), runs)
+
+
+def record_of(runs: Path, name: str) -> Mapping[str, Any]:
+    """The record of the run of that name; {}: there is none that can be read."""
+    with contextlib.suppress(OSError, Refused):
+        return Run(runs / name).read() if _is_file_name(name) else {}
+    return {}
 
 
 def _is_file_name(name: str) -> bool:
@@ -210,7 +216,7 @@ def every(runs: Path) -> Iterator[Run]:
 def every_here(runs: Path) -> Iterator[Run]:
     """All runs as `every`, then the parts that nodes have of runs on several machines."""
     yield from every(runs)
-    for folder in sorted(runs.glob(f"{NODES}/*")):
+    for folder in of_nodes(runs):
         yield from every(folder)
 
 

@@ -31,20 +31,18 @@ def resumable(run: Run) -> bool | None:
         record = run.shown()
     except Refused:
         return False
-    if record.get("submitted") or record.get(
-        "submission"
-    ):  # the engine that it was handed to starts it again, or its user
-        return False
-    if is_of_other_machine(record):
+    if is_kept_elsewhere(record):
         return False
     if record["state"] == store.COPY:
         return None
     return record["state"] == store.INTERRUPTED or rests_by_itself(record)
 
 
-def is_of_other_machine(record: Record) -> bool:
-    """Whether a run over several machines has this part of it on another one, which sees this folder too."""
-    return bool(record.get("cluster")) and record.get("host") != socket.gethostname()
+def is_kept_elsewhere(record: Record) -> bool:
+    """Whether somebody else starts a run again: the engine that it was handed to, or its user; or another machine that
+    has this part of a run over several, and sees the same folder."""
+    is_elsewhere = record.get("cluster") and record.get("host") != socket.gethostname()
+    return bool(record.get("submitted") or record.get("submission") or is_elsewhere)
 
 
 def nothing_left(run: Run, flags: dict[str, str], script: str | None) -> str:

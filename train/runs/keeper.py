@@ -162,7 +162,7 @@ def _resume_if_interrupted(run: Run, tell: _Told, ended: threading.Event) -> Non
     record = run.read()
     # between its creation and its first attempt a run is nobody's for a moment
     is_stillborn = record["state"] == store.CREATED and not run.alive() and _age(run, record) > 30
-    is_stillborn &= not record.get("submitted")  # that one waits for the engine that it was handed to
+    is_stillborn &= not control.is_kept_elsewhere(record)
     is_wanted = (station.has_started(run.folder, record) or None) if is_stillborn else control.resumable(run)
     if is_wanted is None:
         tell(run, f"left alone, for it is not known as started here; to go on with it: train resume {run.name}")
@@ -205,9 +205,7 @@ def _stop_all(runs: Path, tell: _Told, signs: bool) -> None:
     def stop(run: Run) -> None:
         try:
             record = run.read()
-            if not run.alive() or record.get("submitted") or record.get("submission"):
-                return
-            if control.is_of_other_machine(record):
+            if not run.alive() or control.is_kept_elsewhere(record):
                 return
             # a record without a station is of a user without a key, or of an earlier release
             other = record.get(station.STATION) != own if record.get(station.STATION) else record.get("host") != here

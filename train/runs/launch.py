@@ -82,9 +82,7 @@ def runs_of_node(
 
     if not cluster:
         return runs
-    there = None
-    with contextlib.suppress(OSError, Refused):
-        there = Run(runs / name).read().get("cluster")
+    there = folders.record_of(runs, name).get("cluster")
     other = there["node"] if there and there["rendezvous"] == cluster["rendezvous"] else None
     if cluster["node"] == 0:
         if other:

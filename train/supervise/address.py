@@ -14,8 +14,6 @@ from pathlib import Path
 
 from train.errors import Refused
 
-WAIT_MINUTES = 30.0
-"""Default of --wait-minutes: how long a node waits for the others."""
 _SIOCGIFADDR = 0x8915
 """Asks for the address of an interface (netdevice(7))."""
 

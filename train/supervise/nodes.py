@@ -24,8 +24,8 @@ from train.record import station
 from train.record.durable import write_atomically
 from train.record.record import Record
 from train.record.store import Run
-from train.supervise import address, node_checks
-from train.supervise.address import WAIT_MINUTES, Place
+from train.supervise import WAIT_MINUTES, address, node_checks
+from train.supervise.address import Place
 from train.supervise.decide import Asked, Decision, Facts, decide
 from train.supervise.node_checks import name_of
 from train.supervise.node_reports import decision_of, is_bad, merged, of_rank_0, report_of

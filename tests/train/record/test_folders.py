@@ -51,7 +51,7 @@ def test_a_keeper_takes_up_no_part_of_another_machine(tmp_path: Path) -> None:
     part(tmp_path, 1, HERE, state="running")
     zero, one = folders.every_here(tmp_path)
     assert control.resumable(zero) is False
-    assert not control.is_of_other_machine(one.read()) and control.resumable(one) is not False
+    assert not control.is_kept_elsewhere(one.read()) and control.resumable(one) is not False
 
 
 def test_deaths_of_a_node_that_keeps_no_checkpoint_are_counted_by_its_steps(tmp_path: Path) -> None:
