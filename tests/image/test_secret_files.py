@@ -96,3 +96,29 @@ def test_token_and_keys_are_made_where_there_are_none(workspace: Path, mounted: 
         assert files[0].read_text() == files[2].read_text()
     finally:
         run("docker", "rm", "-f", name)
+
+
+def test_two_stations_that_start_at_once_share_key_and_token(workspace: Path) -> None:
+    volume = run("docker", "volume", "create").stdout.strip()
+    names = [f"{volume[:12]}-{number}" for number in range(3)]
+    shared = ("-v", f"{volume}:/etc/trainstation/hostkeys", "-v", f"{workspace}/.secrets:{SECRETS}", *HIDDEN)
+
+    def fingerprints(name: str) -> str:
+        files = ("/etc/trainstation/hostkeys/ssh_host_ed25519_key", "/run/trainstation/jupyter_token")
+        return run("docker", "exec", name, "sha256sum", *files, "/run/trainstation/authorized_keys", check=False).stdout
+
+    try:
+        # A third one holds what the two need to make them, until both stand before it.
+        held = ("--entrypoint", "flock", "trainstation:runtime", "/etc/trainstation/hostkeys", "sleep", "infinity")
+        run("docker", "run", "-d", "--init", "--name", names[0], *shared, *held)
+        for name in names[1:]:
+            run("docker", "run", "-d", "--name", name, *shared, "trainstation:runtime")
+            until("it waits", lambda name=name: "flock" in run("docker", "top", name).stdout)
+        assert not any(fingerprints(name) for name in names[1:])
+        run("docker", "rm", "-f", names[0])
+        for name in names[1:]:
+            until("it has started", lambda name=name: fingerprints(name).count("\n") == 3)
+        assert len({fingerprints(name) for name in names[1:]}) == 1
+    finally:
+        run("docker", "rm", "-f", *names, check=False)
+        run("docker", "volume", "rm", volume, check=False)
