@@ -22,8 +22,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks import command
-from train.record import heartbeat, store
-from train.record.metrics import Training, metrics_text
+from train.run import heartbeat, run_folder, states
+from train.run.metrics import Training, metrics_text
 
 COUNTS = (1, 10, 200)
 EVERY = 15.0
@@ -41,7 +41,7 @@ def bench(folder: Path, times: int) -> str:
         "| runs | ms of a processor | share of one, every 15 s | look ms | page kB | series |",
         "|---|---|---|---|---|---|",
     ]
-    for state in (store.RUNNING, store.FINISHED):
+    for state in (states.RUNNING, states.FINISHED):
         for count in COUNTS:
             with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as work, ExitStack() as held:
                 for number in range(count):
@@ -59,10 +59,10 @@ def _put(folder: Path, state: str, held: ExitStack) -> None:
     logs = folder / "logs" / "attempt-1"
     logs.mkdir(parents=True)
     (folder / "checkpoints" / "step-00000010").mkdir(parents=True)
-    attempt = {"number": 1, "started": store.now(), "ready": store.now(), "end": None, "from_step": 0}
+    attempt = {"number": 1, "started": run_folder.now(), "ready": run_folder.now(), "end": None, "from_step": 0}
     record = {
         "state": state, "attempts": [attempt], "step": 10, "epoch": 1, "world_size": 2, "total_steps": 20, "loss": 1.5,
-        "started": store.now(), "ended": None if state == store.RUNNING else store.now(), "task": "digits",
+        "started": run_folder.now(), "ended": None if state == states.RUNNING else run_folder.now(), "task": "digits",
         "device": "cpu", "host": os.uname().nodename,
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(record, indent=1))
@@ -70,7 +70,7 @@ def _put(folder: Path, state: str, held: ExitStack) -> None:
     for rank in range(2):
         heartbeat.Heart(logs / f"rank{rank}.beat").beat(heartbeat.TRAINING, 10)
     lock = held.enter_context((folder / "lock").open("w"))
-    if state == store.RUNNING:
+    if state == states.RUNNING:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 

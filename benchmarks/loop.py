@@ -30,9 +30,9 @@ from benchmarks import command, small
 from train import hashing
 from train.bench.turns import silently
 from train.errors import EXIT_FINISHED
-from train.record import folders
-from train.runs import checks
-from train.runs.request import Request
+from train.launcher import checks
+from train.launcher.request import Request
+from train.run import folders
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks import bare, command, perceptron
-from train.record import store
-from train.runs import launch
-from train.runs.launch import Order
+from train.launcher import tmux
+from train.launcher.tmux import LaunchRequest
+from train.run import run_folder, states
 from train.supervise.health import lives
 
 RANKS, SAVE_EVERY = 2, 50
@@ -65,8 +65,8 @@ class Launched:
             "checkpoint.every_steps": str(SAVE_EVERY), "log.every_steps": "1", "log.tensorboard": "false",
         }  # fmt: skip
         request = {"task": perceptron.__file__, "flags": flags}
-        launch.start(Order("new", str(runs), name, request, nproc=str(RANKS), max_restarts=100))
-        self.run = store.Run(runs / name)
+        tmux.start(LaunchRequest("new", str(runs), name, request, nproc=str(RANKS), max_restarts=100))
+        self.run = run_folder.Run(runs / name)
 
     def step(self) -> int:
         line = last_line(self.run.metrics)
@@ -80,8 +80,8 @@ class Launched:
         return self.run.alive()
 
     def end(self) -> None:
-        self.run.stop(store.NOW)
-        subprocess.run(launch.tmux(self.run.folder.parent, "kill-server"), capture_output=True, check=False)
+        self.run.stop(states.NOW)
+        subprocess.run(tmux.tmux(self.run.folder.parent, "kill-server"), capture_output=True, check=False)
 
     def digest(self) -> str:
         return self.run.read()["weights_sha256"] or ""

@@ -21,19 +21,19 @@ import torch
 from benchmarks import command, virtual
 from train import hashing
 from train.checkpoint.save import Saver
-from train.engine import build
-from train.engine.optimizer import make_optimizer
 from train.errors import EXIT_FINISHED
+from train.launcher import checks
+from train.launcher.request import Request
 from train.parallel.world import World
-from train.record import folders
-from train.record.store import Run
-from train.runs import checks
-from train.runs.request import Request
+from train.run import folders
+from train.run.run_folder import Run
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
 from train.supervise.forks import CHECKS, RANKS, Zygote, acquire
 from train.supervise.ranks import Ranks
+from train.trainer import build
+from train.trainer.optimizer import make_optimizer
 
 BATCH = 1000
 

@@ -24,8 +24,8 @@ import psutil
 
 from benchmarks import command, virtual
 from train import hashing
-from train.record import heartbeat, store
-from train.record.store import Run
+from train.run import heartbeat, states
+from train.run.run_folder import Run
 from train.supervise import forks
 from train.supervise.health import family
 
@@ -165,7 +165,7 @@ def _train(runs: Path, name: str, environment: dict[str, str]) -> list[Took]:
         took.append(Took(time.perf_counter() - began, _ended() - before + _cpu(_pids(run)), _memory(_pids(run))))
     finally:
         if (run.folder / "run.json").exists():
-            run.stop(store.NOW)
+            run.stop(states.NOW)
     return took
 
 

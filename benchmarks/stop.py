@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import command
 from train.bench.turns import measure, ratio
 from train.config import Config
-from train.engine.step_stats import Readback
 from train.parallel.choose import make
 from train.parallel.ddp import NO_BUFFER_BROADCAST
 from train.parallel.precision import Precision
 from train.parallel.strategy import STEP_STATS
 from train.parallel.world import World
+from train.trainer.step_stats import Readback
 
 RANKS = 2
 STEPS = 50

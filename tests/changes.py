@@ -6,10 +6,10 @@ from typing import cast
 
 from train import config as configuration
 from train.config import Config
-from train.record import station
-from train.record.durable import write_atomically
-from train.record.record import Record
-from train.record.store import Run
+from train.run import station
+from train.run.durable import write_atomically
+from train.run.record import Record
+from train.run.run_folder import Run
 
 
 def apply(run: Run, config: Config) -> None:

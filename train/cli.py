@@ -18,7 +18,7 @@ from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused,
 _COMPUTING = ("eval", "export")
 """Commands that execute the code of a task in this process; so does `run`, where torchrun has started it."""
 _DETACHED = ("launch", "resume")
-"""Commands that start a run in tmux, by an agent (train/runs/agent.py)."""
+"""Commands that start a run in tmux, by an agent (train/launcher/agent.py)."""
 _STARTING = (*_COMPUTING, *_DETACHED, "run", "submit")
 """Commands of which processes begin in the current folder; libraries of torch's end those that have none."""
 _GONE = "the current folder is gone; go to one that is there: cd"
@@ -80,15 +80,15 @@ def _main(arguments: list[str]) -> int:
         return EXIT_FINISHED
     if command not in _DETACHED or "--script" in rest:
         return _carry_out(command, runs_first + rest, given)
-    from train.supervise.forks import begun
+    from train.supervise.forks import starting_early
 
-    with begun():  # what it is to do is read meanwhile
+    with starting_early():  # what it is to do is read meanwhile
         return _carry_out(command, runs_first + rest, given)
 
 
 def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     from train.commands.parser import parse, parser_of
-    from train.record import folders
+    from train.run import folders
 
     options = parse(parser_of(command), arguments)
     if command in _STARTING and _is_gone():
@@ -112,7 +112,7 @@ def _said_of(error: OSError) -> str:
 
 
 def _is_gone() -> bool:
-    """Whether the current folder was removed, or made anew, while somebody was in it."""
+    """Whether the current folder was removed, or made anew, while a shell was in it."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """PYTHONHASHSEED: one order of sets in all processes of a run.
 
 Python hashes strings with a number that each process draws at its start, and a set is walked in the order of hashes. A
-task that numbers its words by it (`enumerate(set(text.split()))`) would have another vocabulary on each rank, and after
+task that numbers its vocabulary by it (`enumerate(set(text.split()))`) would have another one on each rank, and after
 each resume. So what executes the code of a run is started with PYTHONHASHSEED set. Imports nothing of this package.
 """
 

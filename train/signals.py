@@ -21,7 +21,7 @@ _SAME = 0.25
 
 
 class StopRequest:
-    """Whether somebody asked this process to stop."""
+    """Whether this process was asked to stop."""
 
     def __init__(self, signals: Iterable[signal.Signals] = POLITE) -> None:
         self.asked = False

@@ -31,11 +31,11 @@ from tests.gpu.harness import (
     train_here,
 )
 from train.bench import checkpoint
+from train.checkpoint import manifest
 from train.checkpoint.buffers import ENVIRONMENT, Buffers, SnapshotMemory
 from train.checkpoint.snapshot import Snapshots
 from train.checkpoint.state import size_of, state_of
-from train.record import manifest
-from train.record.store import Run
+from train.run.run_folder import Run
 from train.signals import USER, StopRequest
 
 GOAL = 0.1

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.gpu import compiler
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_flags, passing, train_forked
-from train.record import store
+from train.run import states
 
 STEPS = 12
 KILLED = 10
@@ -50,14 +50,14 @@ def compare(
     caches = [_caches(scale, name) if is_compiled else {} for name in ("before", "after")]
     with passing(scale, task, flags, ranks) as run:
         whole = train_forked(run, ranks, environment=caches[0])
-    if whole["state"] != store.FINISHED:
+    if whole["state"] != states.FINISHED:
         return Row(what, f"{whole['state']}: {reason(whole)}", FAILED)
     with passing(scale, task, flags, ranks) as run:
         record = train_forked(run, ranks, f"step:{KILLED}:kill", caches[0])
-        if record["state"] != store.INTERRUPTED:
+        if record["state"] != states.INTERRUPTED:
             return Row(what, f"killed, it is {record['state']}: {reason(record)}", FAILED)
         resumed = train_forked(run, ranks, environment=caches[1])
-    if resumed["state"] != store.FINISHED:
+    if resumed["state"] != states.FINISHED:
         return Row(what, f"resumed, it is {resumed['state']}: {reason(resumed)}", FAILED)
     start = resumed["attempts"][-1]["from_step"]
     digests = [record["weights_sha256"] for record in (whole, resumed)]

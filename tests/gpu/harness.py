@@ -21,12 +21,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from train import hashing
-from train.parallel.seat import Seat
-from train.record import folders, store
-from train.record.outcome import Outcome
-from train.record.store import Run
-from train.runs import checks
-from train.runs.request import Request
+from train.launcher import checks
+from train.launcher.request import Request
+from train.parallel.rank_env import RankEnv
+from train.run import folders, states
+from train.run.outcome import Outcome
+from train.run.run_folder import Run
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor, alone
 from train.supervise.decide import LaunchMode
@@ -181,7 +181,7 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
     asked = stop or StopRequest(())
 
     def rank(attempt: int) -> Outcome:
-        ends.append(run_rank(run, Seat(), attempt, asked, bar=False))
+        ends.append(run_rank(run, RankEnv(), attempt, asked, bar=False))
         return ends[-1]
 
     lock = run.acquire()
@@ -191,7 +191,7 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
     finally:
         lock.release()
     record = run.read()
-    if record["state"] != (store.STOPPED if asked.asked else store.FINISHED):
+    if record["state"] != (states.STOPPED if asked.asked else states.FINISHED):
         trace = ends[-1].traceback if ends else ""
         print(trace, file=sys.stderr)
         kind = torch.OutOfMemoryError if "OutOfMemoryError" in trace else RuntimeError

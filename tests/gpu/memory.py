@@ -12,8 +12,8 @@ import psutil
 import torch
 
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, exact_flags, mebibytes, passing, train_forked
-from train.record import store
-from train.record.store import Run
+from train.run import states
+from train.run.run_folder import Run
 
 PATIENCE = 40.0
 _WITHIN = 64 * 2**20
@@ -71,7 +71,7 @@ def _kill(scale: Scale, run: Run, before: int, seen: dict[str, float]) -> None:
         os.kill(rank, signal.SIGKILL)
         seen["killed"] = time.monotonic()
         return
-    run.ask_stop(store.NOW)
+    run.ask_stop(states.NOW)
 
 
 _family: list[int] = []

@@ -12,7 +12,7 @@ from tests.gpu import dp
 from tests.gpu.exact import STEPS, compare
 from tests.gpu.harness import FAILED, FIGURE, OK, UNCHECKED, Case, Row, Scale, exact_flags, passing, train_forked
 from train.bench import collective
-from train.record import store
+from train.run import states
 
 MOST = 4
 """GPUs of this part, however many there are: dp takes all that it sees."""
@@ -86,7 +86,7 @@ def _scaling(scale: Scale, ranks: int) -> Row:
         flags |= {"batch_size": flags["batch_size"] * whole, "parallel.strategy": strategy}
         with passing(scale, "gpt", flags, count) as run:
             record = train_forked(run, count)
-            if record["state"] != store.FINISHED:
+            if record["state"] != states.FINISHED:
                 return Row("scaling", f"{strategy}: {record['reason']}"[:300], FAILED)
             last = run.metrics.read_text(encoding="utf-8").splitlines()[-1]  # of the second half: all is ready by then
             rates[strategy] = json.loads(last)["samples_per_s"]

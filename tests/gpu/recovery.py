@@ -50,7 +50,7 @@ def _rows(scale: Any, ranks: int) -> Iterator[Any]:
     from benchmarks.recovery import live
     from tests.gpu.exact import reason
     from tests.gpu.harness import BELOW, FAILED, FIGURE, OK, Row, exact_flags, made
-    from train.record import store
+    from train.run import states
 
     steps, theirs = (800, 400) if scale.is_gpu else (200, 200)
     flags = exact_flags(scale, "gpt") | {"precision": "bf16", "steps": steps}
@@ -64,7 +64,7 @@ def _rows(scale: Any, ranks: int) -> Iterator[Any]:
     finally:
         undisturbed.end()
     for record in (whole.read(), killed.read()):
-        if record["state"] != store.FINISHED:
+        if record["state"] != states.FINISHED:
             yield Row(_what(ranks), f"{record['state']}: {reason(record)}", FAILED)
             return
     is_equal = end.digest == undisturbed.digest()
@@ -196,10 +196,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def keep(folder: Path, ranks: int) -> int:
-    """Be the agent of a run, as runs/agent.py is inside tmux."""
+    """Be the agent of a run, as launcher/agent.py is inside tmux."""
 
     from train import hashing
-    from train.record.store import Run
+    from train.run.run_folder import Run
     from train.signals import StopRequest
     from train.supervise.attempts import Supervisor
     from train.supervise.decide import LaunchMode

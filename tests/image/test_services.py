@@ -84,7 +84,7 @@ def test_health_notices_a_stopped_keeper(station: Station) -> None:
 
 
 def test_keeper_and_exporter_run_again_by_themselves_once_train_is_mended(station: Station) -> None:
-    broken = [station.folder / "train" / name for name in ("runs/keeper.py", "runs/monitor/prometheus.py")]
+    broken = [station.folder / "train" / name for name in ("launcher/keeper.py", "monitor/prometheus.py")]
     whole = [path.read_text() for path in broken]
     try:
         for path, text in zip(broken, whole, strict=True):

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tests import changes
-from train.record import folders, manifest, store
-from train.record.store import Run
-from train.runs.checks import prepare, prepare_resume
-from train.runs.request import Request
+from train.checkpoint import manifest
+from train.launcher.checks import prepare, prepare_resume
+from train.launcher.request import Request
+from train.run import folders, states
+from train.run.run_folder import Run
 
 FLAGS = {
     "batch_size": "60", "micro_batch_size": "8", "checkpoint.every_steps": "5", "checkpoint.keep": "2",
@@ -70,7 +71,7 @@ def compare(run: Run, wanted: dict[str, Any], exactly: bool = True) -> None:
     """Raise Failure where a finished run differs from the undisturbed one."""
     found = outcome(run)
     newest = manifest.newest_valid(run)
-    if found["state"] == store.FINISHED and (newest is None or newest[0] != run.read()["step"]):
+    if found["state"] == states.FINISHED and (newest is None or newest[0] != run.read()["step"]):
         raise Failure(f"{run.name} is finished, and its newest checkpoint is {newest and newest[0]}")
     for key in ("state", "samples"):
         if found[key] != wanted[key]:

@@ -17,10 +17,10 @@ import psutil
 from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
 from tests.torture.spawned import steps_lost
 from train.errors import Refused
-from train.record import heartbeat, store
-from train.record.store import Run
-from train.runs import launch
-from train.runs.launch import Order
+from train.launcher import tmux
+from train.launcher.tmux import LaunchRequest
+from train.run import heartbeat, states
+from train.run.run_folder import Run
 
 KILLS = ("a rank", "the agent", "the tmux server", "everything")
 STOPS = ("the agent", "one rank", "the whole group")
@@ -36,7 +36,7 @@ def resume(run: Run, fault: str = "") -> None:
     if fault:
         os.environ["TRAIN_FAULT"] = fault
     try:
-        launch.start(Order(kind="resume", runs=str(run.folder.parent), name=run.name))
+        tmux.start(LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name))
     except Refused as error:
         raise Failure(f"{run.name} cannot be resumed: {error}\n{logs(run)}") from None
     finally:
@@ -54,7 +54,7 @@ def wait_for_end(run: Run, several: int = 1) -> float:
 
 
 def _server(runs: Path) -> int | None:
-    said = subprocess.run(launch.tmux(runs, "display", "-p", "#{pid}"), capture_output=True, text=True, check=False)
+    said = subprocess.run(tmux.tmux(runs, "display", "-p", "#{pid}"), capture_output=True, text=True, check=False)
     return int(said.stdout) if said.stdout.strip() else None
 
 
@@ -83,7 +83,7 @@ def _wait(run: Run, seconds: float) -> None:
 def killed(run: Run, duration: float, random_: random.Random, whom: str, kills: int) -> int:
     """Kill parts of a run at random instants of its life, the start of its processes included, until it is finished."""
     hit = 0
-    while run.read()["state"] != store.FINISHED:
+    while run.read()["state"] != states.FINISHED:
         before = saved(run)
         resume(run)
         if hit < kills:
@@ -99,9 +99,9 @@ def killed(run: Run, duration: float, random_: random.Random, whom: str, kills: 
         wait_for_end(run)
         check_nothing_lost(run, before)
         state = run.state()
-        if state not in (store.FINISHED, store.INTERRUPTED):
+        if state not in (states.FINISHED, states.INTERRUPTED):
             raise Failure(f"{run.name} is {state}: {run.read()['reason']}\n{logs(run)}")
-        if state == store.INTERRUPTED and whom in ("a rank", "the tmux server"):
+        if state == states.INTERRUPTED and whom in ("a rank", "the tmux server"):
             raise Failure(f"{run.name} did not go on by itself when {whom} was killed\n{logs(run)}")
     return hit
 
@@ -109,7 +109,7 @@ def killed(run: Run, duration: float, random_: random.Random, whom: str, kills: 
 def stopped(run: Run, duration: float, random_: random.Random, whom: str, stops: int) -> tuple[int, int]:
     """Stop a run politely at random instants. Returns stops that hit it, and the steps lost."""
     hit = lost = 0
-    while run.read()["state"] != store.FINISHED:
+    while run.read()["state"] != states.FINISHED:
         resume(run)
         asked = False
         if hit < stops:
@@ -124,10 +124,10 @@ def stopped(run: Run, duration: float, random_: random.Random, whom: str, stops:
             asked = run.alive() and _send(chosen[whom], number)
         wait_for_end(run)
         state = run.state()
-        if state == store.STOPPED:
+        if state == states.STOPPED:
             hit += asked
             lost += steps_lost(run)
-        elif state != store.FINISHED:
+        elif state != states.FINISHED:
             raise Failure(f"{run.name} is {state} after a polite stop: {run.read()['reason']}\n{logs(run)}")
     return hit, lost
 
@@ -155,7 +155,7 @@ def under_fire(run: Run, random_: random.Random, everyone: bool, kills: int) -> 
         _send(list(ranks) if everyone else [random_.choice(ranks)], signal.SIGKILL)
         hit, at = hit + 1, made
     wait_for_end(run)
-    if run.state() != store.FINISHED:
+    if run.state() != states.FINISHED:
         raise Failure(f"{run.name} is {run.state()}: {run.read()['reason']}\n{logs(run)}")
     return hit, twice(run)
 

@@ -18,8 +18,9 @@ import psutil
 
 from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
 from train import hashing
-from train.record import manifest, outcome, store
-from train.record.store import Run
+from train.checkpoint import manifest
+from train.run import outcome, states
+from train.run.run_folder import Run
 from train.supervise import attempts, decide
 from train.supervise.decide import Facts, LaunchMode
 from train.supervise.forks import CHECKS, RANKS, Zygote, acquire
@@ -101,8 +102,8 @@ def stacks(processes: list[Rank]) -> str:
 def killed(run: Run, ranks: int, duration: float, random_: random.Random, kills: int) -> int:
     """Kill the run at random instants until it is finished, at most so often. Returns how many kills hit it alive."""
     hit = 0
-    while run.read()["state"] != store.FINISHED:
-        if run.read()["state"] == store.FAILED:
+    while run.read()["state"] != states.FINISHED:
+        if run.read()["state"] == states.FAILED:
             raise Failure(f"{run.name} failed: {run.read()['reason']}\n{logs(run)}")
         everyone, victim = random_.random() < 0.5, random_.randrange(ranks)
         # a run that is killed early is killed again soon: so that the last steps are met as often as the first
@@ -127,7 +128,7 @@ def killed(run: Run, ranks: int, duration: float, random_: random.Random, kills:
 def stopped(run: Run, ranks: int, duration: float, random_: random.Random, stops: int) -> tuple[int, int]:
     """Stop the run politely at random instants, one rank or all of them. Returns stops that hit, and steps lost."""
     hit = lost = 0
-    while run.read()["state"] != store.FINISHED:
+    while run.read()["state"] != states.FINISHED:
         everyone, victim = random_.random() < 0.5, random_.randrange(ranks)
         number = random_.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
         wait = random_.uniform(0, 0.4 * duration)
@@ -148,10 +149,10 @@ def stopped(run: Run, ranks: int, duration: float, random_: random.Random, stops
 
         attempt(run, ranks, ask if hit < stops else None)
         record = run.read()
-        if record["state"] == store.STOPPED:
+        if record["state"] == states.STOPPED:
             hit += 1
             lost += steps_lost(run)
-        elif record["state"] != store.FINISHED:
+        elif record["state"] != states.FINISHED:
             raise Failure(f"{run.name} is {record['state']} after a polite stop: {record['reason']}\n{logs(run)}")
     return hit, lost
 

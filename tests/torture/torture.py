@@ -28,15 +28,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.torture import launched, spawned
 from tests.torture.check import Failure, change, compare, logs, make, outcome
 from train import faults
-from train.record import store
-from train.record.store import Run
-from train.runs import launch
+from train.launcher import tmux
+from train.run import states
+from train.run.run_folder import Run
 
 STEPS = 72
 """Three epochs."""
 LONG = 480
 """Of launched runs: twenty epochs, so that training takes about as long as starting."""
-Seat = tuple[int, int, bool]
+Case = tuple[int, int, bool]
 """Ranks, loader workers, asynchronous saving."""
 MANY = 3
 """Disturbances that one run takes; more are shared among several, that early and late steps are met alike."""
@@ -85,13 +85,13 @@ class Table:
     def row(self, *cells: object) -> None:
         os.write(self.out, ("| " + " | ".join(map(str, cells)) + " |\n").encode())
 
-    def judge(self, seat: Seat, what: str, runs: list[Run], hits: int, failures: list[str], note: str = "") -> None:
+    def judge(self, case: Case, what: str, runs: list[Run], hits: int, failures: list[str], note: str = "") -> None:
         """A row about these runs."""
         attempts = sum(len(run.read()["attempts"]) for run in runs)
-        saving = "async" if seat[2] else "sync"
+        saving = "async" if case[2] else "sync"
         self.hits += hits
         self.failures += failures
-        self.row(seat[0], seat[1], saving, what, f"{hits}{note}", attempts, len(failures))
+        self.row(case[0], case[1], saving, what, f"{hits}{note}", attempts, len(failures))
         for failure in failures:  # at once: the rest takes an hour
             os.write(self.out, f"\n{failure}\n\n".encode())
 
@@ -105,22 +105,22 @@ class Torture:
         self.runs, self.random, self.table, self.only = runs, random.Random(seed), table, only
         self.saving = saving
         self.wanted: dict[tuple[int, int], dict[str, Any]] = {}
-        self.durations: dict[Seat, float] = {}
+        self.durations: dict[Case, float] = {}
         self._number = 0
 
-    def fresh(self, seat: Seat, what: str, steps: int = STEPS) -> Run:
+    def fresh(self, case: Case, what: str, steps: int = STEPS) -> Run:
         self._number += 1
-        return make(self.runs, f"{what}-{self._number}", *seat, steps=steps)
+        return make(self.runs, f"{what}-{self._number}", *case, steps=steps)
 
-    def base(self, seat: Seat) -> None:
+    def base(self, case: Case) -> None:
         """How a run of this kind ends undisturbed, and in what time; the same for all of a world size."""
-        run = self.fresh(seat, "base")
-        self.durations[seat] = spawned.attempt(run, seat[0])
-        if run.read()["state"] != store.FINISHED:
+        run = self.fresh(case, "base")
+        self.durations[case] = spawned.attempt(run, case[0])
+        if run.read()["state"] != states.FINISHED:
             raise Failure(logs(run))
-        compare(run, self.wanted.setdefault((seat[0], STEPS), outcome(run)))
+        compare(run, self.wanted.setdefault((case[0], STEPS), outcome(run)))
 
-    def until(self, seat: Seat, what: str, count: int, act: Callable[[Run, int], tuple[int, int]], steps: int) -> None:
+    def until(self, case: Case, what: str, count: int, act: Callable[[Run, int], tuple[int, int]], steps: int) -> None:
         """Disturb runs of this kind until `count` disturbances have hit."""
         if self.only not in what:
             return
@@ -128,46 +128,46 @@ class Torture:
         runs: list[Run] = []
         failures: list[str] = []
         while hits < count and len(failures) < 3:
-            run = self.fresh(seat, what.replace(":", "").replace(" ", "-"), steps)
+            run = self.fresh(case, what.replace(":", "").replace(" ", "-"), steps)
             runs.append(run)
             try:
                 more, less = act(run, min(MANY, count - hits))
                 hits, lost = hits + more, lost + less
                 if less:
                     raise Failure(f"{run.name}: {less} steps lost by polite stops")
-                compare(run, self.wanted[seat[0], steps])
+                compare(run, self.wanted[case[0], steps])
             except Failure as failure:
                 failures.append(str(failure))
-        self.table.judge(seat, what, runs, hits, failures, f", {lost} steps lost" if "stop" in what else "")
+        self.table.judge(case, what, runs, hits, failures, f", {lost} steps lost" if "stop" in what else "")
 
-    def kills(self, seats: list[Seat], count: int) -> None:
-        share = -(-count // len(seats))
-        for seat in seats:
+    def kills(self, cases: list[Case], count: int) -> None:
+        share = -(-count // len(cases))
+        for case in cases:
             self.until(
-                seat, "SIGKILL at random instants", share,
-                lambda run, n, s=seat: (spawned.killed(run, s[0], self.durations[s], self.random, n), 0), STEPS,
+                case, "SIGKILL at random instants", share,
+                lambda run, n, s=case: (spawned.killed(run, s[0], self.durations[s], self.random, n), 0), STEPS,
             )  # fmt: skip
 
-    def stops(self, seats: list[Seat], count: int) -> None:
-        share = -(-count // len(seats))
-        for seat in seats:
+    def stops(self, cases: list[Case], count: int) -> None:
+        share = -(-count // len(cases))
+        for case in cases:
             self.until(
-                seat, "polite stops", share,
-                lambda run, n, s=seat: spawned.stopped(run, s[0], self.durations[s], self.random, n), STEPS,
+                case, "polite stops", share,
+                lambda run, n, s=case: spawned.stopped(run, s[0], self.durations[s], self.random, n), STEPS,
             )  # fmt: skip
 
-    def once(self, seat: Seat, what: str, act: Callable[[Run], bool], first: int, exactly: bool = True) -> None:
-        """One disturbance of one run, created for `first` ranks, that ends on those of the seat."""
+    def once(self, case: Case, what: str, act: Callable[[Run], bool], first: int, exactly: bool = True) -> None:
+        """One disturbance of one run, created for `first` ranks, that ends on those of the case."""
         if self.only not in what:
             return
-        run = self.fresh((first, *seat[1:]), "once")
+        run = self.fresh((first, *case[1:]), "once")
         hits, failures = 0, []
         try:
             hits = int(act(run))
-            compare(run, self.wanted[seat[0], STEPS], exactly)
+            compare(run, self.wanted[case[0], STEPS], exactly)
         except Failure as failure:
             failures.append(str(failure))
-        self.table.judge(seat, what, [run], hits, failures)
+        self.table.judge(case, what, [run], hits, failures)
 
     def points(self, ranks: int) -> None:
         """A kill at each named point, of rank 0 and of another; then other world sizes, twice in one epoch."""
@@ -182,8 +182,8 @@ class Torture:
             def aimed(run: Run, text: str = f"{point}@{victim}:{count}") -> bool:
                 spawned.attempt(run, ranks, None, text)
                 # a run that is over is not changed by a kill: nothing hit it then
-                died = bool(run.read()["state"] == store.RUNNING)
-                while run.read()["state"] == store.RUNNING:
+                died = bool(run.read()["state"] == states.RUNNING)
+                while run.read()["state"] == states.RUNNING:
                     spawned.attempt(run, ranks)
                 return died
 
@@ -196,8 +196,8 @@ class Torture:
 
             def last(run: Run, text: str = text) -> bool:
                 spawned.attempt(run, ranks, None, text)
-                died = bool(run.read()["state"] == store.RUNNING)
-                while run.read()["state"] == store.RUNNING:
+                died = bool(run.read()["state"] == states.RUNNING)
+                while run.read()["state"] == states.RUNNING:
                     spawned.attempt(run, ranks)
                 return died
 
@@ -219,18 +219,18 @@ class Torture:
         for what, (ranks, flags) in SPREAD.items():
             if self.only not in what:
                 continue
-            seat, failures, hits, made = (ranks, 0, True), [], 0, []
+            case, failures, hits, made = (ranks, 0, True), [], 0, []
             try:
-                base = make(self.runs, f"{what}-base", *seat, steps=STEPS, more=flags)
+                base = make(self.runs, f"{what}-base", *case, steps=STEPS, more=flags)
                 duration, wanted = spawned.attempt(base, ranks), outcome(base)
                 while hits < kills:
-                    run = make(self.runs, f"{what}-{len(made)}", *seat, steps=STEPS, more=flags)
+                    run = make(self.runs, f"{what}-{len(made)}", *case, steps=STEPS, more=flags)
                     made.append(run)
                     hits += spawned.killed(run, ranks, duration, self.random, min(MANY, kills - hits))
                     compare(run, wanted)
             except Failure as failure:
                 failures.append(str(failure))
-            self.table.judge(seat, f"{what}: SIGKILL at random instants", made, hits, failures)
+            self.table.judge(case, f"{what}: SIGKILL at random instants", made, hits, failures)
         moves = [("ddp", 2), ("fsdp", 3), ("ddp", 1), ("hsdp", 4), ("fsdp", 2), ("ddp", 3)]
 
         def moving(run: Run) -> bool:
@@ -246,54 +246,54 @@ class Torture:
 
     def launched(self, ranks: int, kills: int, stops: int) -> None:
         """The same to runs as users launch them, through tmux and the agent."""
-        seat = (ranks, 0, True)
-        run = self.fresh(seat, "launched-base", LONG)
+        case = (ranks, 0, True)
+        run = self.fresh(case, "launched-base", LONG)
         launched.resume(run)
         duration = launched.wait_for_end(run)
         self.wanted[ranks, LONG] = outcome(run)
-        if run.read()["state"] != store.FINISHED:
+        if run.read()["state"] != states.FINISHED:
             raise Failure(logs(run))
         for whom in launched.KILLS if kills else ():
             self.until(
-                seat, f"launched: SIGKILL of {whom}", -(-kills // len(launched.KILLS)),
+                case, f"launched: SIGKILL of {whom}", -(-kills // len(launched.KILLS)),
                 lambda run, n, w=whom: (launched.killed(run, duration, self.random, w, n), 0), LONG,
             )  # fmt: skip
         for whom in launched.STOPS if stops else ():
             self.until(
-                seat, f"launched: polite stops to {whom}", -(-stops // len(launched.STOPS)),
+                case, f"launched: polite stops to {whom}", -(-stops // len(launched.STOPS)),
                 lambda run, n, w=whom: launched.stopped(run, duration, self.random, w, n), LONG,
             )  # fmt: skip
-        subprocess.run(launch.tmux(self.runs, "kill-server"), capture_output=True, check=False)
+        subprocess.run(tmux.tmux(self.runs, "kill-server"), capture_output=True, check=False)
 
     def remembered(self, ranks: int, kills: int) -> None:
         """Ranks killed while they train, and started again from memory: there is nothing for them on the disk."""
-        seat = (ranks, 0, True)
+        case = (ranks, 0, True)
         for kind in REMEMBERED:
             has_part = kind in SPREAD
             if has_part and ranks == 1:
                 continue
-            base = self._remembered(kind, seat)
+            base = self._remembered(kind, case)
             launched.resume(base)
             launched.wait_for_end(base)
             wanted = outcome(base)
-            if wanted["state"] != store.FINISHED:
+            if wanted["state"] != states.FINISHED:
                 raise Failure(logs(base))
             for everyone in (False, True) if ranks > 1 else (True,):
                 whom = "all ranks" if everyone else "a rank"
-                self._burn(kind, seat, f"SIGKILL of {whom}", wanted, kills, everyone)
+                self._burn(kind, case, f"SIGKILL of {whom}", wanted, kills, everyone)
             # where each has a part of the state, a death in every first copy leaves none that is whole
             for text in () if has_part else FAULTS_OF_MEMORY:
-                self._burn(kind, seat, text, wanted, 1, everyone=True)
-        subprocess.run(launch.tmux(self.runs, "kill-server"), capture_output=True, check=False)
+                self._burn(kind, case, text, wanted, 1, everyone=True)
+        subprocess.run(tmux.tmux(self.runs, "kill-server"), capture_output=True, check=False)
 
-    def _burn(self, kind: str, seat: Seat, how: str, wanted: dict[str, Any], kills: int, everyone: bool) -> None:
+    def _burn(self, kind: str, case: Case, how: str, wanted: dict[str, Any], kills: int, everyone: bool) -> None:
         """A row: kills at random instants, or a fault that meets every attempt."""
         what = f"{kind}, from memory: {how}"
         if self.only not in what:
             return
         hits, again, failures, made = 0, 0, [], []
         while hits < kills and len(failures) < 3:
-            run = self._remembered(kind, seat)
+            run = self._remembered(kind, case)
             made.append(run)
             try:
                 if how.startswith("SIGKILL"):
@@ -306,12 +306,12 @@ class Torture:
             except Failure as failure:
                 failures.append(str(failure))
             hits += max(1, len(run.read()["attempts"]) - 1)
-        self.table.judge(seat, what, made, hits, failures, f", {again} steps made twice")
+        self.table.judge(case, what, made, hits, failures, f", {again} steps made twice")
 
-    def _remembered(self, kind: str, seat: Seat) -> Run:
+    def _remembered(self, kind: str, case: Case) -> Run:
         self._number += 1
         task, flags = REMEMBERED[kind]
-        return make(self.runs, f"remembered-{self._number}", *seat, steps=LONG, more=flags | NO_DISK, task=task)
+        return make(self.runs, f"remembered-{self._number}", *case, steps=LONG, more=flags | NO_DISK, task=task)
 
 
 def main() -> int:
@@ -340,14 +340,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="train-torture-runs-") as temporary:
         saving = tuple(word == "async" for word in options.saving)
         torture = Torture((options.runs or Path(temporary)).absolute(), options.seed, table, options.only, saving)
-        seats = list(itertools.product(options.ranks, options.workers, saving))
+        cases = list(itertools.product(options.ranks, options.workers, saving))
         try:
-            for seat in seats:
-                torture.base(seat)
+            for case in cases:
+                torture.base(case)
             if options.kills:
-                torture.kills(seats, options.kills)
+                torture.kills(cases, options.kills)
             if options.stops:
-                torture.stops(seats, options.stops)
+                torture.stops(cases, options.stops)
             if options.points:
                 torture.points(3 if 3 in options.ranks else options.ranks[-1])
             if options.spread_kills:

@@ -30,21 +30,21 @@ from torch.utils._pytree import tree_leaves
 
 from train.data import loader
 from train.data.to_device import mapped
-from train.engine import build, prefetch, setup
-from train.engine import train as loop
+from train.launcher import checks
+from train.launcher.request import Request
 from train.parallel import strategy
 from train.parallel.overlap import CommunicationTime
-from train.parallel.seat import Seat
+from train.parallel.rank_env import RankEnv
 from train.parallel.world import World
-from train.record import folders
-from train.record.heartbeat import Heart
-from train.runs import checks
-from train.runs.request import Request
+from train.run import folders
+from train.run.heartbeat import Heart
 from train.signals import StopRequest
+from train.trainer import build, prefetch, setup
+from train.trainer import train as loop
 
 GPU, _CPU, _META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
 _aten = torch.ops.aten
-_ALONE = Seat()
+_ALONE = RankEnv()
 _UPDATES = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.")
 """What changes weights in one kernel. Of some, torch knows no shapes of a result, for they have none."""
 _HERE = (str(Path(torch.__file__).parent), __file__, "<")
@@ -174,7 +174,9 @@ def _apply(self: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
 
 
 @contextlib.contextmanager
-def training(folder: Path, task: Path | str, flags: dict[str, Any], seat: Seat = _ALONE) -> Iterator[tuple[Any, Watch]]:
+def training(
+    folder: Path, task: Path | str, flags: dict[str, Any], rank_env: RankEnv = _ALONE
+) -> Iterator[tuple[Any, Watch]]:
     """A run that trains on the GPU that is not there: the engine's loop, after all that sets a rank up.
 
     Left out is what takes a driver: to count GPUs, to take one and ask what it is, to pin memory, the events by which
@@ -207,14 +209,14 @@ def training(folder: Path, task: Path | str, flags: dict[str, Any], seat: Seat =
             held.enter_context(mock.patch.object(place, name, instead, create=place is FakeTensor))
         held.enter_context(mock.patch.dict(os.environ))
         with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False):
-            with mock.patch.object(torch.cuda, "device_count", lambda: seat.size):
-                prepared = checks.prepare(Request(str(task), texts, ranks=seat.size))
+            with mock.patch.object(torch.cuda, "device_count", lambda: rank_env.size):
+                prepared = checks.prepare(Request(str(task), texts, ranks=rank_env.size))
             run = folders.create(folder, "run", prepared.files, prepared.record)
             run.begin_attempt(1)
             held.enter_context(fake)
             held.enter_context(watch)
             heart = Heart(run.logs(1) / "rank0.beat")
-            job, done = setup.set_up(run, seat, 1, StopRequest(()), False, heart, held)
+            job, done = setup.set_up(run, rank_env, 1, StopRequest(()), False, heart, held)
         made = loop.Loop(job, done)
         job.strategy.module.train()
         job.strategy.start()
@@ -242,10 +244,10 @@ def _fetched(items: Iterator[Any], fake: _Fake, watch: Watch) -> Iterator[Any]:
         yield mapped(item, lambda value: watch.pinned(fake.from_tensor(value)) if isinstance(value, Tensor) else value)
 
 
-def _join(config: Any, seat: Seat, device: torch.device) -> World:
-    if seat.size > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=seat.rank, world_size=seat.size)
-    return World(seat.rank, seat.size, seat.local_rank, device)
+def _join(config: Any, rank_env: RankEnv, device: torch.device) -> World:
+    if rank_env.size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank_env.rank, world_size=rank_env.size)
+    return World(rank_env.rank, rank_env.size, rank_env.local_rank, device)
 
 
 @contextlib.contextmanager

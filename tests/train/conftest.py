@@ -20,9 +20,9 @@ import pytest
 
 from tests.train import forks
 from train import cores
-from train.record import store
-from train.record.store import Run
-from train.runs import launch
+from train.launcher import tmux
+from train.run import states
+from train.run.run_folder import Run
 
 pytest.register_assert_rewrite("tests.train.training")
 
@@ -160,11 +160,11 @@ class Station:
 
     def close(self) -> None:
         """End whatever still lives here."""
-        subprocess.run(launch.tmux(self.runs, "kill-server"), capture_output=True, check=False)
+        subprocess.run(tmux.tmux(self.runs, "kill-server"), capture_output=True, check=False)
         for folder in self.runs.glob("*/run.json"):
             run = Run(folder.parent)
             if run.alive():
-                run.ask_stop(store.NOW)
+                run.ask_stop(states.NOW)
 
 
 @pytest.fixture

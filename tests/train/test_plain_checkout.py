@@ -69,7 +69,7 @@ def python(plain: dict[str, str], *arguments: object) -> subprocess.CompletedPro
 
 @pytest.mark.minutes
 def test_nothing_else_is_found(plain: dict[str, str]) -> None:
-    assert python(plain, "-c", "import torch, safetensors, train.runs.foreground").returncode == 0
+    assert python(plain, "-c", "import torch, safetensors, train.launcher.foreground").returncode == 0
     done = python(plain, "-c", "import sklearn")
     assert done.returncode and "No module named 'sklearn'" in done.stderr
 

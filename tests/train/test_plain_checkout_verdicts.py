@@ -23,8 +23,8 @@ from tests.gpu import __main__ as proof
 from tests.gpu import apart, compiler, dp, exact, harness, ranks, recovery, speed, steps, waits
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, Stretch
 from train.checkpoint.buffers import Buffers, SnapshotMemory
-from train.runs import checks
-from train.runs.request import Request
+from train.launcher import checks
+from train.launcher.request import Request
 
 
 @pytest.fixture

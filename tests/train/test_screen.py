@@ -10,7 +10,7 @@ import pytest
 from tests.train.terminal import Terminal
 from train import cli, screen
 from train.errors import Refused, shortened
-from train.record import folders
+from train.run import folders
 
 if TYPE_CHECKING:
     from conftest import Station

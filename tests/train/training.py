@@ -17,14 +17,14 @@ import torch
 from tests import changes
 from tests.train import forks
 from train.data.order import order
-from train.engine.load import load_trained
-from train.record import folders, store
-from train.runs import checks
-from train.runs.request import Request
+from train.launcher import checks
+from train.launcher.request import Request
+from train.run import folders, run_folder
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
+from train.trainer.load import load_trained
 
 TASK = Path(__file__).with_name("learner.py")
 SPEED = ("samples_per_s", "data_wait", "step_time", "memory")
@@ -74,7 +74,7 @@ class Engine:
             changes.apply(run, config)
         return self._train(run, ranks, script)
 
-    def _train(self, run: store.Run, ranks: int, script: Iterable[str]) -> dict[str, Any]:
+    def _train(self, run: run_folder.Run, ranks: int, script: Iterable[str]) -> dict[str, Any]:
         (run.folder / "script").write_text("\n".join(script))
         lock = run.acquire()
         assert lock is not None, f"{run.name} is alive"

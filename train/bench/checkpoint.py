@@ -26,12 +26,12 @@ from train.checkpoint.state import size_of, state_of
 from train.config import Config
 from train.parallel.devices import pick_device, take_device
 from train.parallel.world import World
-from train.record.durable import sync_folder
-from train.record.store import Run
+from train.run.durable import sync_folder
+from train.run.run_folder import Run
 
 
 def bench(folder: Path, megabytes: list[int], times: int = 5, device: str = "cpu") -> str:
-    """Measure in a folder of the disk that runs are kept on, of a state on this device. Returns a table in Markdown."""
+    """Measure in a folder of the disk with the runs, of a state on this device. Returns a table in Markdown."""
     place = pick_device(Config(device="cuda" if device == "cuda" else "cpu"), 1, 0)
     take_device(place)
     lines = [

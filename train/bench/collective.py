@@ -30,9 +30,9 @@ def bench(folder: Path, times: int, ranks: int | None = None) -> str:
         ranks: default: those of torchrun; without it the GPUs, or 2 processes on the CPU where there is no more than
             one GPU.
     """
-    gpus, seat = torch.cuda.device_count(), torchruns()
-    ranks = ranks or (seat.size if seat else max(gpus, 2))
-    on_gpus = gpus >= (seat.local_size if seat else ranks)
+    gpus, rank_env = torch.cuda.device_count(), torchruns()
+    ranks = ranks or (rank_env.size if rank_env else max(gpus, 2))
+    on_gpus = gpus >= (rank_env.local_size if rank_env else ranks)
     ways = {f"{kind} {size}": functools.partial(way, size) for size in KILOBYTES for kind, way in _KINDS.items()}
     blocks = measure(folder, ranks, ways, STEPS, times)
     where = "GPUs over NCCL" if on_gpus else "one CPU over gloo"

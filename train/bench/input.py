@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from train.bench.turns import quartiles
 from train.data.loader import Loader
 from train.data.plan import Plan, Sharing, micro_batches_of
-from train.runs.request import Request, resolve
+from train.launcher.request import Request, resolve
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 """Of the pictures: the usual ones of ImageNet, whose files of this size have some 110 kB."""

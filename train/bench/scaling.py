@@ -98,9 +98,9 @@ def bench(folder: Path, times: int, name: str, strategies: list[Any], ranks: lis
         strategies: of ddp, fsdp, hsdp; none: ddp and fsdp.
         ranks: numbers of ranks; none: 1, 2, 4, … up to the number of GPUs, or 1 and 2 on the CPU. Under torchrun: its.
     """
-    gpus, seat, subject = torch.cuda.device_count(), torchruns(), SUBJECTS[name]
-    local = seat.local_size if seat else 0
-    wanted = [seat.size] if seat else sorted({1, *(ranks or _usual(gpus))})
+    gpus, rank_env, subject = torch.cuda.device_count(), torchruns(), SUBJECTS[name]
+    local = rank_env.local_size if rank_env else 0
+    wanted = [rank_env.size] if rank_env else sorted({1, *(ranks or _usual(gpus))})
     rows: list[Row] = []
     missing: list[str] = []
     for size in wanted:
@@ -111,7 +111,7 @@ def bench(folder: Path, times: int, name: str, strategies: list[Any], ranks: lis
         missing += absent
         rows += _measured(folder, subject, size, ways, times, rows)
     cores = os.cpu_count() or 1
-    if not gpus and max([local] if seat else wanted) > cores:
+    if not gpus and max([local] if rank_env else wanted) > cores:
         missing.append(f"a speed-up on more than {cores} ranks, for they share so many cores")
     where = torch.cuda.get_device_name(0) if gpus else "the CPU, one thread a rank"
     if as_json:

@@ -18,7 +18,7 @@ import torch.multiprocessing
 
 from train.config import Config
 from train.parallel.devices import pick_device, take_device
-from train.parallel.seat import Seat, seat_of_environment
+from train.parallel.rank_env import RankEnv, read_rank_env
 from train.parallel.world import World, join
 
 Way = Callable[[World], Callable[[], None]]
@@ -29,9 +29,9 @@ _PRELOAD = ("torch", "train.parallel.ddp", "train.parallel.fsdp", "train.paralle
 """What ranks find loaded, where a server forks them."""
 
 
-def torchruns() -> Seat | None:
-    """The seat of this process among the ranks that torchrun started; None without torchrun."""
-    return seat_of_environment() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+def torchruns() -> RankEnv | None:
+    """The rank env of this process among the ranks that torchrun started; None without torchrun."""
+    return read_rank_env() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times: int) -> Blocks:
@@ -41,9 +41,9 @@ def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times
         ranks: processes to start for it. Under torchrun its ranks measure, which all call this once.
         ways: by name, what makes the step on a rank; functions of a module, for they travel to other processes.
     """
-    seat = torchruns()
-    if seat is not None:
-        return _timed(seat, ways, steps, times)
+    rank_env = torchruns()
+    if rank_env is not None:
+        return _timed(rank_env, ways, steps, times)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
         method = "forkserver"
         if torch.cuda.device_count():  # which GPUs a process sees is its starter's to say
@@ -73,24 +73,24 @@ def quartiles(seconds: list[float], plain: list[float]) -> list[float]:
 
 
 def ratio(seconds: list[float], plain: list[float]) -> tuple[float, str]:
-    """The median of the ratios of blocks to those of the same turn, and their quartiles in words."""
+    """The median of the ratios of blocks to those of the same turn, and their quartiles as text."""
     low, middle, high = quartiles(seconds, plain)
     return middle, f"{low:.3f} to {high:.3f}"
 
 
 def _rank(rank: int, size: int, folder: str, ways: dict[str, Any], steps: int, times: int) -> None:
-    blocks = _timed(Seat(rank, size, rank, size, f"file://{folder}/store"), ways, steps, times)
+    blocks = _timed(RankEnv(rank, size, rank, size, f"file://{folder}/store"), ways, steps, times)
     if rank == 0:
         Path(folder, "blocks.json").write_text(json.dumps(blocks))
 
 
-def _timed(seat: Seat, ways: Mapping[str, Way], steps: int, times: int) -> Blocks:
+def _timed(rank_env: RankEnv, ways: Mapping[str, Way], steps: int, times: int) -> Blocks:
     """What each block of each way takes on this rank, among the others."""
     torch.set_num_threads(1)
-    config = Config(device="auto" if torch.cuda.device_count() >= seat.local_size else "cpu")
-    device = pick_device(config, seat.local_size, seat.local_rank)
+    config = Config(device="auto" if torch.cuda.device_count() >= rank_env.local_size else "cpu")
+    device = pick_device(config, rank_env.local_size, rank_env.local_rank)
     take_device(device)
-    world = join(config, seat, device)
+    world = join(config, rank_env, device)
     made = {name: way(world) for name, way in ways.items()}
     blocks: Blocks = {name: [] for name in made}
     for count in range(times + 2):

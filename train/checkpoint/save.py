@@ -3,7 +3,7 @@
 Commit: every rank writes its shards with torch.distributed.checkpoint into a fresh `.partial-…` folder, hashed on
 their way and fsynced (writer.py); rank 0 writes the manifest last; one rename publishes the folder; its parent is
 fsynced. Old checkpoints are pruned only after that. Loading verifies every hash and falls back to the newest checkpoint
-that is whole (record/manifest.py). On several machines checkpoints lie in node 0's run folder: with ddp rank 0 writes
+that is whole (manifest.py). On several machines checkpoints lie in node 0's run folder: with ddp rank 0 writes
 them alone, with fsdp and hsdp all ranks do, into a folder that all machines share.
 """
 
@@ -24,15 +24,15 @@ from torch import nn
 
 from train import faults
 from train.checkpoint.load import reason_of
+from train.checkpoint.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
 from train.checkpoint.staging import Staging
 from train.checkpoint.state import size_of, state_of
 from train.checkpoint.writer import DurableWriter
 from train.config import SPREAD, Config
 from train.parallel.world import World
-from train.record.best import best
-from train.record.durable import sync_folder
-from train.record.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
-from train.record.store import Run
+from train.run.best import best
+from train.run.durable import sync_folder
+from train.run.run_folder import Run
 
 _LOOKS = 16
 """Steps after which an optimizer without a state is assumed to have none, as plain SGD."""

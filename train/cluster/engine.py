@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from train.errors import Refused, one_line, whole
-from train.record import folders, store
-from train.record.store import Run
+from train.run import folders, states
+from train.run.run_folder import Run
 from train.supervise import WAIT_MINUTES
 
 ENGINES = {"slurm": "train.cluster.slurm", "kubernetes": "train.cluster.kubernetes"}
@@ -77,7 +77,7 @@ class JobStatus:
 
     @property
     def is_over(self) -> bool:
-        return self.state not in (store.QUEUED, store.RUNNING)
+        return self.state not in (states.QUEUED, states.RUNNING)
 
 
 class Engine(Protocol):
@@ -99,7 +99,7 @@ class Engine(Protocol):
         """The text of SCRIPT."""
 
     def submit(self, run: Run) -> str:
-        """Hand SCRIPT over. Returns what the engine made of it, in a few words.
+        """Hand SCRIPT over. Returns what the engine made of it, as a short text.
 
         Raises:
             Refused: the engine did not take it, or its answer was lost.

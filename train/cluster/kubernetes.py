@@ -1,6 +1,6 @@
 """Kubernetes: a run as a TrainJob of Kubeflow Trainer (job.yaml), handed over with kubectl.
 
-The pod itself is described by the namespace's TrainingRuntime (deploy/kubernetes/runtime.yaml). The run is kept in the
+The pod itself is described by the namespace's TrainingRuntime (deploy/kubernetes/runtime.yaml). The run lies in the
 cluster, in the claim for runs; the folder here has what was handed over.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from train.cluster.engine import CONFIG, FILE, TASK, JobStatus, Submission, call, template
 from train.errors import Refused, one_line
-from train.record import environment, store
-from train.record.store import Run
+from train.run import environment, states
+from train.run.run_folder import Run
 
 SCRIPT = "job.yaml"
 APPLY = "kubectl apply -k deploy/kubernetes"
@@ -161,7 +161,7 @@ def submit(run: Run) -> str:
 
 
 def _company(run: Run, namespace: str) -> list[dict[str, Any]]:
-    """The files that every pod reads, and that pods of this run may talk to each other; nobody else may come in."""
+    """The files that every pod reads, and that pods of this run may talk to each other; no others may."""
     labels = {_OURS: "trainstation", _ID: run.read()["submission"]}
     metadata = {"name": run.name, "namespace": namespace, "labels": labels}
     files = {name: run.folder / name for name in (FILE, TASK, CONFIG) if (run.folder / name).is_file()}
@@ -183,9 +183,9 @@ def _company(run: Run, namespace: str) -> list[dict[str, Any]]:
 
 def jobs(place: str | None) -> dict[str, JobStatus]:
     """All TrainJobs of ours in a namespace, those that have ended among them."""
-    said = _kubectl(place or NAMESPACE, "get", "trainjob,pod", f"--selector={_OURS}=trainstation", "--output=json")
+    output = _kubectl(place or NAMESPACE, "get", "trainjob,pod", f"--selector={_OURS}=trainstation", "--output=json")
     try:
-        items = json.loads(said)["items"]
+        items = json.loads(output)["items"]
         pods = [one for one in items if one["kind"] == "Pod"]
         return {
             one["metadata"]["labels"][_ID]: _job(
@@ -202,16 +202,16 @@ def _job(job: Mapping[str, Any], pods: list[dict[str, Any]]) -> JobStatus:
     """How a TrainJob stands, by its conditions and its pods."""
     for condition in job.get("status", {}).get("conditions") or ():
         if condition["status"] == "True" and condition["type"] == "Complete":
-            return JobStatus(store.FINISHED, "its trainjob is complete")
+            return JobStatus(states.FINISHED, "its trainjob is complete")
         if condition["status"] == "True" and condition["type"] == "Failed":
-            return JobStatus(store.FAILED, _words(condition) or "its trainjob has failed")
+            return JobStatus(states.FAILED, _words(condition) or "its trainjob has failed")
     phases = [pod.get("status", {}).get("phase", "Pending") for pod in pods]
     running, nodes = phases.count("Running"), job["spec"]["trainer"]["numNodes"]
     if job["metadata"].get("deletionTimestamp"):
-        return JobStatus(store.RUNNING, f"its trainjob is being deleted; {running} pods still run")
+        return JobStatus(states.RUNNING, f"its trainjob is being deleted; {running} pods still run")
     pending = next((pod for pod, phase in zip(pods, phases, strict=True) if phase == "Pending"), None)
     why = f"; {pending['metadata']['name']} waits: {_waits(pending)}" if pending else ""
-    return JobStatus(store.RUNNING if running else store.QUEUED, f"{running} of {nodes} pods run{why}")
+    return JobStatus(states.RUNNING if running else states.QUEUED, f"{running} of {nodes} pods run{why}")
 
 
 def _waits(pod: Mapping[str, Any]) -> str:
@@ -222,9 +222,9 @@ def _waits(pod: Mapping[str, Any]) -> str:
     return next((_words(one) for one in waits if one), "its container is not there yet")
 
 
-def _words(said: Mapping[str, Any]) -> str:
+def _words(output: Mapping[str, Any]) -> str:
     """`reason: message` of whatever has them."""
-    return one_line(": ".join(filter(None, (said.get("reason"), said.get("message")))))
+    return one_line(": ".join(filter(None, (output.get("reason"), output.get("message")))))
 
 
 def stop(run: Run, job: JobStatus, now: bool) -> None:
@@ -236,7 +236,7 @@ def stop(run: Run, job: JobStatus, now: bool) -> None:
 
 
 def logs(run: Run, rank: int, since: str | None = None) -> list[str] | None:
-    """By kubectl: what the pods of that rank's node have said."""
+    """By kubectl: the output of the pods of that rank's node."""
     record = run.read()
     if rank >= record["world_size"]:
         raise Refused(f"{run.name} has no rank {rank}: they are counted from 0 to {record['world_size'] - 1}")

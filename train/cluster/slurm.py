@@ -17,8 +17,8 @@ from typing import Any
 import train
 from train.cluster.engine import JobStatus, Submission, call, of_others, template
 from train.errors import Refused
-from train.record import environment, store
-from train.record.store import Run
+from train.run import environment, states
+from train.run.run_folder import Run
 
 SCRIPT = "job.sbatch"
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT")
@@ -149,7 +149,7 @@ def _quoted(word: str) -> str:
 
 
 def _checkout() -> Path | None:
-    """The folder that this package lies in, where it is not installed; a node's Python has to be told."""
+    """The folder that this package lies in, where it is not installed; a node's Python does not know it."""
     root = Path(train.__file__).resolve().parents[1]
     return None if root.is_relative_to(Path(sys.prefix).resolve()) and root.name == "site-packages" else root
 
@@ -172,8 +172,8 @@ def _command(asked: Submission, root: Path | None) -> str:
 
 def submit(run: Run) -> str:
     """Hand the batch script to sbatch."""
-    said = call("sbatch", "--parsable", str(run.folder / SCRIPT))
-    return f"job {said.strip().partition(';')[0]}"
+    output = call("sbatch", "--parsable", str(run.folder / SCRIPT))
+    return f"job {output.strip().partition(';')[0]}"
 
 
 def jobs(place: str | None) -> dict[str, JobStatus]:
@@ -181,7 +181,7 @@ def jobs(place: str | None) -> dict[str, JobStatus]:
     rows = (line.split("|", 3) for line in _squeue("%j|%i|%T|%r").splitlines() if line.count("|") >= 3)
     return {
         name.rpartition(".")[2]: JobStatus(
-            store.RUNNING if state in _RUNNING else store.QUEUED,
+            states.RUNNING if state in _RUNNING else states.QUEUED,
             f"job {number} is {state.lower()}" + (f" ({why})" if why != "None" else ""),
         )
         for name, number, state, why in rows
@@ -194,10 +194,10 @@ def _squeue(form: str, *more: str) -> str:
 
 def stop(run: Run, job: JobStatus, now: bool) -> None:
     """Ask its ranks to end, by its folder; take from Slurm what waits, or has an end that a node has not heard of."""
-    wanted = store.NOW if now else store.POLITE
-    if job.state == store.QUEUED or run.read()["state"] not in (store.CREATED, store.RUNNING):
+    wanted = states.NOW if now else states.POLITE
+    if job.state == states.QUEUED or run.read()["state"] not in (states.CREATED, states.RUNNING):
         remove(run)
-    elif run.stop_asked() not in (wanted, store.NOW):  # one that is just starting overlooks the first
+    elif run.stop_asked() not in (wanted, states.NOW):  # one that is just starting overlooks the first
         run.ask_stop(wanted)
 
 

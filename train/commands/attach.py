@@ -17,8 +17,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Become that terminal."""
-    from train.record import folders
-    from train.runs.launch import attach
+    from train.launcher.tmux import attach
+    from train.run import folders
 
     attach(folders.find(runs, options.name))
     return EXIT_FINISHED

@@ -19,7 +19,7 @@ Offer = Callable[..., Iterable[str]]
 
 def run_names(parsed_args: Namespace, **_: Any) -> list[str]:
     """Names of the runs there are."""
-    from train.record import folders
+    from train.run import folders
 
     folder = _folder(parsed_args)
     return [run.name for run in folders.every(folder)] if folder else []
@@ -27,7 +27,7 @@ def run_names(parsed_args: Namespace, **_: Any) -> list[str]:
 
 def _folder(parsed_args: Namespace) -> Path | None:
     from train.errors import Refused
-    from train.record import folders
+    from train.run import folders
 
     given = getattr(parsed_args, "runs", None)
     try:
@@ -45,7 +45,7 @@ def task_names(prefix: str, **_: Any) -> list[str]:
 
 def checkpoint_steps(parsed_args: Namespace, **_: Any) -> list[str]:
     """The steps of a run's checkpoints, and `best`."""
-    from train.record.store import Run
+    from train.run.run_folder import Run
 
     folder, name = _folder(parsed_args), getattr(parsed_args, "name", None)
     return ["best", *map(str, Run(folder / name).steps_saved() if folder and name else [])]

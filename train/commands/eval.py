@@ -22,11 +22,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Evaluate and print the figures."""
-    from train.record import best, folders
+    from train.run import best, folders
 
     run = folders.find(runs, options.name)
     wanted = best.checkpoint_named(run, options.checkpoint)
-    from train.engine.evaluate import evaluate_run
+    from train.trainer.evaluate import evaluate_run
 
     with screen.results_alone():
         step, samples, figures = evaluate_run(run, wanted)

@@ -20,11 +20,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
-    from train.record import best, folders
+    from train.run import best, folders
 
     run = folders.find(runs, options.name)
     wanted = best.checkpoint_named(run, options.checkpoint)
-    from train.engine.export import export
+    from train.trainer.export import export
 
     with screen.results_alone():
         step = export(run, Path(options.to), wanted)

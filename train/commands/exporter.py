@@ -30,6 +30,6 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused(f"--recent {recent}: at most {_MOST_RECENT}; each run is some thirty series more")
     if not options.address:
         raise Refused("--address is empty; 127.0.0.1 is this machine alone")
-    from train.runs.monitor.prometheus import serve
+    from train.monitor.prometheus import serve
 
     serve(runs, options.address, port, _RECENT if recent is None else recent)

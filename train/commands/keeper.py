@@ -15,6 +15,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Keep the runs of this folder."""
-    from train.runs.keeper import keep
+    from train.launcher.keeper import keep
 
     return keep(runs, options.once)

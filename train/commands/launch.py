@@ -26,8 +26,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start the run inside tmux; print its name; follow it if wanted."""
-    from train.record import folders
-    from train.runs import launch
+    from train.launcher import tmux
+    from train.run import folders
 
     request, restarts = request_of(options), number("max-restarts", options.max_restarts)
     _check(options)
@@ -35,9 +35,9 @@ def run(options: Namespace, runs: Path) -> int:
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too: the same on every machine")
     name = options.name or folders.fresh_name(runs, Path(options.script or options.task).stem)
-    runs = launch.runs_of_node(runs, name, cluster, options.flags, options.config)
+    runs = tmux.runs_of_node(runs, name, cluster, options.flags, options.config)
     folders.check_free(runs, name)
-    order = launch.Order(
+    launch = tmux.LaunchRequest(
         kind="script" if options.script else "new",
         runs=str(runs),
         name=name,
@@ -49,7 +49,7 @@ def run(options: Namespace, runs: Path) -> int:
         max_restarts=restarts,
         cluster=cluster,
     )
-    warn(launch.start(order))
+    warn(tmux.start(launch))
     print(name, flush=True)
     return follow(runs, name) if options.follow else EXIT_FINISHED
 

@@ -21,9 +21,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print it; with --follow until the run ends, and end as it does."""
-    from train.record import folders
-    from train.runs import job_output
-    from train.runs.logs import ALL
+    from train.run import folders
+    from train.views import job_output
+    from train.views.logs import ALL
 
     rank = number("rank", options.rank) or 0
     attempt = ALL if options.attempt == "all" else number("attempt", options.attempt, 1)

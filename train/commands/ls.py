@@ -6,12 +6,13 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from train.cluster import jobs
+from train.commands import select
 from train.commands.completion import words
 from train.commands.options import add_json, add_names, tell
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED
-from train.record import folders
-from train.runs import jobs, select
+from train.run import folders
 
 
 def add_arguments(parser: Parser) -> None:
@@ -29,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print a table, or JSON."""
-    from train.record.listing import listing
+    from train.views.listing import listing
 
     limit = number("limit", options.limit, 1)
     names = options.names

@@ -19,8 +19,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Draw them into one file."""
-    from train.record.plot import plot, verdict
-    from train.runs import select
+    from train.commands import select
+    from train.views.plot import plot, verdict
 
     chosen = select.matching(runs, options.names)
     has_all_letters = plot(chosen, Path(options.to))

@@ -20,7 +20,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print where the time went, or write the page."""
-    from train.record import folders, report
+    from train.run import folders
+    from train.views import report
 
     if options.json and options.to is not None:
         raise Refused("--json prints, and --to writes a page; give one of them")

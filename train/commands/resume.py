@@ -27,8 +27,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start them inside tmux; print their names; follow a single one if wanted."""
-    from train.record import folders
-    from train.runs.control import resumable
+    from train.launcher.control import resumable
+    from train.run import folders
 
     number("max-restarts", options.max_restarts)
     if (options.name is None) == (not options.all):
@@ -62,9 +62,10 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     Raises:
         Refused: it is running, or cannot be resumed so.
     """
-    from train.record import folders
-    from train.runs import jobs, launch
-    from train.runs.control import nothing_left
+    from train.cluster import jobs
+    from train.launcher import tmux
+    from train.launcher.control import nothing_left
+    from train.run import folders
 
     runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))
     run = folders.find(runs, name)
@@ -86,13 +87,13 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     cluster = nodes_of(options, before)
     if before and before["node"] and cluster is not None and not cluster.get("node"):
         raise Refused(f"{name} has its checkpoints on node 0, and this is node {before['node']}; go on from there")
-    order = launch.Order(
+    launch = tmux.LaunchRequest(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
         cluster=cluster,
         max_restarts=number("max-restarts", options.max_restarts),
         script=[options.script] if options.script is not None else [],
     )  # fmt: skip
-    warn(launch.start(order))
+    warn(tmux.start(launch))
     screen.say(name, sys.stdout)
     return runs
 

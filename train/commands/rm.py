@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Delete all of them, or none where one is alive."""
-    from train.runs import select
+    from train.commands import select
 
     found = select.matching(runs, options.names)
     for line in select.remove(found):

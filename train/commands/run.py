@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.commands.options import add_task, check_now, request_of
 from train.commands.parser import Parser, number
-from train.runs.gpus import MOST_RANKS
+from train.launcher.choose_gpus import MOST_RANKS
 
 
 def add_arguments(parser: Parser) -> None:
@@ -22,11 +22,11 @@ def run(options: Namespace, runs: Path) -> int:
     """Train until the end, or until asked to stop."""
     request, spawn = request_of(options), number("spawn", options.spawn, 1, MOST_RANKS)
     if options.name is not None and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        from train.record import folders
+        from train.run import folders
 
         folders.check_free(runs, options.name)
     check_now(options.task, options.flags)
-    from train.runs import foreground
-    from train.runs.request import Request
+    from train.launcher import foreground
+    from train.launcher.request import Request
 
     return foreground.run(runs, options.name, Request(**request), spawn)

@@ -19,9 +19,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Print it, or its record as JSON."""
-    from train.record import best, folders
-    from train.record.listing import story
-    from train.runs import jobs
+    from train.cluster import jobs
+    from train.run import best, folders
+    from train.views.listing import story
 
     run = folders.find(runs, options.name)
     record = jobs.shown(run, tell)

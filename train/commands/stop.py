@@ -18,8 +18,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Wait until it has stopped; say how it stands."""
-    from train.record import folders
-    from train.runs import control, jobs
+    from train.cluster import jobs
+    from train.launcher import control
+    from train.run import folders
 
     run = folders.find(runs, options.name)
     is_job = jobs.is_submitted(run.read())

@@ -12,7 +12,7 @@ from train.commands.completion import words
 from train.commands.options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
-from train.runs.gpus import MOST_RANKS
+from train.launcher.choose_gpus import MOST_RANKS
 from train.supervise import WAIT_MINUTES
 from train.supervise.attempts import MAX_RESTARTS
 
@@ -46,7 +46,7 @@ def run(options: Namespace, runs: Path) -> int:
     if options.follow and options.dry_run:
         raise Refused("--follow and --dry-run: of what is only shown there is nothing to follow; leave one of them out")
     asked = _submission(options, runs)
-    from train.runs import jobs
+    from train.cluster import jobs
 
     said = jobs.submit(asked)
     if asked.is_dry:
@@ -58,7 +58,7 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _submission(options: Namespace, runs: Path) -> Submission:
-    from train.record import folders
+    from train.run import folders
 
     if options.on not in ENGINES:
         given = "--on is missing" if options.on is None else f"--on {options.on}"

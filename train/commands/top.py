@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 from train.commands.options import add_names
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
-from train.record import store
+from train.run import states
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from train.runs.monitor.top import Page
+    from train.monitor.top import Page
 
 _EVERY = 2.0
 """Seconds between two looks."""
 _PATIENCE = 5.0
 """Seconds that a cluster has to say how its runs stand, where the page is printed once."""
-_WAITING = (store.CREATED, store.QUEUED, store.INTERRUPTED, store.COPY)
-_STYLE = {"head": "bold", "rank": "dim", "gpu": "cyan", store.RUNNING: "green", store.FAILED: "red"}
+_WAITING = (states.CREATED, states.QUEUED, states.INTERRUPTED, states.COPY)
+_STYLE = {"head": "bold", "rank": "dim", "gpu": "cyan", states.RUNNING: "green", states.FAILED: "red"}
 _STYLE |= dict.fromkeys(_WAITING, "yellow")
 
 
@@ -42,8 +42,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Show the page until q or Ctrl-C; without a terminal that can redraw it, once."""
-    from train.runs import select as chosen
-    from train.runs.monitor.top import Page
+    from train.commands import select as chosen
+    from train.monitor.top import Page
 
     every = _seconds(options.every)
     names = [found.name for found in chosen.matching(runs, options.names)] if options.names else []

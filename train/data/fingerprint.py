@@ -76,26 +76,26 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """In what the data of two fingerprints of this format differ; the most telling first."""
     before, after = then["files"], now["files"]
     if isinstance(before, dict) and isinstance(after, dict):
-        said = [f"{name} is gone" for name in before if name not in after]
-        said += [f"{name} is new" for name in after if name not in before]
+        differences_found = [f"{name} is gone" for name in before if name not in after]
+        differences_found += [f"{name} is new" for name in after if name not in before]
         changed = [name for name, size in before.items() if after.get(name, size) != size]
-        said += [f"{name} has {after[name]} bytes and had {before[name]}" for name in changed]
+        differences_found += [f"{name} has {after[name]} bytes and had {before[name]}" for name in changed]
     else:
-        said = ["the files have other names or sizes"] if before != after else []
-    for key in {} if said else then["facts"] | now["facts"]:  # what follows from other files needs no word
+        differences_found = ["the files have other names or sizes"] if before != after else []
+    for key in {} if differences_found else then["facts"] | now["facts"]:  # what follows from other files needs no word
         had, has = (facts.get(key, "nothing") for facts in (then["facts"], now["facts"]))
         of, what = key.split(": ", 1)
         if had == has or ("nothing" in (had, has) and of != "fingerprint()"):
             continue
         if of == "fingerprint()":
-            said.append(f"fingerprint() gives {has}{f' for {what!r}' if what else ''} and gave {had}")
+            differences_found.append(f"fingerprint() gives {has}{f' for {what!r}' if what else ''} and gave {had}")
         elif what == "samples":
-            said.append(f"the {of} has {has} samples now and had {had}")
+            differences_found.append(f"the {of} has {has} samples now and had {had}")
         elif what == "order of files":
-            said.append(f"the files of the {of} come in another order: datasets() must sort them")
+            differences_found.append(f"the files of the {of} come in another order: datasets() must sort them")
         else:
-            said.append(f"{what} of the {of}: not as it was")
-    return said
+            differences_found.append(f"{what} of the {of}: not as it was")
+    return differences_found
 
 
 def _look(

@@ -77,20 +77,22 @@ def _no_answer(machine: Machine, output: Output | None) -> Finding:
         if machine.is_container:
             return problem(name, "this container was given none: nvidia-smi is not here", _AGAIN)
         return problem(name, "a card is there, its driver is not installed", "sudo apt-get install nvidia-driver")
-    words = output.first_line
-    if "Unknown Error" in words and machine.is_container:
+    message = output.first_line
+    if "Unknown Error" in message and machine.is_container:
         # what systemd's daemon-reload on the host does to running containers: NVIDIA/nvidia-container-toolkit#48
-        seen = f"lost while the container ran (a systemctl daemon-reload on the host): {words}"
+        seen = f"lost while the container ran (a systemctl daemon-reload on the host): {message}"
         return problem(name, seen, f"{_AGAIN}  # on the host, where make doctor tells how to prevent it")
-    if "version mismatch" in words:
-        return problem(name, f"the driver was upgraded under a running kernel: {words}", "sudo reboot")
+    if "version mismatch" in message:
+        return problem(name, f"the driver was upgraded under a running kernel: {message}", "sudo reboot")
     if output.code == TIMED_OUT:
-        return problem(name, f"the driver hangs: {words}", "sudo dmesg | grep -i -e xid -e nvrm")
-    if "communicate with the NVIDIA driver" in words or (output.code == 9 and not words):  # codes: nvidia-smi(1)
-        return problem(name, f"the driver is not loaded: {words or 'nvidia-smi exits with 9'}", "sudo modprobe nvidia")
-    if "No devices were found" in words or "GPU is lost" in words or output.code == 15:
-        return problem(name, f"fallen off the bus: {words}", "sudo dmesg | grep -i -e xid -e nvrm")
-    return problem(name, f"nvidia-smi fails ({output.code}): {words or 'without a word'}", "nvidia-smi")
+        return problem(name, f"the driver hangs: {message}", "sudo dmesg | grep -i -e xid -e nvrm")
+    if "communicate with the NVIDIA driver" in message or (output.code == 9 and not message):  # codes: nvidia-smi(1)
+        return problem(
+            name, f"the driver is not loaded: {message or 'nvidia-smi exits with 9'}", "sudo modprobe nvidia"
+        )
+    if "No devices were found" in message or "GPU is lost" in message or output.code == 15:
+        return problem(name, f"fallen off the bus: {message}", "sudo dmesg | grep -i -e xid -e nvrm")
+    return problem(name, f"nvidia-smi fails ({output.code}): {message or 'without a word'}", "nvidia-smi")
 
 
 def _count(machine: Machine, gpus: list[SmiGpu]) -> Finding:

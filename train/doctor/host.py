@@ -29,12 +29,12 @@ def checks(machine: Machine) -> Iterator[Finding]:
     info: dict[str, Any] = answer if isinstance(answer, dict) else {}
     errors = info.get("ServerErrors") or []
     if output.code != 0 or errors or not info.get("ServerVersion"):
-        words = str(errors[0]) if errors else output.first_line
-        if "permission denied" in words:
+        message = str(errors[0]) if errors else output.first_line
+        if "permission denied" in message:
             yield problem("Docker", "you may not use the engine", "sudo usermod -aG docker $USER  # then log in again")
         else:
             yield problem(
-                "Docker", f"no engine answers: {words[:120]}", "make engine  # or: sudo systemctl start docker"
+                "Docker", f"no engine answers: {message[:120]}", "make engine  # or: sudo systemctl start docker"
             )
         return
     yield ok("Docker", f"{info['ServerVersion']}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from train.config import Config
 from train.errors import Refused, TrainingFailed
 from train.parallel.devices import prepare_nccl
-from train.parallel.seat import Seat
+from train.parallel.rank_env import RankEnv
 
 T = TypeVar("T")
 
@@ -125,12 +125,12 @@ class World:
         return bool(self.add(torch.tensor(float(flag))).item())
 
 
-def join(config: Config, seat: Seat, device: torch.device) -> World:
-    """Meet the other ranks, where the seat says. A collective."""
-    init = seat.init
+def join(config: Config, rank_env: RankEnv, device: torch.device) -> World:
+    """Meet the other ranks, as the rank env says. A collective."""
+    init = rank_env.init
     timeout = datetime.timedelta(minutes=config.parallel.timeout_minutes)
-    if seat.size > 1:
-        if seat.nodes == 1 and seat.local_size == seat.size:
+    if rank_env.size > 1:
+        if rank_env.nodes == 1 and rank_env.local_size == rank_env.size:
             # a host whose own name resolves to nothing reachable is common; its loopback always is
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
@@ -139,11 +139,11 @@ def join(config: Config, seat: Seat, device: torch.device) -> World:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             **({"init_method": init} if isinstance(init, str) else {"store": init() if callable(init) else init}),
-            rank=seat.rank,
-            world_size=seat.size,
+            rank=rank_env.rank,
+            world_size=rank_env.size,
             timeout=timeout,
             **options,
         )
-    world = World(seat.rank, seat.size, seat.local_rank, device, seat.nodes, seat.local_size)
+    world = World(rank_env.rank, rank_env.size, rank_env.local_rank, device, rank_env.nodes, rank_env.local_size)
     world.timeout = timeout
     return world

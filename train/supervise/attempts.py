@@ -1,6 +1,6 @@
 """The loop that keeps a run alive: start the ranks, watch them, decide what a death means, start again.
 
-The one place where a run ends, whoever started it. Ranks leave behind what happened to them (record/outcome.py),
+The one place where a run ends, whoever started it. Ranks write what happened to them (run/outcome.py),
 decide.py decides by all that is known, and nothing else in the package writes a run's end. A supervisor that is killed
 before it has written leaves an interrupted run, which a resume brings to the same end. Imports no torch.
 """
@@ -20,10 +20,10 @@ from typing import Any
 
 from train import faults, screen, signals
 from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Refused, one_line
-from train.record import outcome, store
-from train.record.outcome import Outcome
-from train.record.progress_lines import fold
-from train.record.store import Run
+from train.run import outcome, run_folder, states
+from train.run.outcome import Outcome
+from train.run.progress_lines import fold
+from train.run.run_folder import Run
 from train.supervise import decide, health, memory
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode, healthy_minutes
 from train.supervise.nodes import Nodes
@@ -44,7 +44,7 @@ def rest(run: Run, state: str, reason: str, by: str | None = None) -> None:
 
     For the holder of its lock.
     """
-    ended = run.read().get("ended") or store.now()
+    ended = run.read().get("ended") or run_folder.now()
     run.update(state=state, reason=reason, stopped_by=by, ended=ended)
 
 
@@ -56,7 +56,7 @@ def write(run: Run, attempt: int, decision: Decision) -> None:
     """
     values: dict[str, Any] = {**decision.figures, "stopped_by": decision.stopped_by}
     if decision.reason is not None:
-        values |= {"reason": decision.reason, "ended": store.now()}
+        values |= {"reason": decision.reason, "ended": run_folder.now()}
     lines = None
     if decision.end == "died" and decision.rank is not None:
         lines = decide.last_lines(tail(run.logs(attempt), decision.rank))
@@ -64,7 +64,7 @@ def write(run: Run, attempt: int, decision: Decision) -> None:
 
 
 def alone(run: Run, mode: LaunchMode, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest) -> None:
-    """One attempt of which this process is rank 0 itself: under somebody else's torchrun.
+    """One attempt of which this process is rank 0 itself: under a foreign torchrun.
 
     Args:
         ranks: how many there are with those of other processes.
@@ -73,8 +73,8 @@ def alone(run: Run, mode: LaunchMode, ranks: int, train: Callable[[int], Outcome
     run.clear_stop()
     number = run.begin_attempt(ranks, newest(run), pids={"ranks": [os.getpid()]})
 
-    def end(told: Mapping[int, Outcome]) -> Decision:
-        outcomes = {**outcome.read_all(run.logs(number)), **told}
+    def end(reported: Mapping[int, Outcome]) -> Decision:
+        outcomes = {**outcome.read_all(run.logs(number)), **reported}
         facts = Facts(run.name, mode, ranks=ranks, outcomes=outcomes, asked=_asked(stop), saved=newest(run))
         decision = decide.decide(facts)
         write(run, number, decision)
@@ -91,10 +91,10 @@ def alone(run: Run, mode: LaunchMode, ranks: int, train: Callable[[int], Outcome
                 os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=listen, daemon=True, name="stop-watch").start()
-    told = {0: train(number)}
+    reported = {0: train(number)}
     over.set()
     with contextlib.suppress(OSError, Refused):
-        if line := end(told).said:
+        if line := end(reported).message:
             _say(line)
     run.clear_stop()
 
@@ -120,8 +120,8 @@ def _hear(run: Run, stop: signals.StopRequest, is_for_all: bool = False) -> None
         is_for_all: whether a user's request goes before a signal that this machine alone has got.
     """
     wanted = run.stop_asked()
-    if wanted == store.NOW or (wanted and (not stop.asked or (is_for_all and store.BY.get(wanted) == signals.USER))):
-        stop.ask(store.BY.get(wanted, signals.USER), store.WHO.get(wanted, wanted), now=wanted == store.NOW)
+    if wanted == states.NOW or (wanted and (not stop.asked or (is_for_all and states.BY.get(wanted) == signals.USER))):
+        stop.ask(states.BY.get(wanted, signals.USER), states.WHO.get(wanted, wanted), now=wanted == states.NOW)
 
 
 class _EndAtOnce(BaseException):
@@ -191,7 +191,7 @@ class Supervisor:
         self._is_over, self._regroups_for = False, ""
         count, more = self.ranks.count, {}
         if self.nodes is not None:
-            self._from_step, count = self.nodes.from_step, self.nodes.seats()[0].size
+            self._from_step, count = self.nodes.from_step, self.nodes.rank_envs()[0].size
             more = {"nodes": self.nodes.names(), "interface": self.nodes.interface}
         return self.run.begin_attempt(count, self._from_step, pids=self._pids([]), **more)
 
@@ -202,7 +202,7 @@ class Supervisor:
         """From the start of the ranks until none is left."""
         ranks = self.ranks
         ranks.start(attempt)
-        watch = health.of(self.run, attempt, [seat.rank for seat in ranks.seats], ranks.end_peer)
+        watch = health.of(self.run, attempt, [rank_env.rank for rank_env in ranks.rank_envs], ranks.end_peer)
         self._kills.among(ranks.pids)
         note_at, is_asked = 0.0, False
         while not ranks.wait():
@@ -226,7 +226,7 @@ class Supervisor:
     def _hear(self) -> None:
         """Take in what was asked for by file, or by Ctrl-C twice in the attached terminal."""
         if self.mode is LaunchMode.LAUNCHED and self.stop.interrupts > 1 and not self.stop.now:
-            self.stop.ask(signals.CTRL_C, store.WHO[store.NOW], now=True)
+            self.stop.ask(signals.CTRL_C, states.WHO[states.NOW], now=True)
         _hear(self.run, self.stop, is_for_all=self._leaves())
 
     def _wait(self, seconds: float) -> None:
@@ -240,19 +240,19 @@ class Supervisor:
     # --- the end of an attempt
 
     def _end(self, deaths: int) -> Decision:
-        """Write down how the attempt has ended, and say what no rank has said."""
-        told = outcome.read(self.run.logs(self._attempt), 0)
+        """Write down how the attempt has ended, and print what no rank has printed."""
+        reported = outcome.read(self.run.logs(self._attempt), 0)
         try:
             decision = self._decide_and_write(deaths)
         except (OSError, Refused) as error:
             if self.mode is LaunchMode.LAUNCHED:
                 raise
             assert self._decision is not None
-            if self.ranks.exits or (told is not None and not told.is_fault):
+            if self.ranks.exits or (reported is not None and not reported.is_fault):
                 self.say(f"how {self.run.name} ended cannot be recorded: {one_line(error)}")
             return dataclasses.replace(self._decision, code=EXIT_FAILED)
-        if decision.said:
-            self.say(decision.said)
+        if decision.message:
+            self.say(decision.message)
         return decision
 
     def _decide_and_write(self, deaths: int) -> Decision:
@@ -312,7 +312,7 @@ class Supervisor:
     def _gather(self) -> Decision | None:
         """Wait for the other nodes. None when all are there; else how the run ends here without them."""
         assert self.nodes is not None
-        nodes, said, until = self.nodes, "", time.monotonic() + 60 * self.nodes.settings.wait_minutes
+        nodes, message, until = self.nodes, "", time.monotonic() + 60 * self.nodes.settings.wait_minutes
         nodes.join(self._newest_state())
         while nodes.round is None:
             self._look_at_others()
@@ -322,10 +322,10 @@ class Supervisor:
             if decision is not None:
                 self._rest(decision)
                 return decision
-            if waits != said:
-                said = waits
+            if waits != message:
+                message = waits
                 self.say(waits)
-                self.run.note(state=store.RUNNING, reason=waits, ended=None)
+                self.run.note(state=states.RUNNING, reason=waits, ended=None)
             self.show()
             time.sleep(0.02)
         nodes.take_over()
@@ -338,8 +338,8 @@ class Supervisor:
         nodes, asked = self.nodes, _asked(self.stop)
         if asked is not None:
             saved = f"; the last checkpoint is of step {newest(self.run)}" if newest(self.run) else ""
-            reason = f"stopped ({asked.words}) while {waits}{saved}"
-            decision = Decision("stopped", store.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
+            reason = f"stopped ({asked.text}) while {waits}{saved}"
+            decision = Decision("stopped", states.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
             is_users = asked.by == signals.USER or self.stop.interrupts > 0
             if is_users and not asked.now:  # else this machine alone goes away
                 nodes.ask_stop(asked)
@@ -358,7 +358,7 @@ class Supervisor:
         values: dict[str, Any] = {**decision.figures, "reason": decision.reason, "stopped_by": decision.stopped_by}
         if decision.state is not None:
             values["state"] = decision.state
-        self.run.update(**values, ended=store.now())
+        self.run.update(**values, ended=run_folder.now())
         self.say(decision.reason or f"{self.run.name} has {decision.state}")
 
     def _look_at_others(self) -> None:
@@ -376,7 +376,7 @@ class Supervisor:
         self.nodes.remarks.clear()
         wanted = self.nodes.stop
         if wanted is not None and not self.stop.asked:
-            self.stop.ask(wanted.by, wanted.words)
+            self.stop.ask(wanted.by, wanted.text)
 
     def _follow_others(self, watch: health.TaskHealth | health.ScriptHealth) -> None:
         """Do what the other nodes do, and let them know what happens here."""
@@ -460,7 +460,7 @@ class Supervisor:
 
 
 def tail(logs: Path, rank: int) -> str:
-    """The end of what a rank said, progress bars folded; '' if nothing can be read."""
+    """The end of a rank's log, progress bars folded; '' if nothing can be read."""
     try:
         with (logs / f"rank{rank}.log").open("rb") as file:
             file.seek(0, 2)

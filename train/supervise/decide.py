@@ -13,8 +13,8 @@ from typing import Any
 
 from train import signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_STOPPED
-from train.record import store
-from train.record.outcome import Kind, Outcome, first_fault
+from train.run import states
+from train.run.outcome import Kind, Outcome, first_fault
 from train.supervise import diagnose, memory
 
 LAST_LINES = 8
@@ -29,11 +29,11 @@ _BY_OTHERS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 """Ends that a script's rank did not choose; what its peers then met was no fault of theirs."""
 
 CODES = {
-    store.FINISHED: EXIT_FINISHED,
-    store.STOPPED: EXIT_STOPPED,
-    store.FAILED: EXIT_FAILED,
-    store.INTERRUPTED: EXIT_FAILED,
-    store.COPY: EXIT_FAILED,
+    states.FINISHED: EXIT_FINISHED,
+    states.STOPPED: EXIT_STOPPED,
+    states.FAILED: EXIT_FAILED,
+    states.INTERRUPTED: EXIT_FAILED,
+    states.COPY: EXIT_FAILED,
 }
 """The exit code that stands for each end of a run."""
 
@@ -55,7 +55,7 @@ class Asked:
 
     by: str
     """Who: see signals.py."""
-    words: str
+    text: str
     """What run.json's reason says of it."""
     now: bool = False
     """Without saving."""
@@ -153,7 +153,7 @@ class Decision:
     """Seconds before that."""
     deaths: int = 0
     """In a row without progress, with this one."""
-    said: str = ""
+    message: str = ""
     """A line for the terminal, where no rank has said it."""
     code: int = EXIT_FAILED
     """What the process that supervised exits with."""
@@ -162,45 +162,47 @@ class Decision:
 def decide(facts: Facts) -> Decision:
     """What becomes of a run whose attempt is over; where a machine may be behind it, with the check for that."""
     decision = _decide(facts)
-    if decision.end not in (store.FAILED, "died") or decision.reason is None:  # it goes on, or who started it tells
+    if decision.end not in (states.FAILED, "died") or decision.reason is None:  # it goes on, or who started it tells
         return decision
     hint = diagnose.hint("\n".join([decision.why, *_raised(facts, decision.why)]))
     if not hint:
         return decision
-    said = decision.said and f"{decision.said}; {hint}"
-    return dataclasses.replace(decision, why=f"{decision.why}; {hint}", reason=f"{decision.reason}; {hint}", said=said)
+    message = decision.message and f"{decision.message}; {hint}"
+    return dataclasses.replace(
+        decision, why=f"{decision.why}; {hint}", reason=f"{decision.reason}; {hint}", message=message
+    )
 
 
 def refused(why: str) -> Decision:
-    """That this node cannot be one of its run, which goes on or waits without it."""
-    figures = {store.REFUSED: True}
-    return Decision(store.FAILED, store.FAILED, why, why, figures=figures, said=why, code=EXIT_REFUSED)
+    """That this node cannot be one of its run, which continues or waits without it."""
+    figures = {states.REFUSED: True}
+    return Decision(states.FAILED, states.FAILED, why, why, figures=figures, message=why, code=EXIT_REFUSED)
 
 
 def _raised(facts: Facts, why: str) -> list[str]:
-    """Every exception behind the fault that is told, in a line each: what it came from may say more than itself."""
+    """Every exception behind the fault, in a line each: its origin may say more than itself."""
     first = first_fault(facts.outcomes)
     lines = first.traceback.splitlines() if first is not None and first.reason in why else []
     return [line for line in lines if line[:1].strip() and ": " in line]
 
 
 def _decide(facts: Facts) -> Decision:
-    told, asked = facts.outcomes.get(0), facts.asked
-    if told is not None and told.kind is Kind.STOPPED and facts.regroup and not (asked or facts.lost):
+    reported, asked = facts.outcomes.get(0), facts.asked
+    if reported is not None and reported.kind is Kind.STOPPED and facts.regroup and not (asked or facts.lost):
         deaths = 0 if facts.progress else facts.deaths
-        return Decision("stopped", None, facts.regroup, again=True, deaths=deaths, said=facts.regroup)
-    if told is not None and told.kind is not Kind.DIED and not facts.lost:
-        return _as_told(facts, told)
+        return Decision("stopped", None, facts.regroup, again=True, deaths=deaths, message=facts.regroup)
+    if reported is not None and reported.kind is not Kind.DIED and not facts.lost:
+        return _as_reported(facts, reported)
     if facts.lost and not asked:  # whatever the others say: a run has ended when all its nodes know how
         return _restarted_or_not(facts, Death(f"{facts.lost} is gone", False, None))
     if asked and asked.twice:
         saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
-        return dataclasses.replace(_stopped(facts, asked, f"{store.TWICE}; {saved}"), code=EXIT_INTERRUPTED)
+        return dataclasses.replace(_stopped(facts, asked, f"{states.TWICE}; {saved}"), code=EXIT_INTERRUPTED)
     is_quiet = not facts.exits and first_fault(facts.outcomes) is None
     if is_quiet and asked:
         return _stopped(facts, asked, _how_stopped(facts, asked, None))
     if is_quiet and facts.is_script:
-        return Decision(store.FINISHED, store.FINISHED, reason="", code=EXIT_FINISHED)
+        return Decision(states.FINISHED, states.FINISHED, reason="", code=EXIT_FINISHED)
     death = who_died(facts)
     if facts.mode is LaunchMode.TORCHRUN:
         return Decision("died", None, str(death), rank=death.rank, recurs=death.recurs)
@@ -211,37 +213,37 @@ def _decide(facts: Facts) -> Decision:
         return _restarted_or_not(facts, death)
     if fails:
         return Decision(
-            store.FAILED, store.FAILED, death.reason, death.reason,
-            rank=death.rank, recurs=death.recurs, said=death.reason,
+            states.FAILED, states.FAILED, death.reason, death.reason,
+            rank=death.rank, recurs=death.recurs, message=death.reason,
         )  # fmt: skip
     reason = f"{death.reason}; continue with: train resume {facts.name}"
-    return Decision("died", None, reason, reason, rank=death.rank, said=reason)
+    return Decision("died", None, reason, reason, rank=death.rank, message=reason)
 
 
-def _as_told(facts: Facts, told: Outcome) -> Decision:
+def _as_reported(facts: Facts, reported: Outcome) -> Decision:
     """Rank 0 has brought its run to an end of its own."""
-    if told.kind is Kind.FINISHED:
-        figures = told.figures | {"step": told.step}
-        return Decision(store.FINISHED, store.FINISHED, reason="", figures=figures, code=EXIT_FINISHED)
-    if told.kind is Kind.STOPPED:
+    if reported.kind is Kind.FINISHED:
+        figures = reported.figures | {"step": reported.step}
+        return Decision(states.FINISHED, states.FINISHED, reason="", figures=figures, code=EXIT_FINISHED)
+    if reported.kind is Kind.STOPPED:
         # ranks know of a signal, or of another rank; who supervises them may know whose it was
-        asked = facts.asked or Asked(signals.SIGNAL, told.reason)
+        asked = facts.asked or Asked(signals.SIGNAL, reported.reason)
         others = "; this node has left, the run is not over" if facts.leaves else ""
-        decision = _stopped(facts, asked, f"stopped after step {told.step} ({asked.words}){others}")
-        return dataclasses.replace(decision, figures=told.figures | {"step": told.step})
-    return Decision(store.FAILED, store.FAILED, told.reason, told.reason, recurs=told.recurs)
+        decision = _stopped(facts, asked, f"stopped after step {reported.step} ({asked.text}){others}")
+        return dataclasses.replace(decision, figures=reported.figures | {"step": reported.step})
+    return Decision(states.FAILED, states.FAILED, reported.reason, reported.reason, recurs=reported.recurs)
 
 
 def _stopped(facts: Facts, asked: Asked, reason: str) -> Decision:
     by = signals.CTRL_C if asked.twice else asked.by
-    return Decision(store.STOPPED, store.STOPPED, reason, reason, stopped_by=by, code=EXIT_STOPPED)
+    return Decision(states.STOPPED, states.STOPPED, reason, reason, stopped_by=by, code=EXIT_STOPPED)
 
 
 def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:
     """The reason of a run that was asked to stop, of which no rank 0 says that it has saved and ended."""
     if asked.now and facts.mode is LaunchMode.TORCHRUN:
-        return f"stopped at once ({asked.words})"
-    parts = [f"stopped ({asked.words})"]
+        return f"stopped at once ({asked.text})"
+    parts = [f"stopped ({asked.text})"]
     # a death while the ranks were saving has cost steps, and its reason must not be lost
     if death is not None and facts.is_ready and not asked.now:
         parts[0] += f", and {death if facts.mode is LaunchMode.LAUNCHED else death.reason}"
@@ -258,7 +260,7 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
     deaths = 1 if facts.progress else facts.deaths + 1
     decision = Decision("died", None, why, rank=death.rank, recurs=death.recurs, deaths=deaths)
     if death.recurs:
-        return dataclasses.replace(decision, state=store.FAILED, reason=why)
+        return dataclasses.replace(decision, state=states.FAILED, reason=why)
     if death.lacks_gpu:  # interrupted: whoever resumes it finds out when there are GPUs again
         back = f"to go on when they are back: train resume {facts.name}, or train keeper, which waits for them"
         return dataclasses.replace(decision, reason=f"{why}; {back}")
@@ -269,10 +271,10 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
         without = "without a new checkpoint"
         if facts.is_script:
             without = f"before it had run {facts.healthy_minutes:g} minutes"
-        return dataclasses.replace(decision, state=store.FAILED, reason=f"died {times} {without}: {why}")
-    said = f"{why}; starting again ({deaths} of {facts.max_restarts} without progress)"
+        return dataclasses.replace(decision, state=states.FAILED, reason=f"died {times} {without}: {why}")
+    message = f"{why}; starting again ({deaths} of {facts.max_restarts} without progress)"
     wait = min(2.0**deaths, _LONGEST_WAIT) if death.is_busy else 0.0
-    return dataclasses.replace(decision, again=True, wait=wait, said=said)
+    return dataclasses.replace(decision, again=True, wait=wait, message=message)
 
 
 def who_died(facts: Facts) -> Death:
@@ -355,7 +357,7 @@ def _plain(facts: Facts, rank: int, code: int) -> Death:
 
 
 def last_lines(log: str) -> list[str]:
-    """What a rank said last, for the story of the run."""
+    """The last lines of a rank, for the story of the run."""
     return [line.rstrip()[:1000] for line in log.splitlines() if line.strip()][-LAST_LINES:]
 
 
@@ -379,5 +381,5 @@ def how_stopped(failures: dict[int, int]) -> str:
 
 
 def exit_words(code: int) -> str:
-    """An exit code in words."""
+    """An exit code as text."""
     return f"code {code}" if code >= 0 else signal.Signals(-code).name

@@ -84,20 +84,20 @@ def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause 
         text: the end of its output; lines as they stand after carriage returns.
         code: its exit code; of a signal: negative.
         noise: so many lines may follow a traceback that ended it.
-        limit: the one at which memory can have been refused to it, in words; '': that of this process.
+        limit: the one at which memory can have been refused to it, as text; '': that of this process.
     """
     lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
     lines = [line for line in lines if line.strip()]
     if not lines:
         return None
     chain = _uncaught(lines, noise) if code > 0 else []
-    said = "\n".join(chain) if chain else "\n".join(lines[-_LAST:])
+    message = "\n".join(chain) if chain else "\n".join(lines[-_LAST:])
     what = one_line(
         chain[-1] if chain else next((line for line in reversed(lines[-_LAST:]) if _tells(line)), lines[-1])
     )[:400]
-    if _BUSY.search(said) and not memory.is_refused(said):
+    if _BUSY.search(message) and not memory.is_refused(message):
         return Cause(what, False)
-    if memory.is_refused(said):
+    if memory.is_refused(message):
         return Cause(f"out of memory ({what}): {limit or memory.refused_at()}; {memory.ADVICE}", True)
     if chain:
         return Cause(what, not any(map(_is_passing, chain)))
@@ -156,7 +156,7 @@ def _uncaught(lines: list[str], noise: int) -> list[str]:
 class Likely:
     """A cause that a machine, not a program, is behind."""
 
-    words: str
+    pattern: str
     """What messages of it have in them: a regular expression."""
     cause: str
     """'': the messages say it themselves."""
@@ -260,11 +260,11 @@ TABLE = (
 
 def likely_cause(text: str) -> Likely | None:
     """What is likely behind a message; None: nothing that a check could see."""
-    return next((one for one in TABLE if re.search(one.words, text)), None)
+    return next((one for one in TABLE if re.search(one.pattern, text)), None)
 
 
 def hint(reason: str) -> str:
-    """What to add to the reason of a run that failed; '' where there is nothing to say, or it is said."""
+    """What to add to the reason of a run that failed; '' where there is nothing, or it is there already."""
     found = likely_cause(reason)
     if found is None or "train doctor" in reason:
         return ""

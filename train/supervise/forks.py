@@ -1,7 +1,7 @@
 """Processes that a zygote forks for this one: how a zygote is had, asked, and heard.
 
 There are three ways to get one (`acquire`): a fork of the lender that `train keeper` holds; the one that `train launch`
-has started before it read its arguments (`Begun`); one of its own.
+has started before it read its arguments (`EarlyZygote`); one of its own.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from train.supervise.zygote import LIBRARIES, SIGNALS, called, digest, lender_so
 
 OFF = "TRAIN_WARM"
 """A variable: set to `off`, nothing is borrowed from a lender, and the keeper holds none."""
-CHECKS = ("torch", "train.runs.checks")
+CHECKS = ("torch", "train.launcher.checks")
 """What a task is checked with, and none of torch's compiler."""
 RANKS = (
     "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",
-    "torch.utils.tensorboard", "train.engine.finish", "train.engine.train", "train.engine.setup", "train.parallel.ddp",
-    "train.parallel.fsdp", "train.parallel.ordered", "train.parallel.single", "threadpoolctl", "setproctitle",
-    "train.supervise.worker",
+    "torch.utils.tensorboard", "train.trainer.finish", "train.trainer.train", "train.trainer.setup",
+    "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered", "train.parallel.single",
+    "threadpoolctl", "setproctitle", "train.supervise.worker",
 )  # fmt: skip
 """What ranks of a task need besides; the last of them when all others are there."""
 SCRIPT = ("torch.distributed",)
@@ -101,7 +101,7 @@ class Zygote:
             arguments: as JSON takes them.
             files: its standard input, output and error, and others, which get other numbers there.
             environ: of the fork; None: what `enter` was given.
-            after: the import that is needed; the zygote goes on importing afterwards.
+            after: the import that is needed; the zygote continues to import afterwards.
 
         Raises:
             ZygoteLost: it is gone.
@@ -149,7 +149,7 @@ class Zygote:
         return value
 
     def _answer(self, answers: Any, pid: int) -> tuple[bytes | None, int]:
-        """All that the fork writes, or None and its exit code: a process that it leaves behind holds the pipe open."""
+        """All that the fork writes, or None and its exit code: a process that it has started holds the pipe open."""
         found, code = b"", None
         while True:
             part = answers.read(1 << 20)  # None: nothing yet
@@ -261,12 +261,12 @@ def _lives(pid: int) -> bool:
 
 def described(error: BaseException) -> str:
     """What is not foreseen, in a line."""
-    said = f"unexpected {type(error).__name__}: {error}"
+    message = f"unexpected {type(error).__name__}: {error}"
     if isinstance(error, ZygoteLost):
-        said = str(error)
+        message = str(error)
     elif isinstance(error, OSError) and error.filename is not None:
-        said = f"{error.strerror or error}: {error.filename}; look at its owner and mode"
-    return one_line(said)
+        message = f"{error.strerror or error}: {error.filename}; look at its owner and mode"
+    return one_line(message)
 
 
 def answer(function: str, arguments: list[Any], files: list[int]) -> None:
@@ -287,20 +287,20 @@ def answer(function: str, arguments: list[Any], files: list[int]) -> None:
 def acquire(
     environ: Mapping[str, str],
     imports: Sequence[str],
-    begun: Mapping[str, str] | None = None,
+    early: Mapping[str, str] | None = None,
     patience: float = _PATIENCE,
 ) -> Zygote:
-    """A zygote for this process: the lender's, the one that was begun for it, or a new one.
+    """A zygote for this process: the lender's, the one that was started early for it, or a new one.
 
     Args:
         environ: of its forks.
         imports: modules, in order.
-        begun: what `Begun.told` gives.
+        early: what `EarlyZygote.as_json` gives.
         patience: seconds within which a lender answers.
     """
     own = digest(environ)
     lender = None if environ.get(OFF) == "off" else lender_socket(environ)
-    ahead = Path(begun["path"]) if begun is not None and begun["digest"] == own else None
+    ahead = Path(early["path"]) if early is not None and early["digest"] == own else None
     for path, seconds in ((lender, patience), (ahead, _IMPORTING)):
         line = _connected(path) if path is not None else None
         if line is not None:
@@ -338,7 +338,7 @@ def _start(environ: Mapping[str, str], fd: int, guard: int, **plan: Any) -> subp
     )  # fmt: skip
 
 
-class Begun:
+class EarlyZygote:
     """A zygote that imports while `train launch` still reads its arguments, for an agent that is yet to come."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str], imports: Sequence[str]) -> None:
@@ -353,7 +353,7 @@ class Begun:
             root = str(Path(__file__).parents[2])
             self._process = _start(environ, door.fileno(), subprocess.PIPE, imports=[*imports], root=root)
 
-    def told(self) -> dict[str, str]:
+    def as_json(self) -> dict[str, str]:
         """What an agent has to know of it."""
         return {"path": str(self.path), "digest": self._digest}
 
@@ -364,35 +364,35 @@ class Begun:
         self._process.returncode = 0  # it may outlive this process: no warning
 
 
-_begun: list[Begun] = []
-"""The zygote that imports for the first order that is given, if there is one."""
+_early: list[EarlyZygote] = []
+"""The zygote that imports for the first launch, if there is one."""
 
 
 @contextlib.contextmanager
-def begun() -> Iterator[None]:
-    """Let a zygote import meanwhile for the first order that is given; not where one can be borrowed."""
+def starting_early() -> Iterator[None]:
+    """Let a zygote import meanwhile for the first launch; not where one can be borrowed."""
     environ = hashing.fixed(os.environ)
     path = None if environ.get(OFF) == "off" else lender_socket(environ)
     one = None
     if path is None or not path.exists():
         folder = Path(tempfile.mkdtemp(prefix="train-launch-"))
         try:
-            one = Begun(folder, environ, [*CHECKS, *RANKS])
-            _begun.append(one)
-        except OSError:  # no room for it: who gives the order says so, or needs none
+            one = EarlyZygote(folder, environ, [*CHECKS, *RANKS])
+            _early.append(one)
+        except OSError:  # no room for it: the launch says so, or needs none
             shutil.rmtree(folder, ignore_errors=True)
     try:
         yield
     finally:
-        if one is not None and one in _begun:
-            _begun.remove(one)
+        if one is not None and one in _early:
+            _early.remove(one)
             one.end()
             shutil.rmtree(one.path.parent, ignore_errors=True)
 
 
-def take_begun() -> Begun | None:
-    """The zygote that imports for the order that is given now: the caller's to end, and its folder to remove."""
-    return _begun.pop() if _begun else None
+def take_early_zygote() -> EarlyZygote | None:
+    """The zygote that imports for the launch at hand: the caller's to end, and its folder to remove."""
+    return _early.pop() if _early else None
 
 
 def start_lender(

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
-from train.record import heartbeat
-from train.record.heartbeat import Beat
-from train.record.store import Run
+from train.run import heartbeat
+from train.run.heartbeat import Beat
+from train.run.run_folder import Run
 
 Kill = Callable[[int, int], None]
 """Sends a signal to a process."""
@@ -263,13 +263,13 @@ class Stack:
 
     def __init__(self, pid: int, target: Path) -> None:
         self.pid, self._target, self._until = pid, target, time.monotonic() + _PATIENCE
-        self._said = os.fdopen(os.memfd_create("stack"), "w+b")
+        self._output = os.fdopen(os.memfd_create("stack"), "w+b")
         self._spy: subprocess.Popen[bytes] | None = None
         spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
         if spy is not None:
             command, null = [spy, "dump", "--pid", str(pid)], subprocess.DEVNULL
             with contextlib.suppress(OSError):
-                self._spy = subprocess.Popen(command, stdin=null, stdout=self._said, stderr=null)
+                self._spy = subprocess.Popen(command, stdin=null, stdout=self._output, stderr=null)
 
     def is_there(self) -> bool | None:
         """Whether it is written. False: py-spy is not there, not allowed, or too slow. None: not yet."""
@@ -278,10 +278,10 @@ class Stack:
                 return None
             self._spy.kill()
             self._spy.wait()
-        with self._said, contextlib.suppress(OSError):
-            self._said.seek(0)
+        with self._output, contextlib.suppress(OSError):
+            self._output.seek(0)
             if self._spy is not None and self._spy.returncode == 0:
-                self._target.write_bytes(self._said.read())
+                self._target.write_bytes(self._output.read())
                 return True
         return False
 
@@ -366,7 +366,7 @@ def _cpu_seconds(pids: list[int]) -> dict[tuple[int, float], float]:
 
 
 def by_rank(pids: list[int]) -> dict[int, int]:
-    """The rank of each of these processes, by what torchrun has told it."""
+    """The rank of each of these processes, by its environment from torchrun."""
     ranks = {}
     for pid in pids:
         with contextlib.suppress(psutil.Error, KeyError, ValueError):

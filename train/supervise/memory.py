@@ -134,7 +134,7 @@ class Kills:
         self._looked = time.monotonic()
 
     def limit(self) -> str | None:
-        """The limit at which there was a kill, in words, or None if there was none."""
+        """The limit at which there was a kill, as text, or None if there was none."""
         for folder, before in self._looks[0].items():
             if _look(folder).kills > before:
                 around = [folder, *(parent for parent in folder.parents if parent.is_relative_to(self._top))]
@@ -143,7 +143,7 @@ class Kills:
 
 
 def _least(groups: list[Group]) -> str:
-    """The least limit of control groups, else the machine's memory, in words."""
+    """The least limit of control groups, else the machine's memory, as text."""
     limited = [group for group in groups if group.limit]
     if not limited:
         return f"the {size(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))} of this machine"
@@ -152,7 +152,7 @@ def _least(groups: list[Group]) -> str:
 
 
 def refused_at() -> str:
-    """The limit that an allocation of this process, or of one that it starts, can be refused for, in words."""
+    """The limit that an allocation of this process, or of one that it starts, can be refused for, as text."""
     for number, name in ((resource.RLIMIT_AS, "ulimit -v"), (resource.RLIMIT_DATA, "ulimit -d")):
         soft = resource.getrlimit(number)[0]
         if soft != resource.RLIM_INFINITY:

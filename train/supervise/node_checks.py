@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import SPREAD
-from train.record import folders
-from train.record.store import Run
+from train.run import folders
+from train.run.run_folder import Run
 
 SHARED = ".shared"
 """The file by which other nodes see that node 0's run folder is theirs, too: it holds what node 0 says of itself."""
@@ -45,8 +45,8 @@ def hello(run: Run, node: int, nproc: int, least: int, most: int) -> dict[str, A
     from importlib.metadata import version
 
     from train import config as configuration
-    from train.record import environment
-    from train.record.manifest import sha256_of
+    from train.checkpoint.manifest import sha256_of
+    from train.run import environment
 
     record = run.read()
     fields = _flat(tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")))
@@ -87,7 +87,7 @@ WORDS = {
 
 
 def name_of(hello: Mapping[str, Any]) -> str:
-    """A node in words."""
+    """A node as text."""
     return f"node {hello['node']} ({hello['host']})"
 
 
@@ -95,7 +95,7 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """In what a node that has come cannot run with node 0, in a line that names it; '' where it can.
 
     Args:
-        first: what node 0 said. other: what the node has said.
+        first: the hello of node 0. other: that of the node.
     """
     who, zero = name_of(other), name_of(first)
     if other["run"] != first["run"]:

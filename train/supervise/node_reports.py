@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from train.record.outcome import Kind, Outcome
+from train.run.outcome import Kind, Outcome
 from train.supervise.decide import Asked, Decision, Facts
 from train.supervise.rendezvous import Public
 
@@ -20,14 +20,14 @@ def decision_of(plain: Mapping[str, Any]) -> Decision:
 
 
 def of_rank_0(facts: Facts) -> dict[int, Outcome]:
-    """What ranks of this node have said, as if the first of them were rank 0: all have stopped after the same step."""
+    """Outcomes of the ranks of this node, as if the first of them were rank 0: all have stopped after the same step."""
     first = next(iter(facts.outcomes.values()), None)
     return {0: dataclasses.replace(first, rank=0)} if first is not None else {}
 
 
 def is_bad(facts: Facts) -> bool:
     """Whether a rank of this node has failed or died."""
-    return bool(facts.exits or facts.hang or facts.problem or any(told.is_fault for told in facts.outcomes.values()))
+    return bool(facts.exits or facts.hang or facts.problem or any(one.is_fault for one in facts.outcomes.values()))
 
 
 def report_of(facts: Facts, leaves: str) -> Public:
@@ -38,7 +38,7 @@ def report_of(facts: Facts, leaves: str) -> Public:
         "exits": {str(rank): code for rank, code in facts.exits.items()},
         "logs": {str(rank): text[-_LAST:] for rank, text in facts.logs.items() if rank in facts.exits},
         "hang": facts.hang, "problem": facts.problem, "killed_at": facts.killed_at,
-        "asked": {"by": asked.by, "words": asked.words} if asked and not facts.leaves else None,
+        "asked": {"by": asked.by, "text": asked.text} if asked and not facts.leaves else None,
         "leaves": leaves,
     }  # fmt: skip
 

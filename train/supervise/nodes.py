@@ -19,11 +19,11 @@ from typing import Any, cast
 
 from train import screen
 from train.errors import Refused, shortened
-from train.parallel.seat import Seat
-from train.record import station
-from train.record.durable import write_atomically
-from train.record.record import Record
-from train.record.store import Run
+from train.parallel.rank_env import RankEnv
+from train.run import station
+from train.run.durable import write_atomically
+from train.run.record import Record
+from train.run.run_folder import Run
 from train.supervise import WAIT_MINUTES, address, node_checks
 from train.supervise.address import Place
 from train.supervise.decide import Asked, Decision, Facts, decide
@@ -175,14 +175,14 @@ class Nodes:
 
     # --- the attempt
 
-    def seats(self) -> list[Seat]:
+    def rank_envs(self) -> list[RankEnv]:
         """Of the ranks of this node in the attempt."""
         assert self.round is not None
         counts = [node["ranks"] for node in self.round.nodes]
         first = list(itertools.accumulate(counts[:-1], initial=0))
         mine = next(place for place, node in enumerate(self.round.nodes) if node["node"] == self.settings.node)
         return [
-            Seat(first[mine] + local, sum(counts), local, counts[mine], nodes=len(counts))
+            RankEnv(first[mine] + local, sum(counts), local, counts[mine], nodes=len(counts))
             for local in range(counts[mine])
         ]
 
@@ -219,7 +219,7 @@ class Nodes:
         return address.interfaces(self._rendezvous.address, self.settings.place.port, environ, reached)
 
     def names(self) -> list[str]:
-        """The nodes of the attempt, in words."""
+        """The nodes of the attempt, as text."""
         return [name_of(node) for node in self.round.nodes] if self.round is not None else []
 
     def take_over(self) -> None:
@@ -262,7 +262,7 @@ class Nodes:
 
     @property
     def came(self) -> str:
-        """On node 0 of a run that takes nodes in: those that wait to join, in words; ''."""
+        """On node 0 of a run that takes nodes in: those that wait to join, as text; ''."""
         if not (self.settings.is_elastic and self._rendezvous.waiting) or self.round is None:
             return ""
         inside = {node["node"] for node in self.round.nodes}
@@ -281,7 +281,7 @@ class Nodes:
     def ask_stop(self, asked: Asked) -> None:
         """Let all nodes stop."""
         if not self._rendezvous.own.get("stop"):
-            self._rendezvous.publish(stop={"by": asked.by, "words": asked.words})
+            self._rendezvous.publish(stop={"by": asked.by, "text": asked.text})
 
     # --- the end of an attempt, and of the run
 
@@ -309,14 +309,14 @@ class Nodes:
         decision = public = decide(facts)
         if facts.leaves and decision.end == "stopped":
             why = self._why_it_leaves(facts)
-            public = Decision("stopped", None, why, again=True, said=why)
+            public = Decision("stopped", None, why, again=True, message=why)
         is_same = decision.again and not (facts.lost or facts.regroup or self._rendezvous.waiting)
         self._again = self.round if is_same else None
         self._publish(public)
         return decision
 
     def _unreported(self) -> list[str]:
-        """Nodes of the attempt that have not told how their ranks ended, though they are there."""
+        """Nodes of the attempt that have not reported how their ranks ended, though they are there."""
         assert self.round is not None
         return [
             name_of(node) for node in self.round.nodes[1:]
@@ -351,13 +351,13 @@ class Nodes:
         return decision or decide(dataclasses.replace(facts, outcomes={}, lost=self.names()[0]))
 
     def _why_it_leaves(self, facts: Facts) -> str:
-        """What the others are told, who go on; '' where this node does, too, or all are to stop."""
+        """The reason for the others, who go on; '' where this node does, too, or all are to stop."""
         if facts.asked is None or not facts.leaves:
             return ""
-        return f"{name_of(self._hello)} leaves ({facts.asked.words})"
+        return f"{name_of(self._hello)} leaves ({facts.asked.text})"
 
     def _merged(self, facts: Facts) -> Facts:
-        """Node 0's facts with what the other nodes of the attempt have told."""
+        """Node 0's facts with the reports of the other nodes of the attempt."""
         assert self.round is not None
         reports = {name_of(node): self._report_of(node["node"]) for node in self.round.nodes[1:]}
         lost = [name for name, report in reports.items() if report is None]
@@ -394,5 +394,5 @@ class Nodes:
 
 
 def _printable(line: str) -> str:
-    """A line that terminals and run.json can take, whatever the words are that another node gave."""
+    """A line that terminals and run.json can take, whatever another node sent."""
     return screen.printable(shortened(line)) if line else ""

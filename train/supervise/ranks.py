@@ -25,8 +25,8 @@ from train import hashing
 from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from train.config import SPREAD
 from train.errors import Refused, one_line
-from train.parallel.seat import Seat
-from train.record.store import Lock, Run
+from train.parallel.rank_env import RankEnv
+from train.run.run_folder import Lock, Run
 from train.supervise.forks import RANKS, SCRIPT, Zygote
 from train.supervise.nodes import Nodes
 
@@ -62,7 +62,7 @@ class Ranks:
         self.memory = None if is_foreground else snapshot_memory(run, count)
         self.problem = ""
         """Why they could not be started, in a line."""
-        self.seats: list[Seat] = []
+        self.rank_envs: list[RankEnv] = []
         self._lock, self._zygote, self._nodes, self._command = lock, zygote, nodes, command
         self._is_foreground = is_foreground
         self._pids: dict[int, int] = {}
@@ -76,9 +76,9 @@ class Ranks:
         """Start them all; what is in the way is a `problem` then."""
         self.problem, self._pids, self._codes, self._first = "", {}, {}, {}
         self._first_until, self._signalled = math.inf, set()
-        self.seats = [Seat(rank, self.count, rank, self.count) for rank in range(self.count)]
+        self.rank_envs = [RankEnv(rank, self.count, rank, self.count) for rank in range(self.count)]
         if self._nodes is not None:
-            self.seats = self._nodes.seats()
+            self.rank_envs = self._nodes.rank_envs()
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -90,7 +90,7 @@ class Ranks:
                 self._start_task(attempt)
         except (OSError, Refused) as error:  # no room for a process: the machine is busy
             self.problem = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
-            self._first = {self.seats[0].rank: 1}
+            self._first = {self.rank_envs[0].rank: 1}
             for pid in self.living:
                 self.end_peer(pid, signal.SIGKILL)
 
@@ -108,11 +108,11 @@ class Ranks:
             else:  # in memory: nobody else can open it, and nothing of it is left when these processes are gone
                 place = [os.memfd_create("train-store")]
                 held.callback(os.close, place[0])
-            for seat in self.seats:
-                known = {key: value for key, value in dataclasses.asdict(seat).items() if key != "init"}
-                arguments = [str(self.run.folder), attempt, known, meeting, self._has_terminal(seat)]
-                at = place if not meeting or seat.rank == 0 else []
-                self._fork("task_rank", arguments, attempt, seat, common | _of_rank(seat), at)
+            for rank_env in self.rank_envs:
+                known = {key: value for key, value in dataclasses.asdict(rank_env).items() if key != "init"}
+                arguments = [str(self.run.folder), attempt, known, meeting, self._has_terminal(rank_env)]
+                at = place if not meeting or rank_env.rank == 0 else []
+                self._fork("task_rank", arguments, attempt, rank_env, common | _of_rank(rank_env), at)
 
     def _start_script(self, attempt: int, command: list[str]) -> None:
         common = {
@@ -124,12 +124,18 @@ class Ranks:
         }  # fmt: skip
         if self.count > 1:  # as torchrun does
             common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        for seat in self.seats:
-            role = {"ROLE_RANK": str(seat.rank)}
-            self._fork("script_rank", [command], attempt, seat, common | role | _of_rank(seat), [])
+        for rank_env in self.rank_envs:
+            role = {"ROLE_RANK": str(rank_env.rank)}
+            self._fork("script_rank", [command], attempt, rank_env, common | role | _of_rank(rank_env), [])
 
     def _fork(
-        self, function: str, arguments: list[Any], attempt: int, seat: Seat, environ: Mapping[str, str], more: list[int]
+        self,
+        function: str,
+        arguments: list[Any],
+        attempt: int,
+        rank_env: RankEnv,
+        environ: Mapping[str, str],
+        more: list[int],
     ) -> None:
         logs = self.run.logs(attempt)
         environ = {
@@ -137,19 +143,19 @@ class Ranks:
             "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()),
         }  # fmt: skip
         with contextlib.ExitStack() as held:
-            log = os.open(logs / f"rank{seat.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            log = os.open(logs / f"rank{rank_env.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             held.callback(os.close, log)
             files = [0, 1, 2]
-            if not self._has_terminal(seat):
+            if not self._has_terminal(rank_env):
                 files = [os.open(os.devnull, os.O_RDONLY), log, log]
                 held.callback(os.close, files[0])
-            self._pids[seat.rank] = self._zygote.fork(
+            self._pids[rank_env.rank] = self._zygote.fork(
                 f"train.supervise.worker:{function}", arguments, [*files, self._lock.fd, *more], environ,
                 after="" if self._command is not None else RANKS[-1],
             )  # fmt: skip
 
-    def _has_terminal(self, seat: Seat) -> bool:
-        return self._is_foreground and seat.rank == 0
+    def _has_terminal(self, rank_env: RankEnv) -> bool:
+        return self._is_foreground and rank_env.rank == 0
 
     def _host_store(self) -> int:
         """Start where the ranks of a script meet. Returns its port.
@@ -230,10 +236,10 @@ class Ranks:
         return self.memory.step if self.memory is not None else 0
 
 
-def _of_rank(seat: Seat) -> dict[str, str]:
+def _of_rank(rank_env: RankEnv) -> dict[str, str]:
     return {
-        "RANK": str(seat.rank), "LOCAL_RANK": str(seat.local_rank),
-        "WORLD_SIZE": str(seat.size), "LOCAL_WORLD_SIZE": str(seat.local_size),
+        "RANK": str(rank_env.rank), "LOCAL_RANK": str(rank_env.local_rank),
+        "WORLD_SIZE": str(rank_env.size), "LOCAL_WORLD_SIZE": str(rank_env.local_size),
     }  # fmt: skip
 
 

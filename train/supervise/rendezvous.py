@@ -199,7 +199,7 @@ class Rendezvous:
         self._store = dist.TCPStore(self.address, self.place.port, timeout=wait, wait_for_workers=False)
 
     def _is_reachable(self) -> bool:
-        """Whether somebody answers where node 0 is to be. Quietly: torch would print each try."""
+        """Whether a process answers where node 0 is to be. Quietly: torch would print each try."""
         try:
             self.address = resolve(self.place)
             with socket.create_connection((self.address, self.place.port), LOST) as one:
@@ -332,8 +332,8 @@ class Rendezvous:
         info = self._handler.next_rendezvous()
         hello, store = self.own["hello"], info.store
         mine = {"node": self.node, "id": self.id, "host": hello["host"], "ranks": hello["nproc"], "to": self.address}
-        store.set(f"seat/{info.rank}", json.dumps(mine))
-        nodes = [self._wait_for(store, f"seat/{number}") for number in range(info.world_size)]
+        store.set(f"rank_env/{info.rank}", json.dumps(mine))
+        nodes = [self._wait_for(store, f"rank_env/{number}") for number in range(info.world_size)]
         nodes.sort(key=lambda one: int(one["node"]))
         if len({one["node"] for one in nodes}) < len(nodes):
             raise TimeoutError("one of them has taken another one's rank")
@@ -354,7 +354,7 @@ class Rendezvous:
             time.sleep(0.02)
 
     def _make_start(self, from_step: int) -> Public:
-        """Listen where the ranks of a round will meet, before they are told. Returns what its nodes must know."""
+        """Listen where the ranks of a round will meet, before they know the place. Returns what its nodes must know."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self.rank_socket = socket.socket(family, socket.SOCK_STREAM)
         self.rank_socket.bind((self._bound_to, 0))

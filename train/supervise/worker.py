@@ -1,6 +1,6 @@
 """What a rank executes, from meeting the others to the last line.
 
-The zygote forks `task_rank` or `script_rank` (ranks.py says with what). Under somebody else's torchrun `train run` is a
+The zygote forks `task_rank` or `script_rank` (ranks.py says with what). Under a foreign torchrun `train run` is a
 rank itself, and calls `run_rank`.
 """
 
@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 from train import faults, screen
 from train.checkpoint.buffers import ENVIRONMENT
 from train.errors import Refused, TrainingFailed, may_pass, one_line
-from train.parallel.seat import Seat
-from train.record import heartbeat, outcome
-from train.record.heartbeat import Heart
-from train.record.outcome import Kind, Outcome
-from train.record.store import Run
+from train.parallel.rank_env import RankEnv
+from train.run import heartbeat, outcome
+from train.run.heartbeat import Heart
+from train.run.outcome import Kind, Outcome
+from train.run.run_folder import Run
 from train.signals import StopRequest
 from train.supervise import diagnose, memory
 from train.supervise.zygote import SIGNALS
@@ -39,42 +39,42 @@ _MEETING = 300
 """Seconds in which ranks of several machines reach each other. Where one dies, its node ends them before."""
 
 
-def run_rank(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
+def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
     """Train one rank of a run to its end, whatever that is, and leave it behind where the disk takes it.
 
     What it dies of is not printed: it is in the outcome.
     """
     logs = run.logs(attempt)
     try:
-        end = _train(run, seat, attempt, stop, bar)
+        end = _train(run, rank_env, attempt, stop, bar)
     except BaseException as error:
-        before = outcome.read(logs, seat.rank)
+        before = outcome.read(logs, rank_env.rank)
         if before is not None:  # clearing away failed: that changes nothing of how training has ended
             return before
         file = run.folder / "task.py"
         why = failure_of(error, file if file.exists() else None)
-        end = Outcome(seat.rank, Kind.DIED, is_of_system=isinstance(error, OSError), **why)
-    if outcome.read(logs, seat.rank) is None:
+        end = Outcome(rank_env.rank, Kind.DIED, is_of_system=isinstance(error, OSError), **why)
+    if outcome.read(logs, rank_env.rank) is None:
         with contextlib.suppress(OSError):
             outcome.write(logs, end)
-    if end.kind in (Kind.FAILED, Kind.REFUSED) and (seat.rank == seat.lead or not _is_told(logs, seat)):
+    if end.kind in (Kind.FAILED, Kind.REFUSED) and (rank_env.rank == rank_env.lead or not _is_told(logs, rank_env)):
         with contextlib.suppress(OSError):  # the terminal may be gone
-            said = filter(None, [end.reason, diagnose.hint(end.reason)])
-            screen.say(f"train: {'; '.join(said)}")
+            parts = filter(None, [end.reason, diagnose.hint(end.reason)])
+            screen.say(f"train: {'; '.join(parts)}")
     return end
 
 
-def _train(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
-    faults.arm(os.environ.get("TRAIN_FAULT"), seat.rank)
-    heart = Heart(run.logs(attempt) / f"rank{seat.rank}.beat")
+def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool) -> Outcome:
+    faults.arm(os.environ.get("TRAIN_FAULT"), rank_env.rank)
+    heart = Heart(run.logs(attempt) / f"rank{rank_env.rank}.beat")
     with contextlib.ExitStack() as held:
         try:
-            from train.engine import finish, setup
-            from train.engine.train import train
+            from train.trainer import finish, setup
+            from train.trainer.train import train
 
             address = os.environ.pop(ENVIRONMENT, None)  # this run's, not of one that its task may start
-            kept = setup.Memory(address, memory.left) if address else None
-            job, done = setup.set_up(run, seat, attempt, stop, bar, heart, held, kept)
+            snapshot_memory = setup.Memory(address, memory.left) if address else None
+            job, done = setup.set_up(run, rank_env, attempt, stop, bar, heart, held, snapshot_memory)
             return finish.conclude(job, train(job, done), attempt)
         except (Refused, TrainingFailed, RuntimeError) as error:
             reason = _reason_of(error, run)
@@ -84,8 +84,8 @@ def _train(run: Run, seat: Seat, attempt: int, stop: StopRequest, bar: bool) -> 
             kind = Kind.REFUSED if isinstance(error, Refused) else Kind.FAILED
             passes = kind is Kind.REFUSED and may_pass(error)  # what its data or its folder lie on does not answer
             return Outcome(
-                seat.rank, Kind.DIED if passes else kind, heart.step, reason, recurs=not passes, is_of_system=passes,
-                traceback=traceback.format_exc(),
+                rank_env.rank, Kind.DIED if passes else kind, heart.step, reason, recurs=not passes,
+                is_of_system=passes, traceback=traceback.format_exc(),
             )  # fmt: skip
 
 
@@ -95,8 +95,8 @@ def _reason_of(error: BaseException, run: Run) -> str:
     Raises:
         RuntimeError: the GPUs that its run computes on are gone: a death, not its fault.
     """
-    from train.engine import arithmetic
     from train.parallel.devices import NoGPU
+    from train.trainer import arithmetic
 
     if isinstance(error, NoGPU):
         raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, and torch sees none here") from None
@@ -144,12 +144,12 @@ def log_to(stream: Any) -> None:
 
 
 def task_rank(
-    folder: str, attempt: int, seat: dict[str, Any], meeting: dict[str, Any], has_terminal: bool, files: list[int]
+    folder: str, attempt: int, rank_env: dict[str, Any], meeting: dict[str, Any], has_terminal: bool, files: list[int]
 ) -> NoReturn:
     """Be one rank of a task, in a fork of the zygote, until it ends.
 
     Args:
-        seat: the fields of Seat but `init`.
+        rank_env: the fields of Seat but `init`.
         has_terminal: whether its output is the terminal of `train run`, and not its log.
         meeting: where the ranks meet: {} in an open file, else host and port, which rank 0 listens at.
         files: standard files; the run's lock; the open file, or the listening socket, where they meet.
@@ -157,7 +157,7 @@ def task_rank(
     stop = StopRequest()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    run, rank = Run(Path(folder)), seat["rank"]
+    run, rank = Run(Path(folder)), rank_env["rank"]
     logs = run.logs(attempt)
     _begin(f"train-rank {rank} {run.name}", files)
     limit_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -170,7 +170,7 @@ def task_rank(
     log_to(sys.stderr)
     if has_terminal:
         keep_log(logs, rank)
-    place = Seat(**seat, init=init)
+    place = RankEnv(**rank_env, init=init)
     end = run_rank(run, place, attempt, stop, bar=has_terminal and sys.stderr.isatty())
     # on a terminal a lost connection would hide why it was lost, and the supervisor tells of the disk
     if end.kind is Kind.DIED and not (has_terminal and (_is_of_other(logs, end) or end.is_of_system)):
@@ -266,39 +266,39 @@ def keep_log(logs: Path, rank: int) -> None:
 
 
 def show(end: Outcome) -> None:
-    """Print what a rank died of, where there is still somebody to read it."""
+    """Print what a rank died of, where the terminal is still there."""
     with contextlib.suppress(OSError):
         print(end.traceback, end="", file=sys.stderr, flush=True)
 
 
-def exit_code(logs: Path, seat: Seat, end: Outcome) -> int:
-    """What a rank exits with: 0 for every end that is told and that a restart would not change.
+def exit_code(logs: Path, rank_env: RankEnv, end: Outcome) -> int:
+    """What a rank exits with: 0 for every end that is recorded and that a restart would not change.
 
     Not 0 either where the others do not notice the end: they have not met this rank yet, and wait for it.
     """
     if end.kind is Kind.DIED:
         return 1
-    if not end.is_fault or seat.size == 1:
+    if not end.is_fault or rank_env.size == 1:
         return 0
     import torch.distributed as dist
 
-    return 1 if not dist.is_initialized() or (seat.rank != seat.lead and not _has_told(logs, seat)) else 0
+    return 1 if not dist.is_initialized() or (rank_env.rank != rank_env.lead and not _has_told(logs, rank_env)) else 0
 
 
-def _is_told(logs: Path, seat: Seat) -> bool:
+def _is_told(logs: Path, rank_env: RankEnv) -> bool:
     """Most failures meet all ranks at the same step, and the first of the machine tells of them; of one rank's alone it
     knows nothing."""
     deadline = time.monotonic() + _PATIENCE
-    while not _has_told(logs, seat):
+    while not _has_told(logs, rank_env):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
 
 
-def _has_told(logs: Path, seat: Seat) -> bool:
+def _has_told(logs: Path, rank_env: RankEnv) -> bool:
     """Whether the first rank of the machine has come to an end of its own, other than by an exception."""
-    first = outcome.read(logs, seat.lead)
+    first = outcome.read(logs, rank_env.lead)
     return not logs.exists() or (first is not None and first.kind is not Kind.DIED)  # a folder gone meets rank 0 too
 
 

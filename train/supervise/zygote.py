@@ -273,7 +273,7 @@ class _Server:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Report forks that have ended, and kill what they leave behind in their sessions."""
+        """Report forks that have ended, and kill what is left in their sessions."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1 << 12)
         with contextlib.suppress(ChildProcessError):
@@ -306,10 +306,10 @@ def _wake_on_death() -> int:
 
 
 def _take_package(root: str) -> dict[str, Any]:
-    """Import this package from the checkout that it is asked from. Returns what own.py has there."""
-    own = runpy.run_path(str(Path(root) / "train" / "own.py"))
-    own["take_package"]()
-    return own
+    """Import this package from the checkout that it is asked from. Returns what module_runner.py has there."""
+    runner = runpy.run_path(str(Path(root) / "train" / "module_runner.py"))
+    runner["take_package"]()
+    return runner
 
 
 def _unclean() -> str:

@@ -146,9 +146,9 @@ def _named(name: str, root: Path, train: bool, transform: Any) -> Any:
             return kind(str(root), transform=transform, **option)
         except (RuntimeError, ValueError, OSError, TypeError) as error:
             problem = problem or error
-    said = one_line(problem).replace("You can use download=True to download it", "").strip()[:300]
+    message = one_line(problem).replace("You can use download=True to download it", "").strip()[:300]
     advice = "nothing is downloaded: put its files there"
-    raise Refused(f"--data.name {name}: not usable from {root}: {said}; {advice}") from problem
+    raise Refused(f"--data.name {name}: not usable from {root}: {message}; {advice}") from problem
 
 
 @functools.lru_cache(maxsize=2)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from train.engine.export import export
-from train.engine.load import load_trained
+from train.checkpoint import manifest as manifests
 from train.errors import Refused, may_pass
-from train.record import manifest as manifests
-from train.record.store import Run
+from train.run.run_folder import Run
+from train.trainer.export import export
+from train.trainer.load import load_trained
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,9 @@ from tests.train.checkpoint.test_snapshots import COPY, Kept
 from tests.train.conftest import Station
 from tests.train.tiers import later
 from tests.train.training import Engine
-from train.checkpoint import writer
+from train.checkpoint import manifest, writer
 from train.checkpoint.writer import DurableFile
-from train.record import manifest
-from train.record.metrics import Lines
+from train.run.metrics import Lines
 
 SYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
 ASYNC = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "true"}

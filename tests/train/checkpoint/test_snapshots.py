@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.train.tiers import later
 from train.checkpoint.buffers import SnapshotMemory
-from train.record import folders, store
-from train.runs import checks
-from train.runs.request import Request
+from train.launcher import checks
+from train.launcher.request import Request
+from train.run import folders, run_folder
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
@@ -35,13 +35,13 @@ class Keeping(Ranks):
 
     def __init__(
         self,
-        run: store.Run,
-        lock: store.Lock,
+        run: run_folder.Run,
+        lock: run_folder.Lock,
         ranks: int,
         zygote: Zygote,
         fault: str,
         times: int = 99,
-        between: Callable[[store.Run], None] = lambda run: None,
+        between: Callable[[run_folder.Run], None] = lambda run: None,
     ) -> None:
         super().__init__(run, lock, ranks, zygote, environ={"TRAIN_FAULT": fault})
         self.memory = self.memory or SnapshotMemory()
@@ -70,7 +70,7 @@ class Kept:
         times: int = 99,
         restarts: int = 1,
         begun: str | None = None,
-        between: Callable[[store.Run], None] = lambda run: None,
+        between: Callable[[run_folder.Run], None] = lambda run: None,
         **flags: Any,
     ) -> dict[str, Any]:
         """
@@ -197,7 +197,7 @@ def test_deaths_do_not_put_off_a_checkpoint_that_is_due(kept: Kept) -> None:
 
 
 def test_memory_is_not_passed_over_for_a_checkpoint_that_is_damaged(kept: Kept) -> None:
-    def spoil(run: store.Run) -> None:
+    def spoil(run: run_folder.Run) -> None:
         newest = run.steps_saved()[0]
         shutil.copytree(run.checkpoint(newest), run.checkpoint(newest + 9))
         shard = next(run.checkpoint(newest + 9).glob("*.distcp"))

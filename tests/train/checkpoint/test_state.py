@@ -23,7 +23,7 @@ from train.checkpoint.save import Saver
 from train.checkpoint.state import state_of
 from train.config import Config
 from train.parallel.world import World
-from train.record.folders import create
+from train.run.folders import create
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),

@@ -23,7 +23,7 @@ from tests.train.cluster.conftest import FIELDS, consumed, wait_until
 from tests.train.cluster.published import faults
 from tests.train.commands.test_bad_input import command, refused
 from tests.train.conftest import PATIENCE, Station
-from train.record.store import Run
+from train.run.run_folder import Run
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "kubernetes"
 SUBMIT = ("submit", "digits", "--on", "kubernetes", "--name", "a", "--nodes", 2, "--nproc", 1)

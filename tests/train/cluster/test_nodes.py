@@ -12,7 +12,7 @@ import pytest
 
 from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone, wait_until
 from tests.train.conftest import Station
-from train.record import station as stations
+from train.run import station as stations
 
 
 @pytest.mark.minutes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.train.cluster.conftest import Machines, OnSharedFolder
-from train.record import manifest as manifests
+from train.checkpoint import manifest as manifests
 
 FSDP = ("--parallel.strategy", "fsdp", "--parallel.wrap", "Linear")
 HSDP = ("--parallel.strategy", "hsdp", "--parallel.shard_size", 2)

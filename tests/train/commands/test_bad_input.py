@@ -17,7 +17,7 @@ import pytest
 from tests.train.conftest import Station
 from tests.train.tiers import later
 from train import cli
-from train.runs import launch
+from train.launcher import tmux
 
 TASK = """
 import torch
@@ -419,9 +419,9 @@ def test_a_runs_folder_that_cannot_be_written_is_refused(station: Station, comma
 
 
 def test_a_run_of_somebody_else_is_refused_in_one_line(station: Station) -> None:
-    from train.record import folders, store
+    from train.run import folders, states
 
-    run = folders.create(station.runs, "theirs", {}, {"state": store.STOPPED, "world_size": 1})
+    run = folders.create(station.runs, "theirs", {}, {"state": states.STOPPED, "world_size": 1})
     (run.folder / "lock").chmod(0o444)
     for arguments in (["rm", "theirs"], ["resume", "theirs"]):
         done = subprocess.run(
@@ -429,7 +429,7 @@ def test_a_run_of_somebody_else_is_refused_in_one_line(station: Station) -> None
             cwd=station.folder, env=station.environment(), capture_output=True, text=True, check=False,
         )  # fmt: skip
         refused((done.returncode, done.stdout, done.stderr), "Permission denied", "lock")
-    assert run.read()["state"] == store.STOPPED
+    assert run.read()["state"] == states.STOPPED
 
 
 def test_without_tmux_launch_is_refused_and_leaves_no_file(station: Station, temporary: Path) -> None:
@@ -442,7 +442,7 @@ def test_without_tmux_launch_is_refused_and_leaves_no_file(station: Station, tem
 
 
 def _sessions(station: Station) -> str:
-    listed = subprocess.run(launch.tmux(station.runs, "list-sessions"), capture_output=True, text=True, check=False)
+    listed = subprocess.run(tmux.tmux(station.runs, "list-sessions"), capture_output=True, text=True, check=False)
     return listed.stdout
 
 
@@ -475,7 +475,7 @@ def test_what_the_process_inside_tmux_refuses_reaches_launch_and_leaves_nothing(
 @pytest.mark.parametrize("nproc", ["0", "-1", "1.5", "two", "4097", "", "\u0663"])
 def test_a_number_of_ranks_must_be_one(nproc: str) -> None:
     from train.errors import Refused
-    from train.runs.gpus import count_ranks
+    from train.launcher.choose_gpus import count_ranks
 
     with pytest.raises(Refused, match="--nproc"):
         count_ranks(nproc, None, cpu_only=True)
@@ -484,14 +484,14 @@ def test_a_number_of_ranks_must_be_one(nproc: str) -> None:
 @pytest.mark.parametrize("gpus", ["0", "-1", "x", "", ",", "0,0", "0,x", "1", "0,", "2,", "\u0661"])
 def test_gpus_that_are_not_here_or_no_gpus_at_all_are_refused(gpus: str) -> None:
     from train.errors import Refused
-    from train.runs.gpus import count_ranks
+    from train.launcher.choose_gpus import count_ranks
 
     with pytest.raises(Refused, match="--gpus"):
         count_ranks(None, gpus, cpu_only=True)
 
 
 def test_auto_means_one_rank_where_there_is_no_gpu() -> None:
-    from train.runs.gpus import count_ranks
+    from train.launcher.choose_gpus import count_ranks
 
     assert count_ranks("auto", None, cpu_only=True) == (1, None)
     assert count_ranks(None, None, cpu_only=True) == (1, None)

@@ -15,7 +15,7 @@ import pytest
 from train import cli
 from train.commands import parser
 from train.errors import Refused
-from train.record import store
+from train.run import states
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -56,7 +56,7 @@ def test_help_ls_show_logs_stop_and_resume_import_no_torch(finished: Station) ->
 
 def test_what_checks_a_launch_loads_no_compiler() -> None:
     # torch's compiler and sympy take longer to load than all else that a launch does before its ranks start
-    code = "import sys, train.runs.checks; print(*{'torch._dynamo', 'sympy'} & set(sys.modules))"
+    code = "import sys, train.launcher.checks; print(*{'torch._dynamo', 'sympy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
@@ -219,7 +219,7 @@ def test_a_run_needs_no_standard_error(station: Station) -> None:
         ["bash", "-c", run], cwd=station.folder, env=station.environment(), stdout=subprocess.PIPE, check=False
     )
     assert (done.returncode, done.stdout) == (0, b"")
-    assert station.record("quiet")["state"] == store.FINISHED
+    assert station.record("quiet")["state"] == states.FINISHED
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_train_run_exits_75_when_stopped_with_a_checkpoint_to_continue_from(stat
     output, _ = process.communicate()
     assert process.returncode == 75, output
     record = station.record("s")
-    assert record["state"] == store.STOPPED and "SIGTERM" in record["reason"]
+    assert record["state"] == states.STOPPED and "SIGTERM" in record["reason"]
     assert station.run("s").steps_saved() == [record["step"]]
     assert output.splitlines()[-1].endswith("continue with: train resume s")
     assert not station.run("s").alive()
@@ -281,7 +281,7 @@ def test_a_signal_to_the_whole_process_group_costs_no_step_of_spawned_ranks(stat
     output = process.communicate()[1]
     assert process.returncode == 75, output
     record = station.record("g")
-    assert record["state"] == store.STOPPED and record["step"] >= 2
+    assert record["state"] == states.STOPPED and record["step"] >= 2
     assert station.run("g").steps_saved() == [record["step"]]
     assert station.metrics("g")[-1]["step"] == record["step"]
 
@@ -297,5 +297,5 @@ def test_train_run_exits_3_with_the_reason_in_its_last_line_and_keeps_the_last_g
     last = done.stderr.splitlines()[-1]
     assert "the loss is nan at step 7" in last and "--optim.lr" in last
     record = station.record("n")
-    assert record["state"] == store.FAILED and "step 7" in record["reason"]
+    assert record["state"] == states.FAILED and "step 7" in record["reason"]
     assert station.run("n").steps_saved() == [5]

@@ -11,7 +11,7 @@ import pytest
 
 from train import config, tasks
 from train.commands import COMMANDS
-from train.record import folders
+from train.run import folders
 
 FILE = Path(__file__).parents[3] / "docker/rootfs/usr/local/share/bash-completion/completions/train"
 ASK = """

@@ -21,8 +21,8 @@ import pytest
 
 from tests.train.terminal import Terminal
 from train.gpus import GpuState
-from train.record import heartbeat
-from train.runs.monitor.top import Page
+from train.monitor.top import Page
+from train.run import heartbeat
 
 if TYPE_CHECKING:
     from conftest import Station

@@ -12,7 +12,7 @@ import pytest
 
 from train import config
 from train.errors import Refused
-from train.runs.request import Request, resolve
+from train.launcher.request import Request, resolve
 
 
 @dataclasses.dataclass

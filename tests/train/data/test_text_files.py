@@ -50,7 +50,7 @@ def test_a_large_text_takes_no_memory(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 4096 * 300)  # 300 MB
     program = """
 import resource, sys
-from train.runs.request import Request, resolve
+from train.launcher.request import Request, resolve
 from train.data.plan import Plan, micro_batches_of
 from train.data.plan import Sharing
 from train.data.fetch import fetcher

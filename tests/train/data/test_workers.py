@@ -80,7 +80,7 @@ def test_a_file_that_workers_may_not_open_is_refused_with_the_way_out(tmp_path: 
 
 
 def test_the_lock_of_a_run_stays_held_by_its_workers(tmp_path: Path) -> None:
-    from train.record.store import Run
+    from train.run.run_folder import Run
 
     run = Run(tmp_path)
     (tmp_path / "run.json").write_text("{}")

@@ -14,10 +14,11 @@ import torch
 
 from tests.train.training import Engine
 from train.config import Config
-from train.engine import cpu
-from train.engine.evaluate import evaluate_run
 from train.errors import Refused
 from train.gpus import Card
+from train.launcher import checks, provenance
+from train.launcher.foreground import shape
+from train.launcher.request import Request
 from train.parallel.devices import (
     NoGPU,
     check_kernels,
@@ -26,13 +27,12 @@ from train.parallel.devices import (
     pick_device,
     set_nccl_variables,
 )  # fmt: skip
-from train.parallel.seat import Seat
-from train.record import station
-from train.record.outcome import Kind, Outcome, read_all
-from train.runs import checks, provenance
-from train.runs.foreground import shape
-from train.runs.request import Request
+from train.parallel.rank_env import RankEnv
+from train.run import station
+from train.run.outcome import Kind, Outcome, read_all
 from train.supervise.decide import Facts, LaunchMode, decide
+from train.trainer import cpu
+from train.trainer.evaluate import evaluate_run
 
 WHEEL = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 """What the wheel of torch 2.7.1 with CUDA 12.6 has."""
@@ -126,25 +126,25 @@ def test_ranks_that_torchrun_starts_on_several_machines_need_the_gpus_of_theirs_
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     flags = {"cpu_threads": "1", "data.workers": "0", "steps": "1", "task.count": "8", "batch_size": "8"}
 
-    def prepared(seat: Seat) -> checks.Prepared:
-        ranks, nodes = shape(seat)
+    def prepared(rank_env: RankEnv) -> checks.Prepared:
+        ranks, nodes = shape(rank_env)
         return checks.prepare(Request("fake", dict(flags), ranks=ranks, nodes=nodes))
 
-    two_machines = prepared(Seat(0, 4, 0, 2))
+    two_machines = prepared(RankEnv(0, 4, 0, 2))
     assert two_machines.config.device == "cuda"
     assert (two_machines.record["world_size"], two_machines.config.micro_batch_size) == (4, 2)
-    assert prepared(Seat(0, 2, 0, 2)).record["world_size"] == 2
+    assert prepared(RankEnv(0, 2, 0, 2)).record["world_size"] == 2
     with pytest.raises(Refused, match="use --nproc 2"):  # one machine; and those that differ count as one
-        prepared(Seat(0, 3, 0, 3))
-    assert shape(Seat(0, 5, 0, 3)) == (5, range(1, 2))
+        prepared(RankEnv(0, 3, 0, 3))
+    assert shape(RankEnv(0, 5, 0, 3)) == (5, range(1, 2))
 
 
 def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has GPUs and a run does not use them, nothing may open one: it would hold memory there."""
     from train.checkpoint.save import Saver
     from train.parallel.world import World
-    from train.record.folders import create
-    from train.record.store import Run
+    from train.run.folders import create
+    from train.run.run_folder import Run
 
     def opened() -> None:
         raise AssertionError("a device was opened")

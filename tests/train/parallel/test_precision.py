@@ -11,12 +11,12 @@ import torch
 
 from train.config import Config
 from train.errors import Refused
+from train.launcher.checks import prepare
+from train.launcher.request import Request
 from train.parallel.precision import Precision
 from train.parallel.single import as_here
 from train.parallel.strategy import BaseStrategy
 from train.parallel.world import World
-from train.runs.checks import prepare
-from train.runs.request import Request
 
 
 @pytest.mark.minutes

@@ -12,8 +12,8 @@ import torch
 from tests.train.tiers import later
 from tests.train.training import assert_same_training, sample_of
 from train.config import Config, Optim, Parallel
-from train.engine.optimizer import make_optimizer, takes_fused
 from train.errors import Refused
+from train.trainer.optimizer import make_optimizer, takes_fused
 
 EXACT = {"precision": "fp64"}
 FSDP = {"parallel__strategy": "fsdp", "parallel__wrap": "Linear"}

@@ -15,8 +15,8 @@ import pytest
 import train
 from tests.train.tiers import later
 from train import signals
-from train.record import folders, outcome, store
-from train.record.outcome import Kind, Outcome
+from train.run import folders, outcome, states
+from train.run.outcome import Kind, Outcome
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -47,11 +47,11 @@ def test_a_supervisor_killed_before_it_wrote_the_end_leaves_a_run_that_a_resume_
     told = outcome.read(run.logs(1), 0)
     assert told is not None and (told.kind, told.step) == (Kind.FINISHED, 12)
     before = station.record(name)
-    assert (before["state"], before["weights_sha256"]) == (store.RUNNING, None) and run.state() == store.INTERRUPTED
+    assert (before["state"], before["weights_sha256"]) == (states.RUNNING, None) and run.state() == states.INTERRUPTED
     assert before["attempts"][0]["end"] is None
     station.ok("resume", name, "--follow")
     after = station.record(name)
-    assert after["state"] == store.FINISHED and after["weights_sha256"] == told.figures["weights_sha256"]
+    assert after["state"] == states.FINISHED and after["weights_sha256"] == told.figures["weights_sha256"]
     assert [attempt["end"] for attempt in after["attempts"]] == ["died", "finished"]
     if road != "alone":  # another number of ranks sums in another order
         assert [after[key] for key in ("step", "epoch", "weights_sha256", "metrics", "checkpoints", "best")] == [
@@ -64,21 +64,21 @@ def test_a_rank_killed_after_it_said_that_all_is_done_costs_nothing(station: Sta
     done = station("run", "digits", "--name", "a", "--spawn", 2, *FIELDS, env={"TRAIN_FAULT": "finished@0"})
     assert done.returncode == 0, done.stderr
     record = station.record("a")
-    assert record["state"] == store.FINISHED and record["weights_sha256"] and len(record["attempts"]) == 1
+    assert record["state"] == states.FINISHED and record["weights_sha256"] and len(record["attempts"]) == 1
 
 
 @pytest.mark.minutes
 def test_a_stop_of_the_keeper_is_known_from_one_of_a_user_by_a_field(station: Station) -> None:
     """For spawned ranks too, whose own words are the same both times: that they were sent a SIGTERM."""
-    for name, wanted, by in (("mine", store.POLITE, signals.USER), ("its", store.KEEPER, signals.KEEPER)):
+    for name, wanted, by in (("mine", states.POLITE, signals.USER), ("its", states.KEEPER, signals.KEEPER)):
         process = station.start("run", "digits", "--name", name, "--spawn", 2, *FIELDS, "--steps", 10**6)
         station.wait_for_step(name, 2)
         station.run(name).stop(wanted)
         output = process.communicate()[0]
         assert process.returncode == 75, output
         record = station.record(name)
-        assert (record["state"], record["stopped_by"]) == (store.STOPPED, by)
-        assert record["reason"] == f"stopped after step {record['step']} ({store.WHO[wanted]})"
+        assert (record["state"], record["stopped_by"]) == (states.STOPPED, by)
+        assert record["reason"] == f"stopped after step {record['step']} ({states.WHO[wanted]})"
     said = station.ok("keeper", "--once").stderr
     assert "its: resumed" in said and "mine" not in said
     station.ok("stop", "its")
@@ -86,7 +86,7 @@ def test_a_stop_of_the_keeper_is_known_from_one_of_a_user_by_a_field(station: St
 
 
 def test_a_stopped_run_of_an_earlier_release_was_stopped_by_its_user(tmp_path: Path) -> None:
-    run = folders.create(tmp_path, "a", {}, {"state": store.STOPPED, "reason": "stopped after step 5 (SIGTERM)"})
+    run = folders.create(tmp_path, "a", {}, {"state": states.STOPPED, "reason": "stopped after step 5 (SIGTERM)"})
     path = run.folder / "run.json"
     text = json.loads(path.read_text())
     del text["stopped_by"]
@@ -95,10 +95,10 @@ def test_a_stopped_run_of_an_earlier_release_was_stopped_by_its_user(tmp_path: P
 
 
 def test_a_run_that_was_not_stopped_was_stopped_by_nobody(tmp_path: Path) -> None:
-    run = folders.create(tmp_path, "a", {}, {"state": store.FAILED, "reason": "the task says: (train stop)"})
+    run = folders.create(tmp_path, "a", {}, {"state": states.FAILED, "reason": "the task says: (train stop)"})
     assert run.read()["stopped_by"] is None
     run.begin_attempt(1)
-    run.end_attempt(store.STOPPED, "", store.STOPPED, stopped_by=signals.USER)
+    run.end_attempt(states.STOPPED, "", states.STOPPED, stopped_by=signals.USER)
     run.begin_attempt(1)
     assert run.read()["stopped_by"] is None
 
@@ -130,7 +130,7 @@ def _ends_written_in(path: Path) -> list[int]:
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         states = [ast.unparse(word.value) for word in node.keywords if word.arg == "state"]
-        ends = name in ("update", "note") and any(state != "store.CREATED" for state in states)
+        ends = name in ("update", "note") and any(state != "states.CREATED" for state in states)
         if name == "end_attempt" or ends:
             lines.append(node.lineno)
     return lines
@@ -161,6 +161,6 @@ def test_what_a_rank_of_a_foreign_torchrun_died_of_is_left_behind_and_the_run_is
         timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode != 0 and "bad shape" in done.stderr
-    assert station.run("t").state() == store.INTERRUPTED and not station.run("t").alive()
+    assert station.run("t").state() == states.INTERRUPTED and not station.run("t").alive()
     cause = outcome.first_fault(outcome.read_all(station.run("t").logs(1)))
     assert cause is not None and (cause.rank, cause.recurs) == (1, True) and "bad shape" in cause.reason

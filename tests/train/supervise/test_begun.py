@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE, lives
-from train.record import store
+from train.run import states
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -67,7 +67,7 @@ def test_a_zygote_was_begun_ahead_and_leaves_nothing_behind(station: Station, co
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert list(Path(cold["TMPDIR"]).iterdir()) == []  # torch makes a folder as it is imported
-    assert station.record("one")["state"] == store.STOPPED
+    assert station.record("one")["state"] == states.STOPPED
 
 
 @pytest.mark.minutes

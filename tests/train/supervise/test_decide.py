@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from train import signals
-from train.record.outcome import Kind, Outcome
+from train.run.outcome import Kind, Outcome
 from train.supervise import memory
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode, decide, who_died
 from train.supervise.node_reports import merged, report_of
@@ -64,7 +64,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("finished before the second Ctrl-C", facts(FOREGROUND, (finished,), asked=TWICE),
      {"state": "finished", "code": 0}),
     ("finished, and a peer lost its connection", facts(LAUNCHED, (finished, died(1, LOST, False)), exits={1: 1}),
-     {"state": "finished", "said": ""}),
+     {"state": "finished", "message": ""}),
     ("a signal to a rank", facts(LAUNCHED, (stopped,)),
      {"end": "stopped", "state": "stopped", "reason": "stopped after step 5 (SIGTERM)", "stopped_by": "signal",
       "code": 75, "figures": {"epoch": 1, "step": 5}}),
@@ -79,7 +79,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("saved before the second Ctrl-C", facts(FOREGROUND, (stopped,), asked=TWICE),
      {"state": "stopped", "reason": "stopped after step 5 (SIGINT)", "code": 75}),
     ("all ranks meet a loss that is nan", facts(LAUNCHED, (nan, nan_1)),
-     {"end": "failed", "state": "failed", "reason": nan.reason, "recurs": True, "said": "", "code": 3}),
+     {"end": "failed", "state": "failed", "reason": nan.reason, "recurs": True, "message": "", "code": 3}),
     ("rank 0 is refused before it met the others", facts(LAUNCHED, (refused,), exits={0: 1}),
      {"end": "failed", "state": "failed", "reason": refused.reason}),
 
@@ -102,7 +102,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("stop --now of a torchrun", facts(TORCHRUN, asked=USER_NOW),
      {"state": "stopped", "reason": "stopped at once (train stop --now)"}),
     ("Ctrl-C twice", facts(FOREGROUND, (died(0, LOST, False),), asked=TWICE, exits={0: 1}, saved=4),
-     {"end": "stopped", "state": "stopped", "stopped_by": "ctrl-c", "code": 130, "said": "",
+     {"end": "stopped", "state": "stopped", "stopped_by": "ctrl-c", "code": 130, "message": "",
       "reason": "stopped at once (Ctrl-C twice); the last checkpoint is of step 4"}),
     ("Ctrl-C twice, nothing saved", facts(FOREGROUND, asked=TWICE),
      {"reason": "stopped at once (Ctrl-C twice); there is no checkpoint", "code": 130}),
@@ -110,7 +110,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     # somebody died
     ("a rank was killed", facts(LAUNCHED, (died(0, LOST, False),), exits={0: 1, 1: KILL}),
      {"end": "died", "state": None, "why": "rank 1 died of SIGKILL", "rank": 1, "again": True, "wait": 0.0,
-      "said": "rank 1 died of SIGKILL; starting again (1 of 3 without progress)", "deaths": 1, "reason": None}),
+      "message": "rank 1 died of SIGKILL; starting again (1 of 3 without progress)", "deaths": 1, "reason": None}),
     ("it was killed before, but has saved since", facts(LAUNCHED, exits={0: SEGV}, deaths=3, progress=True),
      {"why": "rank 0 died of SIGSEGV", "again": True, "deaths": 1}),
     ("one death too many", facts(LAUNCHED, exits={0: KILL}, deaths=3),
@@ -151,17 +151,17 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("a spawned rank was killed", facts(FOREGROUND, (died(0, LOST, False),), exits={1: KILL, 0: 1}),
      {"end": "died", "state": None, "again": False, "code": 3,
       "reason": "rank 1 died of SIGKILL; continue with: train resume a",
-      "said": "rank 1 died of SIGKILL; continue with: train resume a"}),
+      "message": "rank 1 died of SIGKILL; continue with: train resume a"}),
     ("a spawned rank left with a code", facts(FOREGROUND, exits={0: 7}),
      {"state": None, "reason": "rank 0 exited with code 7; continue with: train resume a"}),
     ("an exception of a spawned rank", facts(FOREGROUND, (died(1, "ValueError: bad", True),), exits={0: ABRT, 1: 1}),
-     {"end": "failed", "state": "failed", "reason": "rank 1: ValueError: bad", "said": "rank 1: ValueError: bad"}),
+     {"end": "failed", "state": "failed", "reason": "rank 1: ValueError: bad", "message": "rank 1: ValueError: bad"}),
     ("one that passes", facts(FOREGROUND, (died(1, "OSError: [Errno 5] I/O", False),), exits={1: 1}),
      {"state": "failed", "reason": "rank 1: OSError: [Errno 5] I/O"}),
     ("a spawned rank killed for memory", facts(FOREGROUND, exits={0: KILL}, killed_at="1 GiB"),
      {"state": "failed", "reason": f"out of memory: rank 0 was killed at 1 GiB; {memory.ADVICE}{CHECK}"}),
     ("an exception in one process", facts(FOREGROUND, (died(0, "ValueError: bad", True),), ranks=1),
-     {"end": "failed", "state": "failed", "reason": "ValueError: bad", "said": "ValueError: bad", "code": 3}),
+     {"end": "failed", "state": "failed", "reason": "ValueError: bad", "message": "ValueError: bad", "code": 3}),
     ("the same after a request to stop", facts(FOREGROUND, (died(0, "OSError: full", False),), asked=TERMINATED),
      {"state": "failed", "reason": "rank 0: OSError: full"}),
     ("a death under a torchrun of somebody else", facts(TORCHRUN, (died(0, LOST, False),)),

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE, Station
-from train.record import heartbeat
+from train.run import heartbeat
 from train.supervise.health import HangDetector
 
 FIELDS = (
@@ -42,7 +42,7 @@ def test_a_rank_that_stands_still_is_noticed_its_stacks_are_kept_and_the_run_goe
     assert second["end"] == "finished"
     assert record["weights_sha256"] == station.record("base")["weights_sha256"]
     stack = (station.runs / "a" / "logs" / "attempt-1" / "rank0.stack.txt").read_text()
-    assert "engine/train.py" in stack or "_step" in stack, stack
+    assert "trainer/train.py" in stack or "_step" in stack, stack
 
 
 @pytest.mark.minutes

@@ -12,7 +12,7 @@ import pytest
 
 from tests.train.terminal import Terminal
 from tests.train.tiers import later
-from train.record import store
+from train.run import states
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -90,7 +90,7 @@ def test_a_second_ctrl_c_ends_a_hanging_run_at_once_with_all_its_ranks(station: 
     assert "without saving; train resume h starts at step 1" in terminal.output
     assert "Traceback" not in terminal.output
     record = station.run("h").shown()
-    assert (record["state"], record["attempts"][-1]["end"]) == (store.STOPPED, "stopped")
+    assert (record["state"], record["attempts"][-1]["end"]) == (states.STOPPED, "stopped")
     assert record["reason"] == "stopped at once (Ctrl-C twice); there is no checkpoint"
     check_gone(station, "h")
 
@@ -172,7 +172,7 @@ def test_ctrl_c_twice_ends_the_following_of_a_launched_run_and_not_the_run(stati
     terminal.ctrl_c()
     assert terminal.end() == 130
     assert "Traceback" not in terminal.output and "f goes on" in terminal.output
-    assert station.run("f").shown()["state"] == store.RUNNING
+    assert station.run("f").shown()["state"] == states.RUNNING
     station.ok("stop", "f")
 
 
@@ -187,4 +187,4 @@ def test_ranks_end_with_the_process_that_asked_for_them(station: Station) -> Non
     while left := here(station):  # the fork server too, when the last of its ranks has gone
         assert time.monotonic() < deadline, [one.info for one in left]
         time.sleep(0.1)
-    assert station.run("k").shown()["state"] == store.INTERRUPTED
+    assert station.run("k").shown()["state"] == states.INTERRUPTED

@@ -19,7 +19,7 @@ import pytest
 
 import train
 from tests.train.conftest import PATIENCE, lives
-from train.record import store
+from train.run import states
 from train.supervise.zygote import lender_socket
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def test_a_train_py_of_the_users_is_not_taken_for_this_package(warmth: Warmth) -
     command = [sys.executable, "-P", "-m", "train", "launch", "digits", "--name", "beside", *map(str, QUICK)]
     subprocess.run(command, cwd=warmth.station.folder, env=warmth.station.environment() | warmth.extra, check=True)
     theirs.unlink()  # other tests start commands here
-    assert warmth.station.wait_for_end("beside")["state"] == store.FINISHED
+    assert warmth.station.wait_for_end("beside")["state"] == states.FINISHED
     assert not (warmth.station.folder / "executed").exists()
 
 
@@ -179,7 +179,7 @@ def test_nonsense_through_the_socket_does_not_end_it(warmth: Warmth) -> None:
             if words:
                 socket.send_fds(line, [words], [0])
     warmth.launch("after", "--follow")
-    assert warmth.station.record("after")["state"] == store.FINISHED and warmth.process.is_running()
+    assert warmth.station.record("after")["state"] == states.FINISHED and warmth.process.is_running()
 
 
 def test_a_warm_run_outlives_its_keeper(warmth: Warmth) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from train.record import folders
+from train.run import folders
 from train.supervise.node_checks import SHARED, difference, sees_folder
 
 SAME = {"torch": "2.7.1", "python": "3.11", "code": "abc", "task": "t", "data": "d", "config": {"seed": 0}}

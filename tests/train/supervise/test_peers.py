@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from train.record import folders
+from train.run import folders
 from train.supervise.health import TaskHealth
 
 

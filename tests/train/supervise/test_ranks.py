@@ -15,7 +15,7 @@ import pytest
 from tests.train import forks
 from tests.train.conftest import lives
 from train.errors import Refused
-from train.record import folders, store
+from train.run import folders, states
 from train.signals import POLITE
 from train.supervise import diagnose
 from train.supervise.forks import Zygote
@@ -144,7 +144,7 @@ def test_all_libraries_have_the_threads_of_a_rank(killed: dict[str, Any]) -> Non
 
 def test_what_a_process_of_a_rank_writes_is_in_its_log_and_the_run_ends_as_asked(killed: dict[str, Any]) -> None:
     assert all("a process of its own\n" in log for log in killed["logs"])
-    assert killed["record"]["state"] == store.STOPPED and killed["left"] == []
+    assert killed["record"]["state"] == states.STOPPED and killed["left"] == []
 
 
 def test_where_an_interpreter_has_threads_from_its_start_a_run_is_refused(station: Station) -> None:
@@ -266,7 +266,7 @@ def test_a_task_with_a_server_of_its_own_is_launched_and_lets_go_of_its_run(stat
         assert process.wait(90) == 0, process.stdout.read()
     finally:
         process.kill()
-    assert station.wait_for_end("s")["state"] == store.FINISHED
+    assert station.wait_for_end("s")["state"] == states.FINISHED
 
 
 def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(

@@ -45,7 +45,7 @@ def test_a_fork_begins_with_one_thread_and_has_as_many_as_it_is_told(station: St
 
 
 def test_the_agent_and_commands_that_only_look_import_no_torch() -> None:
-    text = "import sys, train.runs.agent, train.runs.opening, train.supervise.attempts, train.runs.follow\n"
+    text = "import sys, train.launcher.agent, train.launcher.create_run, train.supervise.attempts, train.views.follow\n"
     done = subprocess.run(
         [sys.executable, "-c", text + "print('torch' in sys.modules)"], capture_output=True, text=True, check=True
     )

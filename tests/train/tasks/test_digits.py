@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from train.data.seeding import seed_host
-from train.runs.request import Request, resolve
+from train.launcher.request import Request, resolve
 
 if TYPE_CHECKING:
     from conftest import Station

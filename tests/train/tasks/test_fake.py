@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.runs.checks import prepare
-from train.runs.request import Request, resolve
+from train.launcher.checks import prepare
+from train.launcher.request import Request, resolve
 from train.tasks import fake
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from train.engine.build import make_model
-from train.engine.export import export
 from train.errors import Refused
-from train.runs.checks import prepare
-from train.runs.request import Request, resolve
+from train.launcher.checks import prepare
+from train.launcher.request import Request, resolve
 from train.tasks import images
+from train.trainer.build import make_model
+from train.trainer.export import export
 
 if TYPE_CHECKING:
     from conftest import Station

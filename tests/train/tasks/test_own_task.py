@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from train.engine.export import export
 from train.errors import Refused
-from train.runs.checks import prepare, prepare_resume
-from train.runs.request import Request, resolve
+from train.launcher.checks import prepare, prepare_resume
+from train.launcher.request import Request, resolve
 from train.tasks import load
+from train.trainer.export import export
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -223,6 +223,6 @@ def test_what_lies_beside_a_task_goes_before_what_is_installed(tmp_path: Path, m
         (folder / "twice_there.py").write_text(f"WHERE = {folder.name!r}\n")
     (beside / "task.py").write_text(f"from twice_there import WHERE\nassert WHERE == 'beside', WHERE\n{TASK}")
     (beside / "helper.py").write_text(HELPER)
-    monkeypatch.setattr(sys, "path", [str(installed), *sys.path, str(beside)])  # as own.py leaves the current folder
+    monkeypatch.setattr(sys, "path", [str(installed), *sys.path, str(beside)])  # as module_runner.py does it
     monkeypatch.delitem(sys.modules, "helper", raising=False)
     assert load(str(beside / "task.py")).name == str(beside / "task.py")

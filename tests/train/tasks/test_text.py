@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from train.errors import Refused
-from train.runs.request import Request, resolve
+from train.launcher.request import Request, resolve
 from train.tasks import text
 
 if TYPE_CHECKING:

@@ -1,0 +1,191 @@
+"""Which runs a command means, and which of their checkpoints: patterns, states, orders, the best step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from train.commands import select
+from train.errors import Refused
+from train.run import best, folders
+from train.run.run_folder import Run
+
+if TYPE_CHECKING:
+    from conftest import Station
+
+
+def made(runs: Path, name: str, **values: Any) -> Run:
+    return folders.create(runs, name, {}, {"total_steps": 10, "state": "stopped", **values})
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    made(folder, "exp-1", step=3, loss=0.5)
+    made(folder, "exp-2", step=9, loss=0.9, state="failed", metrics={"loss": 0.1})
+    made(folder, "exp-10", step=5, state="finished")
+    made(folder, "other", step=7, loss=0.3, total_steps=None)
+    return folder
+
+
+def names(records: list[dict[str, Any]]) -> list[str]:
+    return [record["name"] for record in records]
+
+
+def test_rm_takes_patterns_and_names_and_removes_each_once(runs: Path, station: Station) -> None:
+    station.ok("--runs", runs, "rm", "exp-*", "exp-1", "exp-?")
+    assert sorted(path.name for path in runs.iterdir()) == ["other"]
+
+
+@pytest.mark.parametrize("given", [["zzz*"], ["exp-*", "zzz*"], ["exp-*", "nosuch"], ["../*"], ["*/exp-1"], ["[x"]])
+def test_a_pattern_that_matches_nothing_removes_nothing(runs: Path, station: Station, given: list[str]) -> None:
+    done = station("--runs", runs, "rm", *given)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "train ls" in done.stderr
+    assert len(list(runs.iterdir())) == 4
+
+
+def test_rm_removes_nothing_where_one_that_it_means_is_running(runs: Path, station: Station) -> None:
+    lock = Run(runs / "exp-2").acquire()
+    assert lock is not None
+    done = station("--runs", runs, "rm", "exp-*")
+    assert done.returncode == 2 and "exp-2 is running; first: train stop exp-2" in done.stderr
+    assert len(list(runs.iterdir())) == 4
+    lock.release()
+    station.ok("--runs", runs, "rm", "exp-*")
+    assert [path.name for path in runs.iterdir()] == ["other"]
+
+
+def test_a_folder_whose_name_looks_like_a_pattern_is_meant_by_its_name(runs: Path) -> None:
+    shutil.copytree(runs / "other", runs / "exp-*")
+    assert [run.name for run in select.matching(runs, ["exp-*"])] == ["exp-*"]
+
+
+def test_ls_filters_sorts_and_limits(runs: Path, station: Station) -> None:
+    def listed(*arguments: object) -> list[str]:
+        text = station.ok("--runs", runs, "ls", *arguments).stdout
+        found = names(json.loads(station.ok("--runs", runs, "ls", *arguments, "--json").stdout))
+        assert [line.split()[0] for line in text.splitlines()[1:]] == found
+        return found
+
+    assert listed() == ["exp-1", "exp-2", "exp-10", "other"]
+    assert listed("exp-*") == ["exp-1", "exp-2", "exp-10"]
+    assert listed("--state", "stopped") == ["exp-1", "other"]
+    assert listed("--state=failed,finished", "--limit", 1) == ["exp-10"]
+    assert listed("-n", 2) == ["exp-10", "other"]
+    assert listed("--sort", "created", "--limit", 2, "--reverse") == ["other", "exp-10"]
+    assert listed("--sort", "name", "-n", 3) == ["exp-1", "exp-10", "exp-2"]
+    assert listed("--sort", "step", "--limit", 2) == ["exp-2", "exp-10"]
+    assert listed("--sort", "loss") == ["exp-2", "other", "exp-1", "exp-10"]
+    assert listed("--sort", "loss", "--reverse") == ["exp-1", "other", "exp-2", "exp-10"]
+    assert json.loads(station.ok("--runs", runs, "ls", "--json", "zzz*").stdout) == []
+    for wrong in (["--state", "stoped"], ["--sort", "size"], ["-n", 0], ["--limit", "all"], ["nosuch"]):
+        refused = station("--runs", runs, "ls", *wrong)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1, wrong
+        assert str(wrong[-1]) in refused.stderr
+
+
+def evaluated(run: Run, saved: list[int], scores: dict[int, dict[str, float | None]], metric: str = "") -> None:
+    (run.folder / "config.toml").write_text(f'[checkpoint]\nbest = "{metric}"\n')
+    lines = [json.dumps({"step": step, "epoch": 1, "eval": figures}) for step, figures in scores.items()]
+    run.metrics.write_text("\n".join(lines) + "\n")
+    for step in saved:
+        run.checkpoint(step).mkdir(exist_ok=True)
+
+
+def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_asked_for(runs: Path) -> None:
+    run = Run(runs / "exp-1")
+    assert best.best(run) is None and best.facts(run) == {"checkpoints": [], "best": None}
+    with pytest.raises(Refused, match="no evaluation at any of its checkpoints"):
+        best.checkpoint_named(run, "best")
+    scores: dict[int, dict[str, float | None]] = {
+        2: {"loss": 0.1, "accuracy": 0.5}, 4: {"loss": 0.3, "accuracy": 0.9}, 6: {"loss": 0.2, "accuracy": 0.9},
+        8: {"loss": None, "accuracy": None},
+    }  # fmt: skip
+    evaluated(run, [4, 6, 7, 8], scores)
+    assert best.best(run) == best.Best(6, "loss", 0.2, True, lost=2)
+    assert best.checkpoint_named(run, "best") == 6 and best.checkpoint_named(run, "7") == 7
+    evaluated(run, [], scores, "accuracy")
+    assert best.best(run) == best.Best(6, "accuracy", 0.9, False, lost=None)
+    evaluated(run, [], scores, "min:accuracy")
+    assert best.best(run) == best.Best(6, "accuracy", 0.9, True, lost=2)
+    evaluated(run, [], scores, "max:loss")
+    assert best.best(run) == best.Best(4, "loss", 0.3, False, lost=None)
+    evaluated(run, [], scores, "acuracy")  # which no evaluation has
+    assert best.best(run) == best.Best(6, "loss", 0.2, True, lost=2)
+
+
+def test_a_best_that_no_evaluation_can_name_is_refused_or_told_and_the_lowest_loss_is_kept(
+    station: Station,
+) -> None:
+    from train.launcher.checks import prepare, prepare_resume
+    from train.launcher.request import Request
+
+    text = """
+import torch
+
+
+def model(config):
+    return torch.nn.Linear(2, 1)
+
+
+def datasets(config):
+    made = torch.utils.data.TensorDataset(torch.zeros(4, 2))
+    return made, {evaluation}
+
+
+def loss(model, batch):
+    return model(batch[0]).mean() ** 2
+"""
+    task = station.folder / "task.py"
+    for evaluation, wanted, words in (("None", "loss", "evaluation set"), ("made", "f1", "no function metrics")):
+        task.write_text(text.format(evaluation=evaluation))
+        with pytest.raises(Refused, match=words):
+            prepare(Request(str(task), {"checkpoint.best": wanted, "cpu_threads": "1", "steps": "1"}))
+    task.write_text(
+        text.format(evaluation="made")
+        + """
+
+def metrics(model, batch):
+    return {"rising": next(model.parameters()).new_tensor(_seen.append(1) or len(_seen))}
+
+_seen = []
+"""
+    )
+    flags = ["--steps", 4, "--batch_size", 4, "--cpu_threads", 1, "--checkpoint.keep", 1, "--optim.lr", 1e-9]
+    done = station.ok("run", "task.py", "--name", "a", "--checkpoint.best", "risin", *flags)
+    (said,) = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert "no evaluation gives risin" in said and "did you mean rising" in said and "train resume a" in said
+    with pytest.raises(Refused, match="did you mean rising"):
+        prepare_resume(station.run("a"), {"checkpoint.best": "max:risin"}, 1)
+    prepare_resume(station.run("a"), {"checkpoint.best": "min:rising"}, 1)
+    station.ok("run", "task.py", "--name", "b", "--checkpoint.best", "min:rising", *flags)
+    assert sorted(station.run("b").steps_saved()) == [1, 4]
+
+
+def test_export_and_eval_take_the_best_checkpoint_and_show_names_it(station: Station) -> None:
+    import torch
+
+    station.ok("run", "digits", "--name", "d", "--epochs", 3, "--checkpoint.best", "accuracy", "--checkpoint.keep", 1,
+               "--cpu_threads", 1, "--schedule.decay", "step", "--schedule.step_epochs", 2, "--schedule.gamma", 1e-9,
+               "--optim.lr", 0.1)  # fmt: skip
+    run = station.run("d")
+    scores = best.scores_of(run, "accuracy")[1]
+    step = min(at for at, score in scores.items() if score == max(scores.values()))
+    later = max(at for at, score in scores.items() if score == max(scores.values()) and at in run.steps_saved())
+    shown = json.loads(station.ok("show", "d", "--json").stdout)
+    assert shown["best"]["step"] == later and shown["checkpoints"] == sorted(run.steps_saved())
+    assert shown == station.record("d")
+    assert f"step {later}, accuracy {scores[step]:.4f}" in station.ok("show", "d").stdout
+    done = station.ok("export", "d", "--checkpoint", "best", "--to", "best.pt")
+    assert f"after step {later}" in done.stderr
+    station.ok("export", "d", "--checkpoint", later, "--to", "same.pt")
+    one, other = (torch.load(station.folder / name) for name in ("best.pt", "same.pt"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    answer = json.loads(station.ok("eval", "d", "--checkpoint", "best", "--json").stdout)
+    assert answer["step"] == later and answer["eval"]["accuracy"] == scores[later]
+    refused = station("export", "d", "--checkpoint", "wurst", "--to", "x.pt")
+    assert refused.returncode == 2 and "or best" in refused.stderr

@@ -1,0 +1,159 @@
+"""Which GPUs a run may see: as asked for, and again when it is resumed. The number of GPUs here is set by the tests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from train import config, gpus
+from train.errors import Refused
+from train.gpus import Card
+from train.launcher import create_run
+from train.launcher.choose_gpus import again, count_ranks, see
+from train.launcher.tmux import LaunchRequest
+from train.parallel.devices import pick_device, take_device
+from train.run import environment, folders
+
+HERE = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-46163e99-0000-0000-0000-000000000000", "GPU-99aa"]
+SLICE = "MIG-3b1d6f0e-5a5f-5f1e-9d5a-6a2f5a1f3b1d"
+
+
+@pytest.fixture(autouse=True)
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch counts: by CUDA_VISIBLE_DEVICES, up to the first that is not there; UUIDs may be cut short."""
+
+    def count() -> int:
+        wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if wanted is None:
+            return len(HERE)
+        found = 0
+        for part in map(str.strip, wanted.split(",")):
+            is_id = part.isdecimal() and int(part) < len(HERE)
+            if not (is_id or part == SLICE or any(uuid.startswith(part) for uuid in HERE if not part.isdecimal())):
+                break
+            found += 1
+        return found
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that it is afterwards what it was
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+
+
+def test_uuids_are_taken_as_they_are() -> None:
+    assert count_ranks(None, HERE[1]) == (1, HERE[1])
+    assert count_ranks(None, f"{HERE[1]},{HERE[0]}") == (2, f"{HERE[1]},{HERE[0]}")
+    assert count_ranks("1", "GPU-8932f937,") == (1, "GPU-8932f937")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_one_slice_of_a_gpu_can_be_had_and_no_two() -> None:
+    assert count_ranks(None, SLICE) == (1, SLICE)
+    with pytest.raises(Refused, match="one MIG slice"):
+        count_ranks(None, f"{SLICE},{SLICE[:-1]}e")
+
+
+@pytest.mark.parametrize("gpus", ["GPU-0000", f"{HERE[0]},{HERE[0]}", f"{HERE[0]},1", "GPU-a;b", "gpu-8932"])
+def test_uuids_that_are_none_are_refused_in_a_line(gpus: str) -> None:
+    with pytest.raises(Refused, match=r"--gpus") as refused:
+        count_ranks(None, gpus)
+    assert "\n" not in str(refused.value)
+
+
+def test_ids_count_among_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 0")
+    assert count_ranks(None, "1,") == (1, "0")
+    assert count_ranks(None, "2") == (2, "2,0")
+
+
+ROWS = {
+    "nothing was or is chosen": ((False, None, None, None, None), None),
+    "by the variable at its start, which is put back": ((False, None, "2", None, "2"), "2"),
+    "by --gpus at its start": ((False, None, None, "1,2", None), "1,2"),
+    "by --gpus among those of the variable": ((False, None, "3,4", "4", "3,4"), "4"),
+    "the same variable in this shell changes nothing": ((False, "3,4", "3,4", "4", "3,4"), "4"),
+    "another variable in this shell is what is wanted now": ((False, "0", "3,4", "4", "0"), "0"),
+    "a variable in this shell, and none at its start": ((False, "0", None, "1,2", "0"), "0"),
+    "--gpus counts among those of this shell": ((True, None, "3,4", "4", "3,4"), None),
+    "--gpus beside the variable": ((True, "0,1", "3,4", "4", "0,1"), "0,1"),
+}
+
+
+@pytest.mark.parametrize(("given", "seen"), ROWS.values(), ids=ROWS)
+def test_what_a_resume_sees(
+    given: tuple[bool, str | None, str | None, str | None, str | None], seen: str | None
+) -> None:
+    assert again(*given) == seen
+
+
+@pytest.mark.parametrize(
+    ("typed_with", "by_keeper", "seen"),
+    [(None, False, "4"), ("3,4", False, "4"), ("0,1", False, "0,1"), (None, True, "4")],
+    ids=["no variable", "that of the start", "another one", "by the keeper"],
+)
+def test_a_resume_sees_what_its_run_folder_and_its_caller_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed_with: str | None, by_keeper: bool, seen: str
+) -> None:
+    """Launched with CUDA_VISIBLE_DEVICES=3,4 and --gpus 1, (the second of these)."""
+    kept = environment.to_json(environment.keep({"CUDA_VISIBLE_DEVICES": "3,4"}))
+    folders.create(tmp_path, "a", {environment.FILE: kept}, {"world_size": 1, "gpus": "4"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", typed_with or "3,4")  # laid over, or put back
+    launch = LaunchRequest("resume", str(tmp_path), "a", visible=typed_with, by_keeper=by_keeper)
+    assert create_run.ranks_again(asdict(launch)) == (1, seen)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_other_ranks_go_on_with_the_gpus_that_the_run_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"world_size": 2, "nproc": 2, "gpus": "1,2"}
+    folders.create(tmp_path, "a", {environment.FILE: environment.to_json(environment.keep({}))}, record)
+    for nproc, ranks in (("1", 1), ("auto", 2), ("3", 3)):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert create_run.ranks_again(asdict(LaunchRequest("resume", str(tmp_path), "a", nproc=nproc))) == (
+            ranks,
+            "1,2",
+        )
+    with pytest.raises(Refused, match=r"2 are usable here; use --nproc 2, or others than 1,2: --gpus"):
+        pick_device(config.Config(), 3, 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    more = LaunchRequest("resume", str(tmp_path), "a", nproc="3", gpus="3")
+    assert create_run.ranks_again(asdict(more)) == (3, "0,1,2")
+
+
+def test_gpus_have_the_numbers_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(None)
+    assert "CUDA_DEVICE_ORDER" not in os.environ  # nothing was chosen
+    see("1")
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    see("1")
+    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"  # its user has said so
+
+
+def test_ranks_count_their_gpus_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str | None] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(os.environ.get("CUDA_DEVICE_ORDER")))
+    card = SimpleNamespace(name="a card", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    take_device(torch.device("cpu"))
+    assert "CUDA_DEVICE_ORDER" not in os.environ
+    take_device(torch.device("cuda", 1))
+    assert order == ["PCI_BUS_ID"]
+
+
+def test_the_record_of_a_script_names_the_gpu_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "cards", lambda: [Card(f"card {n}", (9, 0), uuid) for n, uuid in enumerate(HERE)])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is afterwards what it was
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "script.py").touch()
+    launch = LaunchRequest("script", str(tmp_path / "runs"), "a", script=[str(tmp_path / "script.py")], gpus="1,2")
+    _, _, _, record = create_run.check_script(asdict(launch))
+    assert record["versions"]["gpu"] == "card 1"

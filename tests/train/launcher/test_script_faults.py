@@ -1,0 +1,352 @@
+"""What befalls programs of users' own: their exceptions, edits, hangs, stops, lack of memory. Real faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import PATIENCE, Station
+from tests.train.tiers import later
+from train.launcher.script import warnings
+from train.run import states
+from train.run.run_folder import Run
+
+QUICK = ["--max-restarts", 2]
+
+
+def write(station: Station, text: str, name: str = "script.py") -> Path:
+    path = station.folder / name
+    head = "import os, sys, time\nrank, attempt = int(os.environ['RANK']), int(os.environ['TRAIN_ATTEMPT'])\n"
+    path.write_text(head + textwrap.dedent(text))
+    return path
+
+
+def run(station: Station, text: str, *options: object, arguments: tuple[object, ...] = ()) -> dict[str, object]:
+    """Launch a script as run `a` and wait for its end. Its record."""
+    write(station, text)
+    station.ok("launch", "--script", "script.py", "--name", "a", *options, "--", *arguments)
+    return station.wait_for_end("a")
+
+
+def wait_for_words(station: Station, attempt: int, words: str) -> None:
+    log = station.run("a").logs(attempt) / "rank0.log"
+    station.wait("a", lambda _: log.exists() and words in log.read_text(), f"{words} of attempt {attempt}")
+
+
+def ends(record: dict[str, object]) -> list[str]:
+    return [attempt["end"] for attempt in record["attempts"]]  # type: ignore[attr-defined]
+
+
+def test_an_exception_of_the_script_fails_the_run_at_once(station: Station) -> None:
+    record = run(station, "print('to work')\nif rank == 1: raise ValueError('bad shape')\ntime.sleep(60)", "--nproc", 2)
+    assert record["state"] == states.FAILED and ends(record) == ["died"]
+    assert record["reason"] == "rank 1: ValueError: bad shape (exited with code 1)"
+    assert station.ok("show", "a").stdout.count("ValueError: bad shape") == 3  # state, attempt, last lines
+
+
+def test_the_rank_that_failed_is_named_though_a_peer_noticed_before_it_had_ended(station: Station) -> None:
+    text = """
+    import atexit
+    if rank == 1:
+        atexit.register(time.sleep, 20)
+        raise ValueError("bad shape")
+    time.sleep(2)
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3")
+    """
+    record = run(station, text, "--nproc", 2)
+    assert record["state"] == states.FAILED and record["reason"] == "rank 1: ValueError: bad shape"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "os.kill(os.getpid(), 9)",
+        "raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3')",
+        "sys.exit(9)",
+        "import resource, threading\n"  # the kernel's own refusal; root has none, so it is somebody else
+        "    os.setuid(65534) if os.getuid() == 0 else None\n"
+        "    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)); threading.Thread(target=print).start()",
+    ],
+    ids=["killed", "a peer gone", "a code", "no room for a thread"],
+)
+def test_what_is_passing_is_tried_again(station: Station, fault: str) -> None:
+    record = run(station, f"if attempt == 1:\n    {fault}\nprint('fine')", *QUICK)
+    assert record["state"] == states.FINISHED and ends(record) == ["died", "finished"]
+
+
+@pytest.mark.minutes
+def test_deaths_are_counted_anew_after_an_attempt_that_ran_well(station: Station) -> None:
+    text = "time.sleep(3 if attempt in (2, 4) else 0)\nif attempt < 6: os.kill(os.getpid(), 9)"
+    record = run(station, text, "--max-restarts", 2, "--watch.healthy_minutes", "0.04")
+    assert record["state"] == states.FINISHED and len(ends(record)) == 6
+    record = run_again(station, "if attempt < 9: os.kill(os.getpid(), 9)", "b", "--max-restarts", 2)
+    assert record["state"] == states.FAILED and len(ends(record)) == 3
+    assert "died 3 times before it had run 10 minutes" in str(record["reason"])
+
+
+def run_again(station: Station, text: str, name: str, *options: object) -> dict[str, object]:
+    write(station, text)
+    station.ok("launch", "--script", "script.py", "--name", name, *options)
+    return station.wait_for_end(name)
+
+
+@pytest.mark.minutes
+def test_a_script_that_neither_speaks_nor_computes_is_a_hang(station: Station) -> None:
+    text = """
+    import subprocess
+    if attempt == 1 and rank == 1:
+        subprocess.Popen(["sleep", "1000"])
+        time.sleep(1000)
+    if attempt == 1:
+        for second in range(4):  # as long as one rank computes or speaks, all is well
+            end = time.time() + 1
+            while time.time() < end: pass
+        for second in range(4):
+            print(second); time.sleep(1)
+        time.sleep(1000)
+    """
+    record = run(station, text, "--nproc", 2, "--watch.hang_minutes", "0.05")
+    assert record["state"] == states.FINISHED and ends(record) == ["died", "finished"]
+    assert "no output and no use of the CPU" in record["attempts"][0]["reason"]  # type: ignore[index]
+    logs = station.run("a").logs(1)
+    assert (logs / "rank0.log").read_text() == "0\n1\n2\n3\n"
+    assert "script.py" in (logs / "rank1.stack.txt").read_text()
+
+
+def test_stop_and_show_say_what_a_stop_does_to_a_script(station: Station) -> None:
+    write(station, "print('up', flush=True)\ntime.sleep(1000)")
+    station.ok("launch", "--script", "script.py", "--name", "dies")
+    station.wait("dies", lambda _: "up" in station.logs("dies"), "its start")
+    said = station.ok("stop", "dies").stderr
+    assert "died of SIGTERM" in said and "from what it has saved by itself" in said and "continue with" not in said
+    assert "died of SIGTERM" in station.ok("show", "dies").stdout
+    write(
+        station, "import signal\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up', flush=True)\ntime.sleep(1000)"
+    )
+    done = station.ok("launch", "--script", "script.py", "--name", "saves")
+    station.wait("saves", lambda _: "up" in station.logs("saves"), "its start")
+    said = station.ok("stop", "saves").stderr
+    assert "ended by itself on SIGTERM, with code 0" in said
+    assert done.returncode == 0 and station.record("saves")["state"] == states.STOPPED
+
+
+def test_nothing_is_invented_about_the_steps_of_a_script(station: Station) -> None:
+    record = run(station, "if attempt == 1: os.kill(os.getpid(), 9)", *QUICK)
+    shown = station.ok("show", "a").stdout
+    assert (
+        "steps redone -\n" in shown and "time lost    -\n" in shown and "0.0 s" not in shown and "steps 0" not in shown
+    )
+    assert station.ok("ls").stdout.splitlines()[1].split()[2:4] == ["-", "1"]
+    attempt = record["attempts"][0]  # type: ignore[index]
+    assert attempt["from_step"] is None and attempt["to_step"] is None
+
+
+def test_logs_show_bars_folded_and_say_which_attempt_is_shown(station: Station) -> None:
+    text = """
+    for percent in range(100): print(f"\\r{percent} %", end="", flush=True)
+    print(f" of attempt {attempt}", flush=True)
+    if attempt == 1: os.kill(os.getpid(), 9)
+    """
+    run(station, text, *QUICK)
+    last = station.ok("logs", "a")
+    assert last.stdout == "99 % of attempt 2\n"
+    assert "attempt 2 of 2" in last.stderr and "--attempt all" in last.stderr
+    every = station.ok("logs", "a", "--attempt", "all")
+    assert every.stdout == "99 % of attempt 1\n99 % of attempt 2\n"
+    assert station.ok("logs", "a", "--attempt", "1").stdout == "99 % of attempt 1\n"
+    assert station.record("a")["attempts"][0]["last_lines"] == ["99 % of attempt 1"]
+    assert station.ok("logs", "a", "--attempt", "all", "--follow").stdout == every.stdout
+    assert station("logs", "a", "--attempt", "some").returncode == 2
+
+
+EDITED = """
+import beside, multiprocessing, inspect
+def helper(): return {answer}
+def say(line): print(line, flush=True)
+if __name__ == "__main__":
+    here = os.path.dirname(os.path.abspath(__file__))
+    say(f"{{helper()}} {{beside.word}} {{open(here + '/data.txt').read()}} {{sys.argv[1:]}}")
+    say(inspect.getsource(helper).strip())
+    with multiprocessing.get_context("spawn").Pool(1) as pool: say(f"pool {{pool.apply(helper)}}")
+    while not os.path.exists(here + "/done"): time.sleep(0.05)
+"""
+
+
+def test_an_edited_script_goes_on_with_its_copy_and_that_is_said(station: Station) -> None:
+    write(station, EDITED.format(answer=1))
+    for name, text in (("beside.py", "word = 'old'"), ("data.txt", "data")):
+        (station.folder / name).write_text(text)
+    station.ok("launch", "--script", "script.py", "--name", "a", "--", "x")
+    wait_for_words(station, 1, "pool")
+    write(station, EDITED.format(answer=2))
+    station.wait("a", lambda record: (record.get("pids") or {}).get("ranks"), "the rank's process id")
+    rank = station.record("a")["pids"]["ranks"][0]
+    os.kill(rank, signal.SIGKILL)  # a death at night: nobody has asked for the edited one
+    wait_for_words(station, 2, "pool")
+    expected = "1 old data ['x']\ndef helper(): return 1\npool 1\n"
+    assert station.ok("logs", "a").stdout == expected
+    station.ok("stop", "a", "--now")
+    (station.folder / "beside.py").write_text("word = 'new'")
+    said = station.ok("resume", "a").stderr
+    assert "script.py has changed since; a goes on with its own copy" in said and "beside.py" in said
+    wait_for_words(station, 3, "pool")
+    assert station.ok("logs", "a").stdout == expected.replace("old", "new")
+    station.ok("stop", "a", "--now")
+    assert "script.py" not in station.ok("resume", "a", "--script", "script.py").stderr
+    (station.folder / "done").touch()
+    assert station.wait_for_end("a")["state"] == states.FINISHED
+    assert "pool 2" in station.ok("logs", "a").stdout
+    assert "return 1" in (station.runs / "a" / "script.until-attempt-3.py").read_text()
+    assert "return 2" in (station.runs / "a" / "script.py").read_text()
+
+
+def test_the_path_of_a_script_is_quoted_where_it_stands_in_a_command(tmp_path: Path) -> None:
+    script = tmp_path / "a b; reboot.py"
+    script.write_text("new")
+    made = Run(tmp_path / "a")
+    made.folder.mkdir()
+    (made.folder / "script.py").write_text("old")
+    (said,) = warnings(made, {"script": str(script)})
+    assert said.endswith(f"train resume a --script '{script}'")
+
+
+def test_a_script_that_is_gone_goes_on_with_its_copy(station: Station) -> None:
+    path = write(station, "print('attempt', attempt, __file__)\nif attempt == 1: time.sleep(1000)")
+    station.ok("launch", "--script", "script.py", "--name", "a")
+    station.wait("a", lambda _: "attempt 1" in station.logs("a"), "its start")
+    station.ok("stop", "a", "--now")
+    path.unlink()
+    assert "is gone; a goes on with its own copy" in station.ok("resume", "a").stderr
+    assert station.wait_for_end("a")["state"] == states.FINISHED
+    assert station.ok("logs", "a").stdout == f"attempt 2 {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["launch", "--script", "script.py", "--optim.lr", "1"], "--optim.lr is for tasks"),
+        (["launch", "--script", "script.py", "--watch.hang_minutes", "soon"], "--watch.hang_minutes soon"),
+        (["launch", "--script", "script.py", "--watch.healthy_minutes", "0"], "--watch.healthy_minutes 0"),
+        (["launch", "--script", "nowhere.py"], "no such file"),
+        (["resume", "nobody", "--script", "nowhere.py"], "no such file"),
+    ],
+)
+def test_wrong_requests_get_one_line(station: Station, arguments: list[str], words: str) -> None:
+    write(station, "")
+    done = station(*arguments)
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    assert not list(station.runs.glob("*"))
+
+
+HOG = """
+import os, sys
+data = []
+while True:
+    data.append(bytearray(os.urandom(1 << 20)) * 8)
+"""
+TASK = """
+import os, torch
+from torch.utils.data import TensorDataset
+def model(config): return torch.nn.Linear(4, 1)
+def datasets(config): return TensorDataset(torch.zeros(64, 4)), None
+def loss(model, batch):
+    held = []
+    while {when}:
+        held.append(torch.ones(1 << 21))
+    return model(batch[0]).square().mean()
+"""
+MEGABYTES = 1200
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """A control group (version 2) with a limit of memory, for real: needs root."""
+    folder = Path(f"/sys/fs/cgroup/train-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    limit = folder / "memory.max"
+    if not limit.exists():
+        folder.rmdir()
+        pytest.skip("no control groups of version 2 that limit memory")
+    limit.write_text(str(MEGABYTES << 20))
+    yield folder
+    deadline = time.monotonic() + PATIENCE
+    while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.1)
+    folder.rmdir()
+
+
+def within(folder: Path, station: Station, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `train ARGUMENTS` in a control group; the tmux server that it starts lives there too."""
+    return subprocess.run(
+        [sys.executable, "-m", "train", *map(str, arguments)], cwd=station.folder, env=station.environment(), text=True,
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE, check=False,
+        preexec_fn=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())) and None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["script", *later("task", "task's loader")])
+def test_out_of_memory_is_called_so_with_its_limit_and_not_tried_again(
+    control_group: Path, station: Station, what: str
+) -> None:
+    fields = ["--steps", 3, "--micro_batch_size", 4, "--log.tensorboard", "false", "--eval.every_epochs", 0]
+    if what == "script":
+        write(station, f"if rank == 1:\n{textwrap.indent(HOG, '    ')}\ntime.sleep(1000)")
+        order = ["launch", "--script", "script.py", "--nproc", 2]
+    else:
+        text = TASK.format(when="int(os.environ['RANK']) == 1" if what == "task" else False)
+        if what == "task's loader":
+            hog = f"class Hog(TensorDataset):\n    def __getitem__(self, index): exec({HOG!r}, {{}})\n"
+            text = text.replace("def model", hog + "def model").replace("return TensorDataset", "return Hog")
+            fields += ["--data.workers", 1]
+        (station.folder / "task.py").write_text(text)
+        order = ["launch", "task.py", "--nproc", 2 if what == "task" else 1, *fields]
+    done = within(control_group, station, *order, "--name", "a", "--follow")
+    record = station.wait_for_end("a")
+    assert done.returncode == 3, done.stderr
+    assert record["state"] == states.FAILED and len(record["attempts"]) == 1, record
+    assert "out of memory" in record["reason"] and "1.2 GiB" in record["reason"]
+    assert "--micro_batch_size, in a new run" in record["reason"]
+    assert record["reason"] in done.stderr
+
+
+@pytest.mark.minutes
+def test_a_rank_that_is_killed_beside_is_not_called_out_of_memory(control_group: Path, station: Station) -> None:
+    write(station, "print('up', flush=True)\ntime.sleep(1000 if attempt == 1 else 0)")
+    assert within(control_group, station, "launch", "--script", "script.py", "--name", "a").returncode == 0
+    wait_for_words(station, 1, "up")
+    station.wait("a", lambda record: (record.get("pids") or {}).get("ranks"), "the rank's process id")
+    os.kill(station.record("a")["pids"]["ranks"][0], signal.SIGKILL)
+    record = station.wait_for_end("a")
+    assert record["state"] == states.FINISHED and record["attempts"][0]["reason"] == "rank 0 died of SIGKILL"
+
+
+def test_memory_that_a_limit_of_the_process_refuses_is_called_so(station: Station) -> None:
+    record = run(
+        station,
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\ndata = bytearray(3 << 30)",
+    )
+    assert record["state"] == states.FAILED and len(ends(record)) == 1
+    assert "out of memory" in str(record["reason"]) and "MemoryError" in str(record["reason"])
+
+
+def test_a_finished_script_is_told_so_and_another_file_is_not_passed_over(station: Station) -> None:
+    write(station, "pass")
+    station.ok("launch", "--script", "script.py", "--name", "a", "--follow")
+    assert station.ok("resume", "a").stderr == "a has finished already\n"
+    done = station("resume", "a", "--script", "script.py")
+    assert done.returncode == 2 and "a new run: train launch --script script.py" in done.stderr

@@ -1,0 +1,182 @@
+"""What a run was started with reaches its resumes, and secrets are not kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import PATIENCE, Station
+from train.run import environment
+
+SHOWS = """
+import json, os, pathlib, time
+import beside
+attempt = os.environ["TRAIN_ATTEMPT"]
+pathlib.Path(f"seen-{attempt}.json").write_text(json.dumps(dict(os.environ)))
+while not pathlib.Path("done").exists():
+    time.sleep(0.05)
+"""
+WITHHELD = {"WANDB_API_KEY": "k" * 20, "MY_PASSWORD": "hunter2", "PLAIN": "hf_" + "a" * 30}
+CUT = {"STORE": "s3://me:hunter3@host/b", "https_proxy": "http://u:hunter4@proxy:3128"}
+KEPT = {"DATA": "/some/where", "TOKENIZERS_PARALLELISM": "false", "STORE": "s3://me@host/b"}
+
+
+@pytest.fixture
+def shows(station: Station) -> Station:
+    """A station with a script that imports from PYTHONPATH and writes down its environment."""
+    (station.folder / "lib").mkdir()
+    (station.folder / "lib" / "beside.py").write_text("")
+    (station.folder / "shows.py").write_text(SHOWS)
+    return station
+
+
+def paths(station: Station) -> str:
+    return os.pathsep.join([str(station.folder / "lib"), station.environment()["PYTHONPATH"]])
+
+
+def launch(station: Station, *arguments: object) -> subprocess.CompletedProcess[str]:
+    env = {"PYTHONPATH": paths(station), "DATA": "/some/where", "TOKENIZERS_PARALLELISM": "false"} | WITHHELD | CUT
+    done = station.ok("launch", "--script", "shows.py", "--name", "a", *arguments, env=env)
+    seen(station, 1)
+    return done
+
+
+def seen(station: Station, attempt: int) -> dict[str, Any]:
+    path = station.folder / f"seen-{attempt}.json"
+    station.wait("a", lambda _: path.exists() and path.read_text().endswith("}"), f"attempt {attempt}")
+    return dict(json.loads(path.read_text()))
+
+
+def clean(station: Station, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """The command with almost no environment, as of cron."""
+    env = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]} | more
+    return subprocess.run(
+        [sys.executable, "-m", "train", *arguments], cwd=station.folder, env=env, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+
+
+def test_it_is_kept_readable_by_its_owner_alone_and_without_secrets_and_that_is_said(shows: Station) -> None:
+    done = launch(shows)
+    assert done.stdout == "a\n"
+    said = done.stderr.strip()
+    assert all(name in said for name in [*WITHHELD, *CUT]) and "hunter" not in said and said.count("\n") == 0
+    path = shows.runs / "a" / "environment.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    values = json.loads(path.read_text())["values"]
+    assert values.items() >= KEPT.items() and not values.keys() & {*WITHHELD, "TMUX", "PWD", "RANK", "TRAIN_ATTEMPT"}
+    for file in (shows.runs / "a").rglob("*"):
+        assert not file.is_file() or "hunter" not in file.read_text(errors="replace")
+    assert seen(shows, 1)["MY_PASSWORD"] == "hunter2"
+
+
+@pytest.mark.minutes
+def test_a_resume_from_a_clean_environment_has_it_and_says_so(shows: Station) -> None:
+    launch(shows)
+    shows.ok("stop", "a", "--now")
+    done = clean(shows, "resume", "a", DATA="/else/where", MY_PASSWORD="new")
+    assert done.returncode == 0 and done.stdout == "a\n", done.stderr
+    now = seen(shows, 2)
+    assert now["PYTHONPATH"] == paths(shows) and now["TOKENIZERS_PARALLELISM"] == "false"
+    assert now["DATA"] == "/else/where" and now["MY_PASSWORD"] == "new" and "WANDB_API_KEY" not in now
+    for words in ("DATA (was '/some/where', is '/else/where')", "PYTHONPATH", "WANDB_API_KEY", "password in STORE"):
+        assert words in done.stderr
+    (shows.folder / "done").touch()
+    assert shows.wait_for_end("a")["state"] == "finished"
+    values = json.loads((shows.runs / "a" / "environment.json").read_text())["values"]
+    assert values["DATA"] == "/else/where"  # what holds from now on
+
+
+@pytest.mark.minutes
+def test_a_resume_from_the_same_shell_warns_of_nothing(shows: Station) -> None:
+    launch(shows)
+    shows.ok("stop", "a", "--now")
+    env = {"PYTHONPATH": paths(shows), "DATA": "/some/where", "TOKENIZERS_PARALLELISM": "false"} | WITHHELD | CUT
+    assert shows.ok("resume", "a", env=env).stderr == ""
+
+
+@pytest.mark.minutes
+def test_the_keeper_uses_it_whole(shows: Station) -> None:
+    launch(shows)
+    os.kill(shows.record("a")["pids"]["agent"], signal.SIGKILL)
+    shows.wait("a", lambda record: record["state"] == "interrupted", "its death")
+    done = clean(shows, "keeper", "--once", DATA="of the keeper", MORE="of the keeper", WANDB_API_KEY="of the keeper")
+    assert done.returncode == 0, done.stderr
+    now = seen(shows, 2)
+    assert now["DATA"] == "/some/where" and now["PYTHONPATH"] == paths(shows) and "MORE" not in now
+    assert now["WANDB_API_KEY"] == "of the keeper"  # secrets it can only have of its own
+    assert "MY_PASSWORD" in done.stderr
+    (shows.folder / "done").touch()
+    assert shows.wait_for_end("a")["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("HF_TOKEN", True), ("GITHUBTOKEN", True), ("AWS_SECRET_ACCESS_KEY", True), ("db_password", True),
+        ("PGPASSWORD", True), ("MYSQL_PWD", True), ("GOOGLE_APPLICATION_CREDENTIALS", True), ("KEYS", True),
+        ("wandbApiKey", True), ("TOKEN2", True),
+        ("TOKENIZERS_PARALLELISM", False), ("KEYBOARD", False), ("PATH", False), ("PYTHONPATH", False),
+        ("AUTHOR", False), ("NCCL_IB_PKEY", False),
+    ],
+)  # fmt: skip
+def test_which_names_read_like_secrets(name: str, expected: bool) -> None:
+    assert environment.is_secret(name) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("HF_TOKEN", "abc", True), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1", False), ("A", "http://u:p@h", True),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/datasets/key.json", False), ("A", "hf_0123456789abcdefgh", True),
+        ("A", "/datasets/key", False), ("KEY", "/8cQ+w==", True),
+    ],
+)  # fmt: skip
+def test_which_variables_tell_a_secret(name: str, value: str, expected: bool) -> None:
+    assert environment.tells_secret(name, value) is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "cut"),
+    [
+        ("http://u:p@h:3128", "http://u@h:3128"),
+        ("http://u:p@ss@h/x", "http://u@h/x"),
+        ("redis://:p@h", "redis://@h"),
+        ("a=http://u:p@h,b=http://v:q@i", "a=http://u@h,b=http://v@i"),
+        ("u:p@proxy:3128", "u@proxy:3128"),
+        ("https://0123456789abcdef01234567@sentry.io/1", "https://@sentry.io/1"),
+        ("https://h/x?token=abc&y=1", "https://h/x?token=&y=1"),
+        ("host=h password=p dbname=d", "host=h password= dbname=d"),
+        ("ssh://git@host/x", "ssh://git@host/x"),
+        ("http://h:80/a@b", "http://h:80/a@b"),
+        ("/a:/b:/c", "/a:/b:/c"),
+        ("me@host", "me@host"),
+    ],
+)
+def test_passwords_are_cut_out_of_addresses(value: str, cut: str) -> None:
+    assert environment.without_passwords(value) == cut
+
+
+def test_what_torch_sets_by_itself_is_not_kept_and_no_difference() -> None:
+    set_by_torch = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"}
+    kept = environment.keep(set_by_torch | {"DATA": "/a"})
+    assert kept.values == {"DATA": "/a"}
+    assert environment.resumed(kept, {"DATA": "/a"}, as_recorded=False)[1] == []
+    assert environment.resumed(kept, set_by_torch | {"DATA": "/a"}, as_recorded=False)[1] == []
+    chosen = {"TORCHINDUCTOR_CACHE_DIR": "/scratch/inductor"}
+    assert environment.keep(chosen).values == chosen
+
+
+def test_a_folder_without_it_is_resumed_as_before(tmp_path: Path) -> None:
+    assert environment.read(tmp_path) is None
+    assert environment.resumed(None, {"A": "1"}, as_recorded=True) == ({"A": "1"}, [])
+    (tmp_path / environment.FILE).write_text("[]")
+    assert environment.read(tmp_path) is None

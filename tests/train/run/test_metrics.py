@@ -1,0 +1,109 @@
+"""The lines of metrics.jsonl and of the sample logs: what is written is read, by whoever reads, at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from train.run import folders, metrics
+from train.run.metrics import Evaluation, Lines, Tail, Training, metrics_text
+from train.run.run_folder import Run
+
+
+def training(step: int, loss: float = 0.5) -> Training:
+    return {
+        "step": step, "epoch": 1, "loss": loss, "lr": 0.1, "samples_per_s": 9.5, "data_wait": 0.0, "step_time": 0.1,
+        "memory": 7.0,
+    }  # fmt: skip
+
+
+def evaluation(step: int, loss: float = 0.25) -> Evaluation:
+    return {"step": step, "epoch": 1, "samples": 10, "eval": {"loss": loss, "accuracy": 0.75}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return folders.create(tmp_path, "a", {}, {"world_size": 1})
+
+
+def write(run: Run, *lines: metrics.Line) -> None:
+    file = Lines(run.metrics)
+    for line in lines:
+        file.add(metrics_text(line))
+    file.close()
+
+
+def test_what_is_written_is_read_by_kind_and_in_order(run: Run) -> None:
+    assert [*metrics.each(run)] == metrics.evaluations(run) == []
+    assert metrics.last_evaluation(run) is None
+    write(run, training(1), training(2), evaluation(2))
+    write(run, training(3), evaluation(3))
+    assert [*metrics.each(run)] == [training(1), training(2), evaluation(2), training(3), evaluation(3)]
+    assert metrics.evaluations(run) == [evaluation(2), evaluation(3)]
+    assert metrics.last_evaluation(run) == evaluation(3)
+
+
+def test_a_figure_that_is_not_finite_is_null_for_any_reader_of_json(run: Run) -> None:
+    write(run, evaluation(1, math.nan), evaluation(2, -math.inf), training(3, math.inf))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = [json.loads(text, parse_constant=refuse) for text in run.metrics.read_text().splitlines()]
+    assert [line.get("eval", line)["loss"] for line in lines] == [None, None, None]
+    assert lines[0]["eval"]["accuracy"] == 0.75
+
+
+@pytest.mark.parametrize("rubbish", [b'{"step": 4, "lo', b"\xff\xfe", b"\0" * 9, b"5", b"[1]", b"null", b""])
+def test_what_is_no_whole_line_is_left_out_and_cut_off(run: Run, rubbish: bytes) -> None:
+    write(run, training(3), evaluation(3))
+    whole = run.metrics.read_bytes()
+    run.metrics.write_bytes(whole + rubbish)
+    assert [*metrics.each(run)] == [training(3), evaluation(3)]
+    assert metrics.evaluations(run) == [evaluation(3)]
+    metrics.cut(run, 9)
+    assert run.metrics.read_bytes() == whole
+
+
+def test_a_cut_leaves_the_lines_of_the_steps_before_in_every_file(run: Run) -> None:
+    write(run, training(1), training(2), evaluation(2), training(3), evaluation(3))
+    for rank in (0, 3):
+        file = Lines(metrics.samples_file(run, rank))
+        for step in (1, 2, 3):
+            file.add(metrics.samples_text(step, [10 * step, rank]))
+        file.close()
+    metrics.cut(run, 2)
+    assert [*metrics.each(run)] == [training(1), training(2), evaluation(2)]
+    assert metrics.samples_file(run, 0).read_text() == "1 10 0\n2 20 0\n"
+    assert metrics.samples_file(run, 3).read_text() == "1 10 3\n2 20 3\n"
+    metrics.cut(run, 0)
+    assert run.metrics.read_bytes() == metrics.samples_file(run, 3).read_bytes() == b""
+
+
+def test_a_tail_gives_what_is_new_once_and_only_whole_lines(run: Run) -> None:
+    early = Tail(run)
+    assert early.new() == []
+    write(run, training(1))
+    late = Tail(run)
+    assert early.new() == [training(1)] and early.new() == late.new() == []
+    text = metrics_text(evaluation(2)).encode() + b"\n"
+    with run.metrics.open("ab", buffering=0) as file:
+        for byte in text[:-1]:
+            file.write(bytes([byte]))
+            assert late.new() == []
+        file.write(text[-1:])
+    assert late.new() == early.new() == [evaluation(2)]
+
+
+def test_a_tail_goes_on_behind_a_cut(run: Run) -> None:
+    write(run, training(1), training(2), training(3))
+    tail = Tail(run)
+    metrics.cut(run, 1)
+    assert tail.new() == []
+    write(run, training(2, loss=0.125))
+    (line,) = tail.new()
+    assert cast(Training, line)["loss"] == 0.125

@@ -1,0 +1,112 @@
+"""Bits that do not depend on when they are computed; and what is said where torch has no way to such."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.training import Engine
+from train.config import Config
+from train.trainer import arithmetic
+from train.trainer.evaluate import evaluate_run
+
+WITHOUT_ORDER = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def datasets(config):
+    return TensorDataset(torch.randn(32, 4)), TensorDataset(torch.randn(8, 4))
+
+def model(config):
+    return nn.Linear(4, 4)
+
+def loss(model, batch):
+    made = model(batch[0])
+    spread = torch.zeros(16).put_(torch.arange(16), made.flatten()[:16])  # has no deterministic way, on a CPU neither
+    return made.square().mean() + spread.sum()
+"""
+
+CUBLAS = (
+    "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+    "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS "
+    "and you have CUDA >= 10.2. To enable deterministic behavior in this case, you must set an environment variable "
+    "before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8."
+)
+"""torch 2.7.1, aten/src/ATen/Context.cpp."""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    file = tmp_path / "spread.py"
+    file.write_text(WITHOUT_ORDER)
+    return file
+
+
+def test_an_operation_without_an_order_fails_in_a_line_with_its_remedy(engine: Engine, task: Path) -> None:
+    record = engine.run("unordered", task=task, steps=4, epochs=None)
+    assert (record["state"], engine.code) == ("failed", 3)
+    assert record["reason"].startswith("put_ has no deterministic implementation") and "\n" not in record["reason"]
+    assert "--deterministic false" in record["reason"]
+    assert "Traceback" not in engine.said("unordered")
+
+
+def test_with_the_remedy_it_trains_and_is_evaluated_alone(engine: Engine, task: Path) -> None:
+    record = engine.run("freed", task=task, steps=4, epochs=None, deterministic="false")
+    assert record["state"] == "finished"
+    run = engine.station.run("freed")
+    assert evaluate_run(run, None)[2] == record["metrics"]
+
+
+def test_an_evaluation_alone_is_as_strict_as_training(engine: Engine, task: Path) -> None:
+    engine.run("lenient", task=task, steps=4, epochs=None, deterministic="false")
+    settings = engine.station.run("lenient").folder / "config.toml"
+    settings.write_text(settings.read_text().replace("deterministic = false", "deterministic = true"))
+    done = engine.station("eval", "lenient")
+    assert done.returncode == 2 and "--deterministic false" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def own_arithmetic() -> Any:
+    kept = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_num_threads())
+    yield
+    torch.use_deterministic_algorithms(kept[0])
+    torch.backends.cudnn.benchmark = kept[1]
+    torch.set_num_threads(kept[2])
+
+
+@pytest.mark.usefixtures("own_arithmetic")
+def test_strict_fills_nothing_and_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    arithmetic.fix(Config(cpu_threads=1))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory and not torch.backends.cudnn.benchmark
+    arithmetic.fix(Config(cpu_threads=1, deterministic=False))
+    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.benchmark
+
+
+TIMED = {"dynamic_scale_rblock": False, "shape_padding": False, "deterministic": True}
+"""What Inductor, as torch ships it, decides by how long something takes (the last is of torch 2.9 on)."""
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_compiled_nothing_is_decided_by_its_time(deterministic: bool) -> None:
+    from torch._inductor import config as inductor
+
+    known = [name for name in TIMED if hasattr(inductor, name)]
+    assert "shape_padding" in known
+    with inductor.patch({name: not TIMED[name] for name in known}):
+        arithmetic.compile_as_asked(torch.nn.Linear(4, 4), Config(compile=True, deterministic=deterministic))
+        assert all((getattr(inductor, name) is TIMED[name]) == deterministic for name in known)
+
+
+def test_cublas_without_its_setting_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    said = arithmetic.refusal(RuntimeError(CUBLAS))
+    assert "CUBLAS_WORKSPACE_CONFIG=:0:0; unset it" in said and "--deterministic false" in said
+    assert arithmetic.refusal(RuntimeError("CUDA error: an illegal memory access was encountered")) == ""
+    assert arithmetic.refusal(ValueError(CUBLAS)) == ""

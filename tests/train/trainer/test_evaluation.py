@@ -1,0 +1,248 @@
+"""Every sample exactly once, and the same figures on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train.parallel.world import World
+from train.trainer.evaluate import summed
+from train.trainer.loss import evaluation_figures
+
+EVALUATED = {"steps": 4, "task__count_ids": "true", "micro_batch_size": 4}
+
+
+@pytest.fixture(scope="session")
+def evaluated(engine: Any) -> Any:
+    """With the run `eval1`: four steps on one rank, then 23 samples in micro batches of 4, the last one of 3."""
+    engine.run("eval1", 1, precision="fp64", **EVALUATED)
+    return engine
+
+
+def test_no_sample_is_left_out_or_seen_twice(evaluated: Any) -> None:
+    for ranks in (2, 3, 4):
+        evaluated.run(f"eval{ranks}", ranks, precision="fp64", **EVALUATED)
+    for ranks in (1, 2, 3, 4):
+        (figures,) = evaluated.evaluations(f"eval{ranks}")
+        shares = [figures[f"id{index}"] for index in range(23)]
+        assert shares == pytest.approx([1 / 23] * 23, rel=1e-12)
+        assert evaluated.station.metrics(f"eval{ranks}")[-1]["samples"] == 23
+        assert figures == pytest.approx(evaluated.evaluations("eval1")[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_weights_give_the_same_figures_to_the_last_bit_on_any_number_of_ranks(
+    evaluated: Any, ranks: int
+) -> None:
+    name = f"bits{ranks}"
+    flags = {"steps": 4, "schedule__decay": "constant", "schedule__warmup_epochs": 0}
+    evaluated.run(name, ranks, ["4 0 SIGTERM"], **flags)  # stopped before its evaluation: one rank makes that up
+    assert evaluated.evaluations(name) == []
+    evaluated.resume(name, 1)
+    alone = evaluated.evaluations(name)
+    again = f"{name}-again"
+    evaluated.run(again, ranks, **flags)
+    assert evaluated.station.record(again)["weights_sha256"] == evaluated.station.record(name)["weights_sha256"]
+    assert evaluated.evaluations(again) == alone
+
+
+def test_the_loss_is_the_mean_over_all_samples_although_the_last_batch_is_short(evaluated: Any) -> None:
+    from train.trainer.load import load_trained
+
+    task, config, model, step = load_trained(evaluated.station.run("eval1"))
+    assert step == 4
+    _, held_out = task.datasets(config)
+    model.eval()
+    points = held_out.points.double()
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(points), held_out.labels).item()
+        accuracy = (model(points).argmax(1) == held_out.labels).double().mean().item()
+    (figures,) = evaluated.evaluations("eval1")
+    assert figures["loss"] == pytest.approx(expected, rel=1e-12)
+    assert figures["accuracy"] == pytest.approx(accuracy, rel=1e-12)
+    assert evaluated.station.record("eval1")["metrics"] == figures
+
+
+def test_more_ranks_than_micro_batches_still_see_each_sample_once(engine: Any) -> None:
+    engine.run("few", 4, steps=1, task__evaluation=5, task__count_ids="true")
+    assert [engine.evaluations("few")[0][f"id{index}"] for index in range(5)] == pytest.approx([0.2] * 5)
+
+
+def test_counts_weigh_the_loss_of_an_evaluation(engine: Any) -> None:
+    for ranks in (1, 3):
+        engine.run(f"counted-eval{ranks}", ranks, steps=2, precision="fp64", task__counted="true")
+    from train.trainer.load import load_trained
+
+    task, config, model, _ = load_trained(engine.station.run("counted-eval1"))
+    _, held_out = task.datasets(config)
+    keep = torch.arange(23) % 3 != 0
+    with torch.no_grad():
+        logits = model.eval()(held_out.points.double()[keep])
+        expected = torch.nn.functional.cross_entropy(logits, held_out.labels[keep]).item()
+    assert engine.evaluations("counted-eval1")[0]["loss"] == pytest.approx(expected, rel=1e-12)
+    assert engine.evaluations("counted-eval3")[0]["loss"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_evaluations_come_when_asked_for_and_at_the_end(engine: Any) -> None:
+    for every, steps in ((0, [10]), (1, [4, 8, 10]), (0.5, [2, 4, 6, 8, 10]), (2, [8, 10])):
+        name = f"every-{every}".replace(".", "-")
+        engine.run(name, 1, eval__every_epochs=every)
+        assert [line["step"] for line in engine.station.metrics(name) if "eval" in line] == steps
+
+
+def test_an_evaluation_may_be_limited_to_the_same_samples_on_any_number_of_ranks(engine: Any) -> None:
+    flags = {"precision": "fp64", "steps": 2, "eval__every_epochs": 0, "eval__limit_batches": 1} | EVALUATED
+    for ranks in (1, 2, 3):
+        engine.run(f"limited{ranks}", ranks, **flags | {"steps": 2})
+        (line,) = [line for line in engine.station.metrics(f"limited{ranks}") if "eval" in line]
+        assert line["samples"] == 16
+        seen = [name for name, share in line["eval"].items() if name.startswith("id") and share > 0]
+        assert len(seen) == 16 and seen != [f"id{index}" for index in range(16)]  # 16 of 23, and not the first ones
+        assert line["eval"] == pytest.approx(engine.evaluations("limited1")[0], rel=1e-9)
+    engine.run("roomy", 2, **flags | {"steps": 2, "eval__limit_batches": 2})  # two batches are more than there is
+    assert [line["samples"] for line in engine.station.metrics("roomy") if "eval" in line] == [23]
+    from train.trainer.evaluate import evaluate_run
+
+    assert evaluate_run(engine.station.run("limited1"), None)[1:] == (16, engine.evaluations("limited1")[0])
+
+
+def test_batchnorm_is_evaluated_with_the_same_statistics_on_every_rank(engine: Any) -> None:
+    engine.run("norm-eval", 3, ["4 0 SIGTERM"], steps=4, precision="fp64", task__batchnorm="true")
+    engine.resume("norm-eval", 1)
+    engine.run("norm-eval-three", 3, steps=4, precision="fp64", task__batchnorm="true")
+    assert engine.evaluations("norm-eval-three") == engine.evaluations("norm-eval")
+
+
+def test_train_eval_gives_the_figures_that_the_run_gave(evaluated: Any) -> None:
+    from train.trainer.evaluate import evaluate_run
+
+    step, samples, figures = evaluate_run(evaluated.station.run("eval1"), None)
+    assert (step, samples) == (4, 23)
+    assert figures == evaluated.evaluations("eval1")[0]
+
+
+def test_loader_workers_are_forked_before_the_ranks_meet_and_serve_all_evaluations(engine: Any, tmp_path: Path) -> None:
+    """A fork while another thread writes a checkpoint copies the locks that it holds."""
+    text = engine.task.read_text()
+    changes = {
+        "    def __getitem__(self, index: int) -> dict[str, Any]:\n": "        assert not dist.is_initialized()\n",
+        "def loss(model: nn.Module, batch: Any) -> Any:\n": "    _write_down(model.training)\n",
+    }
+    for place, more in changes.items():
+        assert text.count(place) == 1
+        text = text.replace(place, place + more)
+    text += """
+
+def _write_down(training: bool) -> None:
+    import multiprocessing
+
+    pids = sorted(child.pid for child in multiprocessing.active_children())
+    with Path(__file__).with_name(f"workers.rank{dist.get_rank()}").open("a") as file:
+        print(training, *pids, file=file)
+"""
+    task = tmp_path / "watched.py"
+    task.write_text(text)
+    flags = {"data__workers": 2, "checkpoint__every_steps": 1, "eval__every_epochs": 0.25}
+    assert engine.run("served", 2, task=task, **flags)["state"] == "finished"
+    assert len(engine.evaluations("served")) == 10
+    for rank in range(2):
+        lines = {tuple(line.split()) for line in (engine.station.runs / f"served/workers.rank{rank}").open()}
+        assert {line[0] for line in lines} == {"True", "False"}
+        (pids,) = {line[1:] for line in lines}
+        assert len(pids) == 2
+
+
+def test_an_evaluation_leaves_what_it_counts_as_it_was(engine: Any, tmp_path: Path) -> None:
+    """Else the last weights would not be those of the last checkpoint, and a resume would train on with others."""
+    task = tmp_path / "task.py"
+    text = engine.task.read_text()
+    counting = (
+        "\n\n_plain = model\n\n\ndef _count(module, arguments):\n    module.seen += 1\n"
+        "    module.last = torch.full((2,), float(module.seen))\n\n\n"
+        "def model(config):\n    made = _plain(config)\n    made.register_buffer('seen', torch.zeros(()))\n"
+        "    made.register_buffer('last', torch.zeros(2))\n    made.register_forward_pre_hook(_count)\n"
+        "    return made\n"
+    )
+    task.write_text(text + counting)
+    engine.run("counting", 1, task=task, steps=8)
+    engine.run("counting-stopped", 1, ["3 0 SIGTERM"], task=task, steps=8)
+    engine.resume("counting-stopped", 1)
+    assert engine.weights("counting")["seen"].item() == 2 * (4 + 4 + 4 + 2)  # micro batches of two epochs
+    assert engine.outcome("counting-stopped") == engine.outcome("counting")
+
+
+def test_metrics_that_have_the_loss_among_them_save_its_forward() -> None:
+    asked: list[str] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        asked.append("loss")
+        return model(batch).mean()  # type: ignore[no-any-return]
+
+    def metrics(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        asked.append("metrics")
+        return {"largest": model(batch).max(), "loss": (model(batch).sum(), 3)}
+
+    model, batch = nn.Linear(2, 1), torch.ones(4, 2)
+    one_forward: Any = SimpleNamespace(loss=loss, metrics=metrics, file="task.py")
+    figures = evaluation_figures(one_forward, model, batch, 4)
+    assert asked == ["metrics"] and list(figures) == ["loss", "largest"] and figures["loss"].count == 3
+    two: Any = SimpleNamespace(loss=loss, metrics=lambda *_: {"largest": 1.0}, file="task.py")
+    figures = evaluation_figures(two, model, batch, 4)
+    assert asked == ["metrics", "loss"] and list(figures) == ["loss", "largest"] and figures["loss"].count is None
+
+
+def test_metrics_of_other_names_on_another_rank_are_an_error(engine: Any, tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    text = engine.task.read_text()
+    task.write_text(
+        text + "\n\ndef metrics(model, batch):\n"
+        "    import torch.distributed as dist\n    return {f'rank{dist.get_rank()}': torch.zeros(())}\n"
+    )
+    record = engine.run("names", 2, task=task, steps=1)
+    assert record["state"] == "failed" and "the same names for every batch" in record["reason"]
+
+
+def test_ranks_ask_each_other_for_a_stop_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device all that is queued there would have to be computed first."""
+    world = World(0, 2, 0, torch.device("meta"))
+    asked: list[torch.Tensor] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(world, "add", add)
+    assert world.any(True) and not world.any(False) and world.is_everywhere(True)
+    assert {tensor.device.type for tensor in asked} == {"cpu"}
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_figures_come_to_the_host_together_however_many_there_are() -> None:
+    """Numbers that the host knows go to no device one by one: each would wait for it."""
+    counted = []
+    for micros in (10, 200):
+        rows: dict[int, list[Any]] = {
+            n: [4, 2.5, torch.tensor(3.0, dtype=torch.float64), torch.tensor(n, dtype=torch.float64), 4.0]
+            for n in range(micros)
+        }
+        with _Counting() as mode:
+            figures, samples = summed(rows, ["loss", "accuracy"], micros + 5, World(0, 1, 0, torch.device("cpu")))
+        assert samples == 4 * micros
+        assert figures == {"loss": (micros - 1) / 8, "accuracy": 2.5 / 3}
+        counted.append(mode.calls)
+    assert counted[0] == counted[1], counted

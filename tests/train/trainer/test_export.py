@@ -1,0 +1,271 @@
+"""Weights out of a run: clean names, the same function, the same figures, and a beginning for another run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from train.checkpoint.manifest import manifest_text
+from train.checkpoint.state import weights, weights_sha256
+from train.config import from_toml
+from train.errors import Refused
+from train.launcher.checks import prepare, prepare_resume
+from train.launcher.request import Request
+from train.run import run_folder
+from train.tasks import load
+from train.trainer import build
+from train.trainer.export import export
+from train.trainer.load import load_trained
+
+if TYPE_CHECKING:
+    from conftest import Station
+
+
+def network(station: Station, state: dict[str, Any]) -> torch.nn.Module:
+    task = load("digits")
+    config = from_toml(station.runs / "done" / "config.toml", task.Settings)
+    made = task.model(config)
+    made.load_state_dict(state)
+    return made.eval()
+
+
+def pictures() -> torch.Tensor:
+    return torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_exported_weights_are_the_runs_last_ones_under_the_models_own_names(
+    finished: Station, tmp_path: Path, suffix: str
+) -> None:
+    target = tmp_path / f"model{suffix}"
+    assert export(finished.run("done"), target) == 46
+    state = load_file(target) if suffix == ".safetensors" else torch.load(target, weights_only=True)
+    assert weights_sha256(state) == finished.record("done")["weights_sha256"]
+    network(finished, state)  # refuses names such as module.0.weight
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+
+
+def test_the_same_weights_are_the_same_file(finished: Station, tmp_path: Path) -> None:
+    found = set()
+    for number in range(6):  # one of two orders by chance would be missed once in 32
+        export(finished.run("done"), tmp_path / f"{number}.safetensors")
+        found.add((tmp_path / f"{number}.safetensors").read_bytes())
+    assert len(found) == 1
+
+
+def test_a_safetensors_file_says_where_it_comes_from(finished: Station, tmp_path: Path) -> None:
+    export(finished.run("done"), tmp_path / "model.safetensors", 20)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"run": "done", "step": "20"}
+    older = load_file(tmp_path / "model.safetensors")
+    assert weights_sha256(older) != finished.record("done")["weights_sha256"]
+
+
+def evaluate_onnx(file: Path, batch: np.ndarray) -> np.ndarray:
+    try:
+        import onnxruntime
+    except ImportError:
+        from onnx.reference import ReferenceEvaluator
+
+        session: Any = ReferenceEvaluator(str(file))
+    else:
+        session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, {"input0": batch})[0])
+
+
+def test_an_onnx_file_computes_what_the_model_computes_for_any_number_of_samples(
+    finished: Station, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnx")
+    export(finished.run("done"), tmp_path / "model.onnx")
+    export(finished.run("done"), tmp_path / "model.pt")
+    model = network(finished, torch.load(tmp_path / "model.pt", weights_only=True))
+    for batch in (pictures(), pictures()[:1]):
+        with torch.no_grad():
+            expected = model(batch).numpy()
+        np.testing.assert_allclose(evaluate_onnx(tmp_path / "model.onnx", batch.numpy()), expected, atol=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.pt"]
+
+
+def test_evaluating_alone_gives_the_recorded_figures_exactly(finished: Station) -> None:
+    told = json.loads(finished.ok("eval", "done", "--json").stdout)
+    assert told == {"step": 46, "samples": 360, "eval": finished.record("done")["metrics"]}
+    evaluations = [line for line in finished.metrics("done") if "eval" in line]
+    assert evaluations[-1]["eval"] == told["eval"]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_only_gpus_compute_is_evaluated_in_fp32_where_there_are_none_and_not_sent_to_the_cpu(
+    precision: str, device: str, finished: Station, tmp_path: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    folder = shutil.copytree(finished.runs / "done", tmp_path / "runs" / "done")
+    file, expected = folder / "config.toml", finished.record("done")["metrics"]
+    text = file.read_text().replace('precision = "fp32"', f'precision = "{precision}"')
+    file.write_text(text.replace('device = "cpu"', f'device = "{device}"'))
+    for manifest in folder.glob("checkpoints/*/manifest.json"):  # as if it had always been so
+        content = json.loads(manifest.read_text().replace('"fp32"', f'"{precision}"'))
+        manifest.write_text(manifest_text(content))
+    done = finished.ok("eval", "done", "--json", "--runs", tmp_path / "runs")
+    assert json.loads(done.stdout)["eval"] == expected
+    assert f"a CPU has no {precision}: evaluated in fp32" in done.stderr
+    target = tmp_path / "of.safetensors"
+    finished.ok("export", "done", "--runs", tmp_path / "runs", "--to", target)
+    assert load_file(target).keys() == load_trained(finished.run("done"))[2].state_dict().keys()
+    with pytest.raises(Refused, match=r"needs one|which a CPU has not") as told:
+        prepare_resume(run_folder.Run(folder), {"epochs": "3"}, 1)
+    assert "--device cpu" not in str(told.value) and "--precision" not in str(told.value)
+
+
+NOISY = """
+import os
+
+import torch
+from PIL import UnidentifiedImageError
+
+print("imported")
+
+
+def model(config):
+    os.system("echo from a program")
+    return torch.nn.Linear(2, 1)
+
+
+class Set(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if os.path.exists("broken"):
+            raise UnidentifiedImageError("cannot identify image file 'x.jpg'")
+        return torch.ones(2)
+
+
+def datasets(config):
+    print("in datasets")
+    return Set(), Set()
+
+
+def loss(model, batch):
+    return model(batch).mean() ** 2
+
+
+def metrics(model, batch):
+    _seen.append(1)
+    if os.path.exists("cut"):
+        raise KeyError("corpus")
+    return {f"name{len(_seen) if os.path.exists('others') else 0}": torch.zeros(())}
+
+
+_seen = []
+"""
+
+
+def test_what_a_task_prints_is_no_result_and_what_it_raises_is_said_in_one_line(station: Station) -> None:
+    (station.folder / "task.py").write_text(NOISY)
+    station.ok("run", "task.py", "--name", "a", "--steps", 1, "--batch_size", 2, "--cpu_threads", 1)
+    done = station.ok("eval", "a", "--json")
+    assert json.loads(done.stdout)["samples"] == 4
+    assert {"imported", "in datasets", "from a program"} <= set(done.stderr.splitlines())
+    done = station.ok("export", "a", "--to", "a.safetensors")
+    assert done.stdout == "" and "imported" in done.stderr
+    for state, command, words in (
+        ("cut", ["eval", "a"], ["task.py, line ", "KeyError: 'corpus'"]),
+        ("others", ["eval", "a"], ["metrics must return the same names"]),
+        ("broken", ["eval", "a"], ["sample 0 of the evaluation set", "cannot identify image file 'x.jpg'"]),
+        ("broken", ["export", "a", "--to", "a.onnx"], ["sample 0 of the evaluation set", "cannot identify"]),
+    ):
+        if command[-1] == "a.onnx" and importlib.util.find_spec("onnx") is None:
+            continue
+        (station.folder / state).touch()
+        done = station(*command)
+        (station.folder / state).unlink()
+        told = [line for line in done.stderr.splitlines() if line not in ("imported", "in datasets", "from a program")]
+        assert done.returncode == 2 and done.stdout == "" and len(told) == 1, (state, done.stderr)
+        assert all(word in told[0] for word in words) and "owner and mode" not in told[0], told
+
+
+def test_a_run_may_begin_with_exported_weights(finished: Station, tmp_path: Path) -> None:
+    target = tmp_path / "model.safetensors"
+    done = finished.ok("export", "done", "--to", target)
+    assert done.stdout == "" and "step 46" in done.stderr
+    # a learning rate that no bit of a float32 notices
+    finished.ok(
+        "run", "digits", "--name", "begun", "--init", target, "--steps", 1, "--optim.lr", 1e-30, "--seed", 5,
+        "--schedule.warmup_epochs", 0,
+    )  # fmt: skip
+    assert finished.record("begun")["weights_sha256"] == finished.record("done")["weights_sha256"]
+
+
+def test_weights_with_the_names_of_a_wrapper_are_read(finished: Station, tmp_path: Path) -> None:
+    state = export_state(finished, tmp_path)
+    torch.save({f"module._orig_mod.{name}": tensor for name, tensor in state.items()}, tmp_path / "wrapped.pt")
+    plain = build.make_model(load("digits"), prepare(Request("digits", {})).config)
+    build.set_weights(plain, build.read_weights(tmp_path / "wrapped.pt"), "wrapped.pt")
+    assert weights_sha256(weights(plain)) == finished.record("done")["weights_sha256"]
+
+
+def export_state(finished: Station, folder: Path) -> dict[str, torch.Tensor]:
+    export(finished.run("done"), folder / "model.safetensors")
+    return dict(load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("change", ["name", "missing", "shape"])
+def test_weights_of_another_model_are_refused_by_the_tensor_that_differs(
+    finished: Station, tmp_path: Path, change: str
+) -> None:
+    from safetensors.torch import save_file
+
+    state = export_state(finished, tmp_path)
+    if change == "name":
+        state["module.0.weight"] = state.pop("0.weight")
+    elif change == "missing":
+        del state["0.weight"]
+    else:
+        state["0.weight"] = state["0.weight"][:, :, :2].contiguous()
+    save_file(state, tmp_path / "other.safetensors")
+    with pytest.raises(Refused, match=r"0\.weight"):
+        prepare(Request("digits", {}, init=str(tmp_path / "other.safetensors")))
+
+
+@pytest.mark.parametrize(
+    ("target", "step", "words"),
+    [
+        ("model.txt", None, "must end in"),
+        ("nowhere/model.pt", None, "no folder"),
+        (".pt", None, "must end in"),
+        ("model.pt", 7, "there are: 20, 40, 46"),
+    ],
+)
+def test_an_export_that_cannot_be_is_refused_and_writes_nothing(
+    finished: Station, tmp_path: Path, target: str, step: int | None, words: str
+) -> None:
+    with pytest.raises(Refused, match=words):
+        export(finished.run("done"), tmp_path / target, step)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_export_stays_when_a_new_one_fails(finished: Station, tmp_path: Path) -> None:
+    target = tmp_path / "model.pt"
+    target.write_text("precious")
+    copy = tmp_path / "runs" / "hurt"
+    shutil.copytree(finished.runs / "done", copy)
+    for shard in copy.glob("checkpoints/*/*.distcp"):
+        shard.write_bytes(b"x")
+    from train.run.run_folder import Run
+
+    with pytest.raises(Refused, match="no usable checkpoint"):
+        export(Run(copy), target)
+    assert target.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "runs"]

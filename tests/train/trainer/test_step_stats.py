@@ -1,0 +1,77 @@
+"""What a rank tells the others in a step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from train.signals import StopRequest
+from train.trainer.loss import Figure
+from train.trainer.step_stats import STATS, StepStats
+
+CPU = torch.device("cpu")
+LOSSES = st.lists(st.tuples(st.floats(width=32), st.integers(1, 1000)), min_size=1, max_size=6)
+
+
+def figure(value: float, samples: int, count: Tensor | float | None = None) -> Figure:
+    return Figure(torch.tensor(value, requires_grad=True) * 1, samples, count)
+
+
+def own(stats: StepStats) -> dict[str, float]:
+    return dict(zip(STATS, stats.tensor().tolist(), strict=True))
+
+
+@given(steps=st.lists(LOSSES, min_size=1, max_size=4), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_sums_have_the_bits_of_products_and_sums_of_tensors(
+    steps: list[list[tuple[float, int]]], dtype: torch.dtype
+) -> None:
+    stats = StepStats(dtype, CPU, False, StopRequest(()))
+    for losses in steps:
+        stats.begin(len(losses), save=False)
+        expected: Tensor | float = 0.0
+        for number, (value, samples) in enumerate(losses):
+            stats.add(number, figure(value, samples))
+            expected = expected + torch.tensor(value).to(dtype) * samples
+        found = own(stats)
+        assert found["loss"] == float(expected) or (math.isnan(found["loss"]) and math.isnan(float(expected)))
+        assert found["count"] == sum(samples for _, samples in losses)
+
+
+def test_nothing_of_a_step_is_left_in_the_next() -> None:
+    stop = StopRequest(())
+    stats = StepStats(torch.float32, CPU, False, stop)
+    stats.begin(1, save=True)
+    stats.add(0, figure(2.0, 8, count=torch.tensor(5)))
+    stop.ask("user", "train stop")
+    assert own(stats) == {"loss": 2, "count": 5, "stop": 1, "save": 1, "counted": 1, "copy": 0}
+    stop.asked = False
+    stats.begin(1, save=False)
+    assert own(stats) == dict.fromkeys(STATS, 0.0)
+    stats.begin(1, save=False)
+    stats.add(0, figure(2.0, 8))
+    assert own(stats) == {"loss": 16, "count": 8, "stop": 0, "save": 0, "counted": 0, "copy": 0}
+
+
+def test_the_first_of_several_counts_may_be_a_number_and_the_next_a_tensor() -> None:
+    stats = StepStats(torch.float32, CPU, False, StopRequest(()))
+    stats.begin(2, save=False)
+    stats.add(0, figure(2.0, 8, count=3))
+    stats.add(1, figure(1.0, 8, count=torch.tensor(4, dtype=torch.bfloat16)))
+    assert own(stats)["count"] == 7 and own(stats)["loss"] == 3
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_parts_are_added_in_the_order_of_the_micro_batches(order: tuple[int, ...]) -> None:
+    values = [1e8, 1.0, -1e8]
+    stats = StepStats(torch.float32, CPU, True, StopRequest(()))
+    stats.begin(3, save=True)
+    for number in order:
+        stats.add(number, figure(values[number], 1))
+    read = dict(zip(STATS, stats.summed(stats.tensor()).tolist(), strict=True))
+    total = torch.tensor(values).sum().item()
+    assert read == {"loss": total, "count": 3, "stop": 0, "save": 1, "counted": 0, "copy": 0}

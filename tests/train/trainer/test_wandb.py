@@ -1,0 +1,157 @@
+"""Curves for Weights & Biases: by the real package, offline; nothing of it holds a run up."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.errors import Refused
+from train.run import folders
+from train.run.metrics import metrics_text
+from train.run.run_folder import Run
+from train.trainer.loggers import wandb
+
+PATIENCE = 240
+
+
+def lines_to(run: Run, first: int, last: int) -> None:
+    with run.metrics.open("a") as file:
+        for step in range(first, last + 1):
+            line = {"step": step, "epoch": 1, "loss": 1 / step, "lr": 0.1, "samples_per_s": 9.0, "data_wait": 0.0,
+                    "step_time": 0.1, "memory": 1.0}  # fmt: skip
+            file.write(metrics_text(line) + "\n")  # type: ignore[arg-type]
+        file.write(json.dumps({"step": last, "epoch": 1, "samples": 3, "eval": {"loss": 0.5, "accuracy": 0.25}}) + "\n")
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log format, behind a header of 7 bytes."""
+    content, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # no header fits: the rest of the block is filled up
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
+
+
+def sent(run: Run) -> list[dict[str, Any]]:
+    """The history in wandb's own files, in their order."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for path in sorted((run.folder / "wandb").glob("offline-run-*/*.wandb")):
+        for content in records(path):
+            record = wandb_internal_pb2.Record.FromString(content)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                found.append({".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+    return found
+
+
+def feed_once(run: Run) -> None:
+    """As rank 0 does, to its end."""
+    made = wandb.WandbProcess(run, "a-project", run.folder / "wandb.log")
+    deadline = time.monotonic() + PATIENCE
+    while not (run.folder / wandb.FILE).exists():
+        assert time.monotonic() < deadline, (run.folder / "wandb.log").read_text()
+        time.sleep(0.1)
+    process = made._process
+    process.stdin.close()  # type: ignore[union-attr]
+    process.wait(timeout=PATIENCE)
+
+
+def test_every_line_is_sent_once_and_a_resume_goes_on_in_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = folders.create(tmp_path, "one", {"config.toml": "seed = 7\n"}, {"world_size": 1})
+    lines_to(run, 1, 20)
+    feed_once(run)
+    first = json.loads((run.folder / wandb.FILE).read_text())
+    # a death: cut to step 10, made again, and on
+    run.metrics.write_text("")
+    lines_to(run, 1, 10)
+    lines_to(run, 11, 20)
+    lines_to(run, 21, 30)
+    feed_once(run)
+    second = json.loads((run.folder / wandb.FILE).read_text())
+    assert second["id"] == first["id"] == run.read()["wandb"]["id"] and second["training"] == 30
+    history = sent(run)
+    steps = [line["step"] for line in history if "train/loss" in line]
+    assert steps == list(range(1, 31)), (run.folder / "wandb.log").read_text()
+    assert [(line["step"], line["eval/accuracy"]) for line in history if "eval/accuracy" in line] == [
+        (20, 0.25), (30, 0.25),
+    ]  # fmt: skip
+    assert len(list((run.folder / "wandb").glob(f"offline-run-*-{first['id']}"))) >= 1
+
+
+def test_a_run_does_not_notice_a_feed_that_fails_or_a_network_that_hangs(engine_less: Any) -> None:
+    run, environment = engine_less
+    # nobody answers at this address; a key that is none
+    environment |= {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "k" * 40}
+    code = (
+        "import sys; from pathlib import Path; from train.trainer.loggers.wandb import WandbProcess\n"
+        "from train.run.run_folder import Run\n"
+        "run = Run(Path(sys.argv[1])); WandbProcess(run, 'p', run.folder / 'wandb.log').close()"
+    )
+    command = [sys.executable, "-c", code, str(run.folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert done.stderr == ""
+
+
+@pytest.fixture
+def engine_less(tmp_path: Path, station: Any) -> Any:
+    run = folders.create(tmp_path / "r", "two", {"config.toml": "seed = 7\n"}, {"world_size": 1})
+    return run, station.environment()
+
+
+@pytest.mark.parametrize("project", ["a b", "x/y/z"])
+def test_a_project_that_cannot_be_one_is_refused(project: str) -> None:
+    with pytest.raises(Refused, match="must be the name of a project"):
+        wandb.check(project)
+
+
+def test_a_package_that_is_missing_is_refused_before_anything_is_created(station: Any) -> None:
+    blocked = station.folder / "blocked"
+    blocked.mkdir()
+    text = "import sys\nsys.modules['wandb'] = None\nimport importlib.util as u\nold = u.find_spec\n"
+    text += "u.find_spec = lambda name, package=None: None if name == 'wandb' else old(name, package)\n"
+    (blocked / "sitecustomize.py").write_text(text)
+    environment = station.environment()
+    done = subprocess.run(
+        [sys.executable, "-m", "train", "run", "digits", "--name", "one", "--log.wandb", "p"],
+        cwd=station.folder, capture_output=True, text=True, check=False, timeout=PATIENCE,
+        env=environment | {"PYTHONPATH": f"{blocked}:{environment['PYTHONPATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 2 and "pip install 'trainstation[wandb]'" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not (station.runs / "one").exists()
+
+
+@pytest.mark.minutes
+def test_a_real_run_is_sent(station: Any) -> None:
+    pytest.importorskip("wandb")
+    run = station.run("fed")
+    flags = ["--steps", 20, "--cpu_threads", 1, "--log.every_steps", 1, "--log.tensorboard", "false"]
+    station.ok(
+        "run", "digits", "--name", "fed", *flags, "--log.wandb", "some/project", env={"WANDB_MODE": "offline"}
+    )  # fmt: skip
+    deadline = time.monotonic() + PATIENCE
+    while len(sent(run)) < len(station.metrics("fed")):
+        assert time.monotonic() < deadline, (run.folder / "logs" / "wandb.log").read_text()
+        time.sleep(0.2)
+    losses = [line["loss"] for line in station.metrics("fed") if "loss" in line]
+    assert [line["train/loss"] for line in sent(run) if "train/loss" in line] == pytest.approx(losses)
+    assert "wandb" in station.ok("show", "fed").stdout

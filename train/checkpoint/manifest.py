@@ -1,0 +1,170 @@
+"""The manifest of a checkpoint: what makes it a whole, and how damage is found.
+
+The manifest lists every file with its size and SHA-256 and carries a digest of itself. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from train.errors import Refused
+from train.run import durable
+from train.run.run_folder import Run
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+PARTIAL = ".partial-"
+"""How folders begin that are being written or removed."""
+DAMAGED = ".damaged-"
+"""Taken out of the way, and removed with the next save: its bytes are not those that were written."""
+UNREADABLE = ".unreadable-"
+"""Taken out of the way, and kept: its disk could not read it, and perhaps can again."""
+
+
+class Unreadable(ValueError):
+    """The system does not give out a checkpoint, which may be whole."""
+
+
+def manifest_text(content: dict[str, Any]) -> str:
+    """The one way to write a manifest: with it, a changed byte anywhere in the file shows."""
+    body = {key: value for key, value in content.items() if key != "digest"}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps(body | {"digest": digest}, indent=1, sort_keys=True) + "\n"
+
+
+def file_digest(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, as the manifest lists them."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": file.tell(), "sha256": digest}
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file of any size; '' if there is none."""
+    return str(file_digest(path)["sha256"]) if path.is_file() else ""
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        ValueError: it is missing or damaged; the message says which file and how.
+        Unreadable: the system cannot read it.
+        Refused: a newer version of this package wrote it.
+    """
+    path = folder / MANIFEST
+    try:
+        text = durable.read_bytes(path)
+        content = json.loads(text)
+        if text != manifest_text(content).encode():
+            raise ValueError(f"{MANIFEST} was changed after it was written")
+        if content["format"] > FORMAT:
+            raise Refused(
+                f"{folder} was written by a newer version of train (format {content['format']}); use that one"
+            )
+        return dict(content)
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing") from None
+    except OSError as error:
+        raise Unreadable(f"{MANIFEST} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{MANIFEST} is damaged") from None
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there, none more, every byte as written.
+
+    Raises:
+        ValueError: it is not; the message names the file.
+        Unreadable: the system cannot read it.
+        Refused: a newer version of this package wrote it.
+    """
+    manifest = read_manifest(folder)
+    try:
+        present = {name for name in os.listdir(folder) if name != MANIFEST}
+    except OSError as error:
+        raise Unreadable(f"it cannot be read: {error.strerror}") from None
+    for name in sorted(manifest["files"].keys() - present):
+        raise ValueError(f"{name} is missing")
+    for name in sorted(present - manifest["files"].keys()):
+        raise ValueError(f"{name} does not belong to it")
+    for name, written in manifest["files"].items():
+        path = folder / name
+        try:
+            if path.stat().st_size != written["size"]:
+                raise ValueError(f"{name} has {path.stat().st_size} bytes instead of {written['size']}")
+            if file_digest(path) != written:
+                raise ValueError(f"{name} was changed after it was written")
+        except OSError as error:
+            raise Unreadable(f"{name} cannot be read: {error.strerror}") from None
+    return manifest
+
+
+class Unused(str):
+    """A line about a checkpoint that cannot be used, and the prefix under which it is taken out of the way."""
+
+    def __new__(cls, line: str, prefix: str) -> Unused:
+        made = super().__new__(cls, line)
+        made.prefix = prefix
+        return made
+
+    prefix: str
+
+    def __reduce__(self) -> tuple[type[Unused], tuple[str, str]]:
+        """It travels from the process that has looked to the others."""
+        return Unused, (str(self), self.prefix)
+
+
+def newest_valid(run: Run) -> tuple[int, dict[str, Any], list[Unused]] | None:
+    """Step and manifest of the newest whole checkpoint, and a line for each newer one that is not.
+
+    Raises:
+        Refused: none is whole and the system cannot read one of them, or a newer version of this package wrote it:
+            starting over would throw away what may be there.
+    """
+    unused: list[Unused] = []
+    unread: Unreadable | None = None
+    for step in run.steps_saved():
+        folder = run.checkpoint(step)
+        try:
+            return step, verify(folder), unused
+        except Unreadable as error:
+            unread = unread or error
+            unused.append(Unused(f"checkpoint {folder.name} is not used: {error}", UNREADABLE))
+        except ValueError as error:
+            unused.append(Unused(f"checkpoint {folder.name} is damaged and not used: {error}", DAMAGED))
+    for line in unused:
+        if line.prefix == UNREADABLE:
+            where = f"the disk, owner and mode of {run.checkpoints}"
+            raise Refused(f"{line}, nor is there an older one; look at {where}") from unread
+    return (0, {}, unused) if unused else None
+
+
+def take_newest(run: Run) -> tuple[int, dict[str, Any], list[Unused]]:
+    """The same, with newer ones set aside; 0 and {} where none is whole."""
+    step, manifest, unused = newest_valid(run) or (0, {}, [])
+    for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
+        set_aside(run, newer, line.prefix)
+    return step, manifest, unused
+
+
+def clean(run: Run) -> None:
+    """Remove what interrupted saves and prunes left behind. Only for the holder of the run's lock."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(run.checkpoints):
+            if name.startswith((PARTIAL, DAMAGED)):
+                shutil.rmtree(run.checkpoints / name, ignore_errors=True)
+
+
+def set_aside(run: Run, step: int, prefix: str = DAMAGED) -> None:
+    """Take a checkpoint out of the way of the one that will be written at the same step."""
+    folder = run.checkpoint(step)
+    target = run.checkpoints / f"{prefix}{folder.name}"
+    shutil.rmtree(target, ignore_errors=True)
+    folder.rename(target)

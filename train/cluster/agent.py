@@ -1,0 +1,192 @@
+"""The agent of one node of a job: what an engine of a cluster starts on each node, in the foreground.
+
+    python -P -m train.module_runner train.cluster.agent FOLDER/submission.json
+
+Which node it is and where all meet stands in the environment, by the names of torchrun and Kubeflow Trainer:
+PET_NNODES, PET_NODE_RANK (or SLURM_NODEID), PET_MASTER_ADDR, PET_MASTER_PORT. All nodes see the same disk: node 0
+keeps its run folders in $TRAIN_RUNS, node R in $TRAIN_RUNS/.nodes/R. The run is created there, or gone on with, for
+the engine starts the same command again after whatever happened. SIGTERM, SIGUSR1 and SIGUSR2 let all nodes save and
+stop. It exits with 0 finished, 2 refused, 3 failed, 75 stopped with a checkpoint, 1 interrupted: the others never came,
+the GPUs are gone, a disk does not answer. With anything else it was killed itself; the same command
+continues the run then, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from train import screen
+from train.cluster import engine
+from train.cluster.jobs import laid_over
+from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
+from train.launcher import agent, choose_gpus, control
+from train.launcher.create_run import open_run
+from train.launcher.tmux import LaunchRequest
+from train.run import environment, folders, run_folder, states
+from train.run.run_folder import Run
+from train.signals import StopRequest
+from train.supervise import address
+from train.supervise.address import Place
+
+
+def main(beside: Path, stop: StopRequest) -> int:
+    """Carry out on this node what was submitted. Returns the exit code.
+
+    Args:
+        beside: the folder of the submission.
+    """
+    fail = functools.partial(_fail, beside, None)
+    try:
+        content = engine.read(beside)
+        cluster = _cluster_of(content, os.environ)
+        node = cluster.get("node", 0)
+        runs = Path(os.environ.get("TRAIN_RUNS") or "runs").absolute()
+        runs = folders.of_node(runs, node) if node else runs
+        run = Run(runs / content["name"])
+        fail = functools.partial(_fail, beside, run)
+        if Path(content["cwd"]).is_dir():
+            os.chdir(content["cwd"])
+        runs.mkdir(parents=True, exist_ok=True)
+        until = time.monotonic() + 60 * content["wait_minutes"]
+        if not (_resolves(cluster, stop, until) and _takes_over(run, content, stop, until)):
+            return EXIT_STOPPED
+        launch = _launch_request(content, beside, run, cluster)
+        if launch is None:
+            screen.say(f"train: {run.name} has finished already")
+            return EXIT_FINISHED
+        opened = open_run(launch, environment.keep(os.environ))
+    except Exception as error:
+        return fail(error)
+    for line in opened.warnings:
+        screen.say(f"train: warning: {line}")
+    code = agent.keep(opened, stop)
+    return 1 if code == EXIT_FAILED and opened.run.read()["state"] != states.FAILED else code
+
+
+def _cluster_of(content: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """This node's place among several, as nodes.Settings; {}: it is the only one.
+
+    Raises:
+        Refused: the engine does not say.
+    """
+
+    def number(*names: str) -> int:
+        text = next((environ[name] for name in names if name in environ), "not set")
+        if not text.isdecimal():
+            raise Refused(f"{names[0]} is {text or 'empty'}; Kubeflow Trainer, or the batch script, sets it")
+        return int(text)
+
+    nodes = number("PET_NNODES")
+    if nodes != content["nodes"]:
+        raise Refused(f"PET_NNODES is {nodes}, and {content['nodes']} nodes were submitted; submit it anew")
+    if nodes == 1:
+        return {}
+    place = Place(environ.get("PET_MASTER_ADDR", ""), number("PET_MASTER_PORT"))
+    node, wait = number("PET_NODE_RANK", "SLURM_NODEID"), content["wait_minutes"]
+    return {"least": nodes, "most": nodes, "node": node, "rendezvous": str(place), "wait_minutes": wait}
+
+
+def _resolves(cluster: dict[str, Any], stop: StopRequest, until: float) -> bool:
+    """Wait until node 0's name has an address: a pod has one once it runs, and pods start in any order.
+
+    Returns:
+        False: a stop was asked for.
+    """
+    is_told = False
+    while cluster and not stop.asked:
+        place = address.parse(cluster["rendezvous"])
+        try:
+            address.resolve(place)
+            break
+        except Refused:
+            if time.monotonic() > until:
+                raise Refused(f"node 0's name {place.host} never resolved; has its pod a place?", passes=True) from None
+        if not is_told:
+            screen.say(f"train: waiting for node 0's name {place.host}, which does not resolve yet")
+        is_told = True
+        time.sleep(0.5)
+    return not stop.asked
+
+
+def _takes_over(run: Run, content: dict[str, Any], stop: StopRequest, until: float) -> bool:
+    """Wait until no agent of an earlier start has the run of this node.
+
+    It may be ending. Or its machine lives, and the engine has given it up, for it cannot reach it, while the folder is
+    seen there: by that it is told.
+
+    Returns:
+        False: a stop was asked for.
+
+    Raises:
+        Refused: it is another submission's run, or the other agent does not leave.
+    """
+    is_told = False
+    while (run.folder / "run.json").exists() and not stop.asked:
+        record = run.read()
+        if record.get("submission") != content["id"]:
+            raise Refused(f"{run.folder} is another submission's run; submit under another --name, or remove it first")
+        lock = run.acquire()
+        if lock is not None:
+            if run.stop_asked() == states.PLACED:  # the other one was killed, and has not heard of it
+                run.clear_stop()
+            lock.release()
+            break
+        where = record.get("host") or "another machine"
+        if time.monotonic() > until:
+            raise Refused(f"{where} has {run.name} still; end its agent there, then: train resume {run.name}", True)
+        if not run.stop_asked():
+            run.ask_stop(states.PLACED)
+        if not is_told:
+            screen.say(f"train: {where} has {run.name} still; waiting for its end")
+        is_told = True
+        time.sleep(0.5)
+    return not stop.asked
+
+
+def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: dict[str, Any]) -> LaunchRequest | None:
+    """What this node is to do; None: nothing is left."""
+    record = run.read() if (run.folder / "run.json").exists() else None
+    launch = LaunchRequest(
+        kind="new", runs=str(run.folder.parent), name=run.name, nproc=str(content["nproc"]), cluster=cluster,
+        max_restarts=content["max_restarts"], visible=os.environ.get(choose_gpus.VISIBLE), queued=record is not None,
+        submission=content["id"],
+    )  # fmt: skip
+    if record is None or record["total_steps"] is None:  # no agent has come so far as to check it
+        launch.request = {"task": content["task"], "init": content["init"]}
+        launch.request["flags"] = laid_over(content["flags"], content["changes"])
+        for key, file in (("config_file", content["config_file"]), ("copy", content["task_copy"])):
+            launch.request[key] = str(beside / file) if file else None
+        return launch
+    if control.nothing_left(run, content["changes"], None):
+        return None
+    launch.kind, launch.flags = "resume", content["changes"]
+    return launch
+
+
+def _fail(beside: Path, run: Run | None, error: BaseException) -> int:
+    """Say why this node cannot begin, where its user will look. Returns an exit code."""
+    if isinstance(error, Refused):
+        said, code = str(error), 1 if may_pass(error) else EXIT_REFUSED
+    else:
+        said, code = agent.error_line(error), 1
+    screen.say(f"train: {said}")
+    if code == EXIT_REFUSED:
+        with contextlib.suppress(OSError):  # a ConfigMap in a pod, which nobody asks for it
+            (beside / "refused").write_text(f"{said}\n", encoding="utf-8")
+    with contextlib.suppress(OSError, Refused):
+        if run is not None and run.read().get("submission") == engine.read(beside)["id"]:
+            is_for_good = not may_pass(error) and run.read()["total_steps"] is None
+            values: dict[str, Any] = {"state": states.FAILED} if is_for_good else {}
+            run.note(**values, reason=said, ended=run_folder.now())
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).absolute().parent, StopRequest()))

@@ -1,1 +1,0 @@
-"""What every rank does: spread the model, compute steps, save, evaluate, report."""

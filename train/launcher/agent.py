@@ -1,0 +1,156 @@
+"""The process inside tmux: reads the launch request, opens the run, answers the caller, and keeps the ranks alive.
+
+    python -P …/train/module_runner.py train.launcher.agent FOLDER_OF_THE_ORDER [entered]
+
+Imports no torch: what needs it is done by forks of the zygote (supervise/zygote.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import termios
+import traceback
+from pathlib import Path
+from typing import Any
+
+from train import module_runner
+from train.errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
+from train.run import durable, environment, folders, states
+from train.run.run_folder import Lock, Run
+from train.signals import KEEPER, USER, StopRequest
+
+_OF_PANE = ("TMUX", "TMUX_PANE", "TERM")
+"""Variables that are the terminal's own."""
+
+
+def main() -> None:
+    """Carry out the launch request in the folder given as argument."""
+    desk = Path(sys.argv[1])
+    content = json.loads((desk / "request.json").read_text(encoding="utf-8"))
+    os.chdir(content["cwd"])
+    if len(sys.argv) == 2:
+        _take_environment(content["env"])
+    (desk / "request.json").unlink(missing_ok=True)  # of a launch that is killed nothing secret stays
+    _never_wait_for_terminal()
+    from train.launcher.create_run import open_run
+    from train.launcher.tmux import LaunchRequest
+
+    stop = StopRequest()
+    signal.signal(signal.SIGHUP, _leave)  # until the run is there, when create_run.py lets the terminal go
+    launch = LaunchRequest(**content["launch"])
+    try:
+        opened = open_run(launch, environment.keep(content["env"]), content["zygote"])
+    except BaseException as error:
+        sys.exit(_fail(desk, error))
+    if not _answer(desk, {"warnings": opened.warnings}):
+        _undo(launch, opened.run, opened.lock)
+        sys.exit(EXIT_REFUSED)
+    sys.exit(keep(opened, stop))
+
+
+def _take_environment(environ: dict[str, str]) -> None:
+    """Have the environment of the caller, for a tmux server hands out that of its first client. Begin again with it,
+    for what is read at a process's start is to be the caller's too; once, for Python may add to it by itself."""
+    environ = environ | {name: os.environ[name] for name in _OF_PANE if name in os.environ}
+    if dict(os.environ) != environ:
+        os.execve(sys.executable, module_runner.command("train.launcher.agent", sys.argv[1], "entered"), environ)
+
+
+def _never_wait_for_terminal() -> None:
+    """Ctrl-S, typed by who is attached, would stop what is written there, and this process with it, for ever."""
+    with contextlib.suppress(termios.error):
+        modes = termios.tcgetattr(2)
+        modes[0] &= ~termios.IXON
+        termios.tcsetattr(2, termios.TCSANOW, modes)
+
+
+def _leave(number: int, frame: object) -> None:
+    """The session was ended before there was a run."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _fail(desk: Path, error: BaseException) -> int:
+    """Tell the caller why the request cannot be carried out. Returns an exit code."""
+    if isinstance(error, Refused):
+        _answer(desk, {"refused": str(error)})
+        return EXIT_REFUSED
+    refusal = error_line(error)
+    _answer(desk, {"refused": refusal})
+    return 1
+
+
+def error_line(error: BaseException) -> str:
+    """What is not foreseen, in a line; its traceback goes to the terminal."""
+    from train.supervise.forks import CheckFailed, described
+
+    if isinstance(error, CheckFailed):  # printed where it was raised
+        return str(error)
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)
+    return described(error)
+
+
+def _answer(desk: Path, answer: dict[str, Any]) -> bool:
+    """Report to the caller. False if the request has been withdrawn; a caller who was killed has not done so."""
+    try:
+        durable.write_atomically(desk / "answer.json", json.dumps(answer), durable=False)
+    except OSError:
+        return False
+    return True
+
+
+def _undo(launch: Any, run: Run, lock: Lock) -> None:
+    """Clear away a run whose launch was withdrawn; rest one whose resume was."""
+    from train.supervise import attempts
+
+    if launch.kind == "resume":
+        by = KEEPER if launch.by_keeper else USER
+        attempts.rest(run, states.STOPPED, "stopped (its resume was interrupted)", by)
+    lock.release()
+    if launch.kind != "resume":
+        folders.remove(run)
+
+
+def keep(opened: Any, stop: StopRequest) -> int:
+    """Keep the run alive until it ends, shown on the terminal as long as there is one. Returns the exit code."""
+    from train.launcher import script
+    from train.launcher.progress import View
+    from train.supervise.attempts import Supervisor
+    from train.supervise.decide import LaunchMode
+    from train.supervise.nodes import Nodes, settings_of
+    from train.supervise.ranks import Ranks
+
+    run, record = opened.run, opened.run.read()
+    is_script = bool(record.get("script"))
+    view = View(run, sys.stderr, show_log=is_script)
+
+    def show() -> None:
+        with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
+            view.update(run.read())
+
+    def say(text: str) -> None:
+        with contextlib.suppress(OSError):
+            view.say(text)
+
+    try:
+        settings = settings_of(record)
+        nodes = Nodes(run, opened.ranks, settings, opened.listening) if settings is not None else None
+        command = (lambda: script.command(run, record)) if is_script else None
+        ranks = Ranks(run, opened.lock, opened.ranks, opened.zygote, nodes, command)
+        code = Supervisor(run, ranks, LaunchMode.LAUNCHED, stop, show, say, nodes).keep()
+    except (OSError, Refused) as error:  # its disk fails or its folder is gone
+        say(f"{run.name} cannot go on: {one_line(error)}")
+        return EXIT_FAILED
+    opened.zygote.close()
+    with contextlib.suppress(OSError):
+        view.close()
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""`micro_batch_size auto`: tries steps with the full micro batch, and halves it until they fit in memory.
+
+Each size is tried by processes of their own, one a rank, that are thrown away: they load the task, spread the model as
+the run will, and make two steps, the second of which has the optimizer's state beside the gradients. On a GPU a
+twentieth of the free memory is left. The size found is written into the run's configuration.
+
+    python -P …/train/module_runner.py train.launcher.batch_size REQUEST RANK
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train import module_runner
+from train.errors import Refused, one_line
+from train.signals import die_with_parent
+from train.supervise import memory
+
+_FULL = 4
+"""Exit code of a rank to which memory was refused."""
+_LIMIT = 900.0
+"""Seconds that the two steps of one size may take."""
+_OTHERS = 5.0
+"""Seconds that the other ranks have to end, once one has failed: the cause may be another's."""
+_SPARE = 0.05
+"""Of a GPU's free memory, the share that a try leaves."""
+_SLOTS = 2
+"""Micro batches of a rank and step: the second adds to gradients that are there."""
+
+
+def find(task: str, copy: str | None, flat: dict[str, Any], ranks: int, sizes: Sequence[int]) -> tuple[int, str]:
+    """The first of these micro batches that fits, and a word on how that was found.
+
+    Args:
+        task: as the user named it.
+        copy: the file that it is to be read from, if another.
+        flat: the configuration, by dotted names.
+        ranks: how many there will be on this machine; all have to fit.
+        sizes: largest first.
+
+    Raises:
+        Refused: none fits, or a step fails otherwise.
+    """
+    full = ""
+    for size in sizes:
+        request = {"task": task, "copy": copy, "config": flat | {"micro_batch_size": size}, "ranks": ranks}
+        why = _try(request)
+        if not why:
+            return size, f"halved until it fits; {full}" if full else "the batch over the ranks: it fits"
+        full = f"with {size}: {why}"
+    raise Refused(
+        f"--micro_batch_size auto: not even {sizes[-1]} at a time fit: {why}; try --parallel.recompute auto, a smaller "
+        "model, or (on several ranks) --parallel.strategy fsdp"
+    )
+
+
+def _try(request: dict[str, Any]) -> str:
+    """Make two steps on all ranks. Returns '' where they fit in memory, else why not.
+
+    Raises:
+        Refused: a step fails otherwise.
+    """
+    with tempfile.TemporaryDirectory(prefix="train-batch-size-") as name:
+        folder = Path(name)
+        file = folder / "request.json"
+        file.write_text(json.dumps(request | {"parent": os.getpid(), "store": str(folder / "store")}))
+        ranks = [_start(file, folder / f"rank{rank}", rank) for rank in range(request["ranks"])]
+        try:
+            deadline = time.monotonic() + _LIMIT
+            while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+                if any(rank.returncode for rank in ranks):
+                    deadline = min(deadline, time.monotonic() + _OTHERS)
+                time.sleep(0.05)
+            codes = [rank.returncode for rank in ranks]
+        finally:
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)  # with all that the task has started there
+                rank.wait()
+        messages = [_last_line(folder / f"rank{rank}") for rank in range(len(codes))]
+    for code, message in zip(codes, messages, strict=True):
+        if code == -signal.SIGKILL:
+            return f"a rank was killed; memory ends at {memory.refused_at()}"
+        if code == _FULL or (code and memory.is_refused(message)):
+            return message
+    for code, message in zip(codes, messages, strict=True):
+        if code != 0:
+            how = "took more than 15 minutes" if code is None else f"failed: {message or f'exit code {code}'}"
+            size = request["config"]["micro_batch_size"]
+            raise Refused(f"--micro_batch_size auto: a step with {size} samples at a time {how}; give a number")
+    return ""
+
+
+def _start(request: Path, messages: Path, rank: int) -> subprocess.Popen[bytes]:
+    """Start a rank. It answers into a file, not a pipe: what a task starts there would hold that open."""
+    command = module_runner.command("train.launcher.batch_size", str(request), str(rank))
+    with messages.open("wb") as file:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
+        )
+
+
+def _last_line(file: Path) -> str:
+    lines = file.read_text(errors="replace").strip().splitlines()
+    return one_line(lines[-1])[:300] if lines else ""
+
+
+def main() -> None:
+    """Be one rank, whose last line says why it fails."""
+    request, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    die_with_parent(request["parent"])
+    memory.lower_than_agent()
+    import torch
+
+    from train import config as configuration
+    from train.launcher.request import task_of
+    from train.tasks import where
+
+    task = task_of(request["task"], request["copy"])  # it was loaded in the process that asks
+    code, message = 0, ""
+    try:
+        _steps(task, configuration.build(request["config"], task.Settings), rank, request["ranks"], request["store"])
+    except Exception as error:
+        code, message = 1, where(error, task.file)
+        text = one_line(f"{type(error).__name__}: {error}")
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or memory.is_refused(text) or _is_full(text):
+            code, message = _FULL, text
+    print(message, file=sys.stderr, flush=True)
+    os._exit(code)  # peers may be gone, and an orderly end would wait for them
+
+
+def _is_full(text: str) -> bool:
+    """Whether a library says in its own way that a GPU is full: NCCL, cuBLAS, Triton; and torch of cuDNN, whose
+    engines it tries one after the other, and passes over those whose workspace it does not get (Conv_v8.cpp)."""
+    return any(messages in text for messages in ("out of memory", "ALLOC_FAILED", "unable to find an engine"))
+
+
+def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
+    """Two steps as the run will make them, on the first samples."""
+    import torch
+
+    from train.parallel import choose
+    from train.parallel.devices import pick_device, take_device
+    from train.parallel.precision import Precision
+    from train.parallel.rank_env import RankEnv
+    from train.parallel.strategy import STEP_STATS
+    from train.parallel.world import join
+    from train.trainer import arithmetic, build, setup
+    from train.trainer.loss import training_loss
+    from train.trainer.optimizer import make_optimizer
+
+    config.cpu_threads = config.cpu_threads or 1
+    arithmetic.fix(config)
+    device = pick_device(config, ranks, rank)
+    train_set, _ = build.make_datasets(task, config)
+    take_device(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction((1 - _SPARE) * free / total, device)
+    precision = Precision(config.precision, device)
+    batch = build.first_samples(task, config, precision, train_set)
+    world = join(config, RankEnv(rank, ranks, rank, ranks, f"file://{store}"), device)
+    strategy = choose.make(world, config, precision)
+    model = strategy.place(setup.arrange(build.make_model(task, config, precision.weights), config, ranks))
+    optimizer = make_optimizer(task, model, config)
+    model.train()
+    strategy.start()
+    size = config.micro_batch_size
+    slots = min(_SLOTS, math.ceil(math.ceil(config.batch_size / size) / ranks))
+    for _ in range(2):
+        votes = torch.zeros(len(STEP_STATS), dtype=strategy.stats_dtype, device=device)
+        strategy.begin(slots * ranks)
+        for slot in range(slots):
+            is_last = slot == slots - 1
+            with strategy.micro_batch(rank * slots + slot, is_last):
+                with precision.autocast():
+                    loss = training_loss(task, strategy.compute, batch, size)
+                strategy.backward(loss.value, 1.0, votes if is_last else None)
+        strategy.reduce(votes)
+        strategy.finish_gradients(optimizer, config.clip_grad_norm)
+        strategy.update(optimizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""How many ranks run here, and which GPUs they may see."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+from train.errors import Refused, is_whole, whole
+from train.gpus import VISIBLE, number_by_bus
+
+MOST_RANKS = 4096
+"""On one machine."""
+_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
+"""What nvidia-smi -L calls a GPU, or a slice of one."""
+
+
+def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> tuple[int, str | None]:
+    """Ranks on this machine and the GPU ids they may see (None: as they are).
+
+    A bare number of GPUs is a count; ids contain a comma (`2,` is id 2), or are UUIDs of GPUs or of one MIG slice.
+
+    Raises:
+        Refused: not a number, not so many GPUs here, or no such GPU.
+    """
+    import torch
+
+    here = 0 if cpu_only else torch.cuda.device_count()
+    visible: str | None = None
+    if gpus is not None:
+        if _UUID.match(gpus.strip()):
+            chosen = _unique(gpus)
+        else:
+            chosen = _listed(gpus, here) if "," in gpus else _counted(gpus, here)
+            # ids count among the GPUs that this process may see
+            outer = os.environ.get(VISIBLE)
+            chosen = [outer.split(",")[int(i)].strip() if outer else i for i in chosen]
+        visible = ",".join(chosen)
+        here = len(chosen)
+    if nproc is None:
+        return (here if gpus is not None else 1), visible
+    if nproc == "auto":
+        return max(here, 1), visible
+    if not is_whole(nproc) or whole(nproc) < 1:
+        raise Refused(f"--nproc {nproc}: give a number of ranks of at least 1, or auto for one per GPU")
+    if whole(nproc) > MOST_RANKS:
+        raise Refused(f"--nproc {nproc}: more ranks than any machine runs; give at most {MOST_RANKS}")
+    return whole(nproc), visible
+
+
+def again(asked: bool, caller: str | None, saved: str | None, recorded: str | None, current: str | None) -> str | None:
+    """What CUDA_VISIBLE_DEVICES a resume begins with; None: not set.
+
+    Whoever resumes has the last word: by --gpus, whose ids count among those that they see themselves, or by the
+    variable, where it is another one than the run was started with. Else it is as before.
+
+    Args:
+        asked: whether --gpus is given.
+        caller: the variable where the resume was typed; None: not set there, or the keeper resumes.
+        kept: the same when the run was started.
+        recorded: what --gpus chose then, or None.
+        current: the variable in the environment that was put together for this resume.
+    """
+    if asked:
+        return caller
+    if caller is not None and caller != saved:
+        return caller
+    return recorded if recorded else current
+
+
+def see(visible: str | None) -> None:
+    """Let this process, and those that it starts, see these GPUs; None: all."""
+    if visible is None:
+        os.environ.pop(VISIBLE, None)
+    else:
+        os.environ[VISIBLE] = visible
+        number_by_bus()
+
+
+def _unique(gpus: str) -> list[str]:
+    """The GPUs or slices in `GPU-8932f937-…,GPU-46163e99-…`."""
+    import torch
+
+    ids = [part.strip() for part in gpus.strip().rstrip(",").split(",")]
+    if not all(map(_UUID.fullmatch, ids)) or len(set(ids)) < len(ids):
+        raise Refused(f"--gpus {gpus}: give different UUIDs with commas, as nvidia-smi -L shows them, or ids (0,1)")
+    slices = [part for part in ids if part.startswith("MIG-")]
+    if slices and len(ids) > 1:
+        raise Refused(
+            f"--gpus {gpus}: CUDA lets a process see one MIG slice, and NCCL joins none; give one of them, and start a "
+            "run for each"
+        )
+    with _seeing(",".join(ids)):
+        found = torch.cuda.device_count()
+    if found < len(ids):
+        raise Refused(f"--gpus {gpus}: {found} of these can be used here; nvidia-smi -L shows what there is")
+    return ids
+
+
+@contextlib.contextmanager
+def _seeing(visible: str) -> Iterator[None]:
+    before = os.environ.get(VISIBLE)
+    see(visible)
+    try:
+        yield
+    finally:
+        see(before)
+
+
+def _listed(gpus: str, here: int) -> list[str]:
+    """The ids in `0,2`, of `here` GPUs."""
+    ids = [part.strip() for part in gpus.strip().rstrip(",").split(",")]
+    if not ids or not all(map(is_whole, ids)) or len(set(ids)) < len(ids):
+        raise Refused(f"--gpus {gpus}: give a count (2), different ids with a comma (0,1 or 2,), or UUIDs")
+    missing = [part for part in ids if whole(part) >= here]
+    if missing:
+        raise Refused(f"--gpus {gpus}: there is no GPU {missing[0]} here; {_gpus_here(here)}")
+    return [str(int(part)) for part in ids]
+
+
+def _counted(gpus: str, here: int) -> list[str]:
+    """The ids of the first so many of `here` GPUs."""
+    if not is_whole(gpus.strip()) or whole(gpus.strip()) < 1:
+        raise Refused(f"--gpus {gpus}: give a count of at least 1, ids with a comma (0,1 or 2,), or UUIDs")
+    if whole(gpus.strip()) > here:
+        raise Refused(
+            f"--gpus {gpus}: {_gpus_here(here)}; leave out --gpus" + (" to run on the CPU" if not here else "")
+        )
+    return [str(index) for index in range(int(gpus))]
+
+
+def _gpus_here(here: int) -> str:
+    return f"{here} are usable here" if here != 1 else "1 is usable here"

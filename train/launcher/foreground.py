@@ -1,0 +1,157 @@
+"""`train run`: here and now. Ranks that this process starts and waits for, or one rank of a foreign torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from train import screen
+from train.errors import Refused, one_line
+from train.launcher.create_run import zygote_for
+from train.launcher.request import ALONE, Request
+from train.parallel.rank_env import RankEnv, read_rank_env
+from train.run import environment, folders
+from train.run.outcome import Kind, Outcome
+from train.run.run_folder import Lock, Run
+from train.signals import StopRequest
+from train.supervise.attempts import Supervisor, alone
+from train.supervise.decide import LaunchMode
+from train.supervise.forks import CHECKS, CheckFailed
+from train.supervise.ranks import Ranks
+
+
+def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> int:
+    """Train in the foreground. Returns the exit code.
+
+    Raises:
+        Refused: the request is wrong; nothing has been created.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if spawn is not None:
+            raise Refused("--spawn starts ranks of its own, and torchrun has started this one; leave out --spawn")
+        return _under_torchrun(runs, name, request)
+    request.ranks = spawn or 1
+    asked = {key: value for key, value in vars(request).items() if key != "nodes"}
+    zygote = zygote_for(is_script=False)
+    try:
+        files, record, stem = zygote.call(f"{__name__}:prepared", asked, after=CHECKS[-1])
+    except CheckFailed as error:
+        raise Refused(error) from None
+    made = folders.create(runs, name or folders.fresh_name(runs, stem), _with_environment(files), record)
+    lock = made.acquire()
+    assert lock is not None  # a folder that has just been made
+    stop = StopRequest((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
+    ranks = Ranks(made, lock, request.ranks, zygote, is_foreground=True)
+    code = Supervisor(made, ranks, LaunchMode.FOREGROUND, stop).keep()
+    zygote.close()
+    return code
+
+
+def prepared(request: dict[str, Any]) -> tuple[dict[str, str | bytes], dict[str, Any], str]:
+    """Check a new run, in a fork. Returns its files, its record and what names are made from."""
+    from train.launcher.checks import prepare
+
+    found = prepare(Request(**request))
+    return found.files, found.record, found.task.file.stem
+
+
+def _with_environment(files: dict[str, str | bytes]) -> dict[str, str | bytes]:
+    return files | {environment.FILE: environment.to_json(environment.keep(os.environ))}
+
+
+def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
+    """One rank of a foreign torchrun.
+
+    Ends that a restart would not change exit with 0, for torchrun restarts whatever exits otherwise; run.json and the
+    last line say how it really ended.
+    """
+    import torch.distributed as dist
+
+    from train.supervise.worker import leave, log_to
+
+    log_to(sys.stderr)
+    rank_env = read_rank_env()
+    meeting, _, _ = next(dist.rendezvous("env://", rank_env.rank, rank_env.size))
+    board = dist.PrefixStore(f"train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
+    rank_env = RankEnv(
+        rank_env.rank, rank_env.size, rank_env.local_rank, rank_env.local_size, dist.PrefixStore("train/group", board)
+    )
+    if rank_env.rank:
+        received = json.loads(board.get("run"))
+        if "refused" in received:
+            leave(0)
+        leave(_rank_of_torchrun(Run(Path(received["folder"])), received["attempt"], rank_env, StopRequest())[1])
+    code = 1
+    try:
+        request.ranks, request.nodes = shape(rank_env)
+        made, _held = _open_under_torchrun(runs, name, request)
+        stop = StopRequest()
+
+        def rank(attempt: int) -> Outcome:
+            nonlocal code
+            board.set("run", json.dumps({"folder": str(made.folder), "attempt": attempt}))
+            end, code = _rank_of_torchrun(made, attempt, rank_env, stop)
+            return end
+
+        alone(made, LaunchMode.TORCHRUN, rank_env.size, rank, stop)
+    except Refused as error:
+        board.set("run", json.dumps({"refused": one_line(error)}))
+        with contextlib.suppress(OSError):
+            screen.say(f"train: {error}")
+        code = 0
+    except BaseException as error:
+        board.set("run", json.dumps({"refused": one_line(error)}))
+        traceback.print_exc()
+    finally:
+        leave(code)
+
+
+def shape(rank_env: RankEnv) -> tuple[int, range]:
+    """How many ranks each machine of a torchrun has, and how many machines there are: GPUs, cores and loader processes
+    are those of one. Where machines differ, as if all ranks were on this one."""
+    machines, rest = divmod(rank_env.size, rank_env.local_size)
+    return (rank_env.size, ALONE) if rest else (rank_env.local_size, range(machines, machines + 1))
+
+
+def _rank_of_torchrun(made: Run, attempt: int, rank_env: RankEnv, stop: StopRequest) -> tuple[Outcome, int]:
+    """Train a rank. Returns its end and its exit code."""
+    from train.supervise.worker import exit_code, keep_log, run_rank, show
+
+    logs = made.logs(attempt)
+    keep_log(logs, rank_env.rank)
+    end = run_rank(made, rank_env, attempt, stop, bar=rank_env.rank == 0 and sys.stderr.isatty())
+    if end.kind is Kind.DIED:
+        show(end)
+    return end, exit_code(logs, rank_env, end)
+
+
+def _job_of(run: Run) -> str | None:
+    """The torchrun that a run belongs to; None: to none, or its record is damaged, which concerns no other run."""
+    with contextlib.suppress(Refused):
+        return run.read().get("torchelastic")
+    return None
+
+
+def _open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
+    """Create the run, or find it again when torchrun has restarted us."""
+    from train.launcher.checks import prepare
+
+    job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.getppid()}"
+    made: Run | None = None
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        candidates = [Run(runs / name)] if name and (runs / name / "run.json").exists() else list(folders.every(runs))
+        made = next((old for old in candidates if _job_of(old) == job), None)
+    if made is None:
+        found = prepare(request)
+        record, files = found.record | {"torchelastic": job}, _with_environment(found.files)
+        made = folders.create(runs, name or folders.fresh_name(runs, found.task.file.stem), files, record)
+    lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
+    if lock is None:
+        raise Refused(f"{made.name} is running already")
+    return made, lock

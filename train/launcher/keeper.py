@@ -1,0 +1,227 @@
+"""`train keeper`: brings interrupted runs back, at its start and for as long as it lives; saves all on SIGTERM.
+
+While it lives it lends a zygote that has torch imported, so that launches and resumes begin at once
+(supervise/zygote.py).
+Safe beside other keepers and beside users: whoever takes a run's lock first has it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from train import hashing, screen
+from train.errors import EXIT_FINISHED, Refused, one_line
+from train.launcher import control, tmux
+from train.run import folders, run_folder, states, station
+from train.run.record import Record
+from train.run.run_folder import Run
+from train.supervise import attempts, decide, forks
+
+LOOK_EVERY = 2.0
+"""Seconds between two looks at the runs."""
+TIMES = 3
+"""Resumes in a row without a new checkpoint after which a run is failed."""
+LONGEST_WAIT = 300.0
+"""A run that is refused, for example because its data is not there, is tried again after 2, 4, 8 … seconds, at most
+after so many."""
+
+LEND_AGAIN = 30.0
+"""Seconds between two starts of the zygote that is lent."""
+
+_at_once = threading.Semaphore(8)
+"""So many runs are looked after at the same time."""
+
+
+class _Lender:
+    """Holds the zygote that is lent; one that has ended (packages have changed) is started again."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._at = -LEND_AGAIN
+
+    def keep(self) -> None:
+        if os.environ.get(forks.OFF) == "off" or time.monotonic() - self._at < LEND_AGAIN:
+            return
+        if self._process is None or self._process.poll() is not None:
+            self._at = time.monotonic()
+            try:
+                self._process = forks.start_lender(hashing.fixed(os.environ))
+            except OSError as error:  # the machine is busy: runs start cold meanwhile
+                screen.say(f"{run_folder.now()} no warm start: {one_line(error)}")
+
+    def end(self) -> None:
+        if self._process is not None:
+            forks.end(self._process)
+
+
+class _Log:
+    """Says each thing about a run once, and again only when it has changed."""
+
+    def __init__(self) -> None:
+        self._last: dict[Path, str] = {}
+
+    def __call__(self, run: Run, text: str) -> None:
+        if self._last.get(run.folder) != text:
+            self._last[run.folder] = text
+            screen.say(f"{run_folder.now()} {run.name}: {text}")
+
+
+def keep(runs: Path, once: bool) -> int:
+    """Look after the runs until SIGTERM or SIGINT, then stop and save those of this station. Returns an exit code.
+
+    With `once`: resume what was interrupted and return.
+    """
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    tell = _Log()
+    if station.station_id(make=True) is None:
+        problem = "the state folder of this user cannot be read or written, so no run is resumed"
+        screen.say(f"{run_folder.now()} warning: {problem}; TRAIN_STATE names another")
+    if not once:
+        screen.say(f"{run_folder.now()} keeping the runs in {runs}")
+    # each in a thread of its own: a run whose data set hangs while it is checked keeps nobody waiting
+    busy: dict[Path, threading.Thread] = {}
+    waits: dict[Path, _Wait] = {}
+    held = _Lender()
+    while not ended.is_set():
+        if not once:
+            station.touch_keeper()
+        for run in folders.every_here(runs):
+            at = run.folder
+            wait = waits.setdefault(at, _Wait())
+            if wait.is_over() and not (at in busy and busy[at].is_alive()):
+                busy[at] = threading.Thread(target=_look_after, args=(run, tell, ended, wait), daemon=True)
+                busy[at].start()
+                busy[at].join(0.1)  # most need nothing
+                if not once:  # many that do need something take long
+                    station.touch_keeper()
+        if once:
+            break
+        held.keep()
+        ended.wait(LOOK_EVERY)
+    _join(busy.values(), not once)
+    if not once or ended.is_set():
+        _stop_all(runs, tell, not once)
+    held.end()
+    if not once:
+        station.keeper_ends()
+    return EXIT_FINISHED
+
+
+def _join(threads: Iterable[threading.Thread], signs: bool) -> None:
+    """Wait for threads; meanwhile, with `signs`, give the keeper's sign of life."""
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(LOOK_EVERY)
+            if signs:
+                station.touch_keeper()
+
+
+class _Wait:
+    """When a run may be tried again."""
+
+    def __init__(self) -> None:
+        self._until, self._seconds = 0.0, LOOK_EVERY
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def begin(self) -> None:
+        self._until = time.monotonic() + self._seconds
+        self._seconds = min(2 * self._seconds, LONGEST_WAIT)
+
+    def forget(self) -> None:
+        self._seconds = LOOK_EVERY
+
+
+def _look_after(run: Run, tell: _Log, ended: threading.Event, wait: _Wait) -> None:
+    """Resume a run if it needs it. Nothing that is wrong with one run concerns the others."""
+    try:
+        with _at_once:
+            _resume_if_interrupted(run, tell, ended)
+        wait.forget()
+    except tmux.Cancelled:
+        tell(run, "not resumed, for the keeper is stopping; the next one resumes it")
+    except Refused as error:
+        wait.begin()
+        tell(run, f"cannot be resumed: {error}")
+    except Exception as error:
+        wait.begin()
+        tell(run, f"cannot be looked after: {one_line(error) or type(error).__name__}")
+
+
+def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None:
+    record = run.read()
+    # between its creation and its first attempt a run is nobody's for a moment
+    is_stillborn = record["state"] == states.CREATED and not run.alive() and _age(run, record) > 30
+    is_stillborn &= not control.is_kept_elsewhere(record)
+    is_wanted = (station.has_started(run.folder, record) or None) if is_stillborn else control.resumable(run)
+    if is_wanted is None:
+        tell(run, f"left alone, for it is not known as started here; to go on with it: train resume {run.name}")
+    if ended.is_set() or not is_wanted:
+        return
+    count = control.count_of(run, run.read())
+    if count["times"] > TIMES:
+        lock = run.acquire()
+        if lock is None:
+            return
+        try:
+            record = run.read()  # it may have been resumed since
+            if record["state"] in (states.RUNNING, states.CREATED) and control.count_of(run, record)["times"] > TIMES:
+                reason = f"interrupted {TIMES} times in a row without a new checkpoint after step {count['step']}"
+                if record.get("script"):
+                    minutes = decide.healthy_minutes(record)
+                    reason = f"interrupted {TIMES} times in a row before it had run {minutes:g} minutes"
+                attempts.rest(run, states.FAILED, reason)
+                tell(run, f"{reason}; not resumed any more")
+        finally:
+            lock.release()
+        return
+    launch = tmux.LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
+    for line in tmux.start(launch, ended.is_set):
+        tell(run, f"warning: {line}")
+    times = f" for the {count['times']}th time" if count["times"] > 1 else ""
+    tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")
+
+
+def _age(run: Run, record: Record) -> float:
+    """Seconds since a run was created; by its file, where the record was damaged."""
+    created = run_folder.seconds_of(record.get("created"))
+    return time.time() - ((run.folder / "run.json").stat().st_mtime if created is None else created)
+
+
+def _stop_all(runs: Path, tell: _Log, signs: bool) -> None:
+    """Stop the live runs of this station, all at once, and wait until they have saved."""
+    own, here = station.station_id(), socket.gethostname()
+
+    def stop(run: Run) -> None:
+        try:
+            record = run.read()
+            if not run.alive() or control.is_kept_elsewhere(record):
+                return
+            # a record without a station is of a user without a key, or of an earlier release
+            other = record.get(station.STATION) != own if record.get(station.STATION) else record.get("host") != here
+            if other:
+                tell(run, f"is of another station ({record.get('host')}); left alone")
+                return
+            try:
+                run.stop(states.KEEPER)
+            except OSError as error:  # the disk takes no request
+                control.stop_by_signal(run, False, error)
+            record = run.shown()
+            tell(run, f"{record['state']}: {record['reason']}" if record["reason"] else record["state"])
+        except Exception as error:
+            tell(run, f"cannot be stopped: {one_line(error) or type(error).__name__}")
+
+    waiting = [threading.Thread(target=stop, args=(run,)) for run in folders.every_here(runs)]
+    for thread in waiting:
+        thread.start()
+    _join(waiting, signs)

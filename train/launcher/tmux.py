@@ -1,0 +1,263 @@
+"""From a request to a running session: `train launch` and `train resume` up to the point where tmux has taken over.
+
+Imports no torch. The process inside tmux (launcher/agent.py) has the request checked and answers through a private
+folder; so a refusal reaches the caller before anything is left behind. The environment travels in a file of that
+folder, because a tmux server hands out that of its first client, and arguments can be read by everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from train import hashing, module_runner
+from train.errors import Refused
+from train.run import environment, folders
+from train.run.folders import remove
+from train.run.run_folder import Run
+from train.run.states import KEEPER, NOW
+from train.supervise import forks
+
+_TRIES = 50
+"""How often a session is asked for, ten times a second."""
+_PATIENCE = 20.0
+"""Seconds for a process to leave a session that is ended: it may be in the middle of its imports."""
+
+
+class Cancelled(Refused):
+    """The caller has withdrawn the launch request."""
+
+
+@dataclasses.dataclass
+class LaunchRequest:
+    """What the process inside tmux is to do. Everything is plain, to be written as JSON."""
+
+    kind: str
+    """new, script or resume"""
+    runs: str
+    name: str
+    request: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """With new: a prepare.Request without its ranks."""
+    flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    """With resume: the fields that change. With script: its watch.*."""
+    script: list[str] = dataclasses.field(default_factory=list)
+    """With script: the file and its arguments. With resume: the file that takes the place of the run's copy."""
+    nproc: str | None = None
+    gpus: str | None = None
+    max_restarts: int | None = None
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES where it was typed; None: not set, or nobody typed it."""
+    cluster: dict[str, Any] | None = None
+    """On several machines: nodes.Settings. With resume: None leaves them as they are, {} goes on on this one alone."""
+    queued: bool = False
+    """With new: the folder is there already, for an engine of a cluster was to start the run; see cluster/agent.py."""
+    submission: str | None = None
+    """With new: which submission the run is of."""
+    by_keeper: bool = False
+    """With resume: nobody asked for it, so it must still be wanted when the run's lock is held."""
+
+
+def runs_of_node(
+    runs: Path, name: str, cluster: dict[str, Any] | None, flags: dict[str, str], config_file: str | None
+) -> Path:
+    """Where a node keeps its part of a new run, given --runs: node 0 there; another one too, unless all share it.
+
+    Raises:
+        Refused: another node of the run has its folder where node 0's is to be.
+    """
+    from train.config import SPREAD
+
+    if not cluster:
+        return runs
+    there = folders.record_of(runs, name).get("cluster")
+    other = there["node"] if there and there["rendezvous"] == cluster["rendezvous"] else None
+    if cluster["node"] == 0:
+        if other:
+            raise Refused(
+                f"{runs / name} is that of node {other}; where machines share --runs, launch node 0 first, or "
+                "give each a --runs of its own"
+            )
+        return runs
+    strategy = flags.get("parallel.strategy")
+    if strategy is None and config_file is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a check will say what is wrong with it
+            strategy = tomllib.loads(Path(config_file).read_text(encoding="utf-8")).get("parallel", {}).get("strategy")
+    is_shared = strategy in SPREAD or other == 0
+    return folders.of_node(runs, cluster["node"]) if is_shared else runs
+
+
+def tmux(runs: Path, *arguments: str) -> list[str]:
+    """A tmux command line for the server of this runs folder. No user's settings: one of them could end sessions."""
+    if shutil.which("tmux") is None:
+        raise Refused("tmux is not installed, and runs live in it; as root: apt-get install tmux (or use train run)")
+    socket = "train-" + hashlib.sha256(str(runs.resolve()).encode()).hexdigest()[:12]
+    return ["tmux", "-f", os.devnull, "-L", socket, *arguments]
+
+
+def session_of(name: str) -> str:
+    """The tmux session of a run. A folder may have been renamed to something tmux does not take."""
+    return "train-" + "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+
+
+def _has_session(runs: Path, session: str) -> bool:
+    done = subprocess.run(tmux(runs, "has-session", "-t", f"={session}"), capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def new_session(runs: Path, session: str, command: list[str], is_leaving: Callable[[], bool] = lambda: False) -> str:
+    """Start a command in a session of its own. Returns what tmux says when it cannot, or ''.
+
+    Args:
+        is_leaving: whether a session of this name, if there is one, has nothing left to do: it is waited for.
+    """
+    for _ in range(_TRIES):
+        done = subprocess.run(
+            tmux(runs, "new-session", "-d", "-s", session, "-x", "160", "-y", "48", "--", *command),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return ""
+        message = " ".join(done.stderr.split())
+        # a server whose last session has just ended still takes calls, and then goes
+        is_over = any(word in message for word in ("server exited", "lost server", "no server running"))
+        if not (is_over or ("duplicate session" in message and is_leaving())):
+            break
+        time.sleep(0.1)
+    return message
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C, typed once more, waits for what clears away."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_session(runs: Path, session: str) -> None:
+    """End a session, and wait a moment for its process, which clears away what imported libraries made."""
+    target = f"={session}:"
+    asked = tmux(runs, "display-message", "-p", "-t", target, "#{pane_pid}")
+    message = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    held = -1
+    with contextlib.suppress(OSError, ValueError):
+        held = os.pidfd_open(int(message))
+    subprocess.run(tmux(runs, "kill-session", "-t", f"={session}"), capture_output=True, check=False)
+    if held >= 0:
+        select.select([held], [], [], _PATIENCE)
+        os.close(held)
+
+
+def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
+    """Start the session and wait until the run is recorded in it, or until `cancelled`. Returns warnings.
+
+    Raises:
+        Refused: tmux is missing, or what the process inside refuses, or cancelled; nothing is left behind.
+    """
+    runs, session = Path(launch.runs), session_of(launch.name)
+    tmux(runs)  # refuses before there is anything to clear away
+    early = forks.take_early_zygote()
+    desk = early.path.parent if early is not None else Path(tempfile.mkdtemp(prefix="train-launch-"))
+    began = done = False
+    try:
+        launch.visible = None if launch.by_keeper else os.environ.get("CUDA_VISIBLE_DEVICES")
+        environ, differences = _environment(launch)
+        zygote = early.as_json() if early is not None else None
+        content = {"launch": dataclasses.asdict(launch), "env": environ, "cwd": os.getcwd(), "zygote": zygote}
+        request = desk / "request.json"
+        request.touch(mode=0o600)
+        request.write_text(json.dumps(content), encoding="utf-8")
+        began = not _has_session(runs, session)  # from here on: Ctrl-C may come while tmux starts it
+        # a run that has ended lets its lock go, and its session a moment later
+        is_leaving = (lambda: not Run(runs / launch.name).alive()) if launch.kind == "resume" else (lambda: False)
+        message = new_session(runs, session, module_runner.command("train.launcher.agent", str(desk)), is_leaving)
+        began = not message
+        if message:
+            if "duplicate session" in message:
+                raise Refused(f"a tmux session {session} exists; is {launch.name} running? train ls shows it")
+            raise Refused(f"tmux cannot start a session: {message}")
+        answer = _wait(desk, runs, session, cancelled)
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        done = True
+        return [*differences, *answer.get("warnings", [])]
+    finally:
+        with _uninterrupted():
+            if began and not done:  # a session of that name that is another's stays
+                _end_session(runs, session)
+                desk = _withdraw(desk, launch)
+            shutil.rmtree(desk, ignore_errors=True)
+            if early is not None:
+                early.end()
+
+
+def _environment(launch: LaunchRequest) -> tuple[dict[str, str], list[str]]:
+    """What the run gets: our own environment; with a resume, laid over the one that it was started with."""
+    if launch.kind != "resume":
+        return hashing.fixed(os.environ), []
+    saved = environment.read(Path(launch.runs) / launch.name)
+    seed = environment.hash_seed(saved)
+    mine = dict(os.environ) if seed is None else {**os.environ, hashing.SEED: seed}
+    merged, warnings = environment.resumed(saved, mine, as_recorded=launch.by_keeper)
+    return environment.with_package(hashing.fixed(merged), os.environ, Path(__file__).parents[2]), warnings
+
+
+def _withdraw(desk: Path, launch: LaunchRequest) -> Path:
+    """Withdraw the request, after Ctrl-C for example. The process inside clears away by itself what it cannot report;
+    what it has reported already is undone here. Returns where the folder lies now."""
+    desk = desk.rename(desk.with_name(desk.name + "-withdrawn"))  # from here on no answer can be written
+    answer = desk / "answer.json"
+    if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
+        run = Run(Path(launch.runs) / launch.name)
+        run.stop(KEEPER if launch.by_keeper else NOW)  # the keeper's own end is no wish that the run may rest
+        if launch.kind != "resume":
+            remove(run)
+    return desk
+
+
+def _wait(desk: Path, runs: Path, session: str, cancelled: Callable[[], bool]) -> dict[str, Any]:
+    answer, checked = desk / "answer.json", time.monotonic()
+    while not answer.exists():
+        time.sleep(0.02)
+        if cancelled():
+            raise Cancelled("given up before it began")
+        if time.monotonic() - checked > 0.5:
+            checked = time.monotonic()
+            if not _has_session(runs, session) and not answer.exists():
+                raise Refused("the process inside tmux died before the run began; train run, with the same, shows why")
+    return dict(json.loads(answer.read_text(encoding="utf-8")))
+
+
+def attach(run: Run) -> None:
+    """Replace this process by the run's terminal.
+
+    Raises:
+        Refused: there is none, or this is no terminal.
+    """
+    run = Run(folders.of_this_machine(run.folder.parent, run.name) / run.name)
+    session = run.read().get("tmux_session")
+    if not session or not _has_session(run.folder.parent, session):
+        raise Refused(f"{run.name} has no terminal now ({run.state()}); its output: train logs {run.name}")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise Refused(f"attaching needs a terminal; over ssh use ssh -t, or: train logs {run.name} --follow")
+    environment = {key: value for key, value in os.environ.items() if key != "TMUX"}
+    command = tmux(run.folder.parent, "attach-session", "-t", f"={session}")
+    os.execvpe(command[0], command, environment)

@@ -1,0 +1,162 @@
+"""What `train top` shows: the runs, their ranks and the GPUs at one moment, as rows of text. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from train import screen
+from train.cluster import jobs
+from train.errors import one_line
+from train.gpus import Gpus, GpuState
+from train.monitor import state
+from train.run import heartbeat, states
+from train.run.record import Record
+from train.run.run_folder import Run
+
+_NONE = "-"
+_LARGE = 1e9
+"""A figure from here on is not written out, and a time (of some thirty years) is none: a run may say anything."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the page."""
+
+    text: str
+    kind: str
+    """head, the state of a run, rank or gpu: how it is coloured."""
+
+
+class Page:
+    """Looks at a folder of runs again and again. It remembers only what speeds are computed from."""
+
+    def __init__(self, runs: Path, names: list[str] | None = None) -> None:
+        self.runs, self.names = runs, names or []
+        self._looked = state.Runs(runs)
+        self._processes: dict[int, Any] = {}
+        self._gpus = Gpus()
+        self._cards: list[GpuState] = []
+
+    def ask(self, seconds: float) -> None:
+        """Give clusters that have runs of these so long to say how they stand."""
+        self._looked.records(self.names)
+        self._looked.engines.wait(seconds)
+
+    def rows(self, columns: int, lines: int) -> list[Line]:
+        """The page as it stands now, cut to what fits: those that live first, then those that ended last."""
+        # names and reasons are others' words
+        return [Line(screen.printable(row.text), row.kind) for row in self._rows(columns, lines)]
+
+    def _rows(self, columns: int, lines: int) -> list[Line]:
+        records, self._cards = self._looked.records(self.names), self._gpus.read()
+        alive = [record for record in records if state.is_alive(record)]
+        rows = [Line(self._summary(len(records), len(alive)), "head")]
+        rows += [Line(_gpu_line(gpu), "gpu") for gpu in self._cards]
+        rows.append(Line("", "head"))
+        if not records:
+            return [*rows, Line(f"no runs in {self.runs}; a first one: train launch digits", "head")]
+        heading = ["NAME", "STATE", "STEP", "LOSS", "SAMPLES/S", "WAIT", "LEFT"]
+        body = [_line_of(Run(self.runs / record["name"]), record) for record in records]
+        shown = screen.table([heading, *body], columns, spare=(5, 6)).splitlines()
+        rows.append(Line(shown[0], "head"))
+        for record, text in zip(records, shown[1:], strict=True):
+            rows.append(Line(text, record["state"]))
+            if state.is_at_work(record):
+                rows += [Line(rank, "rank") for rank in self._ranks(record)]
+            if _is_explained(record):
+                rows.append(Line(f"  {one_line(record['reason'])}", "rank"))
+        if len(rows) > lines:
+            left_out = len(rows) - lines + 1
+            rows = [*rows[: lines - 1], Line(f"… {left_out} lines more; name runs to see them: train top NAME", "head")]
+        return rows
+
+    def _summary(self, count: int, alive: int) -> str:
+        import psutil
+
+        damaged = f", {self._looked.damaged} damaged (train ls)" if self._looked.damaged else ""
+        memory = psutil.virtual_memory()
+        load = os.getloadavg()[0]
+        return (
+            f"train top {time.strftime('%H:%M:%S')}  {count} run{'s' if count != 1 else ''}, {alive} alive{damaged}  "
+            f"load {load:.1f} of {os.cpu_count()}  memory {memory.used / 2**30:.1f} of {memory.total / 2**30:.0f} GiB"
+        )
+
+    def _ranks(self, record: Record) -> list[str]:
+        """A line a rank of the attempt that runs: what it is doing, and what it takes."""
+        visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
+        lines = []
+        for place, rank in enumerate(state.ranks(Run(self.runs / record["name"]), record)):  # its place on this machine
+            doing = heartbeat.NAMES[state.phase([rank])]
+            what = f"{doing:<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
+            card = cards.get(visible[place]) if place < len(visible) else None
+            gpu = _use(card) if card is not None and record.get("device") == "cuda" else ""
+            lines.append(f"  rank {rank.number:<3} {what} {self._taken(state.process(record, rank))}{gpu}")
+        return lines
+
+    def _taken(self, found: Any) -> str:
+        """Processor and memory of a process; '-' where it is not seen from here."""
+        import psutil
+
+        if found is not None:
+            known = self._processes.get(found.pid)
+            is_new = known is None or known != found  # psutil compares when they were made, too
+            process = self._processes[found.pid] = found if known is None or is_new else known
+            with contextlib.suppress(psutil.Error):
+                percent, size = process.cpu_percent(), process.memory_info().rss
+                if is_new:  # no look before this one: over all its life
+                    percent = 100 * sum(process.cpu_times()[:2]) / max(time.time() - process.create_time(), 0.01)
+                return f"cpu {percent:4.0f} %  mem {size / 2**30:5.1f} GiB"
+        return f"cpu {_NONE:>4}    mem {_NONE:>5}    "
+
+
+def _is_explained(record: Record) -> bool:
+    """Whether there is a reason to show: why a run has ended, or how it stands where its ranks are not seen."""
+    unseen = state.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
+    return bool(record.get("reason")) and (
+        unseen or record["state"] in (states.FAILED, states.INTERRUPTED, states.COPY)
+    )
+
+
+def _visible(record: Record) -> list[int]:
+    """Which GPU each rank on this machine has."""
+    chosen = str(record.get("gpus") or "")
+    ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
+    return ids or list(range(min(record["world_size"] or 1, state.MOST_RANKS)))
+
+
+def _line_of(run: Run, record: Record) -> list[str]:
+    now = state.progress(run, record)
+    left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
+    return [
+        one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else _NONE,
+        _figure(now.loss, ".4f"), _figure(now.samples_per_s, ".0f"),
+        f"{100 * now.waits:.0f} %" if now.waits is not None else _NONE,
+        str(datetime.timedelta(seconds=round(left))) if 0 <= left < _LARGE else _NONE,
+    ]  # fmt: skip
+
+
+def _figure(value: float | None, form: str) -> str:
+    if value is None:
+        return _NONE
+    return format(value, form) if abs(value) < _LARGE else f"{value:.1e}"
+
+
+def _gpu_line(gpu: GpuState) -> str:
+    if not gpu.answers:
+        return f"GPU {gpu.number}  does not answer; see: train doctor"
+    degrees = _NONE if gpu.celsius is None else f"{gpu.celsius:.0f}"
+    return f"GPU {gpu.number}{_use(gpu)}  {degrees} C  {gpu.name}"
+
+
+def _use(gpu: GpuState) -> str:
+    """Use and memory of one."""
+    if gpu.use is None or gpu.memory_used is None or gpu.memory_size is None:
+        return ""
+    used, size = gpu.memory_used / 2**30, gpu.memory_size / 2**30
+    return f"  gpu {100 * gpu.use:3.0f} %  {used:5.1f} of {size:.0f} GiB"

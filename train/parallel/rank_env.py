@@ -1,0 +1,42 @@
+"""The rank of this process among those of a run, as torchrun's environment gives it. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from train.errors import Refused, one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class RankEnv:
+    """Which rank this process is, and where it meets the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    init: Any = "env://"
+    """An init_method of torch.distributed, a store, or a function without arguments that makes one."""
+    nodes: int = 1
+    """Machines that agents of this package have brought together."""
+
+    @property
+    def lead(self) -> int:
+        """The first rank that has this one's run folder: it tells of failures that all have met."""
+        return 0 if self.nodes == 1 else self.rank - self.local_rank
+
+
+def read_rank_env() -> RankEnv:
+    """The rank env that torchrun gave this process; rank 0 of 1 without it.
+
+    Raises:
+        Refused: the variables are not numbers.
+    """
+    try:
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return RankEnv(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    except ValueError as error:
+        raise Refused(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {one_line(error)}") from None

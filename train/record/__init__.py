@@ -1,1 +1,0 @@
-"""The run folder: its files, and how they are written, read and shown."""

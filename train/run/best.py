@@ -1,0 +1,94 @@
+"""Which of a run's checkpoints is the best, by its evaluations. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from train.errors import Refused, is_whole, whole
+from train.run.metrics import evaluations
+from train.run.run_folder import Run
+
+
+class Aim(NamedTuple):
+    """What makes a checkpoint the best: the name of a figure, and whether less of it is better."""
+
+    metric: str
+    is_least: bool
+
+
+def aim_of(text: str) -> Aim:
+    """What checkpoint.best means: NAME (loss: the lowest, anything else: the highest), min:NAME or max:NAME."""
+    direction, colon, name = text.partition(":")
+    if colon and direction in ("min", "max"):
+        return Aim(name, direction == "min")
+    return Aim(text, text == "loss")
+
+
+def pick(aim: Aim, scores: dict[int, float]) -> int | None:
+    """The step with the best score, the later one of equals."""
+    better = min if aim.is_least else max
+    return better(sorted(scores, reverse=True), key=scores.__getitem__, default=None)
+
+
+def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
+    """What checkpoint.best means in this run (the loss where its metric was never measured), and the finite values of
+    that metric by the step after which they were evaluated."""
+    lines, aim = evaluations(run), aim_of(text)
+    if not any(aim.metric in line["eval"] for line in lines):
+        aim = aim_of("loss")
+    scores = {line["step"]: line["eval"].get(aim.metric) for line in lines}
+    return aim, {step: score for step, score in scores.items() if score is not None}
+
+
+class Best(NamedTuple):
+    """The best checkpoint of those that are there, by a metric of the evaluations."""
+
+    step: int
+    metric: str
+    value: float
+    is_least: bool
+    """Whether a lower value is better."""
+    lost: int | None = None
+    """The step of a better evaluation whose checkpoint was pruned."""
+
+
+def wanted(run: Run) -> str:
+    """checkpoint.best of a run; '' where it is not set, or cannot be read."""
+    text = run.read_config().get("checkpoint.best")
+    return text if isinstance(text, str) else ""
+
+
+def best(run: Run, text: str = "") -> Best | None:
+    """The best checkpoint as `text` (by default checkpoint.best, else the loss) says; None where none was evaluated."""
+    aim, scores = scores_of(run, text or wanted(run) or "loss")
+    saved = set(run.steps_saved())
+    step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
+    if step is None or first is None:
+        return None
+    return Best(step, aim.metric, scores[step], aim.is_least, first if scores[first] != scores[step] else None)
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """The checkpoints as run.json lists them: their steps, and the best one."""
+    found = best(run)
+    shown = {"step": found.step, "metric": found.metric, "value": found.value} if found else None
+    return {"checkpoints": sorted(run.steps_saved()), "best": shown}
+
+
+def checkpoint_named(run: Run, text: str | None) -> int | None:
+    """The step that `--checkpoint` means: a number, or `best`; None where nothing was given.
+
+    Raises:
+        Refused: it is neither, or no checkpoint was evaluated.
+    """
+    if text is None:
+        return None
+    if text == "best":
+        found = best(run)
+        if found is None:
+            saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
+            raise Refused(f"{run.name} has no evaluation at any of its checkpoints ({saved}); give --checkpoint STEP")
+        return found.step
+    if not is_whole(text) or whole(text) < 1:
+        raise Refused(f"--checkpoint {text}: must be the step of a checkpoint, or best; see: train show {run.name}")
+    return whole(text)

@@ -1,0 +1,298 @@
+"""The one reader and writer of a run's lines: metrics.jsonl, and logs of the samples that each step consumed.
+
+Their content depends on the step alone, never on the attempt: on resume all are cut to the step of the loaded
+checkpoint. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from train.run import durable
+from train.run.run_folder import Run
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+
+class Speed(TypedDict):
+    """The speed of the steps since the line before."""
+
+    samples_per_s: float
+    data_wait: float
+    """Seconds per step in which rank 0 stood still for want of data: on a GPU those in which nothing was computed."""
+    step_time: float
+    """Seconds per step."""
+    memory: float
+    """Bytes, the highest so far: of the GPU, or of rank 0's process where it computes on the CPU."""
+
+
+class Training(Speed):
+    """A training line: a step's loss and learning rate, and the speed."""
+
+    step: int
+    """Counted from 1, as everywhere."""
+    epoch: int
+    loss: float
+    lr: float
+
+
+class Evaluation(TypedDict):
+    """An evaluation line. A figure that is not finite is None."""
+
+    step: int
+    """The step after which it was made."""
+    epoch: int
+    samples: int
+    eval: dict[str, float | None]
+    """`loss` and what the task's metrics() names."""
+
+
+Line = Training | Evaluation
+
+_JSON = json.JSONEncoder(allow_nan=False)
+
+
+def is_evaluation(line: Line) -> TypeIs[Evaluation]:
+    """Whether this is an evaluation line; all others are training lines."""
+    return "eval" in line
+
+
+def samples_file(run: Run, rank: int) -> Path:
+    """Where a rank writes which samples it consumed (log.samples)."""
+    return run.folder / f"samples.rank{rank}.log"
+
+
+def metrics_text(line: Line) -> str:
+    """A line as metrics.jsonl has it. JSON has no NaN, and a reader should not have to know Python's dialect."""
+    try:
+        return _JSON.encode(line)
+    except ValueError:
+        return _JSON.encode(_finite(line))
+
+
+def samples_text(step: int, indices: Iterable[int]) -> str:
+    """A line of a sample log: the step, counted from 1, and the data set indices of the samples it consumed."""
+    return " ".join(map(str, [step, *indices]))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Lines:
+    """Appends whole lines to a file. Lines that a full disk refuses stay here and are tried again, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._good = self._synced = path.stat().st_size
+        self._is_doubtful = False
+        self._pending: list[bytes] = []
+        self.problem = ""
+        """Why the last flush or sync failed."""
+
+    def add(self, line: str) -> None:
+        """Keep a line for the next flush."""
+        self._pending.append(line.encode() + b"\n")
+
+    def flush(self) -> bool:
+        """Hand the lines to the system. Whether it took them all."""
+        if not self._pending:
+            return True
+        text = b"".join(self._pending)
+        try:
+            _write_all(self._file, text, self._good)
+        except OSError as error:
+            self.problem = str(error.strerror)
+            return False
+        self._good += len(text)
+        self._pending = []
+        return True
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the system has taken every line."""
+        return not self._pending
+
+    def sync(self) -> bool:
+        """Make the lines durable. Whether they are."""
+        try:
+            if self._is_doubtful:
+                self._take_back()
+            if not self.flush():
+                return False
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.problem = str(error.strerror)
+            self._is_doubtful = True
+            return False
+        self._synced = self._good
+        return True
+
+    def _take_back(self) -> None:
+        """What a failed fsync left is no longer counted on: it is cut off and written anew.
+
+        Linux takes the pages for written then, and the next fsync would succeed (fsync(2), EIO). Nor would the same
+        bytes over the same place help: on ext4 the blocks still count as never written, and read as zeros later.
+        """
+        with Path(f"/proc/self/fd/{self._file.fileno()}").open("rb") as file:
+            file.seek(self._synced)
+            text = file.read()
+        self._file.truncate(self._synced)
+        self._pending[:0] = text.splitlines(keepends=True)
+        self._good = self._synced
+        self._is_doubtful = False
+
+    def close(self) -> None:
+        """Hand over what is left and close the file."""
+        self.flush()
+        self._file.close()
+
+
+def _write_all(file: io.FileIO, text: bytes, end: int) -> None:
+    """Write at the end of a file, all of it or nothing."""
+    taken = 0
+    try:
+        while taken < len(text):  # a disk that fills up takes a part and then fails
+            taken += file.write(text[taken:]) or 0
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(end)
+        raise
+
+
+def cut(run: Run, step: int, made_here: float = math.inf) -> None:
+    """Cut metrics.jsonl and every rank's sample log to the lines of steps 1 to `step`. For rank 0, before training.
+
+    Args:
+        made_here: this machine's ranks have no part in steps after this one: others made them, without it.
+    """
+    _cut(run.metrics, step, lambda line: int(json.loads(line)["step"]))
+    for path in run.folder.glob("samples.rank*.log"):  # also of ranks that no longer exist
+        _cut(path, min(step, made_here), lambda line: int(line.split(b" ", 1)[0]))
+
+
+def _cut(path: Path, step: float, step_of: Callable[[bytes], int]) -> None:
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or step_of(line) > step:
+                    break
+            except (ValueError, KeyError, TypeError):  # a line that a kill cut in half
+                break
+            end += len(line)
+    if end < path.stat().st_size:
+        os.truncate(path, end)
+
+
+def each(run: Run) -> Iterator[Line]:
+    """All lines in their order, one after the other: a long run has more of them than one would hold in memory.
+
+    A line that is being written right now is left out.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    return _parsed(_texts(run))
+
+
+def evaluations(run: Run) -> list[Evaluation]:
+    """The evaluation lines alone: quick, for there are few of them among many."""
+    return [line for line in _parsed(text for text in _texts(run) if b'"eval"' in text) if is_evaluation(line)]
+
+
+def last_evaluation(run: Run) -> Evaluation | None:
+    """The last evaluation line."""
+    return next(iter(reversed(evaluations(run))), None)
+
+
+_LAST = 1 << 14
+"""Bytes at the end of metrics.jsonl in which the last training line is looked for: a line has some 200."""
+_RECENT = 1 << 19
+"""Bytes at the end of metrics.jsonl that count as recent."""
+
+
+def last_training(run: Run) -> Training | None:
+    """The last training line, without reading all of them."""
+    lines = _parsed(reversed(_last_texts(run, _LAST)))  # one or two are read, not all
+    return next((line for line in lines if not is_evaluation(line)), None)
+
+
+def recent(run: Run) -> list[Line]:
+    """All lines of the last steps, up to some 2,000."""
+    lines = list(_parsed(_last_texts(run, _RECENT)))
+    is_part = run.metrics.exists() and run.metrics.stat().st_size > _RECENT
+    return [line for line in lines if not is_part or line["step"] > lines[0]["step"]]
+
+
+def _last_texts(run: Run, most: int) -> list[bytes]:
+    try:
+        return _whole(durable.read_tail(run.metrics, most)).splitlines()
+    except OSError:
+        return []
+
+
+def _whole(text: bytes) -> bytes:
+    """The text without a last line that is still being written."""
+    return text[: text.rfind(b"\n") + 1]
+
+
+class Tail:
+    """What comes to metrics.jsonl from now on."""
+
+    def __init__(self, run: Run) -> None:
+        self._path = run.metrics
+        self._at = self._path.stat().st_size if self._path.exists() else 0
+
+    def new(self) -> list[Line]:
+        """The whole lines that came since the last call."""
+        try:
+            self._at = min(self._at, self._path.stat().st_size)  # cut by a resume
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                text = file.read()
+        except OSError:
+            return []
+        whole = _whole(text)
+        self._at += len(whole)
+        return list(_parsed(whole.splitlines()))
+
+
+def _texts(run: Run) -> Iterator[bytes]:
+    with contextlib.suppress(FileNotFoundError), durable.open_regular(run.metrics) as file:  # none was written yet
+        yield from file
+
+
+def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
+    """The whole, valid lines; what a kill or an editor left of others is skipped."""
+    for text in texts:
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            if isinstance(line, dict) and _is_sound(line):
+                yield cast(Line, line)
+
+
+def _is_sound(line: dict[str, Any]) -> bool:
+    """Whether step and figures are finite numbers; a figure may be null."""
+    step = line.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+        return False
+    figures = line.get("eval", {name: line.get(name) for name in Training.__annotations__})
+    return isinstance(figures, dict) and all(map(_is_finite, figures.values()))
+
+
+def _is_finite(figure: Any) -> bool:
+    return figure is None or (isinstance(figure, int | float) and abs(figure) <= sys.float_info.max)

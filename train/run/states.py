@@ -1,0 +1,27 @@
+"""The states of a run, and the requests to stop one."""
+
+from train import signals
+
+CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
+POLITE, NOW, KEEPER, PLACED = "polite", "now", "keeper", "placed"
+"""Requests to stop: save first; at once; save first, for the keeper, which will continue the run; save first, for the
+engine of a cluster, which has started the run elsewhere."""
+WHO = {
+    POLITE: "train stop",
+    NOW: "train stop --now",
+    KEEPER: "the keeper",
+    PLACED: "its place is another machine's now",
+}
+"""How run.json's reason names each request."""
+BY = {POLITE: signals.USER, NOW: signals.USER, KEEPER: signals.KEEPER, PLACED: signals.SIGNAL}
+"""Who makes each request: run.json's `stopped_by`."""
+REFUSED = "refused"
+"""The field of run.json of a failed run whose other machines refused this one."""
+TWICE = "stopped at once (Ctrl-C twice)"
+"""How the reason begins where a user did not wait for a foreground run to save."""
+INTERRUPTED = "interrupted"
+"""Effective only: recorded as running, but no process of the run is alive."""
+COPY = "copy"
+"""Effective only: it would be resumed by itself if this station had started it (station.py)."""
+QUEUED = "queued"
+"""Effective only: the engine of a cluster that has the run has not started it yet, or will start it again."""

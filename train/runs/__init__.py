@@ -1,1 +1,0 @@
-"""Run folders and the processes that belong to them."""

@@ -1,0 +1,1 @@
+"""What every rank does: load the state, train step by step, evaluate, log, finish."""

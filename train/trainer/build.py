@@ -1,0 +1,302 @@
+"""From a run folder to its task, configuration, data sets and model: the same on every rank and in every attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from train import config as configuration
+from train.config import Config
+from train.data import fingerprint as fingerprints
+from train.data.fetch import fetcher
+from train.data.order import seed_of
+from train.data.plan import MicroBatch, Plan
+from train.data.seeding import seed_host
+from train.data.to_device import prepared
+from train.errors import Refused, TrainingFailed, one_line
+from train.parallel.precision import Precision
+from train.parallel.torch_private import buffers_of
+from train.run.run_folder import Run
+from train.tasks import Task, load, where
+from train.trainer import arithmetic
+
+T = TypeVar("T")
+_NAMED = 3
+"""Differences of the data that are named."""
+
+
+def task_of(run: Run) -> Task:
+    """The task of a run: the built-in one, or the copy in its folder.
+
+    Raises:
+        Refused: the copy is gone or broken.
+    """
+    record = run.read()
+    if record.get("script"):
+        raise Refused(f"{run.name} runs a script of its own ({record['script']}), not a task")
+    if not record.get("task"):
+        raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
+    if record["task"] != "task.py":
+        return load(record["task"])
+    source = Path(record["task_source"])
+    if not (run.folder / "task.py").is_file():
+        raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
+    return load("task.py", run.folder / "task.py", source.parent if source.parent.is_dir() else None)
+
+
+def config_of(run: Run, task: Task) -> Config:
+    """The resolved configuration in the run folder."""
+    return configuration.from_toml(run.folder / "config.toml", task.Settings)
+
+
+def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
+    """The training set and the evaluation set (or None). Seeded, so that a random split is the same everywhere.
+
+    Raises:
+        Refused: the task cannot make them, or they are no map-style data sets.
+    """
+    seed_host(seed_of(config.seed, "datasets"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # other numbers of threads sum in other orders, and a resume compares the bytes
+    try:
+        made = call(task, "datasets()", task.datasets, config)
+    finally:
+        torch.set_num_threads(threads)
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        raise Refused(f"datasets in {task.file} must return (train, evaluation or None), got {type(made).__name__}")
+    for part, dataset in zip(("training", "evaluation"), made, strict=True):
+        if dataset is None and part == "evaluation":
+            continue
+        by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not by_index or isinstance(dataset, IterableDataset):  # the latter inherits a __getitem__ that only raises
+            raise Refused(
+                f"the {part} set of {task.file} is a {type(dataset).__name__}; a map-style data set is needed, "
+                f"with __len__ and __getitem__{_instead_of(dataset)}"
+            )
+        if call(task, f"len() of the {part} set", len, dataset) == 0:
+            raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
+    return made[0], made[1]
+
+
+def _instead_of(dataset: Any) -> str:
+    """The remedy, as the end of a sentence."""
+    if isinstance(dataset, DataLoader):
+        return ": return its data set itself, for batches and workers are --batch_size and --data.workers"
+    return ": of what can only be read in turn, make a list once, or an index of where each sample begins"
+
+
+def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> dict[str, Any]:
+    """The fingerprint of a run's data: the task's own, or one of its data sets.
+
+    Raises:
+        Refused: the task's own fingerprint() fails, or returns what JSON cannot hold.
+    """
+    own = call(task, "fingerprint()", task.fingerprint, config) if task.fingerprint is not None else None
+    if own is not None:
+        call(task, "fingerprint()", json.dumps, own)
+    return call(task, "a look at the data sets", fingerprints.of_sets, config.data.root, own, train_set, eval_set)
+
+
+def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_set: Any) -> str:
+    """How these data differ from those that a run began with; '' where they do not, or it is not known.
+
+    Raises:
+        Refused: the record of the first ones is damaged.
+    """
+    then = fingerprints.recorded(run.folder)
+    if then is None or then["format"] != fingerprints.FORMAT:
+        return ""
+    found = fingerprints.differences(then, fingerprint(task, config, train_set, eval_set))
+    more = f"; and {len(found) - _NAMED} more differences" if len(found) > _NAMED else ""
+    return one_line("; ".join(found[:_NAMED]) + more)
+
+
+def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32) -> nn.Module:
+    """The model with its first weights, on the CPU. Seeded.
+
+    Raises:
+        Refused: the task cannot make it.
+    """
+    seed_host(seed_of(config.seed, "model"))
+    model = call(task, "model()", task.model, config)
+    if not isinstance(model, nn.Module):
+        raise Refused(f"model in {task.file} must return a torch.nn.Module, got {type(model).__name__}")
+    if any(name.rpartition(".")[2] == "_orig_mod" for name, _ in model.named_modules()):
+        raise Refused(
+            f"the model of {task.file} is wrapped by torch.compile, under whose names no weights fit: use "
+            "--compile true, or compile a module of your own class in place (net.compile())"
+        )
+    if any(map(nn.parameter.is_lazy, model.parameters())):
+        raise Refused(
+            f"the model of {task.file} has parameters without a shape yet (torch.nn.Lazy…): give their sizes, or call "
+            "the model once in model()"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise Refused(f"the model of {task.file} has no parameter to train")
+    _give_memory(model)
+    # not to(weights), which would turn complex numbers into real ones
+    return model.double() if weights == torch.float64 else model
+
+
+def check_forward(task: Task, model: nn.Module) -> None:
+    """Check that a forward changes no weights, as far as the modules show.
+
+    Raises:
+        Refused: it would.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            raise Refused(
+                f"{name or 'the model'} in {task.file} has max_norm, with which each rank changes the weights by "
+                "itself; leave it out, or shorten rows after the optimizer's step (register_step_post_hook)"
+            )
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Give each element of a buffer memory of its own: what expand() made cannot be written to."""
+    for part in model.modules():
+        for name, buffer in buffers_of(part).items():
+            if buffer is not None and buffer.layout == torch.strided:
+                shape = zip(buffer.stride(), buffer.shape, strict=True)
+                if any(step == 0 and size > 1 for step, size in shape):
+                    buffers_of(part)[name] = buffer.contiguous()
+
+
+def first_samples(
+    task: Task, config: Config, precision: Precision, dataset: Any, count: int = 0, of_evaluation: bool = False
+) -> Any:
+    """A batch of the first samples of a data set (again from the first where it is too small).
+
+    Args:
+        count: how many; 0: a micro batch.
+    """
+    assert isinstance(config.micro_batch_size, int)
+    fetch, wanted = fetcher(dataset, task.collate), count or config.micro_batch_size
+
+    def is_readable(index: int) -> bool:
+        with contextlib.suppress(Exception):
+            fetch(MicroBatch(0, 0, np.array([index]), config.seed, of_evaluation))
+            return True
+        return False
+
+    found: Iterable[int] = range(len(dataset))
+    if config.data.leaves_out:
+        found = list(itertools.islice(filter(is_readable, found), wanted)) or found
+    indices = np.resize(np.array(list(itertools.islice(found, wanted))), wanted)
+    batch = fetch(MicroBatch(0, 0, indices, config.seed, of_evaluation))
+    return prepared(batch, config.seed, precision.device, precision.inputs, config.channels_last, task.on_device)
+
+
+def call(task: Task, what: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of the task; what it raises is refused in a line that names where."""
+    try:
+        return function(*arguments)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"{what} failed: {where(error, task.file)}") from error
+
+
+@contextlib.contextmanager
+def refusing(task: Task) -> Iterator[None]:
+    """Turns what the task's own code raises into a refusal, with the line that `train launch` would print.
+
+    Raises:
+        Refused: the task's code raised, or returned something wrong.
+    """
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        has_reason = isinstance(error, TrainingFailed)
+        raise Refused(error if has_reason else arithmetic.refusal(error) or where(error, task.file)) from error
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Exported weights.
+
+    Raises:
+        Refused: the file is missing, or neither .safetensors nor .pt.
+    """
+    if not path.is_file():
+        raise Refused(f"--init {path}: there is no such file")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        if path.suffix in (".pt", ".pth"):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values()):
+                return state
+            raise Refused(f"--init {path}: holds no plain dict of tensors; write one with train export")
+    except Refused:
+        raise
+    except Exception as error:
+        why = one_line(error) if path.suffix == ".safetensors" else "it is damaged, or holds more than tensors"
+        raise Refused(f"--init {path}: cannot be read: {why[:200]}; write one with train export") from None
+    raise Refused(f"--init {path}: must end in .safetensors or .pt")
+
+
+def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
+    """Load exported weights, every one of them; also under the names that DDP or torch.compile give them.
+
+    Raises:
+        Refused: names or shapes differ from the model's.
+    """
+    own = model.state_dict()
+    while state and not own.keys() & state.keys() and (prefix := _prefix(state)):
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    for name in sorted(own.keys() ^ state.keys()):
+        raise Refused(f"--init {source}: {name} is {'missing in the file' if name in own else 'not in the model'}")
+    for name, tensor in state.items():
+        if own[name].shape != tensor.shape:
+            raise Refused(
+                f"--init {source}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(own[name].shape)}"
+            )
+    model.load_state_dict(state)
+
+
+def _prefix(state: dict[str, Tensor]) -> str:
+    """The prefix that a wrapper adds to every name, or ''."""
+    return next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in state)), "")
+
+
+def plan_of(config: Config, length: int) -> Plan:
+    """How the training set is cut.
+
+    Raises:
+        Refused: it has not even one whole batch, and a short one is to be left out.
+    """
+    assert isinstance(config.micro_batch_size, int)
+    if config.data.drop_last and length < config.batch_size:
+        raise Refused(
+            f"--data.drop_last true leaves nothing to train on: the training set has {length} samples, fewer than "
+            f"--batch_size {config.batch_size}; lower it, or leave out --data.drop_last"
+        )
+    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, config.data.drop_last)
+
+
+def evaluation_plan(config: Config, length: int) -> Plan:
+    """How the evaluation set is cut, and how much of it is evaluated."""
+    assert isinstance(config.micro_batch_size, int)
+    limit = config.eval.limit_batches * config.batch_size
+    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, limit=limit)
+
+
+def total_steps(config: Config, plan: Plan) -> int:
+    """Optimizer updates of the whole run."""
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None
+    return max(1, round(config.epochs * plan.steps_per_epoch))

@@ -1,0 +1,98 @@
+"""Exports the weights of a run as .safetensors, .pt or .onnx."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.checkpoint.state import weights
+from train.config import Config
+from train.errors import Refused, one_line
+from train.run.durable import check_target, published
+from train.run.run_folder import Run
+from train.tasks import Task
+from train.trainer import build
+from train.trainer.load import cpu_precision, load_trained
+
+SUFFIXES = (".safetensors", ".pt", ".onnx")
+
+
+def export(run: Run, target: Path, step: int | None = None) -> int:
+    """Write the weights of a run to a .safetensors, .pt or .onnx file, whole or not at all. Returns their step.
+
+    Raises:
+        Refused: the target cannot be written, or the model cannot be exported.
+    """
+    check_target(target, SUFFIXES)
+    task, config, model, step = load_trained(run, step)
+    with published(target) as partial:
+        if target.suffix == ".onnx":
+            _to_onnx(task, config, model, partial)
+        else:
+            # copies: tied weights share memory, which safetensors refuses to write
+            state = {name: tensor.clone() for name, tensor in weights(model).items()}
+            if target.suffix == ".safetensors":
+                from safetensors.torch import save_file
+
+                save_file(state, partial, metadata={"run": run.name, "step": str(step)})
+                _sort_metadata(partial)
+            else:
+                torch.save(state, partial)
+    return step
+
+
+def _sort_metadata(file: Path) -> None:
+    """Sort the metadata of a file, so that equal weights give equal files: safetensors writes it in random order.
+
+    A file begins with the length of its header in 8 bytes, little-endian, and the header, in JSON padded by spaces.
+    """
+    with file.open("r+b") as written:
+        size = int.from_bytes(written.read(8), "little")
+        head = json.loads(written.read(size))
+        head["__metadata__"] = dict(sorted(head["__metadata__"].items()))
+        text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode().ljust(size)
+        if len(text) == size:
+            written.seek(8)
+            written.write(text)
+
+
+def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None:
+    """Export with the inputs that the task's own loss gives the model on one sample; the batch may vary."""
+    try:
+        import onnx  # noqa: F401
+    except ImportError:
+        raise Refused(
+            "export to .onnx needs the packages onnx and onnxscript; pip install 'trainstation[onnx]'"
+        ) from None
+    calls = _calls(task, config, model)
+    if not calls or not all(isinstance(argument, torch.Tensor) for argument in calls[0]):
+        raise Refused("export to .onnx needs a model that is called with tensors alone; export .safetensors instead")
+    names = [f"input{index}" for index in range(len(calls[0]))]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                model, calls[0], str(target), input_names=names, output_names=["output"],
+                dynamic_axes={name: {0: "batch"} for name in [*names, "output"]}, dynamo=False,
+            )  # fmt: skip
+    except Exception as error:
+        raise Refused(f"the model cannot be exported to .onnx: {one_line(error)[:300]}") from None
+
+
+def _calls(task: Task, config: Config, model: nn.Module) -> list[tuple[Any, ...]]:
+    """The arguments with which the task's loss calls the model, on two samples."""
+    train_set, eval_set = build.make_datasets(task, config)
+    dataset = eval_set if eval_set is not None else train_set
+    calls: list[tuple[Any, ...]] = []
+    hook = model.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
+    model.eval()
+    with build.refusing(task), torch.no_grad():
+        count, of_evaluation = min(2, len(dataset)), dataset is eval_set
+        task.loss(model, build.first_samples(task, config, cpu_precision(config), dataset, count, of_evaluation))
+    hook.remove()
+    return calls

@@ -1,0 +1,195 @@
+"""Loads the state of a run: the newest one in memory or on the disk for an attempt, or a trained model alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.checkpoint import manifest as manifests
+from train.checkpoint import serialize, snapshot
+from train.checkpoint.broadcast import broadcast_state
+from train.checkpoint.buffers import Buffers
+from train.checkpoint.load import load
+from train.checkpoint.snapshot import Snapshots
+from train.config import Config
+from train.errors import Refused
+from train.parallel.precision import ON_GPU_ALONE, Precision
+from train.parallel.world import World
+from train.run import metrics
+from train.run.run_folder import Run
+from train.tasks import Task
+from train.trainer import build
+
+log = logging.getLogger("train")
+
+Newest = Callable[[], tuple[int, dict[str, Any]]]
+"""Gives the step of the newest checkpoint that is whole, and its manifest; 0 and {} without one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeState:
+    """The state that an attempt continues from."""
+
+    step: int = 0
+    """After this one; 0: from the beginning."""
+    saved: int = 0
+    """The step of the newest checkpoint on the disk."""
+    manifest: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the checkpoint of `step`; {}: it is not from a checkpoint."""
+    from_memory: bool = False
+
+
+def load_newest(
+    run: Run, home: Run, world: World, snapshots: Snapshots, model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer, precision: Precision,
+) -> ResumeState:  # fmt: skip
+    """Load the newest state that is whole, from memory or from the disk. A collective.
+
+    Args:
+        run: whose lines are cut to that state, on each machine.
+        home: where checkpoints lie.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if world.nodes == 1 or snapshots.is_sharded:
+        start = _load(home, world, snapshots, model, optimizer, precision)
+    else:  # the others see neither its folder nor its memory
+        alone = world.of_rank_0()
+        start = world.on_first(lambda: _load(home, alone, snapshots, model, optimizer, precision))
+        broadcast_state(world, model, optimizer, precision)
+    began = world.share(_began(home) if world.is_first else None)
+    world.on_leads(lambda: metrics.cut(run, start.step, _parted(_began(run), began)))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
+    return start
+
+
+def _began(run: Run) -> list[tuple[str, int]]:
+    """The attempts that came to training here: the mark of each, and the step that it began after."""
+    return [(one["mark"], one["from_step"] or 0) for one in run.read()["attempts"] if one.get("mark")]
+
+
+def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float:
+    """The step after which rank 0's machine went on without this one; infinite where it did not."""
+    known = {mark for mark, _ in mine}
+    common = max((place for place, (mark, _) in enumerate(theirs) if mark in known), default=None)
+    if common is None:
+        return math.inf
+    return min((step for _, step in theirs[common + 1 :]), default=math.inf)
+
+
+def _load(
+    run: Run, world: World, snapshots: Snapshots, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+    precision: Precision,
+) -> ResumeState:  # fmt: skip
+    buffers = snapshots.buffers
+    newest = functools.cache(lambda: _newest_valid(run))  # reads every byte of it
+    while True:
+        start = _choose(run, world, snapshots, newest)
+        if buffers is None or not start.from_memory:
+            break
+        content = snapshot.read(buffers, world, start.step, snapshots.fingerprint)
+        if content is not None:
+            serialize.apply(content, model, optimizer, precision)
+            break
+        if world.is_first:
+            log.warning(
+                "warning: the state after step %d in memory is damaged or of other ranks, and is not used", start.step
+            )
+    if buffers is not None:
+        buffers.wipe_from(start.step + start.from_memory)
+    if start.manifest:
+        load(run.checkpoint(start.step), model, optimizer, by_itself=world.size == 1)
+        if precision.scaler is not None and start.manifest.get("scaler"):
+            precision.scaler.load_state_dict(start.manifest["scaler"])
+    return start
+
+
+def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> ResumeState:
+    """Choose the state to continue from. A collective."""
+    buffers = snapshots.buffers
+    if buffers is not None:
+        start = _from_memory(run, world, buffers, newest)
+        if start is not None:
+            return start
+    return world.on_first(lambda: _from_disk(run, newest))
+
+
+def _from_memory(run: Run, world: World, buffers: Buffers, newest: Newest) -> ResumeState | None:
+    """The newest copy that all ranks have, where it is not older than any checkpoint; None: none is."""
+    step = snapshot.newest_common(buffers, world)
+
+    def saved() -> int:
+        manifests.clean(run)
+        found = next(iter(run.steps_saved()), 0)
+        return newest()[0] if 0 < step < found else found  # a damaged checkpoint is not newer
+
+    on_disk = world.on_first(saved)
+    return ResumeState(step, on_disk, from_memory=True) if step and step >= on_disk else None
+
+
+def _from_disk(run: Run, newest: Newest) -> ResumeState:
+    """On rank 0: clear away what a kill left, and choose the checkpoint to continue from."""
+    manifests.clean(run)
+    step, manifest = newest()
+    return ResumeState(step, step, manifest)
+
+
+def _newest_valid(run: Run) -> tuple[int, dict[str, Any]]:
+    """The newest checkpoint that is whole, and its manifest; 0 and {} without one. Newer ones are set aside."""
+    step, manifest, unused = manifests.take_newest(run)
+    for line in unused:
+        log.warning("warning: %s", line)
+    return step, manifest
+
+
+def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Module, int]:
+    """The task, configuration and trained model of a run, from its newest whole checkpoint or that of a step.
+
+    Raises:
+        Refused: there is no such checkpoint, or it is damaged.
+    """
+    task = build.task_of(run)
+    config = build.config_of(run, task)
+    if step is not None:
+        if step not in run.steps_saved():
+            saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
+            raise Refused(f"{run.name} has no checkpoint of step {step}; there are: {saved}")
+        try:
+            manifests.verify(run.checkpoint(step))
+        except ValueError as error:
+            raise Refused(f"the checkpoint of step {step} is damaged: {error}") from None
+    else:
+        found = manifests.newest_valid(run)
+        for line in found[2] if found else []:
+            log.warning("warning: %s", line)
+        if not found or not found[1]:
+            cluster = run.read().get("cluster")
+            where = " here; it is on node 0" if cluster and cluster["node"] else ""
+            raise Refused(f"{run.name} has no usable checkpoint yet{where}; see: train show {run.name}")
+        step = found[0]
+    model = build.make_model(task, config, cpu_precision(config).weights)
+    try:
+        load(run.checkpoint(step), model)
+    except ValueError as error:
+        differs = build.data_differs(run, task, config, *build.make_datasets(task, config))
+        why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
+        raise Refused(f"{error}{why}") from None
+    return task, config, model, step
+
+
+def precision_on(device: torch.device, config: Config) -> str:
+    """The precision to compute with on a device: fp32 on a CPU for those that only GPUs have."""
+    return "fp32" if device.type == "cpu" and config.precision in ON_GPU_ALONE else config.precision
+
+
+def cpu_precision(config: Config) -> Precision:
+    """The precision of a run as a CPU computes it."""
+    cpu = torch.device("cpu")
+    return Precision(precision_on(cpu, config), cpu)

@@ -1,0 +1,188 @@
+"""The loggers of one rank: metrics.jsonl, its sample log, run.json, the console, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from train import config as configuration
+from train.config import Config
+from train.errors import nearest
+from train.parallel.world import World
+from train.run import best, metrics
+from train.run.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
+from train.run.record import Record, Times
+from train.run.run_folder import Run
+from train.screen import Bar, has_bar
+from train.trainer.loggers.tensorboard import TensorBoard
+from train.trainer.loggers.wandb import WandbProcess
+
+log = logging.getLogger("train")
+
+_LINE_EVERY = 2.0
+"""Seconds between two progress lines in a log file or pipe."""
+_PROGRESS_EVERY = 0.5
+"""Seconds between two updates of run.json's progress."""
+
+
+class Loggers:
+    """One rank's loggers. Rank 0 writes metrics, the first of a machine its progress, each its samples, if wanted."""
+
+    def __init__(self, run: Run, world: World, config: Config, total_steps: int, done: int, bar: bool) -> None:
+        """
+        Args:
+            done: the step that this attempt continues after.
+        """
+        self.run = run
+        self._next_note = 0.0
+        self._best = config.checkpoint.best  # until an evaluation was held against it
+        self._samples = Lines(samples_file(run, world.rank)) if config.log.samples else None
+        self._metrics = Lines(run.metrics) if world.is_first else None
+        self._console = Console(run.name, total_steps, done, bar) if world.is_lead else None
+        self._wandb = self._start_wandb(config.log.wandb) if world.is_first and config.log.wandb else None
+        self._tensorboard: TensorBoard | None = None
+        if world.is_first and config.log.tensorboard:
+            settings = _hyper_parameters(config, world.size)
+            self._tensorboard = TensorBoard(run.folder / "tensorboard", metrics.recent(run), done, self.say, settings)
+
+    def _start_wandb(self, project: str) -> WandbProcess | None:
+        """The process that sends curves; training continues without it."""
+        try:
+            return WandbProcess(self.run, project, self.run.folder / "logs" / "wandb.log")
+        except OSError as error:
+            self.say(f"warning: nothing is sent to Weights & Biases: {error}")
+            return None
+
+    def samples(self, step: int, indices: list[npt.NDArray[np.int64]]) -> None:
+        """Note which samples this rank consumed in a step (counted from 1).
+
+        At once, and before the ranks add up the step: a copy of the state after it must find the line.
+        """
+        if self._samples is not None:
+            self._samples.add(samples_text(step, (index for part in indices for index in part.tolist())))
+            self._samples.flush()
+
+    def training(self, line: Training, times: Callable[[], Times]) -> None:
+        """A training line of metrics.jsonl, also on the console, and now and then the progress in run.json.
+
+        The first rank of a machine only.
+        """
+        assert self._console is not None
+        if self._metrics is not None:
+            self._metrics.add(metrics_text(line))
+            self._metrics.flush()  # before the state after its step is copied
+        if self._tensorboard is not None:
+            self._tensorboard.training(line)
+        step, epoch, loss, speed = line["step"], line["epoch"], line["loss"], line["samples_per_s"]
+        self._console.show(step, epoch, loss, speed)
+        now = time.monotonic()
+        if now >= self._next_note:
+            self._next_note = now + _PROGRESS_EVERY
+            # on a full disk the next one may get through
+            self.run.note(_with_times(times()), step=step, epoch=epoch, loss=loss, samples_per_s=round(speed, 1))
+
+    def evaluation(self, step: int, epoch: int, samples: int, figures: dict[str, float]) -> None:
+        """An evaluation line of metrics.jsonl. The first rank of a machine only."""
+        line: Evaluation = {"step": step, "epoch": epoch, "samples": samples, "eval": {**figures}}
+        if self._metrics is not None:
+            self._metrics.add(metrics_text(line))
+            self._metrics.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.evaluation(line)
+        text = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+        self.say(f"evaluation after step {step} (epoch {epoch}, {samples} samples): {text}")
+        wanted, self._best = self._best, ""
+        metric = best.aim_of(wanted).metric
+        if wanted and metric not in figures:
+            self.say(
+                f"warning: no evaluation gives {metric}, which checkpoint.best names{nearest(metric, figures)} "
+                f"(there are: {', '.join(figures)}); the checkpoint with the lowest loss is kept instead; for another: "
+                f"train stop {self.run.name}, then train resume {self.run.name} --checkpoint.best NAME"
+            )
+
+    def evaluated_samples(self, batch: Any) -> None:
+        """A batch of an evaluation, on the device; of the first one samples are shown."""
+        if self._tensorboard is not None:
+            self._tensorboard.samples(batch)
+
+    def times(self, times: Times) -> None:
+        """Note where the time of this attempt went."""
+        if self._console is not None:
+            self.run.note(_with_times(times))
+
+    def say(self, text: str) -> None:
+        """A line for people, from the first rank of a machine, that does not tear the bar."""
+        if self._console is not None:
+            self._console.say(text)
+
+    def is_written(self) -> bool:
+        """Whether the disk has taken all of this rank's lines."""
+        return all(file is None or file.is_written for file in (self._metrics, self._samples))
+
+    def sync(self) -> str:
+        """Make this rank's lines durable: a published checkpoint must find those of all steps before it.
+
+        Returns what prevents it; '' when nothing does.
+        """
+        failed = [file for file in (self._metrics, self._samples) if file is not None and not file.sync()]
+        return failed[0].problem if failed else ""
+
+    def close(self) -> None:
+        """Write the rest and remove the bar."""
+        for sink in (self._metrics, self._samples, self._tensorboard, self._wandb, self._console):
+            if sink is not None:
+                with contextlib.suppress(OSError):
+                    sink.close()
+
+
+class Console:
+    """The progress for people: a bar on a terminal, elsewhere a line in the log now and then."""
+
+    def __init__(self, name: str, total_steps: int, done: int, bar: bool) -> None:
+        self.total_steps = total_steps
+        self._bar = Bar(name, total_steps, done, sys.stderr) if bar and has_bar(sys.stderr) else None
+        self._next_line = 0.0
+
+    def show(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
+        """Step and epoch are counted from 1."""
+        if self._bar is not None:
+            self._bar.show(step, self.total_steps, epoch, loss, samples_per_s)
+            return
+        now = time.monotonic()
+        if now >= self._next_line:
+            self._next_line = now + _LINE_EVERY
+            log.info(
+                "step %d/%d  epoch %d  loss %.4f  %.0f samples/s", step, self.total_steps, epoch, loss, samples_per_s
+            )
+
+    def say(self, text: str) -> None:
+        """A line that does not tear the bar."""
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            if self._bar is not None:
+                self._bar.write(text)
+            else:
+                log.info(text)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _hyper_parameters(config: Config, ranks: int) -> dict[str, str | float | bool]:
+    """The fields that may influence the result, as plain values."""
+    flat = configuration.to_flat(config) | {"ranks": ranks}
+    chosen = {name: value for name, value in flat.items() if not name.startswith(("log.", "watch."))}
+    return {n: v if isinstance(v, (bool, int, float, str)) else str(v) for n, v in chosen.items() if v is not None}
+
+
+def _with_times(times: Times) -> Callable[[Record], None]:
+    """A change of the record: the times of the attempt."""
+    return lambda record: record["attempts"][-1].update({"times": times})

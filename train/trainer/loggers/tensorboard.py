@@ -1,0 +1,167 @@
+"""TensorBoard: curves of a run, samples of its images, and its configuration, as event files."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train.run.metrics import Evaluation, Line, Training, is_evaluation
+
+_EVERY = 2.0
+"""Seconds between two times that lines are handed to the writer: that wakes a thread, which costs more than a step."""
+_TAGS = {key: f"train/{key}" for key in Training.__annotations__ if key not in ("step", "epoch")}
+_MOST = 16
+"""Images shown."""
+_SMALLEST, _LARGEST = 64, 512
+"""Pixels of a side: smaller images are shown larger, of larger ones every second, third, … pixel."""
+
+
+class TensorBoard:
+    """Writes events. Where it cannot write, it warns and gives up; the run continues."""
+
+    def __init__(
+        self, folder: Path, recent: Sequence[Line], done: int, say: Callable[[str], None], settings: Mapping[str, Any]
+    ) -> None:
+        """
+        Args:
+            recent: the last lines on record. They are written again: a kill may have lost their events.
+            done: the step that this attempt continues after. Events of later steps are hidden.
+            settings: hyper-parameters to be shown beside the results.
+        """
+        self._say, self._settings = say, settings
+        self._is_pictured = self._is_configured = False
+        self._at = done
+        self._writer: Any = None
+        self._lines: list[tuple[Line, float]] = [(line, time.time()) for line in recent]
+        self._next = 0.0
+        try:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            say("warning: no TensorBoard events: the package tensorboard is not installed (--log.tensorboard false)")
+            return
+        _silence_writer_thread()
+        self._summary = Summary
+        hidden_from = min([done + 1, *(line["step"] for line in recent)])
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=hidden_from, max_queue=1000, flush_secs=int(_EVERY))
+        except OSError as error:
+            self._give_up(error)
+
+    def training(self, line: Training) -> None:
+        """The figures of a training line."""
+        now = time.time()
+        self._lines.append((line, now))
+        self._at = line["step"]
+        if now >= self._next:
+            self._next = now + _EVERY
+            self._hand_over()
+
+    def evaluation(self, line: Evaluation) -> None:
+        """The figures of an evaluation."""
+        self._lines.append((line, time.time()))
+        self._configuration(line["eval"])
+        self._hand_over()
+
+    def samples(self, batch: Any) -> None:
+        """The images of an attempt's first evaluated batch, where it holds any."""
+        if self._writer is None or self._is_pictured:
+            return
+        self._is_pictured = True
+        try:
+            found = images(batch)
+        except Exception as error:  # a task's batch can be anything
+            self._say(f"warning: no pictures of samples for TensorBoard: {error}")
+            return
+        if found is not None:
+            self._try(self._writer.add_images, "eval/samples", found, self._at)
+
+    def _hand_over(self) -> None:
+        """Hand lines to the writer as events, one each, many at once: each time wakes its thread."""
+        lines, self._lines = self._lines, []
+        for line, when in lines:
+            if is_evaluation(line):
+                figures = {f"eval/{name}": math.nan if value is None else value for name, value in line["eval"].items()}
+            else:
+                figures = {tag: value for key, tag in _TAGS.items() if isinstance(value := line.get(key), (int, float))}
+            if self._writer is not None:
+                values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
+                self._try(self._writer.file_writer.add_summary, self._summary(value=values), line["step"], when)
+
+    def _configuration(self, results: Mapping[str, Any]) -> None:
+        """Write the configuration, for the page that compares runs; its results are the curves of these names."""
+        if self._writer is None or self._is_configured:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        self._is_configured = True
+        for summary in hparams(dict(self._settings), {f"eval/{name}": 0.0 for name in results}):
+            self._try(self._writer.file_writer.add_summary, summary)
+
+    def _try(self, write: Callable[..., None], *arguments: Any) -> None:
+        try:
+            if self._writer is not None:
+                write(*arguments)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._writer = None
+        self._say(f"warning: no more TensorBoard events: {error}")
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._configuration({})  # of a run without an evaluation
+        self._hand_over()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def images(batch: Any) -> Tensor | None:
+    """Images of a batch, of shape (n, 3, height, width), from 0 to 1, on the CPU; None where it holds none.
+
+    They are the first tensor with 1 or 3 channels, before or after height and width, of at least 4 pixels a side. Each
+    is stretched from its darkest to its brightest value, because its normalisation is not known.
+    """
+    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    found = next((value for value in inner if isinstance(value, Tensor) and _are_images(value)), None)
+    if found is None:
+        return None
+    shown = found.detach()[:_MOST].to("cpu", torch.float32)
+    if shown.shape[1] not in (1, 3):
+        shown = shown.permute(0, 3, 1, 2)
+    shown = torch.nan_to_num(shown, 0.0, 0.0, 0.0)
+    low, high = shown.amin((1, 2, 3), keepdim=True), shown.amax((1, 2, 3), keepdim=True)
+    shown = ((shown - low) / (high - low).clamp_min(1e-12)).expand(-1, 3, -1, -1)
+    side = max(shown.shape[2:])
+    if side > _LARGEST:
+        step = -(-side // _LARGEST)
+        return shown[:, :, ::step, ::step]
+    times = max(_SMALLEST // side, 1)
+    return shown.repeat_interleave(times, 2).repeat_interleave(times, 3)
+
+
+def _are_images(tensor: Tensor) -> bool:
+    if tensor.dim() != 4 or not tensor.shape[0] or tensor.is_complex():
+        return False
+    _, first, height, last = tensor.shape
+    return (first in (1, 3) and min(height, last) >= 4) or (last in (1, 3) and min(first, height) >= 4)
+
+
+def _silence_writer_thread() -> None:
+    """Silence the traceback of TensorBoard's thread when the disk fails; `TensorBoard` warns in a line."""
+    otherwise = threading.excepthook
+
+    def hook(happened: threading.ExceptHookArgs) -> None:
+        of_tensorboard = type(happened.thread).__module__.startswith("tensorboard")
+        if not (of_tensorboard and issubclass(happened.exc_type, OSError)):
+            otherwise(happened)
+
+    threading.excepthook = hook

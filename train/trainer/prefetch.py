@@ -1,0 +1,98 @@
+"""The micro batches that a rank computes, fetched ahead of the step, and how long training waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from train.data.loader import Loader
+from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches, micro_batches_of
+from train.parallel.overlap import DeviceTimer
+from train.trainer.events import Events
+
+_LOOK_AHEAD = 4096
+"""Steps among which the next evaluation is looked for at a time."""
+_LEAST = 20e-6
+"""Seconds; a shorter wait of the host counts as nothing on a GPU, for an event costs as much."""
+
+
+class Prefetch:
+    """The micro batches of a rank with their data, on the device, in the order in which the loop takes them."""
+
+    def __init__(self, loader: Loader, micros: Iterator[MicroBatch], wait: DataWait) -> None:
+        self._wait = wait
+        self.batches = loader.batches(micros, wait.arrived)
+        """All of them; what an evaluation takes from here does not count as waiting."""
+
+    def next(self) -> tuple[MicroBatch, Any]:
+        """The next one for training."""
+        self._wait.begin()
+        found = next(self.batches)
+        self._wait.end()
+        return found
+
+
+def micro_batches(
+    events: Events, plan: Plan, evaluation: Plan | None, sharing: Sharing, done: int, evaluated: int
+) -> Iterator[MicroBatch]:
+    """All that a rank fetches after step `done`, evaluations included, in the order in which the loop takes it.
+
+    Args:
+        evaluated: the last step after which an evaluation is on record; -1 without one.
+    """
+    first = done
+    for step in range(done, events.total_steps + 1):
+        is_evaluated = evaluated < step and events.evaluates(step)
+        if is_evaluated or step - first == _LOOK_AHEAD:
+            yield from micro_batches_of(plan, sharing, first, step)
+            first = step
+        if is_evaluated:
+            assert evaluation is not None
+            yield from evaluation_micro_batches(evaluation, sharing)
+    yield from micro_batches_of(plan, sharing, first, events.total_steps)
+
+
+class DataWait:
+    """Seconds in which one rank waited for the batches that it trained with.
+
+    begin()         before the next batch is requested
+    arrived()       it has been fetched; called by the loader
+    end()           it is on the device, or on its way
+
+    On a CPU that is as long as the host waits. A GPU may still compute the step before while the host waits, so there
+    the time runs from the end of all queued work until the batch has come, between two events on the device.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._timer = now, DeviceTimer(device) if device.type == "cuda" else None
+        self.host = 0.0
+        """Seconds in which the host waited. Without loader processes that is what fetching takes."""
+        self._began: float | None = None
+        """When the batch was requested; None once it has arrived."""
+
+    def begin(self) -> None:
+        if self._timer is not None:
+            self._idle = self._timer.mark()
+        self._began = self._now()
+
+    def arrived(self) -> None:
+        if self._timer is None or self._began is None:  # of an evaluation
+            return
+        waited, self._began = self._now() - self._began, None
+        self.host += waited
+        if waited < _LEAST:
+            self._timer.drop(self._idle)
+        else:
+            self._timer.add(self._idle, self._timer.mark())
+
+    def end(self) -> None:
+        if self._began is not None:
+            self.host += self._now() - self._began
+            self._began = None
+
+    def seconds(self) -> float:
+        """Seconds in which nothing was computed for want of data; on a GPU up to the work that it has finished."""
+        return self.host if self._timer is None else self._timer.seconds()

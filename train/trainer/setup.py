@@ -1,0 +1,243 @@
+"""Sets a rank up: from a run folder to everything that it trains with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import uuid
+from collections.abc import Callable
+
+import torch
+
+from train import config as configuration
+from train import faults
+from train.checkpoint.buffers import Buffers
+from train.checkpoint.save import Saver
+from train.checkpoint.snapshot import Snapshots
+from train.config import Config
+from train.data.loader import Loader
+from train.data.plan import Plan, Sharing
+from train.data.seeding import Seed, owned
+from train.parallel import choose
+from train.parallel.devices import pick_device, take_device
+from train.parallel.precision import Precision
+from train.parallel.rank_env import RankEnv
+from train.parallel.strategy import Strategy
+from train.parallel.world import World, join
+from train.parallel.wrap_units import recompute
+from train.run import folders, metrics
+from train.run.heartbeat import Heart
+from train.run.run_folder import Run
+from train.signals import StopRequest
+from train.tasks import Task
+from train.trainer import arithmetic, build
+from train.trainer.events import Events
+from train.trainer.load import ResumeState, load_newest
+from train.trainer.loggers.loggers import Loggers
+from train.trainer.optimizer import make_optimizer
+from train.trainer.skipped import Skipped
+
+log = logging.getLogger("train")
+
+
+@dataclasses.dataclass
+class Job:
+    """Everything that a rank trains with."""
+
+    run: Run
+    task: Task
+    config: Config
+    world: World
+    precision: Precision
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    plan: Plan
+    evaluation: Plan | None
+    """The plan of the evaluation set, if there is one."""
+    events: Events
+    saver: Saver
+    snapshots: Snapshots
+    loggers: Loggers
+    stop: StopRequest
+    heart: Heart
+    evaluated: int
+    """Last step after which an evaluation is on record; -1 without one."""
+    saved: int
+    """The step of the newest checkpoint on the disk; 0 without one."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.events.total_steps
+
+    @functools.cached_property
+    def sharing(self) -> Sharing:
+        """Which micro batches are this rank's."""
+        return Sharing(self.world.rank, self.world.size, self.strategy.is_ordered)
+
+    @functools.cached_property
+    def generators(self) -> list[Seed]:
+        """Random generators of the task that a training loss may draw from; see data/seeding.py."""
+        return owned(self.strategy.module, self.task.loss)
+
+    @functools.cached_property
+    def optimizer_generators(self) -> list[Seed] | None:
+        """Those that an optimizer of the task's own may draw from; None: it is one of torch's, which draw nothing."""
+        is_torchs = type(self.optimizer).__module__.startswith("torch.")
+        return None if is_torchs else owned(self.optimizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Memory outside the ranks that this one may copy its state to."""
+
+    address: str
+    """Of the buffers: checkpoint/buffers.py."""
+    left: Callable[[], int]
+    """Bytes that can still be had."""
+
+
+def set_up(
+    run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bool, heart: Heart, held: contextlib.ExitStack,
+    memory: Memory | None = None,
+) -> tuple[Job, int]:  # fmt: skip
+    """Everything to train with, and the step to continue after. What must be closed at the end goes to `held`."""
+    task = build.task_of(run)
+    config = build.config_of(run, task)
+    arithmetic.fix(config)
+    device = pick_device(config, rank_env.local_size, rank_env.local_rank)
+    choose.check(config, rank_env.size, device)  # with several machines their sum was not known before
+    precision = Precision(config.precision, device)
+    loader, plan, evaluation = _data(run, task, config, precision)
+    held.callback(loader.close)
+    take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on
+    world = join(config, rank_env, device)
+    strategy = choose.make(world, config, precision)
+    model = strategy.place(_model(run, task, config, precision, world))
+    optimizer = make_optimizer(task, model, config)
+    faults.here("start")
+    mark = world.share(uuid.uuid4().hex)
+    snapshots = _snapshots(task, config, rank_env, world, memory, mark)
+    home = home_of(run, config, world)
+    start = load_newest(run, home, world, snapshots, model, optimizer, precision)
+    faults.here("loaded")
+    arithmetic.compile_as_asked(model, config)
+    events = Events.of(config, plan, build.total_steps(config, plan), evaluation is not None)
+    evaluations = world.on_first(lambda: metrics.evaluations(run))
+    evaluated = evaluations[-1]["step"] if evaluations else -1
+    loggers = Loggers(run, world, config, events.total_steps, start.step, bar and world.is_first)
+    held.callback(loggers.close)
+
+    def saved(step: int) -> None:
+        loggers.say(f"saved {run.checkpoint(step).name}")
+        run.note(saved_step=step)
+
+    saver = Saver(home, world, config, world.share(attempt), saved)
+    held.callback(saver.close)
+    snapshots.attach(strategy, optimizer, precision, loggers.is_written, loggers.say)
+    held.callback(snapshots.close)
+    job = Job(
+        run, task, config, world, precision, strategy, optimizer, loader, plan, evaluation, events, saver, snapshots,
+        loggers, stop, heart, evaluated, start.saved,
+    )  # fmt: skip
+    if world.is_lead:
+        _announce(job, attempt, start, mark)
+    return job, start.step
+
+
+def home_of(run: Run, config: Config, world: World) -> Run:
+    """Where this rank finds the checkpoints: in node 0's run folder, which all machines see with fsdp and hsdp."""
+    is_elsewhere = world.nodes > 1 and not world.is_of_node_0 and config.parallel.strategy in configuration.SPREAD
+    return Run(folders.of_node_0(run.folder)) if is_elsewhere else run
+
+
+def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, Plan | None]:
+    """The loader and the plans of both data sets. Before ranks connect: that starts threads, and the loader forks."""
+    train_set, eval_set = build.make_datasets(task, config)
+    plan = build.plan_of(config, len(train_set))
+    evaluation = None if eval_set is None else build.evaluation_plan(config, len(eval_set))
+    skipped = Skipped(run) if config.data.leaves_out else None
+    loader = Loader(
+        train_set, eval_set, task.collate, config.data.workers or 0, precision.device, precision.inputs, skipped,
+        config.channels_last, task.on_device, task.datasets,
+    )  # fmt: skip
+    return loader, plan, evaluation
+
+
+def _model(run: Run, task: Task, config: Config, precision: Precision, world: World) -> torch.nn.Module:
+    """The model with the weights that the run began with, on the CPU."""
+    model = build.make_model(task, config, precision.weights)
+    if (run.folder / "init.safetensors").exists():
+        build.set_weights(model, build.read_weights(run.folder / "init.safetensors"), "init.safetensors")
+    return arrange(model, config, world.size)
+
+
+def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Module:
+    """The same model as it computes on so many ranks, before it is spread over them."""
+    if config.sync_batchnorm and ranks > 1:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if not choose.shards(config, ranks):  # fsdp takes no other layout of weights; inputs have it all the same
+        arithmetic.lay_out(model, config)
+    recompute(model, config.parallel.recompute)
+    return model
+
+
+def _snapshots(
+    task: Task, config: Config, rank_env: RankEnv, world: World, memory: Memory | None, mark: str
+) -> Snapshots:
+    """Copies of the state in memory. A collective: a rank without memory for them has all do without."""
+    is_sharded = config.parallel.strategy in configuration.SPREAD
+    buffers = _buffers(memory, config, rank_env, rank_env.local_rank if is_sharded else 0)
+    needs_them = is_sharded or world.nodes == 1 or world.is_first  # to other machines rank 0 sends its state
+    has_all = world.is_everywhere(buffers is not None or not needs_them)
+    buffers = buffers if has_all else None
+    same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
+    place = (world.rank, world.size) if is_sharded else ()
+    fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
+    return Snapshots(buffers, has_all, world, is_sharded, fingerprint, mark, memory.left if memory else lambda: 0)
+
+
+def _buffers(memory: Memory | None, config: Config, rank_env: RankEnv, part: int) -> Buffers | None:
+    """The memory for copies of the state, if there are to be any."""
+    is_mine = (
+        rank_env.nodes > 1 or rank_env.local_size == rank_env.size
+    )  # not over machines that no agents of ours join
+    if rank_env.nodes > 1 and rank_env.rank and config.parallel.strategy not in configuration.SPREAD:
+        is_mine = False
+    if memory is None or not config.checkpoint.snapshots or not is_mine:
+        return None
+    try:
+        return Buffers(memory.address, part)
+    except OSError as error:
+        log.warning("warning: no snapshots in memory: %s", error)
+        return None
+
+
+def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
+    """What run.json and the log say at the start of an attempt. On the first rank of a machine."""
+    step = start.step
+    run, plan, config, world = job.run, job.plan, job.config, job.world
+    assert config.cpu_threads is not None
+    run.note_ready(
+        step, mark, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
+        steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="",
+    )  # fmt: skip
+    per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
+    strategy = choose.resolve(config, world.size)
+    job.loggers.say(
+        f"{run.name}: {plan.length} samples, {job.total_steps} steps, global batch {per_rank}, "
+        f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {config.precision}"
+        + (f", {strategy}" if strategy not in ("single", "ddp") else "")
+        + (f", continuing after step {step}" if step else "")
+        + (" as it was in memory" if start.from_memory else "")
+    )
+    if attempt > 1:
+        return
+    record, threads = run.read(), config.cpu_threads
+    if reason := record.get("cpu_threads_reason"):
+        job.loggers.say(f"{threads} CPU thread{'s' if threads > 1 else ''} a rank ({reason})")
+    if reason := record.get("micro_batch_size_reason"):
+        job.loggers.say(f"micro batches of {config.micro_batch_size} samples ({reason})")

@@ -1,0 +1,154 @@
+"""What all ranks sum up in every step: the loss, how much it counts, and whether to stop, save or copy the state.
+
+The stats travel in one tensor on the device that is made once for the whole run. Nothing is copied to the device in a
+step, for that would wait for it: what the host knows is filled in by a kernel, and only when it changes.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from train.parallel.strategy import STEP_STATS as STATS
+from train.signals import StopRequest
+from train.trainer.loss import Figure
+
+LOSS, COUNT, STOP, SAVE, COUNTED, COPY = range(len(STATS))
+T = TypeVar("T")
+"""What the sums belong to."""
+
+
+class StepStats:
+    """One rank's stats of the step that it computes; with ordered sums, those of each micro batch come before them."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, is_ordered: bool, stop: StopRequest,
+        copy: Callable[[], float] = lambda: 0.0,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            copy: whether this rank asks for a copy of the state (checkpoint/snapshot.py), called once a step.
+        """
+        self._dtype, self._device, self._is_ordered, self._stop, self._copy = dtype, device, is_ordered, stop, copy
+        self._is_host, self._largest = device.type == "cpu", torch.finfo(dtype).max
+        self._tensor = torch.zeros(len(STATS), dtype=dtype, device=device)
+        self._cells = self._tensor.unbind()
+        self._filled: list[float | None] = [0.0] * len(STATS)
+        """What the host has filled each cell with; None where the device has computed something else into it."""
+        self.begin(0, save=False)
+
+    def begin(self, micros: int, save: bool) -> None:
+        """Forget the step before.
+
+        Args:
+            micros: micro batches of this one, over all ranks.
+            save: whether this rank wants a checkpoint after it.
+        """
+        self._save = save
+        self._result: Tensor | None = None
+        self._copy_asked: float | None = None
+        self.counts_itself = False
+        """Whether a loss of this step came with a count of its own."""
+        self._has_loss = False
+        self._count: Tensor | float = 0.0
+        self._parts: Tensor | None = None
+        """With ordered sums, total and count of each micro batch, so that they do not depend on who adds them."""
+        if self._is_ordered:
+            self._parts = torch.zeros(micros, 2, dtype=self._dtype, device=self._device)
+
+    def add(self, number: int, loss: Figure) -> None:
+        """Add the loss of a micro batch."""
+        self._result = None
+        self.counts_itself |= loss.counts_itself
+        count = loss.counted()
+        total = self._product(loss) if self._is_host else loss.total(self._dtype)
+        if self._parts is not None:
+            self._parts[number, 0] = total
+            _put(self._parts[number, 1], count)
+        else:
+            if self._has_loss:
+                self._cells[LOSS].add_(total)
+            else:
+                _put(self._cells[LOSS], total)
+            self._filled[LOSS] = None
+            # the first of several may be a number and the next a tensor
+            self._count = self._count + (count.to(self._dtype) if isinstance(count, Tensor) else count)
+        self._has_loss = True
+
+    def _product(self, loss: Figure) -> float:
+        """`loss.total` on the host: rounded once, to the same bits, in a third of the time (4 us less)."""
+        total = loss.value.item() * loss.weight
+        return math.copysign(math.inf, total) if abs(total) > self._largest else total  # torch refuses to fill it in
+
+    def tensor(self) -> Tensor:
+        """The stats on the device, to be summed over the ranks; the same tensor until another loss is added."""
+        if self._result is not None:
+            return self._result
+        if not self._has_loss or self._parts is not None:
+            self._set(LOSS, 0.0)
+        self._set(COUNT, self._count)
+        self._set(STOP, float(self._stop.asked))
+        self._set(SAVE, float(self._save))
+        self._set(COUNTED, float(self.counts_itself))
+        if self._copy_asked is None:
+            self._copy_asked = self._copy()
+        self._set(COPY, self._copy_asked)
+        self._result = self._tensor if self._parts is None else torch.cat([self._parts.reshape(-1), self._tensor])
+        return self._result
+
+    def _set(self, place: int, value: Tensor | float) -> None:
+        if isinstance(value, Tensor):
+            self._filled[place] = None
+        elif self._filled[place] == value:
+            return
+        else:
+            self._filled[place] = value
+        _put(self._cells[place], value)
+
+    def summed(self, reduced: Tensor) -> Tensor:
+        """The sums of STATS, from what the strategy has reduced over the ranks."""
+        if self._parts is None:
+            return reduced
+        # each part is one rank's, and zeros of the others round nothing
+        parts, stats = reduced[: self._parts.numel()].view_as(self._parts), reduced[self._parts.numel() :]
+        return torch.cat([parts.sum(0), stats[STOP:]])
+
+
+def _put(cell: Tensor, value: Tensor | float) -> None:
+    if isinstance(value, Tensor):
+        cell.copy_(value)
+    else:
+        cell.fill_(value)
+
+
+class Readback(Generic[T]):
+    """Brings the sums of a step to the host: at once from a CPU, a step later from a GPU, so that it never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lag = 1 if device.type == "cuda" else 0
+        self._pending: collections.deque[tuple[T, Tensor, Any]] = collections.deque()
+
+    def put(self, step: T, sums: Tensor) -> None:
+        event = None
+        if self._lag:
+            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((step, sums, event))
+
+    def take(self, everything: bool) -> Iterator[tuple[T, dict[str, float]]]:
+        """The sums that can be read by now, by the names of STATS.
+
+        Args:
+            everything: wait for those of the last step too.
+        """
+        while len(self._pending) > (0 if everything else self._lag):
+            step, sums, event = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+            yield step, dict(zip(STATS, sums.tolist(), strict=True))

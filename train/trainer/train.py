@@ -1,0 +1,281 @@
+"""The training loop. It reads top to bottom like its description in docs/how-it-works.md."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from train import config as configuration
+from train import faults
+from train.checkpoint.save import CannotSave
+from train.errors import TrainingFailed
+from train.run import heartbeat
+from train.run.metrics import Training
+from train.run.record import Times
+from train.trainer import schedule
+from train.trainer.cpu import WaitAdvice
+from train.trainer.evaluate import evaluate
+from train.trainer.events import SaveClock
+from train.trainer.model_check import STEPS as CHECKED_STEPS
+from train.trainer.model_check import ModelCheck
+from train.trainer.prefetch import DataWait, Prefetch, micro_batches
+from train.trainer.setup import Job
+from train.trainer.skipped import FILE as SKIPPED
+from train.trainer.step import step
+from train.trainer.step_stats import Readback, StepStats
+from train.trainer.timing import Timing
+
+_EMPTY_STEPS = 10
+"""Steps in a row without a sample that can be read after which a run has failed."""
+
+
+@dataclass
+class Done:
+    """How the loop ended: at which step, and whether because of a stop request."""
+
+    step: int
+    stopped: bool
+    times: Times
+    """Where the time of the attempt went on this rank."""
+
+
+def train(job: Job, done: int) -> Done:
+    """Train from step `done` to the end, or to a polite stop. Steps are counted from 1 in everything reported.
+
+    Raises:
+        TrainingFailed: the loss is not finite, or the last checkpoint cannot be saved.
+    """
+    loop, events = Loop(job, done), job.events
+    job.strategy.module.train()
+    with loop.timing.spent("start"):
+        job.strategy.start()
+    try:
+        if events.misses_save(job.saved, done):  # a death came before: the state is from memory
+            loop.save()
+        if events.evaluates(done) and job.evaluated < done:  # it ended before the evaluation that was due
+            loop.evaluate()
+        while loop.done < events.total_steps and not loop.is_stopping:
+            loop.step()
+            saves, evaluates = events.saves(loop.done), events.evaluates(loop.done)
+            saves |= loop.read_stats(everything=saves or evaluates)
+            loop.copy_to_memory()
+            if saves or loop.is_stopping:
+                loop.save()
+            if evaluates and not loop.is_stopping:
+                loop.evaluate()
+        loop.finish_saving()
+    except TrainingFailed:
+        # every rank fails at this step; the checkpoint before it may still be on its way to the disk
+        with contextlib.suppress(Exception):
+            job.saver.wait()
+        job.loggers.times(loop.times())
+        raise
+    return Done(loop.done, loop.is_stopping and not loop.is_complete, loop.times())
+
+
+class _Step(NamedTuple):
+    number: int
+    rate: float
+    samples: int
+
+
+class Loop:
+    """The state of training, and the actions of the loop."""
+
+    def __init__(self, job: Job, done: int) -> None:
+        self.job, self.done, self.is_stopping = job, done, False
+        device = job.world.device
+        wait = DataWait(device)
+        advice = WaitAdvice(job.run.name, job.config.data.workers or 0, job.world.local_size)
+        self.timing = Timing(wait, advice, device)
+        micros = micro_batches(job.events, job.plan, job.evaluation, job.sharing, done, job.evaluated)
+        self._prefetch = Prefetch(job.loader, micros, wait)
+        self._check = ModelCheck(job.strategy.module, job.task.loss, job.generators)
+        self._stats = StepStats(
+            job.strategy.stats_dtype, device, job.strategy.is_ordered, job.stop, job.snapshots.copy_request
+        )
+        self.readback = Readback[_Step](device)
+        self._begun, self._saved = done, job.saved
+        self._rates = [group["lr"] * schedule.scale(job.config) for group in job.optimizer.param_groups]
+        # a task's may be a tensor on a GPU: reading it waits for the GPU, so once and not in every step
+        self._logged_rate = float(self._rates[0])
+        from_memory = job.saved < done  # deaths must not put off what the disk is to have
+        since = job.run.since_saved(job.saved) if from_memory else 0.0
+        self._save_clock = SaveClock(job.config.checkpoint.every_minutes, since)
+        self._read = done
+        """The last step whose stats were read, and whose line is written."""
+        self._copy_sums: list[float] = []
+        """The sums of requests to copy the state, in the steps read since the last call of `copy_to_memory`."""
+        self._empty = 0
+        """Steps in a row of which no sample could be read."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do."""
+        is_evaluated = self.job.evaluated >= self.done or not self.job.events.evaluates(self.done)
+        return self.done >= self.job.total_steps and is_evaluated
+
+    def step(self) -> None:
+        """Make the next step."""
+        job = self.job
+        factor = schedule.factor(job.config, self.done, job.plan.steps_per_epoch, job.total_steps)
+        for group, rate in zip(job.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        check = self._check if self.done - self._begun < CHECKED_STEPS else None
+        samples = job.plan.samples(self.done)
+        sums = step(job, self._stats, self.done, self._prefetch, self._save_clock.is_due(), check)
+        self.timing.step(samples)
+        self.done += 1
+        job.heart.beat(heartbeat.TRAINING, self.done)
+        if not job.saver.is_prepared:
+            job.saver.prepare(job.strategy.module, job.optimizer)
+        self.readback.put(_Step(self.done, self._logged_rate * factor, samples), sums)
+
+    def read_stats(self, everything: bool) -> bool:
+        """Read the stats of the steps that can be read by now. Whether a rank asks for a checkpoint in them.
+
+        Args:
+            everything: wait for the last step's too.
+        """
+        save = False
+        for made, sums in self.readback.take(everything):
+            self._log(made, sums)
+            self._read = made.number
+            self._copy_sums.append(sums["copy"])
+            self.is_stopping |= sums["stop"] > 0
+            save |= sums["save"] > 0
+        return save
+
+    def copy_to_memory(self) -> None:
+        """Copy the state into memory, where that is due."""
+        sums, self._copy_sums = self._copy_sums, []
+        self.job.snapshots.after_step(self.done, sums, self._read)
+
+    def _log(self, made: _Step, sums: dict[str, float]) -> None:
+        """Check the loss of a step; write its line."""
+        job, leaves_out = self.job, self.job.config.data.leaves_out
+        count = sums["count"] if sums["counted"] or leaves_out else made.samples
+        loss = sums["loss"] / count if sums["count"] else 0.0
+        if not math.isfinite(loss):
+            raise TrainingFailed(
+                f"the loss is {loss} at step {made.number}; lower --optim.lr or set --clip_grad_norm, "
+                "and look at the data of that step (--log.samples true)"
+            )
+        self._empty = 0 if sums["count"] or not leaves_out else self._empty + 1
+        if self._empty == _EMPTY_STEPS or (self._empty and made.number == self._empty == job.total_steps):
+            raise TrainingFailed(
+                f"not one sample could be read in {self._empty} steps in a row, up to step {made.number}; "
+                f"why, says {SKIPPED} in the run folder"
+            )
+        if job.world.is_lead and job.events.logs(made.number):
+            self._write_line(made, loss)
+
+    def _write_line(self, made: _Step, loss: float) -> None:
+        job = self.job
+        line: Training = {
+            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": loss, "lr": made.rate,
+            **self.timing.speed(),
+        }  # fmt: skip
+        job.loggers.training(line, self.times)
+        advice = self.timing.advice.text(made.number == job.total_steps)
+        if advice:
+            job.loggers.say(f"warning: {advice}")
+            job.run.note(data_wait=advice)
+
+    def times(self) -> Times:
+        """Where the time of this attempt has gone so far, on this rank."""
+        strategy = self.job.strategy
+        return self.timing.times(
+            self.done, strategy.communication.seconds() if strategy.measures_communication else None
+        )
+
+    def evaluate(self) -> None:
+        """Evaluate. A stop request ends it; a resume then makes up for it."""
+        job = self.job
+        faults.here("evaluate")
+        assert job.evaluation is not None
+        beat = functools.partial(job.heart.beat, heartbeat.EVALUATING, self.done)
+        with self.timing.spent("evaluation"):
+            evaluated = evaluate(
+                job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._prefetch.batches,
+                lambda: job.stop.asked, beat, job.sharing, job.loggers.evaluated_samples,
+            )  # fmt: skip
+        if evaluated is None:
+            self.is_stopping = True
+            self.save()
+        else:
+            figures, samples = evaluated
+            job.evaluated = self.done
+            if job.world.is_lead:
+                job.loggers.evaluation(self.done, job.plan.epoch_of(self.done), samples, figures)
+        self.timing.restart()
+
+    def save(self) -> None:
+        """Commit a checkpoint of this step, or begin to, unless there is one.
+
+        Raises:
+            TrainingFailed: the weights are not finite, or this was the last chance to save.
+        """
+        if self.done == self._saved:
+            return
+        self.read_stats(everything=True)
+        with self.timing.spent("checkpoints"):
+            if self._commit(is_last=self.is_stopping or self.done == self.job.total_steps):
+                self._saved = self.done
+        self._save_clock.restart()
+
+    def finish_saving(self) -> None:
+        """Wait for what is being written; where it failed and nothing comes after it, write it again."""
+        with self.timing.spent("checkpoints"):
+            if not self._wait_for_save() and self.is_stopping:  # it was under way when the stop came
+                self._commit(is_last=True)
+
+    def _commit(self, is_last: bool) -> bool:
+        """Whether the checkpoint is there now, or on its way."""
+        job, done = self.job, self.done
+        name = job.strategy.not_finite()
+        if name:
+            raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
+        scaler = job.precision.scaler
+        facts = {
+            "epoch": job.plan.epoch_of(done),
+            "world_size": job.world.size,
+            "samples": job.plan.length,
+            "config": configuration.to_flat(job.config),
+            "task_sha256": job.task.sha256,
+            "torch": torch.__version__,
+            "scaler": scaler.state_dict() if scaler is not None else None,
+        }
+        job.heart.beat(heartbeat.SAVING, done)
+        self._wait_for_save()
+        try:
+            # a checkpoint must find the lines of all steps before it on the disk
+            problem = job.loggers.sync()
+            if job.world.any(bool(problem)):
+                raise CannotSave(f"metrics and sample logs cannot be written: {problem or 'see the other ranks'}")
+            job.saver.save(done, job.strategy.module, job.optimizer, facts)
+            if is_last:
+                job.saver.wait()
+        except CannotSave as error:
+            if is_last:
+                raise TrainingFailed(f"the checkpoint of step {done} could not be saved: {error}") from error
+            self._warn_unsaved(error)
+            return False
+        return True
+
+    def _wait_for_save(self) -> bool:
+        """Wait for the checkpoint that is being written in the background. Whether it could be written."""
+        try:
+            self.job.saver.wait()
+        except CannotSave as error:
+            self._warn_unsaved(error)
+            return False
+        return True
+
+    def _warn_unsaved(self, error: CannotSave) -> None:
+        self.job.loggers.say(f"warning: a checkpoint could not be saved ({error}); training goes on and tries again")

@@ -1,0 +1,1 @@
+"""What people read of runs: listing, logs, progress, plots, reports. Imports no torch."""

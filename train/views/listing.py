@@ -1,0 +1,146 @@
+"""`train ls` and `train show`: a table of runs, and the story of one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from train import screen
+from train.errors import shortened
+from train.format import ago, duration
+from train.run.best import best
+from train.run.record import Attempt, Record
+from train.run.run_folder import Run, seconds_of
+from train.views import time_spent
+
+
+def _ago(stamp: Any) -> str:
+    moment = seconds_of(stamp)
+    if moment is None:
+        return "?" if stamp else "-"
+    return ago(time.time() - moment)
+
+
+def with_reason(state: str, reason: str | None) -> str:
+    """`failed: the loss is nan`; a reason that begins with the state says both."""
+    reason = str(reason or "")
+    return reason if reason and reason.startswith(state) else f"{state}: {reason}" if reason else state
+
+
+def end_of(attempt: Attempt, state: str) -> str:
+    """How an attempt of a run in this state ended; one that was killed as a whole could not write it down."""
+    return attempt.get("end") or ("running" if state == "running" else "died with its machine or container")
+
+
+def _seconds(first: Any, second: Any) -> float:
+    begin, end = seconds_of(first), seconds_of(second)
+    return end - begin if begin is not None and end is not None else 0.0
+
+
+def _figures(record: Record) -> str:
+    metrics = record.get("metrics") or {}
+    if not metrics and record.get("loss") is not None:
+        return f"loss {record['loss']:.4f}"
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
+
+
+def _done(record: Record) -> str:
+    return f"{record['step']}/{record['total_steps']}" if record.get("total_steps") else "-"
+
+
+def listing(records: list[Record], runs: Path, is_part: bool = False) -> str:
+    """A table of runs in their order. `is_part`: others were left out."""
+    if not records and is_part:
+        return f"none of the runs in {shortened(str(runs))} is such a one"
+    if not records:
+        return f"no runs in {shortened(str(runs))}; a first one: train launch digits --follow"
+    rows = [["NAME", "STATE", "STEP", "RANKS", "STARTED", "RESULT"]]
+    for record in records:
+        row = [
+            record["name"], record["state"], _done(record), str(record.get("world_size") or "-"),
+            _ago(record.get("started")), _figures(record) or "-",
+        ]  # fmt: skip
+        rows.append([screen.printable(text) for text in row])
+    return screen.table(rows, screen.width(sys.stdout), spare=(3, 4))
+
+
+def story(run: Run, record: Record) -> str:
+    """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next.
+
+    Args:
+        record: run.json with the effective state.
+    """
+    lines = [f"{screen.name(run.name)}: {with_reason(record['state'], record.get('reason'))}"]
+
+    def line(label: str, value: object) -> None:
+        if value not in (None, "", {}, []):
+            lines.append(f"  {label:<12} {value}")
+
+    line("task", record.get("script") or record.get("task_source") or record.get("task"))
+    line("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None)
+    line("result", _figures(record))
+    line("weights", record.get("weights_sha256"))
+    if submitted := record.get("submitted"):
+        line("submitted", submitted["engine"] + (f" in {submitted['at']}" if submitted.get("at") else ""))
+    line("ranks", record.get("world_size"))
+    line("host", record.get("host"))
+    line("created", record.get("created"))
+    line("ended", record.get("ended"))
+    line("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items()))
+    line("git", record.get("git_revision"))
+    line("folder", run.folder)
+    steps = sorted(run.steps_saved())
+    line("checkpoints", ", ".join(map(str, steps)))
+    found = best(run)
+    if found is not None:
+        lost = f"; step {found.lost} was better and is not kept: --checkpoint.best {found.metric} does"
+        line("best", f"step {found.step}, {found.metric} {found.value:.4f}{lost if found.lost else ''}")
+    sent = record.get("wandb") or {}
+    line("wandb", sent.get("problem") or sent.get("url") or sent.get("id"))
+    lines += _attempts(record)
+    if record.get("script"):
+        line("steps redone", "-")  # only the script knows
+        line("time lost", "-")
+        return _wrapped(lines)
+    line("data", record.get("data_wait"))
+    line("left out", _left_out(run, record.get("skipped") or {}))
+    account = time_spent.of_run(run)
+    line("steps redone", account.redone)
+    if whole := account.parts["lost"]:
+        away, again = duration(whole - account.again), duration(account.again)
+        line("time lost", f"{duration(whole)}: {away} until training again, {again} for those steps")
+    return _wrapped(lines)
+
+
+def _attempts(record: Record) -> list[str]:
+    """A line an attempt, and what the rank printed last whose death has ended the run."""
+    lines = []
+    for attempt in record["attempts"]:
+        ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
+        made, end = _made(attempt, bool(record.get("script"))), end_of(attempt, record["state"])
+        lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {with_reason(end, attempt.get('reason'))}")
+    if record["attempts"] and record["state"] in ("failed", "interrupted", "copy"):
+        lines += [f"    | {text}" for text in record["attempts"][-1].get("last_lines") or ()]
+    return lines
+
+
+def _wrapped(lines: list[str]) -> str:
+    columns = screen.width(sys.stdout)
+    return "\n".join(screen.wrapped(screen.printable(text), columns, indent=15) for text in lines)
+
+
+def _left_out(run: Run, counts: dict[str, int]) -> str:
+    """How many samples could not be read, and where they are listed."""
+    parts = [f"{count} sample{'s' if count > 1 else ''} of the {part} set" for part, count in counts.items()]
+    return f"{', '.join(parts)}: {run.folder / 'skipped.jsonl'} says which and why" if parts else ""
+
+
+def _made(attempt: Attempt, is_script: bool) -> str:
+    """What an attempt has made: steps; of a script only how long it ran is known."""
+    if is_script:
+        ended = attempt.get("ended")
+        return f"ran {duration(_seconds(attempt['started'], ended))}" if ended else f"began {_ago(attempt['started'])}"
+    to = f"-{attempt['to_step']}" if attempt.get("to_step") is not None else "-"
+    return f"steps {attempt['from_step']}{to}"

@@ -1,0 +1,119 @@
+"""`train logs`: the output of a rank, as people want to read it. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from train import screen
+from train.errors import EXIT_FINISHED, Refused
+from train.run.progress_lines import Folding
+from train.run.run_folder import Run
+
+ALL = 0
+"""Every attempt, the first one first."""
+_STATE_EVERY = 10.0
+"""Seconds between two lines about a progress bar that is followed into a file or pipe."""
+
+
+def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
+    """Print the output of a rank, and with `go_on` what comes until the run ends.
+
+    Of lines that are drawn again and again their last state is printed; a terminal that follows sees them drawn.
+
+    Args:
+        attempt: which one, counted from 1, or ALL; None: the last, and with `go_on` those that follow it.
+
+    Raises:
+        Refused: there is no such attempt or rank.
+    """
+    wanted = attempt or (1 if attempt == ALL and _last(run) else _last(run))
+    if not wanted:
+        if not go_on:
+            why = f" ({reason})" if (reason := run.read().get("reason")) else ""
+            raise Refused(f"{run.name} has not started yet{why}; wait for it with: train logs {run.name} --follow")
+        while not _last(run) and run.alive():
+            time.sleep(0.1)
+        wanted = _last(run)
+    _tell(run, wanted, attempt)
+    if attempt == ALL:
+        wanted = _print_earlier(run, rank)
+    while True:
+        path = run.logs(wanted) / f"rank{rank}.log"
+        if not path.exists() and not (go_on and run.alive()):
+            _refuse(run, wanted, rank)
+        if path.exists():
+            _print(run, path, wanted, go_on)
+        if not go_on or attempt:
+            return EXIT_FINISHED
+        if not path.exists() or (run.alive() and _last(run) == wanted):
+            time.sleep(0.1)
+        if _last(run) > wanted:
+            wanted = _last(run)
+            _say(f"attempt {wanted}:")
+        elif not run.alive() and path.exists():
+            return EXIT_FINISHED
+
+
+def _print_earlier(run: Run, rank: int) -> int:
+    """Print all attempts but the last one. Returns its number."""
+    wanted = 1
+    while wanted < _last(run):
+        if _exists(run, wanted, rank):  # one that died at once may have none
+            _print(run, run.logs(wanted) / f"rank{rank}.log", wanted, False)
+        wanted += 1
+        _say(f"attempt {wanted}:")
+    return wanted
+
+
+def _last(run: Run) -> int:
+    return len(run.read()["attempts"])
+
+
+def _exists(run: Run, attempt: int, rank: int) -> bool:
+    return (run.logs(attempt) / f"rank{rank}.log").exists()
+
+
+def _say(text: str) -> None:
+    screen.say(f"train: {text}")
+
+
+def _tell(run: Run, shown: int, attempt: int | None) -> None:
+    """Say which of several attempts is shown: not on stdout, which is the rank's alone."""
+    last = _last(run)
+    if last < 2:
+        return
+    if attempt == ALL:
+        _say(f"all {last} attempts; attempt 1:")
+    elif shown <= last:
+        _say(f"attempt {shown} of {last}; others: train logs {run.name} --attempt N, or --attempt all")
+
+
+def _refuse(run: Run, attempt: int, rank: int) -> None:
+    if not run.logs(attempt).is_dir():
+        raise Refused(f"{run.name} has no attempt {attempt}; its last is {_last(run)}")
+    known = sorted(path.stem.removeprefix("rank") for path in run.logs(attempt).glob("rank*.log"))
+    raise Refused(f"{run.name} has no output of rank {rank}; there is: {', '.join(known) or 'none'}")
+
+
+def _print(run: Run, path: Path, attempt: int, go_on: bool) -> None:
+    """Print a log to its end; with `go_on`, until its attempt is over."""
+    drawn = go_on and sys.stdout.isatty()
+    folding = Folding(_STATE_EVERY if go_on else None)
+    with path.open("rb") as file:
+        while True:
+            over = not go_on or _last(run) > attempt or not run.alive()
+            while text := file.read(1 << 16):
+                _write(text if drawn else folding.feed(text))
+            if over:  # seen before the last look: nothing has come since
+                break
+            _write(b"" if drawn else folding.feed(b""))
+            time.sleep(0.2)
+    _write(b"" if drawn else folding.end())
+
+
+def _write(text: bytes) -> None:
+    if text:
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()

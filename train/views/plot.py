@@ -1,0 +1,297 @@
+"""`train plot`: loss, metrics, learning rate, throughput and data wait over the steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from train import screen
+from train.errors import Refused, shortened
+from train.run import metrics
+from train.run.durable import check_target, published
+from train.run.run_folder import Run
+from train.views import settings
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Figures = NDArray[Any]
+
+LOSS, LR, SPEED, WAIT, STEP = "loss", "lr", "samples_per_s", "data_wait", "step_time"
+_TRAINING = (LOSS, LR, SPEED, WAIT, STEP)
+HIGHEST = 1e100
+"""Above it matplotlib's axes overflow; a loss in single precision is infinite long before."""
+SUFFIXES = (".png", ".svg", ".pdf")
+
+TITLES = {
+    LOSS: "loss", LR: "learning rate", SPEED: "samples / s", WAIT: "data wait, % of a step",
+    STEP: "a step, ms",
+}  # fmt: skip
+_FROM_ZERO = (SPEED, WAIT, STEP)
+_FEW = 10
+"""So many colours are told apart by their names in matplotlib; more runs get shades of one scale."""
+_MANY = 200
+"""With more points, noise is drawn thin, and the mean over a fiftieth of them strong."""
+_MOST = 4000
+"""So many points of a line are drawn at most; of more, the lowest and highest of each stretch."""
+MOST_MEASURES = 12
+"""Figures of evaluations that are drawn: a page is not endless, and a picture has at most 65536 pixels."""
+_LABEL = 70
+"""Letters, at most, beside an axis."""
+
+
+class Measure(NamedTuple):
+    """A metric of the evaluations: the steps after which it was measured, and its values."""
+
+    steps: array[float]
+    values: array[float]
+
+
+@dataclasses.dataclass
+class Curves:
+    """The lines of one run, and how it is drawn. nan, which leaves a gap, stands for a figure that a line lacks.
+
+    Arrays take eight bytes a figure; lines as Python's objects would take a hundred times that.
+    """
+
+    name: str
+    colour: Any
+    prefix: str = ""
+    """Of its labels, where there are several runs."""
+    verdict: str = ""
+    """On waiting for data, if training had reason for one."""
+    own: str = ""
+    """In what its configuration differs from that of the others."""
+    steps: array[float] = dataclasses.field(default_factory=lambda: array("d"))
+    """Of the training lines."""
+    training: dict[str, array[float]] = dataclasses.field(
+        default_factory=lambda: {name: array("d") for name in _TRAINING}
+    )
+    """LOSS, LR, SPEED, WAIT and STEP of each training line, in the units of metrics.Training."""
+    evaluations: dict[str, Measure] = dataclasses.field(default_factory=dict)
+
+    def read(self, run: Run) -> Curves:
+        """Fill in the lines of metrics.jsonl. Raises OSError where they cannot be read."""
+        for line in metrics.each(run):
+            step: float = line["step"]
+            if metrics.is_evaluation(line):
+                for name, value in line["eval"].items():
+                    measure = self.evaluations.setdefault(screen.printable(name), Measure(array("d"), array("d")))
+                    measure.steps.append(step)
+                    measure.values.append(_drawable(value))
+            else:
+                self.steps.append(step)
+                for name, column in self.training.items():
+                    column.append(_drawable(line.get(name)))
+        return self
+
+    @property
+    def waiting(self) -> float:
+        """The share of the time of its lines that was waiting for data, from 0 to 1."""
+        import numpy as np
+
+        # a line speaks for the steps since the one before
+        made = np.diff(np.asarray(self.steps), prepend=0.0).clip(min=0.0)
+        waited, elapsed = (np.asarray(self.training[name]) * made for name in (WAIT, STEP))
+        known = np.isfinite(waited) & np.isfinite(elapsed)
+        return float(np.clip(waited[known].sum() / max(elapsed[known].sum(), 1e-12), 0.0, 1.0))
+
+    def values(self, panel: str) -> Figures:
+        """The figures of the training lines for a panel."""
+        import numpy as np
+
+        values = np.asarray(self.training[panel])
+        if panel == WAIT:  # as a share of the step
+            return 100 * values / np.maximum(np.asarray(self.training[STEP]), 1e-12)
+        return 1000 * values if panel == STEP else values
+
+
+def _drawable(value: Any) -> float:
+    return math.nan if value is None or abs(value) >= HIGHEST else float(value)
+
+
+def plot(runs: list[Run], target: Path) -> bool:
+    """Draw the runs into one picture. Returns whether matplotlib's font has every letter; others become boxes.
+
+    Raises:
+        Refused: the target cannot be written, or no run has metrics yet.
+    """
+    check_target(target, SUFFIXES)
+    own = settings.differing(runs)
+    drawn = []
+    for number, run in enumerate(runs):
+        name = screen.printable(run.name)
+        prefix = f"{name}  " if len(runs) > 1 else ""
+        curves = Curves(name, _colour(number, len(runs)), prefix, screen.printable(verdict(run)), own[number])
+        drawn.append(curves.read(run))
+    empty = [curves.name for curves in drawn if not curves.steps]
+    if empty:
+        raise Refused(f"{', '.join(empty)} has no metrics to plot yet; see: train logs {empty[0]}")
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # a $ in a name is a $
+    with plt.rc_context({"text.parse_math": False}), warnings.catch_warnings(record=True) as warned:
+        figure = _figure(drawn)
+        try:
+            with published(target) as partial:
+                figure.savefig(partial, dpi=120)
+        finally:
+            plt.close(figure)
+    return not any(str(one.message).startswith("Glyph ") for one in warned)
+
+
+def verdict(run: Run) -> str:
+    """What training last reported of waiting for data: how much, and what helps; '' where it had no reason to."""
+    return run.read().get("data_wait") or ""
+
+
+def _colour(number: int, runs: int) -> Any:
+    if runs <= _FEW:
+        return f"C{number}"
+    import matplotlib
+
+    return matplotlib.colormaps["turbo"](0.05 + 0.9 * number / (runs - 1))
+
+
+def measures(drawn: Iterable[Curves]) -> list[str]:
+    """What the evaluations of these runs measured beside the loss."""
+    return sorted({name for curves in drawn for name in curves.evaluations if name != LOSS})
+
+
+def _figure(drawn: list[Curves]) -> Any:
+    """The panels above each other, over the same steps."""
+    import matplotlib.pyplot as plt
+
+    # an accuracy beside the loss when the task has one
+    measured = measures(drawn)
+    panels = [LOSS, *(f"eval {name}" for name in measured[:MOST_MEASURES]), LR, SPEED, WAIT]
+    height = 2.3 * len(panels) + 0.6
+    figure, axes = plt.subplots(len(panels), 1, figsize=(9, height), sharex=True)
+    for axis, panel in zip(axes, panels, strict=True):
+        draw(axis, drawn, panel)
+    left_out = len(measured) - MOST_MEASURES
+    axes[-1].set_xlabel("step" if left_out <= 0 else f"step\n{left_out} more figures of evaluations are not drawn")
+    top = _head(figure, drawn, height)
+    figure.tight_layout(rect=(0, 0, 1, top))
+    figure.align_ylabels(axes)
+    return figure
+
+
+def _head(figure: Any, drawn: list[Curves], height: float) -> float:
+    """What stands above the panels: the run's name, or which colour is whose. Returns where the panels may begin."""
+    if len(drawn) == 1:
+        figure.suptitle(drawn[0].name, fontsize=11)
+        return 1.0
+    from matplotlib.lines import Line2D
+
+    labels = [f"{curves.name}   {curves.own}".rstrip() for curves in drawn]
+    columns = 1 if max(map(len, labels)) > 45 else 2 if max(map(len, labels)) > 25 else 3
+    handles = [Line2D([], [], color=curves.colour, linewidth=2.5) for curves in drawn]
+    inches = 0.19 * math.ceil(len(drawn) / columns) + 0.1
+    figure.set_size_inches(9, height + inches)
+    figure.legend(handles, labels, loc="upper left", ncols=columns, fontsize=8.5, frameon=False)
+    return 1 - inches / (height + inches)
+
+
+def draw(axis: Any, drawn: list[Curves], panel: str) -> None:
+    """One panel: a figure of the training lines, or, as `eval NAME`, one of the evaluations."""
+    measure = panel.removeprefix("eval ") if panel.startswith("eval ") else None
+    for curves in drawn:
+        if measure is not None:
+            _draw_measure(axis, curves, measure)
+        else:
+            _draw_training(axis, curves, panel, is_alone=len(drawn) == 1)
+    axis.set_ylabel(shortened(measure, _LABEL) if measure is not None else TITLES[panel], fontsize=9)
+    axis.grid(alpha=0.25)
+    axis.margins(x=0.02)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    if panel in _FROM_ZERO:
+        axis.set_ylim(bottom=0)
+    if panel == WAIT:
+        verdicts = [f"{curves.prefix}{curves.verdict.split(' (')[0]}" for curves in drawn if curves.verdict]
+        axis.set_title("\n".join(verdicts), fontsize=8, loc="left")
+    if panel == LOSS or (panel == WAIT and 1 < len(drawn) <= _FEW):
+        _explain(axis, drawn, panel)
+    elif panel == WAIT and len(drawn) == 1:
+        share = f"{drawn[0].waiting:.0%} of the time"
+        axis.text(0.99, 0.97, share, transform=axis.transAxes, fontsize=8, ha="right", va="top")
+
+
+def _explain(axis: Any, drawn: list[Curves], panel: str) -> None:
+    """A legend inside a panel: of one run its lines, of several what a line and a dot stand for."""
+    if panel == WAIT or len(drawn) == 1:
+        axis.legend(fontsize=8, frameon=False)
+        return
+    from matplotlib.lines import Line2D
+
+    kinds = [Line2D([], [], color="grey"), Line2D([], [], color="grey", marker="o", markersize=3, linestyle="--")]
+    names = ["training", "evaluation"]
+    count = 2 if any(curves.evaluations for curves in drawn) else 1
+    axis.legend(kinds[:count], names[:count], fontsize=8, frameon=False)
+
+
+def _draw_measure(axis: Any, curves: Curves, name: str) -> None:
+    """A figure that evaluations measured."""
+    measure = curves.evaluations.get(name)
+    if measure is not None:  # else another run's task has this one
+        axis.plot(*_thinned(*measure), color=curves.colour, marker="o", markersize=3)
+
+
+def _draw_training(axis: Any, curves: Curves, panel: str, is_alone: bool) -> None:
+    """A figure of the training lines; beside the loss that of the evaluations."""
+    is_loss = panel == LOSS
+    steps: Any = curves.steps
+    values = curves.values(panel)
+    label = "training" if is_loss else f"{curves.prefix}{curves.waiting:.0%} of the time" if panel == WAIT else None
+    is_noisy = panel != LR and len(values) > _MANY
+    if is_noisy:
+        axis.plot(*_thinned(steps, values), color=curves.colour, alpha=0.3 if is_alone else 0.15, linewidth=0.7)
+        steps, values = _means(steps, values)
+    strength = 0.55 if is_loss and is_alone and not is_noisy else 1
+    axis.plot(*_thinned(steps, values), color=curves.colour, alpha=strength, linewidth=1.3, label=label)
+    measure = curves.evaluations.get(LOSS) if is_loss else None
+    if measure is not None:
+        style = "-" if is_alone else "--"
+        axis.plot(
+            *_thinned(*measure), style, marker="o", color=curves.colour, markersize=3, label="evaluation",
+            linewidth=1.3 if is_alone else 0.9,
+        )  # fmt: skip
+
+
+def _means(steps: Any, values: Figures) -> tuple[Figures, Figures]:
+    """The mean around each point, over a fiftieth of all; at both ends over what there is."""
+    import numpy as np
+
+    half = max(len(values) // 100, 1)
+    sums, counts = np.insert(np.cumsum(np.nan_to_num(values)), 0, 0), np.insert(np.cumsum(np.isfinite(values)), 0, 0)
+    low = np.maximum(np.arange(len(values)) - half, 0)
+    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return steps, (sums[high] - sums[low]) / (counts[high] - counts[low])
+
+
+def _thinned(steps: Any, values: Any) -> tuple[Figures, Figures]:
+    """Not more points than can be seen: of each stretch its lowest and its highest, in their order."""
+    import numpy as np
+
+    steps, values = np.asarray(steps), np.asarray(values)
+    if len(values) <= _MOST:
+        return steps, values
+    size = -(-2 * len(values) // _MOST)
+    begins = np.arange(0, len(values), size)
+    stretches = np.pad(values, (0, len(begins) * size - len(values)), constant_values=np.nan).reshape(-1, size)
+    is_gap = np.isnan(stretches)
+    lowest = begins + np.where(is_gap, np.inf, stretches).argmin(axis=1)
+    highest = begins + np.where(is_gap, -np.inf, stretches).argmax(axis=1)
+    kept = np.unique([lowest, highest])
+    return steps[kept], values[kept]

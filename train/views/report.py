@@ -1,0 +1,223 @@
+"""The report of a run: where its time went, as text or JSON, and one page of HTML without network, scripts or files.
+
+Jinja escapes all text that a user may have chosen (names, values, errors, metrics) but that of figures, which
+matplotlib escapes. A policy in the page forbids scripts.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import train
+from train import screen
+from train.checkpoint import manifest
+from train.checkpoint.manifest import Unreadable
+from train.errors import Refused, one_line
+from train.format import duration, size
+from train.run import best
+from train.run.durable import check_target, published
+from train.run.record import Record
+from train.run.run_folder import Run, now, seconds_of
+from train.views import listing, settings, time_spent
+from train.views.plot import LOSS, LR, MOST_MEASURES, SPEED, STEP, TITLES, WAIT, Curves, draw, measures
+
+SUFFIXES = (".html", ".htm")
+_INK, _LINE = "#010203", "#040506"
+"""Stand for colours of the page: its text, and a run's line."""
+_SIZE = (6.2, 2.6)
+"""Inches; the page scales it."""
+_BAR = 24
+"""Characters of the longest bar of the text."""
+
+
+def as_json(run: Run) -> str:
+    """Where the time went, for programs."""
+    record = run.shown()
+    account = time_spent.of_run(run, record)
+    facts = {"name": run.name, "state": record["state"], **account.as_json()}
+    return json.dumps(facts | {"verdict": time_spent.verdict(account, record)}, indent=1)
+
+
+def text(run: Run) -> str:
+    """Where the time went, as lines for a terminal."""
+    record = run.shown()
+    account = time_spent.of_run(run, record)
+    lines = [f"{screen.name(run.name)}: {listing.with_reason(record['state'], record.get('reason'))}"]
+    found = parts(account)
+    whole = f"  {duration(account.whole)} from its creation to its end, of which"
+    lines.append(whole if found else "  no time is known of")
+    width = max((len(part["name"]) for part in found), default=0)
+    largest = max((part["share"] for part in found), default=1.0)
+    for part in found:
+        bar = "#" * round(_BAR * part["share"] / largest)
+        spent = duration(part["seconds"])
+        lines.append(f"  {part['name']:<{width}}  {spent:>12}  {100 * part['share']:5.1f} %  {bar}".rstrip())
+    if account.redone:
+        lines.append(f"  made again: {account.redone} steps, {duration(account.again)}")
+    lines += [f"  {line}" for line in (*time_spent.verdict(account, record), *account.notes)]
+    lines.append(f"  what each part is, and figures: train report {run.name} --to {run.name}.html")
+    columns = screen.width(sys.stdout)
+    return "\n".join(screen.wrapped(screen.printable(line), columns, indent=4) for line in lines)
+
+
+def write(run: Run, target: Path) -> None:
+    """Write the page of a run.
+
+    Raises:
+        Refused: it cannot be written, or run.json cannot be read.
+    """
+    check_target(target, SUFFIXES)
+    page = html(run)
+    with published(target) as partial:
+        partial.write_text(page, encoding="utf-8")
+
+
+def html(run: Run) -> str:
+    """The page.
+
+    Raises:
+        Refused: run.json cannot be read.
+    """
+    from jinja2 import Environment
+
+    record = run.shown()
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
+    environment.filters |= {"duration": duration, "size": size, "moment": _moment, "end_of": listing.end_of}
+    account = time_spent.of_run(run, record)
+    content: dict[str, Any] = {
+        "run": run.name,
+        "record": record,
+        "account": account,
+        "parts": parts(account),
+        "verdict": time_spent.verdict(account, record),
+        "figures": drawn(run),
+        "settings": settings.listed(run),
+        "checkpoints": _checkpoints(run),
+        "facts": _facts(run, record),
+        "environment": _environment(record),
+        "made": now(),
+        "version": train.__version__,
+    }
+    return environment.from_string(template).render(content)
+
+
+def _printable(value: Any) -> Any:
+    """A value of the page without what would turn its direction or hide parts of it; markup stays as it is."""
+    if hasattr(value, "__html__"):
+        return value
+    text = str(value).encode(errors="backslashreplace").decode()  # words may be no UTF-8
+    return "\n".join(map(screen.printable, text.split("\n")))
+
+
+def parts(account: time_spent.TimeSpent) -> list[dict[str, Any]]:
+    """The parts that there are, in the order of PARTS: name, seconds, share of the whole, what is in it."""
+    return [
+        {"key": key, "name": name, "seconds": account.parts[key], "help": text,
+         "share": account.parts[key] / account.whole if account.whole else 0.0}
+        for key, (name, text) in time_spent.PARTS.items()
+        if account.parts[key] > 0
+    ]  # fmt: skip
+
+
+def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
+    """The table at the top; rows without a value are left out."""
+    steps = f"{record['step']} of {record['total_steps']}" if record.get("total_steps") else None
+    results = ", ".join(f"{name} {settings.shown(value)}" for name, value in dict(record.get("metrics") or {}).items())
+    return [
+        ("task", record.get("script") or record.get("task_source") or record.get("task")),
+        ("step", steps),
+        ("epoch", record.get("epoch") if steps else None),
+        ("result of the last evaluation", results),
+        ("samples", record.get("samples")),
+        ("ranks", record.get("world_size")),
+        ("created", _moment(record.get("created"))),
+        ("ended", _moment(record.get("ended"))),
+        ("weights", record.get("weights_sha256")),
+        ("waiting for data", record.get("data_wait")),
+        ("folder", run.folder),
+    ]
+
+
+def _environment(record: Record) -> list[tuple[str, Any]]:
+    hosts = dict.fromkeys(str(one["host"]) for one in (*record["attempts"], record) if one.get("host"))
+    return [
+        ("host" if len(hosts) == 1 else "hosts", ", ".join(hosts)),
+        ("device", record.get("device")),
+        ("git revision", record.get("git_revision")),
+        ("started in", record.get("cwd")),
+        *dict(record.get("versions") or {}).items(),
+    ]
+
+
+def _checkpoints(run: Run) -> list[dict[str, Any]]:
+    """The checkpoints that are there, oldest first."""
+    top, found = best.best(run), []
+    for step in sorted(run.steps_saved()):
+        folder = run.checkpoint(step)
+        problem, count = "", None
+        try:
+            content = manifest.read_manifest(folder)
+            count = sum(int(entry["size"]) for entry in content["files"].values())
+        except (ValueError, Unreadable, Refused, KeyError, TypeError) as error:
+            problem = one_line(error)
+        found.append(
+            {"step": step, "size": count, "problem": problem, "time": folder.stat().st_mtime,
+             "best": f"best {top.metric}: {top.value:.4f}" if top and top.step == step else ""}
+        )  # fmt: skip
+    return found
+
+
+def _moment(stamp: Any) -> str:
+    """A time as people read it, in UTC."""
+    seconds = stamp if isinstance(stamp, float) else seconds_of(stamp)
+    return str(stamp or "") if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def drawn(run: Run) -> dict[str, str]:
+    """The figures by title, as SVG elements; {} where there is nothing to draw."""
+    curves = Curves(run.name, _LINE).read(run)
+    if not curves.steps:
+        return {}
+    panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:MOST_MEASURES]), LR, SPEED, STEP, WAIT]
+    return {_title(panel): _svg(curves, panel) for panel in panels}
+
+
+def _title(panel: str) -> str:
+    return TITLES[panel].replace("\n", " ") if panel in TITLES else panel.removeprefix("eval ")
+
+
+def _svg(curves: Curves, panel: str) -> str:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    ink: dict[Any, Any] = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK
+    )
+    # text stays text: smaller, in the page's letters, and found by a search in it
+    own: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": panel, "text.parse_math": False, "grid.color": _INK}
+    with rc_context({**ink, **own, "font.family": "sans-serif", "axes.facecolor": "none", "legend.facecolor": "none"}):
+        figure = Figure(_SIZE, layout="constrained")
+        axis = figure.subplots()
+        draw(axis, [curves], panel)
+        axis.set_ylabel("")
+        axis.set_xlabel("step", fontsize=9)
+        target = io.StringIO()
+        figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(target.getvalue())
+
+
+def _inline(text: str) -> str:
+    """The element itself, without what only a file has, in the colours of the page."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)  # as wide as the page wants it; viewBox says its shape
+    rest = rest.replace(_INK, "currentColor").replace(_LINE, "var(--line)")
+    return f'{head} role="img">{rest}'.strip()

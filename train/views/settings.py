@@ -1,0 +1,99 @@
+"""The configuration of a run for people: what differs from defaults, or between runs. Runs no code of a task."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import train
+from train import config as configuration
+from train import screen
+from train.errors import shortened
+from train.run import durable
+from train.run.run_folder import Run
+
+_MOST = 4
+"""Fields, at most, that tell runs apart in a label."""
+_WORD = 24
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a run."""
+
+    name: str
+    value: str
+    default: str
+    """'' where there is none, or it is not known."""
+    is_changed: bool
+
+
+def listed(run: Run) -> list[Setting]:
+    """Every field of a run: those that its user or its task has changed first."""
+    values, found = run.read_config(), []
+    known, own = configuration.fields(), _task_defaults(run)
+    for name in [*(name for name in known if name in values), *(name for name in values if name not in known)]:
+        info = known.get(name)
+        value = values[name]
+        if info is None and name not in own:
+            found.append(Setting(name, shown(value), "", True))
+            continue
+        default = own[name] if info is None else info.default
+        usual = "chosen at launch" if default is None else shown(default)
+        found.append(Setting(name, shown(value), usual, value != default))
+    for name, info in known.items():
+        if values and name not in values and info.default is not None:  # TOML has no none
+            found.append(Setting(name, "none", shown(info.default), True))
+    return sorted(found, key=lambda setting: not setting.is_changed)
+
+
+def shown(value: Any) -> str:
+    """A value as a flag has it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _task_defaults(run: Run) -> dict[str, Any]:
+    """The defaults of the task's own Settings, as far as they are plain values, read from its text."""
+    task = str(run.read().get("task") or "")
+    built_in = Path(train.__file__).parent / "tasks" / f"{task}.py"
+    path = run.folder / "task.py" if task == "task.py" else built_in if task.isidentifier() else None
+    try:
+        tree = ast.parse(durable.read_bytes(path).decode()) if path else None
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return {}
+    found = {}
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.ClassDef) and node.name == "Settings":
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None:
+                    try:
+                        found[f"task.{line.target.id}"] = ast.literal_eval(line.value)
+                    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                        continue
+    return found
+
+
+def differing(runs: list[Run]) -> list[str]:
+    """For each run, as text, how its configuration differs from that of the others; '' where they are alike."""
+    flats = [_compared(run) for run in runs]
+    names = sorted({name for values in flats for name in values})
+    other = [name for name in names if len({shown(values.get(name)) for values in flats}) > 1]
+    # of fields that follow from another, the other says it all
+    other = [name for name in other if not (name == "micro_batch_size" and {"batch_size", "ranks"} & set(other))]
+    named, more = other[:_MOST], len(other) - _MOST
+    labels = []
+    for values in flats:
+        parts = [f"{name.removeprefix('task.')}={shortened(shown(values.get(name)), _WORD)}" for name in named]
+        labels.append(screen.printable("  ".join([*parts, *([f"and {more} more"] if more > 0 else [])])))
+    return labels
+
+
+def _compared(run: Run) -> dict[str, Any]:
+    record = run.read()
+    task = record.get("task_source") or record.get("task") or record.get("script")
+    values = run.read_config() | {"task": Path(str(task)).stem if task else None, "ranks": record.get("world_size")}
+    return {name: value for name, value in values.items() if not name.startswith(("log.", "watch."))}
