@@ -133,7 +133,6 @@ def listen(place: Place) -> socket.socket:
             f"--rendezvous {place}: node 0 cannot listen there: {error.strerror}; who does: ss -ltnp sport = "
             f":{place.port}; or choose another port"
         ) from None
-    one.setblocking(False)
     return one
 
 

@@ -145,6 +145,8 @@ class Nodes:
             self.remarks.append(self._refused_other)
         if self.round is None and self._rendezvous.round is not None:
             self.round, self._began = self._rendezvous.round, time.monotonic()
+        if self.round is None and not self.settings.node and self._rendezvous.own.get("missing") != self._missing():
+            self._rendezvous.publish(missing=self._missing())
 
     @property
     def refused(self) -> str:
@@ -157,8 +159,6 @@ class Nodes:
         if self.settings.node and not self._zero:
             return f"waiting for node 0 of {most} at {where} ({self._rendezvous.problem or 'connected'})"
         missing = self._missing() if not self.settings.node else self._zero.get("missing", [])
-        if not self.settings.node:
-            self._rendezvous.publish(missing=missing)
         numbers = (
             f"waiting for node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {most} at {where}"
         )
@@ -300,7 +300,7 @@ class Nodes:
             report = None if at_once is not None else report_of(facts, self._why_it_leaves(facts))
             self._rendezvous.publish(report=report, round=self.round.id if report is not None else "")
             return self._carried_out(facts, at_once, look)
-        while at_once is None and self._unreported():
+        while at_once is None and not self._all_have_reported():
             at_once = look()
             time.sleep(0.02)
         if at_once is not None:
@@ -315,13 +315,10 @@ class Nodes:
         self._publish(public)
         return decision
 
-    def _unreported(self) -> list[str]:
-        """Nodes of the attempt that have not reported how their ranks ended, though they are there."""
+    def _all_have_reported(self) -> bool:
+        """Whether each node of the attempt has reported how its ranks ended, or is gone."""
         assert self.round is not None
-        return [
-            name_of(node) for node in self.round.nodes[1:]
-            if not self._is_gone(node) and self._report_of(node["node"]) is None
-        ]  # fmt: skip
+        return all(self._report_of(node["node"]) is not None or self._is_gone(node) for node in self.round.nodes[1:])
 
     def _report_of(self, node: int) -> Public | None:
         assert self.round is not None

@@ -103,7 +103,9 @@ class Rendezvous:
         self._seen: dict[int, tuple[tuple[str, float], float]] = {}
         """By node, its last sign of life, and when that was read first."""
         self._lock = threading.Lock()
-        self._heard, self._published, self._beat, self._text = time.monotonic(), 0, 0.0, ""
+        self._heard, self._published, self._beat = time.monotonic(), 0, 0.0
+        self._sent: Public = {}
+        """What was published last."""
         self._reached = math.inf
         """When somebody answered where node 0 is to be."""
         self._store: Any = None
@@ -113,8 +115,10 @@ class Rendezvous:
     @property
     def is_lost(self) -> bool:
         """Whether node 0 was reached, and does not answer any more; on node 0: whether its store has failed."""
-        since = math.inf if not self.node else self._heard if self._handler is not None else self._reached + _MEETING
-        return self._has_failed or time.monotonic() - since > LOST
+        if self._has_failed or not self.node:
+            return self._has_failed
+        since = self._heard if self._handler is not None else self._reached + _MEETING
+        return time.monotonic() - since > LOST
 
     def lives(self, node: int, id: str) -> bool:
         """Whether a node gives signs of life, as the process with this id. The others see those of node 0 alone."""
@@ -186,7 +190,6 @@ class Rendezvous:
         """Serve the store, or connect with it."""
         dist, wait = _distributed(), datetime.timedelta(seconds=LOST / 2)
         if self._listening is not None:
-            self._listening.setblocking(True)
             port, fd = self._listening.getsockname()[1], self._listening.detach()
             self._store = dist.TCPStore(
                 self.address, port, is_master=True, timeout=wait, wait_for_workers=False, use_libuv=False,
@@ -217,9 +220,8 @@ class Rendezvous:
     def _is_let_in(self) -> bool:
         """Whether this node can be one of the run; it has published nothing yet."""
         zero = before = self._wait_for(self._store, "node/0")
-        while (
-            zero["beat"] == before["beat"] and not self._is_closed
-        ):  # one that stands still says nothing of its clock; see is_lost
+        # one that stands still says nothing of its clock; see is_lost
+        while zero["beat"] == before["beat"] and not self._is_closed:
             time.sleep(0.05)
             zero = self._wait_for(self._store, "node/0")
         apart = time.time() - zero["beat"]
@@ -231,7 +233,7 @@ class Rendezvous:
         if self.refused:
             self._store.set("refused", self.refused)
         else:
-            self._publish(json.dumps(self.own))  # before anything that takes time: others may want the same rank
+            self._publish(self.own)  # before anything that takes time: others may want the same rank
         self.others = {0: zero}
         return not self.refused
 
@@ -290,10 +292,10 @@ class Rendezvous:
         """Publish what is new here, and read what others have published."""
         now = time.monotonic()
         if now - self._beat > _BEAT and now - self.looked < HUNG:
-            self._beat, self._text = now, ""
-        text = json.dumps(self.own)
-        if text != self._text:
-            self._publish(text)
+            self._beat, self._sent = now, {}
+        own = self.own
+        if own != self._sent:
+            self._publish(own)
         self._published += 1
         for node in (0,) if self.node else range(1, self._most):
             found = self._read(f"node/{node}")
@@ -307,18 +309,20 @@ class Rendezvous:
             self.waiting = self._handler.num_nodes_waiting() if self.round is not None else 0
         self._heard = time.monotonic()
 
-    def _publish(self, text: str) -> None:
-        self._store.set(f"node/{self.node}", json.dumps({**json.loads(text), "id": self.id, "beat": time.time()}))
-        self._text = text
+    def _publish(self, own: Public) -> None:
+        self._store.set(f"node/{self.node}", json.dumps({**own, "id": self.id, "beat": time.time()}))
+        self._sent = own
 
     def _join(self, from_step: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while self._handler is None and not (self._is_closed or self._has_failed):
             time.sleep(0.05)
+        from torch.distributed import DistStoreError
+
         while self.round is None and not (self._is_closed or self._has_failed):
             try:
                 self.round = self._meet(from_step)
-            except (TimeoutError, _distributed().DistStoreError):  # a node went while they met
+            except (TimeoutError, DistStoreError):  # a node went while they met
                 continue
             except Exception:
                 self._has_failed = not self._is_closed

@@ -119,7 +119,7 @@ def set_up(
     model = strategy.place(_model(run, task, config, precision, world))
     optimizer = make_optimizer(task, model, config)
     faults.here("start")
-    mark = world.share(uuid.uuid4().hex)
+    mark, number = world.share((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
     snapshots = _snapshots(task, config, rank_env, world, memory, mark)
     home = home_of(run, config, world)
     start = load_newest(run, home, world, snapshots, model, optimizer, precision)
@@ -135,7 +135,7 @@ def set_up(
         loggers.say(f"saved {run.checkpoint(step).name}")
         run.note(saved_step=step)
 
-    saver = Saver(home, world, config, world.share(attempt), saved)
+    saver = Saver(home, world, config, number, saved)
     held.callback(saver.close)
     snapshots.attach(strategy, optimizer, precision, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
@@ -202,9 +202,8 @@ def _snapshots(
 
 def _buffers(memory: Memory | None, config: Config, rank_env: RankEnv, part: int) -> Buffers | None:
     """The memory for copies of the state, if there are to be any."""
-    is_mine = (
-        rank_env.nodes > 1 or rank_env.local_size == rank_env.size
-    )  # not over machines that no agents of ours join
+    # not over machines that no agents of ours join
+    is_mine = rank_env.nodes > 1 or rank_env.local_size == rank_env.size
     if rank_env.nodes > 1 and rank_env.rank and config.parallel.strategy not in configuration.SPREAD:
         is_mine = False
     if memory is None or not config.checkpoint.snapshots or not is_mine:
