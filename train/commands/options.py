@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train import screen
-from train.commands.completion import checkpoint_steps, file_names, run_names, task_names, words
+from train.commands.offers import checkpoint_steps, file_names, run_names, task_names, words
 from train.commands.parser import Parser, number
 from train.errors import Refused, whole
 from train.supervise import WAIT_MINUTES

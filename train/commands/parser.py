@@ -12,7 +12,7 @@ from argparse import SUPPRESS, Action, Namespace
 from typing import Any, NoReturn
 
 from train.commands import COMMANDS
-from train.commands.completion import Offer, folder_names, words
+from train.commands.offers import Offer, folder_names, words
 from train.errors import Refused, is_whole, nearest, one_line, whole
 
 

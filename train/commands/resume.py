@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands.completion import file_names
+from train.commands.offers import file_names
 from train.commands.options import add_name, add_nodes, add_ranks, follow, nodes_of, warn
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from train import screen
 from train.cluster.engine import ENGINES, Submission, engine, seconds_of
-from train.commands.completion import words
+from train.commands.offers import words
 from train.commands.options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused

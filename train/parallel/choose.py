@@ -31,13 +31,6 @@ def shards(config: Config, size: int) -> bool:
     return resolve(config, size) in SPREAD
 
 
-def ranks_of_copy(config: Config, size: int) -> int:
-    """How many of so many ranks, one after the other, hold one copy of the model among them."""
-    if not shards(config, size):
-        return 1
-    return config.parallel.shard_size or size
-
-
 def check(config: Config, size: int, device: torch.device) -> None:
     """Whether so many ranks on such a device can train as `parallel` says.
 

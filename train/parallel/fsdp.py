@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train.errors import Refused, TrainingFailed
-from train.parallel import choose
 from train.parallel.strategy import BaseStrategy
 from train.parallel.torch_private import set_group_timeout
 from train.parallel.wrap_units import units
@@ -56,7 +55,7 @@ class FSDP(BaseStrategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         size = self.world.size
-        self._share = choose.ranks_of_copy(self.config, size)
+        self._share = self.config.parallel.shard_size or size  # ranks that hold one copy of the model among them
         # two dimensions: groups that hold the same part, and groups that hold one copy of the model among them
         shape = (size // self._share, self._share)
         mesh = init_device_mesh(self.world.device.type, shape, mesh_dim_names=("replicate", "shard"))
