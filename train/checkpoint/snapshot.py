@@ -197,10 +197,8 @@ class Snapshots:
         began = time.perf_counter()
         self.wait()  # for the copy before: no part may fall two copies behind
         state = self._serialize(step)
-        if state.size > min(
-            len(memory.map) for memory in self._memory
-        ):  # it has grown, perhaps by layers that no step before has used
-            self._release()
+        if state.size > min(len(memory.map) for memory in self._memory):
+            self._release()  # it has grown, perhaps by layers that no step before has used
             self._prepare(state)
             return
         assert self.buffers is not None

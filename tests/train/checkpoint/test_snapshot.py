@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +42,7 @@ class Net(nn.Module):
         return (self.two(torch.tanh(self.one(hidden))) * self.scale).sum() * self.low.double().mean()
 
 
-class RankEnv:
+class OneRank:
     """One rank's place: its model, and what copies its state after every step."""
 
     def __init__(self, address: str, room: int = 1 << 40, fingerprint: str = "same", is_sharded: bool = False) -> None:
@@ -87,8 +89,9 @@ class RankEnv:
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every step, however long a copy takes."""
+    """After every step, however long a copy, or a step, takes."""
     monkeypatch.setattr(snapshot, "SHARE", float("inf"))
+    monkeypatch.setattr(snapshot, "time", SimpleNamespace(monotonic=lambda: 0.0, perf_counter=time.perf_counter))
 
 
 @pytest.fixture
@@ -99,9 +102,9 @@ def memory() -> Iterator[SnapshotMemory]:
 
 
 def test_another_goes_on_from_it_bit_for_bit(memory: SnapshotMemory) -> None:
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     one.step(4)
-    other = RankEnv(memory.address)
+    other = OneRank(memory.address)
     assert other.take_up() and other.done == memory.step == 4
     before = one.bits()
     assert other.bits() == before
@@ -114,7 +117,7 @@ def test_another_goes_on_from_it_bit_for_bit(memory: SnapshotMemory) -> None:
 
 
 def test_a_copy_that_is_damaged_or_of_other_ranks_is_not_used(memory: SnapshotMemory) -> None:
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     one.step(4)
     assert one.buffers.steps.keys() == {3, 4}
     slot = one.buffers.steps[4]
@@ -123,13 +126,13 @@ def test_a_copy_that_is_damaged_or_of_other_ranks_is_not_used(memory: SnapshotMe
     one.buffers.map()[slot][begin_of_tensors(len(read[0]))] ^= 1
     assert not one.take_up()
     assert one.buffers.steps.keys() == {3}  # the damaged one is forgotten, and the one before serves
-    assert RankEnv(memory.address).take_up()
-    assert not RankEnv(memory.address, fingerprint="of rank 1 of 3").take_up()
+    assert OneRank(memory.address).take_up()
+    assert not OneRank(memory.address, fingerprint="of rank 1 of 3").take_up()
     assert not one.buffers.steps
 
 
 def test_where_memory_is_short_there_are_no_copies_and_a_line_says_so(memory: SnapshotMemory) -> None:
-    one = RankEnv(memory.address, room=300_000)
+    one = OneRank(memory.address, room=300_000)
     one.step(3)
     assert one.said == [
         "no snapshots in memory: 2 x 76.5 KiB are more than half of the 293 KiB that are left; "
@@ -139,22 +142,22 @@ def test_where_memory_is_short_there_are_no_copies_and_a_line_says_so(memory: Sn
 
 
 def test_what_it_takes_is_said_and_taken_once(memory: SnapshotMemory) -> None:
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     one.step(3)
     assert one.said == ["snapshots in memory: 2 x 76.5 KiB"]
-    again = RankEnv(memory.address, room=0)  # the next attempt: the memory is there
+    again = OneRank(memory.address, room=0)  # the next attempt: the memory is there
     again.step(5)
     assert not again.said and memory.step == 5
 
 
 def test_more_memory_is_taken_for_a_state_that_grows(memory: SnapshotMemory) -> None:
-    one = RankEnv(memory.address, is_sharded=True)
+    one = OneRank(memory.address, is_sharded=True)
     one.step(3)
     one.optimizer.state[one.model.one.bias]["late"] = torch.ones(250_000)
     one.step(2)
     assert one.said == [f"snapshots in memory: 2 x {size} for each rank" for size in ("76.5 KiB", "1 MiB")]
     assert memory.step == 5
-    again = RankEnv(memory.address)
+    again = OneRank(memory.address)
     assert again.take_up() and again.bits() == one.bits()
 
 
@@ -170,7 +173,7 @@ def test_copies_take_a_hundredth_of_the_time(memory: SnapshotMemory, monkeypatch
 
     for name in ("monotonic", "perf_counter"):
         monkeypatch.setattr(snapshot.time, name, lambda: now)
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     one.step()
     monkeypatch.setattr(serialize, "serialize", slow)
     for _ in range(24):
@@ -188,7 +191,7 @@ def test_copies_take_a_hundredth_of_the_time(memory: SnapshotMemory, monkeypatch
 
 def test_a_copy_counts_once_its_loss_is_known(memory: SnapshotMemory) -> None:
     """As on a GPU, where losses are read a step later."""
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     one.step(2)
     one.lag = 1
     one.step()
@@ -197,12 +200,12 @@ def test_a_copy_counts_once_its_loss_is_known(memory: SnapshotMemory) -> None:
     one.step()
     one.settle()
     assert memory.step == 3
-    other = RankEnv(memory.address)
+    other = OneRank(memory.address)
     assert other.take_up() and other.bits() == bits
 
 
 def test_a_rank_whose_lines_the_disk_refuses_refuses_copies(memory: SnapshotMemory) -> None:
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     one.step(2)
     one.is_written = False
     assert one.snapshots.copy_request() == -1
@@ -215,7 +218,7 @@ def test_a_rank_whose_lines_the_disk_refuses_refuses_copies(memory: SnapshotMemo
 
 
 def test_what_cannot_be_copied_ends_copies_and_nothing_else(memory: SnapshotMemory) -> None:
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     one.step(2)
     one.optimizer.state[one.model.scale]["lock"] = threading.Lock()
     one.step(4)
@@ -224,7 +227,7 @@ def test_what_cannot_be_copied_ends_copies_and_nothing_else(memory: SnapshotMemo
 
 
 def test_a_rank_that_is_not_ready_is_asked_again_in_the_next_step(memory: SnapshotMemory) -> None:
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     one.step(2)
     assert one.snapshots.copy_request() == 1
     one.snapshots.after_step(3, [0.0], 3)  # another rank has refused
@@ -232,7 +235,7 @@ def test_a_rank_that_is_not_ready_is_asked_again_in_the_next_step(memory: Snapsh
 
 
 def test_the_scale_of_losses_is_kept_without_a_look_at_it(memory: SnapshotMemory) -> None:
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     scaler = one.precision.scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=7)
     assert one.precision.scaling() == scaler.state_dict()  # before its first loss
     scaler.scale(torch.tensor(1.0))
@@ -245,7 +248,7 @@ def test_the_scale_of_losses_is_kept_without_a_look_at_it(memory: SnapshotMemory
     one.snapshots.after_step(1, [], 1)
     one.snapshots.copy_request()
     one.snapshots.after_step(2, [1.0], 2)
-    other = RankEnv(memory.address)
+    other = OneRank(memory.address)
     other.precision.scaler = torch.amp.GradScaler("cpu")
     assert other.take_up()
     assert other.precision.scaler.state_dict() == scaler.state_dict()
@@ -270,7 +273,7 @@ def test_each_thread_that_locks_memory_or_lets_it_go_uses_the_gpu_of_its_rank(
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "gpu", device.index))
-    one = RankEnv(memory.address)
+    one = OneRank(memory.address)
     one.world.device = torch.device("cuda", 1)
     one.snapshots.after_step(1, [], 1)  # a thread takes the memory, and locks it
     one.settle()
