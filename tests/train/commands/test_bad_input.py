@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.train import forks
 from tests.train.conftest import Station
 from tests.train.tiers import later
 from train import cli
@@ -42,8 +43,11 @@ Answer = tuple[int, str, str]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in which commands run, without the tests' own settings."""
+    """An empty folder in which commands run, without the tests' own settings; a check is forked by a lent zygote."""
     monkeypatch.chdir(tmp_path)
+    environment = Station(tmp_path).environment()
+    for name, value in (environment | forks.held_warm(environment)).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("TRAIN_RUNS", raising=False)
     for key in list(os.environ):
         if key.startswith("TORCHELASTIC") or key in ("RANK", "WORLD_SIZE"):
