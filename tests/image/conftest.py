@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "image-tests"  # what a person may want to look at afterwards: screenshots
@@ -39,16 +40,6 @@ def run(
     if check and done.returncode:
         pytest.fail(f"{shlex.join(command)} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
     return done
-
-
-def until(what: str, true: Callable[[], object], seconds: float = HANG) -> object:
-    """Waits for something to become true; fails naming it. The limit is for a hang, not a measurement."""
-    end = time.monotonic() + seconds
-    while not (value := true()):
-        if time.monotonic() > end:
-            pytest.fail(f"waited {seconds} s in vain: {what}")
-        time.sleep(0.2)
-    return value
 
 
 def base_image() -> str:
@@ -78,7 +69,7 @@ class Terminal:
         return self.seen
 
     def wait_for(self, text: str, seconds: float = HANG) -> None:
-        until(f"{text!r} shows in the terminal, after {self.seen[-500:]!r}", lambda: text in self.read(), seconds)
+        eventually(f"{text!r} shows in the terminal, after {self.seen[-500:]!r}", lambda: text in self.read(), seconds)
 
     def type(self, line: str) -> None:
         os.write(self.master, f"{line}\n".encode())
@@ -169,7 +160,7 @@ class Station:
         return self.root("/usr/local/bin/station-health", check=False).stdout.strip()
 
     def wait_healthy(self) -> None:
-        until("the station is healthy", lambda: self.health() == "healthy")
+        eventually("the station is healthy", lambda: self.health() == "healthy")
 
     def service_pid(self, name: str) -> int:
         return int(self.root("supervisorctl", "-c", "/etc/trainstation/supervisord.conf", "pid", name).stdout)
@@ -248,7 +239,7 @@ def endless_run(station: Station) -> Iterator[str]:
     """A training run, launched over ssh, that goes on until it is stopped."""
     name = f"endless-{time.monotonic_ns()}"
     station.ssh(f"train launch digits --name {name} --nproc 1 --epochs 100000 --log.every_steps 50")
-    until("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0)
+    eventually("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0)
     yield name
     station.dev("train", "stop", name, "--now", check=False)
 
@@ -256,7 +247,7 @@ def endless_run(station: Station) -> Iterator[str]:
 def steps_on(station: Station, name: str) -> None:
     """Passes when the run is alive and takes further steps."""
     before = metrics_lines(station, name)
-    until(f"{name} takes further steps", lambda: metrics_lines(station, name) > before)
+    eventually(f"{name} takes further steps", lambda: metrics_lines(station, name) > before)
 
 
 def metrics_lines(station: Station, name: str) -> int:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run, until
+from conftest import run
 
 from tests.train.slurm.conf import slurm_conf
+from tests.waiting import eventually
 
 NODES = ("node0", "node1", "node2")
 PARTS = {**dict.fromkeys(NODES, "slurmd"), "controller": "slurmctld", "login": "login"}
@@ -114,7 +115,7 @@ class Cluster:
     def wait(self, what: str, true: Callable[[], object], seconds: float = 300) -> None:
         """Wait until something is true; else fail, with all that is known here."""
         try:
-            until(what, true, seconds)
+            eventually(what, true, seconds)
         except pytest.fail.Exception as failure:
             pytest.fail(f"{failure}\n{self.logs()}")
 

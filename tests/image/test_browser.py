@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Station, until
+from conftest import Station
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_a_terminal_begins_in_the_checkout_where_paths_of_the_documentation_are(
     expect(page.locator(".lm-TabBar-tabLabel", has_text="dev@").first).to_be_visible()  # the prompt is there
     page.keyboard.type("pwd >runs/where\n")
     where = station.folder / "runs" / "where"
-    until("the terminal has written", lambda: where.exists() and where.read_text())
+    eventually("the terminal has written", lambda: where.exists() and where.read_text())
     assert where.read_text() == "/workspace\n"
 
 

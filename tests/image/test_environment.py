@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Station, Terminal, run, until
+from conftest import Station, Terminal, run
 from jupyter import Client
+
+from tests.waiting import eventually
 
 SAME = ("PATH", "CUDA", "NVIDIA_", "TRAIN", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 SAME += ("NO_PROXY", "LANG", "TZ", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "STATION_GPUS")
@@ -52,7 +54,7 @@ def dumped(station: Station, start: Callable[[str], object]) -> dict[str, str]:
     name = uuid.uuid4().hex
     start(DUMP.format(f"/workspace/runs/.{name}", f"/workspace/runs/{name}"))
     path: Path = station.folder / "runs" / name
-    until("the environment was written", path.exists)
+    eventually("the environment was written", path.exists)
     variables = chosen(json.loads(path.read_text()))
     path.unlink()
     return variables
@@ -86,7 +88,7 @@ def test_sftp_server(proxied: Station, expected: dict[str, str]) -> None:
             return next((line.split()[0] for line in listed if "sftp-server" in line), "")
 
         # It shows its memory to nobody in the container; root of this machine sees it all the same.
-        pid = until("sftp-server runs", server)
+        pid = eventually("sftp-server runs", server)
         pairs = Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
     finally:
         client.kill()

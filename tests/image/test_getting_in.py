@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from conftest import Station, Terminal, until
+from conftest import Station, Terminal
+
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def crowd(station: Station) -> Iterator[list[socket.socket]]:
         yield [
             held.enter_context(socket.create_connection(("127.0.0.1", station.ssh_port), timeout=20)) for _ in range(60)
         ]
-    until("sshd has let them go", lambda: "sshd: [accepted]" not in station.root("ps", "-eo", "args").stdout)
+    eventually("sshd has let them go", lambda: "sshd: [accepted]" not in station.root("ps", "-eo", "args").stdout)
 
 
 def test_sixty_silent_connections_lock_nobody_out_and_health_stays(

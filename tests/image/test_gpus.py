@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import Station, base_image, run, until
+from conftest import Station, base_image, run
+
+from tests.waiting import eventually
 
 HOOK = """#!/bin/sh
 # The state on stdin names the bundle, whose configuration holds the container's environment.
@@ -79,7 +81,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, base: str) -> Iterator[Engi
         )
     try:
         up = lambda: run("docker", "--host", host, "info", check=False).returncode == 0  # noqa: E731
-        until(f"the second engine answers; {(folder / 'log').read_text()[-500:]}", up)
+        eventually(f"the second engine answers; {(folder / 'log').read_text()[-500:]}", up)
         saved = folder / "base.tar"
         run("docker", "save", "-o", str(saved), base)
         run("docker", "--host", host, "load", "-i", str(saved))

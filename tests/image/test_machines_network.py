@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from conftest import Station, run, until
+from conftest import Station, run
+
+from tests.waiting import eventually
 
 
 @dataclass
@@ -61,7 +63,7 @@ def _train(both: list[Station], shared: Shared) -> None:
     for number, one in enumerate(both):
         one.dev("train", "launch", "digits", *nodes, "--node-rank", str(number), *fields)
     for one in both:
-        until("the run is over", lambda one=one: one.show("both")["state"] == "finished")
+        eventually("the run is over", lambda one=one: one.show("both")["state"] == "finished")
     records = [one.show("both") for one in both]
     both[0].dev("train", "run", "digits", "--name", "alone", "--spawn", "2", *fields)
     digests = {record["weights_sha256"] for record in [*records, both[0].show("alone")]}

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import requests
-from conftest import Station, base_image, run, until
+from conftest import Station, base_image, run
 
 from tests.ports import free_port
+from tests.waiting import eventually
 
 DOCKERFILE = """
 ARG BASE
@@ -69,12 +70,12 @@ def query(station: Station, expression: str) -> list[dict[str, object]]:
 
 
 def test_prometheus_scrapes_a_run_in_the_station(watched: Station) -> None:
-    until("the exporter is scraped", lambda: query(watched, 'up{job="trainstation"} == 1'))
+    eventually("the exporter is scraped", lambda: query(watched, 'up{job="trainstation"} == 1'))
     watched.ssh("train launch digits --name seen --nproc 1 --epochs 100000 --log.every_steps 10")
     try:
-        until("the run is seen", lambda: query(watched, 'train_run_step{run="seen"} > 0'))
+        eventually("the run is seen", lambda: query(watched, 'train_run_step{run="seen"} > 0'))
         assert query(watched, 'train_run_state{run="seen",state="running"} == 1')
-        until("so is its memory", lambda: query(watched, 'train_rank_resident_memory_bytes{run="seen"} > 1e6'))
+        eventually("so is its memory", lambda: query(watched, 'train_rank_resident_memory_bytes{run="seen"} > 1e6'))
         rules = requests.get(f"http://127.0.0.1:{watched.settings['PROMETHEUS_PORT']}/api/v1/rules", timeout=20).json()
         assert {rule["health"] for group in rules["data"]["groups"] for rule in group["rules"]} <= {"ok", "unknown"}
     finally:
@@ -86,8 +87,8 @@ def test_the_exporter_comes_back_alone_and_runs_as_dev(watched: Station) -> None
     owner = watched.root("ps", "-o", "user=", "-p", str(pid)).stdout.strip()
     assert owner == "dev"
     watched.root("kill", "-KILL", str(pid))
-    until("it is back", lambda: watched.service_pid("exporter") not in (0, pid))
-    until(
+    eventually("it is back", lambda: watched.service_pid("exporter") not in (0, pid))
+    eventually(
         "it answers", lambda: watched.dev("curl", "-sf", "http://127.0.0.1:9477/metrics", check=False).returncode == 0
     )
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import OWNER, ROOT, Station, Terminal, run, until
+from conftest import OWNER, ROOT, Station, Terminal, run
 from traced import Opened, opened_by_root, strace_folder
+
+from tests.waiting import eventually
 
 # Run by root it leaves a mark and a shell that makes anybody root; run by dev it does nothing.
 PYTHON = """
@@ -167,7 +169,7 @@ def trace(make_station: Callable[..., Station]) -> list[Opened]:
     station.make("down")
     files = [word for f in ("docker-compose.yml", "docker-compose.cpu.yml", "../traced.yml") for word in ("-f", f)]
     run("docker", "compose", *files, "up", "-d", "--no-build", cwd=station.folder, env=station.env)
-    until("the watched station is healthy", station.healthy)
+    eventually("the watched station is healthy", station.healthy)
     station.root(*strace, "-o", "/strace/out/health", "/usr/local/bin/station-health")
     run("docker", "compose", *files, "down", "--volumes", "-t", "5", cwd=station.folder, env=station.env)
     seen = opened_by_root(room / "out", "start") + opened_by_root(room / "out", "health")

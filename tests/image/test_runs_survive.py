@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import Station, metrics_lines, until
+from conftest import Station, metrics_lines
+
+from tests.waiting import eventually
 
 # Long enough to be hit in the middle, also on a fast machine; a checkpoint so often that some are hit while written.
 FLAGS = "digits --epochs 30 --checkpoint.every_steps 5 --log.every_steps 1"
@@ -36,14 +38,14 @@ def checkpoints(station: Station, name: str) -> Path:
 def launch(station: Station, name: str) -> None:
     """Launches a run over ssh, and waits until it is well under way."""
     station.ssh(f"train launch {FLAGS} --name {name} --nproc 2")
-    until(f"{name} makes steps", lambda: metrics_lines(station, name) > 30)
+    eventually(f"{name} makes steps", lambda: metrics_lines(station, name) > 30)
 
 
 def ends_as_if_nothing_had_happened(station: Station, name: str, undisturbed: dict[str, object]) -> None:
     ended = ("finished", "failed", "stopped")
-    until(f"{name} goes on by itself and ends", lambda: station.show(name).get("state") in ended)
+    eventually(f"{name} goes on by itself and ends", lambda: station.show(name).get("state") in ended)
     # rank 0 says how the run ends, and its agent, a moment later, how the attempt did
-    until("the last attempt is over", lambda: record(station, name)["attempts"][-1]["end"] is not None)
+    eventually("the last attempt is over", lambda: record(station, name)["attempts"][-1]["end"] is not None)
     run = record(station, name)
     assert run["state"] == "finished", run["reason"]
     assert run["weights_sha256"] == undisturbed["weights_sha256"]
@@ -77,7 +79,7 @@ def test_a_stopped_container_saves_its_runs_and_they_go_on(station: Station, und
     assert 30 < run["step"] < undisturbed["step"]
     assert saved(station, "stopped") == run["step"]  # no step is lost
     station.make("up")
-    until("the keeper brings it back", lambda: len(record(station, "stopped")["attempts"]) == 2)
+    eventually("the keeper brings it back", lambda: len(record(station, "stopped")["attempts"]) == 2)
     ends_as_if_nothing_had_happened(station, "stopped", undisturbed)
     first, second = record(station, "stopped")["attempts"]
     assert second["from_step"] == first["to_step"] == run["step"]
@@ -90,7 +92,7 @@ def test_a_stopped_container_saves_its_runs_and_they_go_on(station: Station, und
 def test_a_run_outlives_an_engine_that_crashes(station: Station, undisturbed: dict[str, object]) -> None:
     launch(station, "engine")
     crash_engine()
-    until("the run goes on by itself", lambda: len(record(station, "engine")["attempts"]) == 2)
+    eventually("the run goes on by itself", lambda: len(record(station, "engine")["attempts"]) == 2)
     ends_as_if_nothing_had_happened(station, "engine", undisturbed)
     # back again, the engine stops what has outlived it, and the keeper saves
     first, second = (attempt["end"] for attempt in record(station, "engine")["attempts"])
@@ -104,5 +106,5 @@ def crash_engine() -> None:
         subprocess.run(["systemctl", "kill", "--signal", "KILL", "docker"], check=True)
     else:
         subprocess.run(["kill", "-KILL", *old], check=True)
-    until("the engine is gone", lambda: not any(Path("/proc", pid).exists() for pid in old))
+    eventually("the engine is gone", lambda: not any(Path("/proc", pid).exists() for pid in old))
     subprocess.run([Path(__file__).parents[2] / "scripts" / "engine.sh"], check=True, timeout=120)

@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import run, until
+from conftest import run
+
+from tests.waiting import eventually
 
 SECRETS = "/etc/trainstation/private/secrets"
 HIDDEN = ("--tmpfs", "/workspace/.secrets:mode=500")
@@ -90,7 +92,7 @@ def test_token_and_keys_are_made_where_there_are_none(workspace: Path, mounted: 
     try:
         start(workspace, "-d", "--name", name, mounted=mounted)
         files = [secrets / f for f in ("authorized_keys", "id_ed25519", "id_ed25519.pub", "jupyter_token")]
-        until("they are made", lambda: all(path.exists() for path in files))
+        eventually("they are made", lambda: all(path.exists() for path in files))
         assert {path.stat().st_uid for path in [secrets, *files]} == {4321}
         assert {path.stat().st_mode & 0o077 for path in [secrets, *files]} == {0}
         assert files[0].read_text() == files[2].read_text()
@@ -113,11 +115,11 @@ def test_two_stations_that_start_at_once_share_key_and_token(workspace: Path) ->
         run("docker", "run", "-d", "--init", "--name", names[0], *shared, *held)
         for name in names[1:]:
             run("docker", "run", "-d", "--name", name, *shared, "trainstation:runtime")
-            until("it waits", lambda name=name: "flock" in run("docker", "top", name).stdout)
+            eventually("it waits", lambda name=name: "flock" in run("docker", "top", name).stdout)
         assert not any(fingerprints(name) for name in names[1:])
         run("docker", "rm", "-f", names[0])
         for name in names[1:]:
-            until("it has started", lambda name=name: fingerprints(name).count("\n") == 3)
+            eventually("it has started", lambda name=name: fingerprints(name).count("\n") == 3)
         assert len({fingerprints(name) for name in names[1:]}) == 1
     finally:
         run("docker", "rm", "-f", *names, check=False)

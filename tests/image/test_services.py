@@ -5,13 +5,15 @@ import re
 import time
 
 import requests
-from conftest import Station, steps_on, until
+from conftest import Station, steps_on
+
+from tests.waiting import eventually
 
 
 def test_make_up_on_a_fresh_clone_ends_healthy_and_prints_how_to_get_in(station: Station) -> None:
     printed = station.first_up.stdout
     assert station.health() == "healthy"
-    until("the engine has seen it", station.healthy)
+    eventually("the engine has seen it", station.healthy)
     assert "HTTP 000" not in station.log
     name = station.project.replace("_", "-")
     assert f"http://{name}.localhost:{station.jupyter_port}/lab?token={station.token}" in printed
@@ -41,9 +43,9 @@ def test_killed_services_come_back_alone_and_training_goes_on(station: Station, 
     for service, other in (("jupyter", "sshd"), ("sshd", "jupyter"), ("keeper", "sshd")):
         pid, other_pid = station.service_pid(service), station.service_pid(other)
         station.root("kill", "-KILL", str(pid))
-        until(f"{service} is back", lambda service=service, pid=pid: station.service_pid(service) not in (0, pid))
+        eventually(f"{service} is back", lambda service=service, pid=pid: station.service_pid(service) not in (0, pid))
         assert station.service_pid(other) == other_pid
-        until("the service answers", lambda service=service: _answers(station, service))
+        eventually("the service answers", lambda service=service: _answers(station, service))
     steps_on(station, endless_run)
 
 
@@ -91,15 +93,15 @@ def test_keeper_and_exporter_run_again_by_themselves_once_train_is_mended(statio
             path.write_text(f"{text}\ndef (\n")
         for service in ("keeper", "exporter"):
             station.root("kill", "-KILL", str(station.service_pid(service)))
-        until("both have failed", lambda: station.log.count(" does not run: SyntaxError: ") == 2)
+        eventually("both have failed", lambda: station.log.count(" does not run: SyntaxError: ") == 2)
         assert re.fullmatch(r"the keeper does not run: SyntaxError: .*\(keeper.py, line \d+\)", station.health())
         time.sleep(6)  # they have tried again
         assert station.log.count("tried again every few seconds") == 2
     finally:
         for path, text in zip(broken, whole, strict=True):
             path.write_text(text)
-            until("the mended one runs", lambda: "keeper" not in station.health(), 20)
-    until("the other one runs", lambda: station.health() == "healthy", 20)
+            eventually("the mended one runs", lambda: "keeper" not in station.health(), 20)
+    eventually("the other one runs", lambda: station.health() == "healthy", 20)
 
 
 def test_what_dev_writes_below_run_takes_no_room_from_root(station: Station) -> None:
@@ -162,7 +164,7 @@ def test_packages_a_person_adds_survive_a_new_container(station: Station) -> Non
     (station.folder / "requirements-extra.txt").write_text("einops==0.8.1\n")
     try:
         station.root(*CONTROL, "start", "packages")  # as each start of the container does
-        until("the package is installed", lambda: "requirements-extra.txt is installed" in station.log)
+        eventually("the package is installed", lambda: "requirements-extra.txt is installed" in station.log)
         station.compose("up", "--detach", "--force-recreate", "--no-build")
         station.wait_healthy()
         assert station.ssh("python -c 'import einops; print(einops.__version__)'").stdout == "0.8.1\n"

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from conftest import Station
 from machines import SHARED, Cluster
 
+from tests.tasks import TASKS
+
 pytestmark = pytest.mark.minutes  # the same on one machine: tests/train/slurm
 
 STEPS = 500
-TASK = Path(__file__).parents[1] / "train" / "slurm" / "task.py"
+TASK = TASKS / "sine.py"
 FIELDS = (
     "--batch_size", "60", "--micro_batch_size", "30", "--log.every_steps", "1", "--log.tensorboard", "false",
     "--checkpoint.every_steps", "10", "--cpu_threads", "1", "--optim.name", "adamw", "--data.workers", "0",

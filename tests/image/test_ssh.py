@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import requests
-from conftest import Station, Terminal, run, steps_on, until
+from conftest import Station, Terminal, run, steps_on
 
 from tests.ports import free_port
+from tests.waiting import eventually
 
 BATCH = ["-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-o", "ConnectTimeout=20"]
 
@@ -109,7 +110,7 @@ def test_tcp_forwarding_works_as_editors_need_it(known: Station) -> None:
             done = run("curl", "-s", "-I", "-X", "GET", f"http://127.0.0.1:{port}/login", check=False)
             return " 200 " in done.stdout
 
-        until("JupyterLab answers through the tunnel", answers)
+        eventually("JupyterLab answers through the tunnel", answers)
     finally:
         tunnel.terminate()
         tunnel.wait()
@@ -120,7 +121,7 @@ def test_a_run_goes_on_after_the_connection_is_cut_and_attach_finds_it(station: 
     words = station.ssh_words
     command = f"train launch digits --name {name} --nproc 1 --epochs 100000 --log.every_steps 50 --follow"
     with Terminal(words[0], "-tt", *words[1:], command):
-        until("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0)
+        eventually("the run makes steps", lambda: int(station.show(name).get("step") or 0) > 0)
     steps_on(station, name)  # the connection is gone
 
     with Terminal(words[0], "-tt", *words[1:], f"TERM=xterm train attach {name}") as attached:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import OWNER, Station, copy_checkout, run, until
+from conftest import OWNER, Station, copy_checkout, run
 from playwright.sync_api import expect, sync_playwright
+
+from tests.waiting import eventually
 
 ODD = "a path with blanks, ünd so"
 
@@ -334,4 +336,4 @@ def test_a_checkout_at_another_revision_has_an_image_of_its_own(
     finally:
         run("docker", "tag", friendly, "trainstation:runtime")
     assert "building" not in first.make("up").stdout
-    until("the first station is healthy", lambda: first.health == "healthy")
+    eventually("the first station is healthy", lambda: first.health == "healthy")

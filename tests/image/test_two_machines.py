@@ -10,7 +10,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from conftest import ROOT, Station, metrics_lines, run, until
+from conftest import ROOT, Station, metrics_lines, run
+
+from tests.waiting import eventually
 
 STEPS = 150
 FIELDS = ("--steps", str(STEPS), "--log.every_steps", "1", "--checkpoint.every_steps", "10", "--cpu_threads", "1")
@@ -47,11 +49,11 @@ def test_a_machine_that_is_killed_comes_back_and_the_run_ends_as_on_one(make_sta
 
     def goes_on() -> None:
         before = metrics_lines(pair, "both")
-        until("both take further steps", lambda: metrics_lines(pair, "both") > before + 10)
+        eventually("both take further steps", lambda: metrics_lines(pair, "both") > before + 10)
 
     second = pair.compose("ps", "--all", "--quiet", "second").stdout.strip()
     health = ("docker", "exec", second, "station-health")
-    until("the second one is healthy", lambda: run(*health, check=False).stdout == "healthy\n")
+    eventually("the second one is healthy", lambda: run(*health, check=False).stdout == "healthy\n")
     nodes = ("--name", "both", "--nproc", "1", "--nnodes", "2", "--rendezvous", "station:29400")
     for number, service in enumerate(("station", "second")):
         train(service, "launch", "digits", *nodes, "--node-rank", str(number), *FIELDS)
@@ -59,11 +61,11 @@ def test_a_machine_that_is_killed_comes_back_and_the_run_ends_as_on_one(make_sta
     run("docker", "kill", second)
     text = "waiting for node 1 of 2"
     path = pair.folder / "runs" / "both" / "run.json"
-    until(text, lambda: text in str(json.loads(path.read_text()).get("reason")))
+    eventually(text, lambda: text in str(json.loads(path.read_text()).get("reason")))
     run("docker", "start", second)  # its keeper brings its part back
     goes_on()
     for service in ("station", "second"):
-        until("the run is over", lambda service=service: record(service, "both")["state"] == "finished")
+        eventually("the run is over", lambda service=service: record(service, "both")["state"] == "finished")
     train("station", "run", "digits", "--name", "one", "--spawn", "2", *FIELDS)
     alone = record("station", "one")["weights_sha256"]
     assert [record(service, "both")["weights_sha256"] for service in ("station", "second")] == [alone, alone]

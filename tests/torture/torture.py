@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.tasks import TASKS
 from tests.torture import launched, spawned
 from tests.torture.check import Failure, change, compare, logs, make, outcome
 from train import faults
@@ -53,7 +54,7 @@ NO_DISK = {"checkpoint.every_steps": "none", "checkpoint.every_minutes": "0"}
 REMEMBERED = {
     "digits": ("digits", {}),
     "batchnorm": (
-        str(Path(__file__).parents[1] / "train" / "learner.py"),
+        str(TASKS / "learner.py"),
         {"task.batchnorm": "true", "task.samples": "1436", "task.width": "64"},
     ),
     "fsdp": ("digits", {"parallel.strategy": "fsdp"}),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests import changes
+from tests.tasks import TASKS
 from tests.train import forks
 from train.data.order import order
 from train.launcher import checks
@@ -26,7 +27,7 @@ from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
 from train.trainer.load import load_trained
 
-TASK = Path(__file__).with_name("learner.py")
+TASK = TASKS / "learner.py"
 SPEED = ("samples_per_s", "data_wait", "step_time", "memory")
 
 FLAGS: dict[str, Any] = {

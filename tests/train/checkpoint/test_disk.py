@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tests.train.checkpoint.test_snapshots import COPY, Kept
 from tests.train.conftest import Station
 from tests.train.tiers import later
 from tests.train.training import Engine
+from tests.waiting import eventually
 from train.checkpoint import manifest, writer
 from train.checkpoint.writer import DurableFile
 from train.run.metrics import Lines
@@ -111,10 +111,8 @@ def unmount(image: Path, folder: Path) -> None:
     """Returns when nobody holds the file system any more: a container that starts meanwhile has a copy of all mounts
     for a moment, and who mounts the image then gets the file system of before, not what is on the disk."""
     sh(f"umount {folder}")
-    deadline = time.monotonic() + 60
-    while subprocess.run(["losetup", "-j", image], check=True, capture_output=True).stdout:
-        assert time.monotonic() < deadline, f"{image} is still mounted somewhere"
-        time.sleep(0.05)
+    in_use = ("losetup", "-j", image)
+    eventually(f"{image} is free", lambda: not subprocess.run(in_use, check=True, capture_output=True).stdout)
 
 
 def repair(image: Path, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from tests.train.conftest import PATIENCE, Station
+from tests.train.conftest import Station
 
 FIELDS = (
     "--batch_size", 60, "--micro_batch_size", 5, "--checkpoint.every_steps", 50, "--log.every_steps", 1,
@@ -86,13 +85,6 @@ def consumed(*stations: Station, name: str) -> dict[int, list[int]]:
 def lines(station: Station, name: str) -> list[Any]:
     """What metrics.jsonl says but for speeds."""
     return [(line["step"], line.get("loss"), line.get("eval")) for line in station.metrics(name)]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.05)
 
 
 class OnSharedFolder(Machines):

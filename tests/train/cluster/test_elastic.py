@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tasks import TASKS
 from tests.train.cluster.conftest import FIELDS, Machines, consumed
 from tests.train.conftest import Station
 
@@ -86,7 +86,7 @@ def test_a_keeper_that_ends_with_its_machine_takes_that_machine_alone_out_of_the
 
 @pytest.mark.minutes
 def test_a_machine_that_would_join_with_other_settings_is_refused_and_the_run_goes_on(machines: Machines) -> None:
-    text = (Path(__file__).parent / "task.py").read_text()
+    text = (TASKS / "few_numbers.py").read_text()
     for station in machines.stations:
         (station.folder / "t.py").write_text(text + SLOW)
     fields = ("--batch_size", 8, "--cpu_threads", 1, "--checkpoint.every_steps", 20, "--data.workers", 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tasks import TASKS
 from tests.train.conftest import PATIENCE, Station
 from train.cluster.engine import JobStatus, seconds_of
 from train.cluster.jobs import judged
@@ -61,7 +62,7 @@ def test_a_time_limit_is_read_as_slurm_reads_it(text: str, seconds: int) -> None
 
 def test_what_was_submitted_is_what_is_trained(station: Station) -> None:
     """By an agent as an engine starts it on a node, whatever lies where it works."""
-    task = (Path(__file__).parents[1] / "slurm" / "task.py").read_text()
+    task = (TASKS / "sine.py").read_text()
     (station.folder / "beside.py").write_text("")
     original = station.folder / "own.py"
     original.write_text("raise SystemExit('edited since')\n")

@@ -19,10 +19,11 @@ import pytest
 import yaml
 
 from tests.ports import free_port
-from tests.train.cluster.conftest import FIELDS, consumed, wait_until
+from tests.train.cluster.conftest import FIELDS, consumed
 from tests.train.cluster.published import faults
 from tests.train.commands.test_bad_input import command, refused
 from tests.train.conftest import PATIENCE, Station
+from tests.waiting import eventually
 from train.run.run_folder import Run
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "kubernetes"
@@ -324,6 +325,6 @@ def test_what_is_no_pod_of_this_train_job_is_refused_in_a_line(two: Pods) -> Non
     assert "train: PET_NNODES is empty; Kubeflow Trainer, or the batch script, sets it\n" in two.logs()
     assert "train: PET_NNODES is 3, and 2 nodes were submitted; submit it anew\n" in two.logs()
     pod = two.start(1, PET_MASTER_ADDR="a-node-0-0.invalid")
-    wait_until(lambda: "does not resolve yet" in two.logs(), "that it waits for the name")
+    eventually("that it waits for the name", lambda: "does not resolve yet" in two.logs())
     pod.send_signal(signal.SIGTERM)
     assert two.ends(pod) == [75] and not (two.stations[1].runs / "a").exists()

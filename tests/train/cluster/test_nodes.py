@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import socket
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone, wait_until
+from tests.tasks import TASKS
+from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone
 from tests.train.conftest import Station
+from tests.waiting import eventually
 from train.run import station as stations
 
 
@@ -84,7 +85,7 @@ def test_a_machine_whose_run_folder_is_removed_is_gone_and_another_takes_its_pla
     pids = machines.stations[1].record("a")["pids"]
     folder.rename(folder.with_name("removed"))
     machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
-    wait_until(lambda: not any(map(psutil.pid_exists, [pids["agent"], *pids["ranks"]])), "the end of its processes")
+    eventually("the end of its processes", lambda: not any(map(psutil.pid_exists, [pids["agent"], *pids["ranks"]])))
     assert machines.launch("a", 1, "--steps", 500).returncode == 0
     for record in machines.ends("a"):
         assert record["state"] == "finished", record["reason"]
@@ -122,7 +123,7 @@ def test_a_stop_at_once_ends_that_nodes_part_alone(machines: Machines, like_alon
 
 @pytest.mark.minutes
 def test_a_task_that_fails_on_one_node_ends_the_run_on_all_with_its_reason(machines: Machines) -> None:
-    text = (Path(__file__).parent / "task.py").read_text()
+    text = (TASKS / "few_numbers.py").read_text()
     bad = """
 import os
 def metrics(model, batch):

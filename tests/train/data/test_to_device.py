@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from tests.waiting import eventually
 from train.data.to_device import ASYNC_BYTES, AsyncCopies, ahead, pinned
 
 
@@ -51,10 +52,7 @@ def test_no_more_is_made_than_a_few_ahead_and_nothing_once_nobody_asks() -> None
     time.sleep(0.3)
     assert len(made) <= 5
     items.close()  # type: ignore[attr-defined]
-    deadline = time.monotonic() + 10
-    while any(thread.name == "pin" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "the thread goes on"
-        time.sleep(0.05)
+    eventually("the thread goes on", lambda: not any(thread.name == "pin" for thread in threading.enumerate()), 10)
 
 
 def test_on_the_cpu_nothing_is_done() -> None:

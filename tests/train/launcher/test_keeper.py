@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 import train
 from tests.train.conftest import PATIENCE, Station
+from tests.waiting import eventually
 from train.errors import Refused
 from train.launcher import agent, control, tmux
 from train.launcher.keeper import _age
@@ -172,10 +172,7 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
     monkeypatch.setenv(forks.OFF, "off")
 
     def is_answered() -> bool:
-        deadline = time.monotonic() + PATIENCE
-        while not list(station.folder.glob("desks/*/answer.json")):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually("the agent has answered", lambda: list(station.folder.glob("desks/*/answer.json")), every=0.01)
         return True
 
     with pytest.raises(Refused, match="given up"):
@@ -184,10 +181,9 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
     assert (record["state"], record["stopped_by"]) == ("stopped", "keeper") and control.resumable(station.run("a"))
 
     keeper = station.start("keeper")
-    deadline = time.monotonic() + PATIENCE
-    while not list(station.folder.glob("desks/*/request.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(
+        "the keeper has asked for a session", lambda: list(station.folder.glob("desks/*/request.json")), every=0.01
+    )
     keeper.send_signal(signal.SIGTERM)
     said = keeper.communicate(timeout=PATIENCE)[0]
     assert "a: not resumed, for the keeper is stopping" in said and "cannot be resumed" not in said

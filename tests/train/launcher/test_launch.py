@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE, lives
+from tests.waiting import eventually
 from train.launcher import tmux
 from train.run import states
 
@@ -255,10 +256,7 @@ def test_stop_now_does_not_save(shared_station: Station) -> None:
     record = shared_station.wait_for_end("now")
     assert record["state"] == states.STOPPED and "--now" in record["reason"]
     assert shared_station.run("now").steps_saved() == []
-    deadline = time.monotonic() + PATIENCE  # its terminal goes after it
-    while "train-now" in sessions(shared_station) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert "train-now" not in sessions(shared_station)
+    eventually("its terminal goes after it", lambda: "train-now" not in sessions(shared_station))
 
 
 def test_without_restarts_a_death_before_any_checkpoint_fails_the_run(shared_station: Station) -> None:
@@ -289,10 +287,7 @@ def test_an_error_of_the_task_is_not_tried_again_and_follow_exits_3_with_its_lin
 def test_an_interrupted_launch_leaves_nothing(station: Station) -> None:
     (station.folder / "hangs.py").write_text("open('reached', 'w').close()\nimport time\ntime.sleep(600)\n")
     process = station.start("launch", "hangs.py", "--name", "i")
-    deadline = time.monotonic() + 120
-    while not (station.folder / "reached").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually("the launch has come that far", (station.folder / "reached").exists, 120)
     inside = [p.pid for p in psutil.process_iter(["cmdline"]) if "train.launcher.agent" in (p.info["cmdline"] or [])]
     ours = [pid for pid in inside if Path(f"/proc/{pid}/cwd").resolve() == station.folder.resolve()]
     assert ours
@@ -316,10 +311,7 @@ def test_a_session_starts_while_the_server_of_the_last_one_is_leaving(tmp_path: 
     """What `train resume` meets right after a stop: about one in six would be refused by tmux."""
     for number in range(60):
         assert tmux.new_session(tmp_path, f"s{number}", ["sh", "-c", f"echo {number} >> {tmp_path}/begun"]) == ""
-    deadline = time.monotonic() + PATIENCE
-    while len((tmp_path / "begun").read_text().split()) < 60:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually("all have begun", lambda: len((tmp_path / "begun").read_text().split()) >= 60)
     assert sorted(map(int, (tmp_path / "begun").read_text().split())) == list(range(60))  # none twice
 
 
@@ -394,10 +386,11 @@ def test_a_launch_leaves_no_environment_among_temporary_files(station: Station) 
     environment = station.environment() | extra
     command = [*station_command(), "launch", "digits", "--name", "k", "--steps", "1000000", "--runs", str(station.runs)]
     process = subprocess.Popen(command, cwd=station.folder, env=environment, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + PATIENCE
-    while not station.run("k").folder.exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    eventually(
+        "the run is there, or the launch over",
+        lambda: station.run("k").folder.exists() or process.poll() is not None,
+        every=0.005,
+    )
     process.kill()
     process.wait()
     assert not list((station.folder / "t").rglob("request.json"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 from tests.ports import free_port
 from tests.train.conftest import PATIENCE, Station
+from tests.waiting import eventually
 from train.run import states
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -22,10 +22,9 @@ def call(station: Station, script: str, *arguments: str) -> subprocess.Completed
 
 
 def wait_for_end(station: Station, name: str) -> dict[str, object]:
-    deadline = time.monotonic() + PATIENCE
-    while not station.run(name).folder.exists() or station.run(name).alive():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    eventually(
+        "the run has begun and ended", lambda: station.run(name).folder.exists() and not station.run(name).alive()
+    )
     return station.wait_for_end(name)
 
 

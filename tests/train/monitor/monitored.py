@@ -9,11 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,11 @@ import pytest
 import yaml
 
 from tests.ports import free_port
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "monitoring"
 PATIENCE = 120.0
-
-
-def until(what: str, is_true: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE
-    while not (value := is_true()):
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.2)
-    return value
 
 
 def get(url: str) -> str:
@@ -70,7 +61,7 @@ class Exporter:
                 [*command, *self.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=os.environ | {"PYTHONPATH": str(ROOT)} | self.env,
             )  # fmt: skip
-        until("the exporter answers", self._answers)
+        eventually("the exporter answers", self._answers)
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
@@ -161,7 +152,7 @@ class Prometheus:
                  f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{self.port}"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
-        until("Prometheus is ready", self._ready)
+        eventually("Prometheus is ready", self._ready)
 
     def _ready(self) -> bool:
         assert self.process.poll() is None, (self.folder / "prometheus.log").read_text()

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from monitored import DEPLOY, Exporter, Gpus, until
+from monitored import DEPLOY, Exporter, Gpus
 
 from tests.ports import free_port
+from tests.waiting import eventually
 from train.gpus import Card, sees_host_ids
 from train.monitor import top
 from train.monitor.prometheus import FIGURES, Collector
@@ -88,9 +89,9 @@ def test_the_keepers_sign_of_life_is_there_while_it_lives(
     keeper = station.start("keeper")
     seen = lambda: exporter.of("train_keeper_last_seen_timestamp_seconds")  # noqa: E731
     try:
-        until("it is seen", seen)
+        eventually("it is seen", seen)
         first = seen()
-        until("it is seen again", lambda: seen() > first)
+        eventually("it is seen again", lambda: seen() > first)
         assert abs(time.time() - seen()) < 10
         keeper.terminate()
         assert keeper.wait(60) == 0
@@ -108,8 +109,8 @@ def test_ranks_tell_what_they_do(station: Station, exporters: Callable[..., Expo
     )
     try:
         station.wait_for_step("two", 3)
-        step = until("rank 1 is seen", lambda: exporter.of("train_rank_step", run="two", rank="1"))
-        until("it goes on", lambda: (exporter.of("train_rank_step", run="two", rank="1") or 0) > step)
+        step = eventually("rank 1 is seen", lambda: exporter.of("train_rank_step", run="two", rank="1"))
+        eventually("it goes on", lambda: (exporter.of("train_rank_step", run="two", rank="1") or 0) > step)
         for rank in ("0", "1"):
             memory = exporter.of("train_rank_resident_memory_bytes", run="two", rank=rank)
             assert memory is not None and memory > 50 << 20
@@ -281,7 +282,7 @@ def test_a_port_that_is_taken_is_named(station: Station) -> None:
 
 
 def test_every_figure_is_in_the_documentation() -> None:
-    text = (DEPLOY.parents[1] / "docs" / "monitoring.md").read_text()
+    text = (DEPLOY.parents[1] / "docs" / "observe.md").read_text()
     missing = [name for name in FIGURES if f"`{name}`" not in text]
     assert not missing
 

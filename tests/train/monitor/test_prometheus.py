@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from monitored import DEPLOY, Exporter, Gpus, Prometheus, expressions, until
+from monitored import DEPLOY, Exporter, Gpus, Prometheus, expressions
 
+from tests.waiting import eventually
 from train.gpus import sees_host_ids
 
 if TYPE_CHECKING:
@@ -31,33 +32,33 @@ def test_a_run_that_stands_still_and_is_killed_raises_its_alerts_and_clears_them
     run = station.start("run", "digits", "--name", "one", *ENDLESS)
     try:
         station.wait_for_step("one", 6)
-        until("the run is seen", lambda: server.query('train_run_step{run="one"} > 0'))
-        until("its figures rise", lambda: server.query('delta(train_run_step{run="one"}[30s]) > 0'))
+        eventually("the run is seen", lambda: server.query('train_run_step{run="one"} > 0'))
+        eventually("its figures rise", lambda: server.query('delta(train_run_step{run="one"}[30s]) > 0'))
         run.send_signal(signal.SIGSTOP)
-        until("it stalls", lambda: "TrainRunStalled" in server.firing(run="one"))
+        eventually("it stalls", lambda: "TrainRunStalled" in server.firing(run="one"))
         run.send_signal(signal.SIGCONT)
-        until("it goes on", lambda: "TrainRunStalled" not in server.firing(run="one"))
+        eventually("it goes on", lambda: "TrainRunStalled" not in server.firing(run="one"))
         run.send_signal(signal.SIGKILL)
-        until("it is interrupted", lambda: "TrainRunInterrupted" in server.firing(run="one"))
+        eventually("it is interrupted", lambda: "TrainRunInterrupted" in server.firing(run="one"))
         assert server.query('train_run_deaths_total{run="one"}')[0]["value"][1] == "1"
         more = station.record("one")["step"] + 200  # a checkpoint may be further than what run.json says of one killed
         station.ok("resume", "one", "--steps", more, "--follow", env={"TRAIN_WARM": "off"})
-        until("it is well again", lambda: not server.firing(run="one"))
-        until("its end is seen", lambda: server.query('train_run_state{run="one",state="finished"} == 1'))
+        eventually("it is well again", lambda: not server.firing(run="one"))
+        eventually("its end is seen", lambda: server.query('train_run_state{run="one",state="finished"} == 1'))
     finally:
         run.kill()
         run.wait()
 
     failed = station("run", "digits", "--name", "bad", "--optim.lr", "1e30", "--steps", 20, "--cpu_threads", 1)
     assert failed.returncode == 3
-    until("it has failed", lambda: server.firing(run="bad") == {"TrainRunFailed"})
+    eventually("it has failed", lambda: server.firing(run="bad") == {"TrainRunFailed"})
     station.ok("rm", "bad")
-    until("it is removed", lambda: not server.firing(run="bad"))
+    eventually("it is removed", lambda: not server.firing(run="bad"))
 
     assert exporter.stop() == 0
-    until("the exporter is missed", lambda: "TrainExporterDown" in server.firing())
+    eventually("the exporter is missed", lambda: "TrainExporterDown" in server.firing())
     exporter.start()
-    until("the exporter is back", lambda: not server.firing())
+    eventually("the exporter is back", lambda: not server.firing())
 
 
 @pytest.mark.minutes
@@ -72,22 +73,24 @@ def test_every_panel_has_data_and_a_lost_gpu_is_missed(
         station.wait_for_step("one", 6)
         pid = station.record("one").get("pids", {}).get("ranks", [run.pid])[0]
         gpus.write(0, pid=pid, bytes=7 << 30)
-        until("memory on GPUs is told", lambda: server.query("train_rank_gpu_memory_bytes"))
+        eventually("memory on GPUs is told", lambda: server.query("train_rank_gpu_memory_bytes"))
         assert server.query("train_rank_gpu_memory_bytes")[0]["value"][1] == str(7 << 30)
         for title, expression in expressions(DASHBOARD):
-            until(f"the panel {title} has data: {expression}", lambda expression=expression: server.query(expression))  # type: ignore[misc]
+            eventually(
+                f"the panel {title} has data: {expression}", lambda expression=expression: server.query(expression)
+            )  # type: ignore[misc]
         names = server.api("label/run/values")
         assert names == ["one"]  # what the dashboard's variable asks for
 
         gpus.write(1, answers=0)
-        until("the GPU is missed", lambda: server.firing(gpu="1") == {"TrainGpuLost"})
+        eventually("the GPU is missed", lambda: server.firing(gpu="1") == {"TrainGpuLost"})
         assert server.query("count(train_gpu_up == 0)")[0]["value"][1] == "1"
         gpus.write(1, answers=1, celsius=88)
-        until("it is back, and hot", lambda: server.firing(gpu="1") == {"TrainGpuHot"})
+        eventually("it is back, and hot", lambda: server.firing(gpu="1") == {"TrainGpuHot"})
         gpus.write(1, celsius=50, reasons=0x8)
-        until("it is held back", lambda: server.firing(gpu="1") == {"TrainGpuThrottled"})
+        eventually("it is held back", lambda: server.firing(gpu="1") == {"TrainGpuThrottled"})
         gpus.write(1, reasons=0, uncorrected=2)
-        until("it reads wrongly", lambda: server.firing(gpu="1") == {"TrainGpuMemoryErrors"})
+        eventually("it reads wrongly", lambda: server.firing(gpu="1") == {"TrainGpuMemoryErrors"})
         assert not server.firing(gpu="0")
     finally:
         run.kill()
@@ -106,7 +109,7 @@ def test_what_is_given_to_prometheus_is_well_formed(tools: Path) -> None:
 
 
 def test_every_alert_says_how_bad_it_is_and_what_to_do_and_is_in_the_documentation() -> None:
-    text = (DEPLOY.parents[1] / "docs" / "monitoring.md").read_text()
+    text = (DEPLOY.parents[1] / "docs" / "observe.md").read_text()
     for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical")

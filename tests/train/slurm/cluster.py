@@ -14,14 +14,13 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from tests.train.conftest import PATIENCE, Station
 from tests.train.slurm.conf import slurm_conf
+from tests.waiting import eventually
 
 PACKAGES = (
     "slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "libmunge2", "libhwloc15",
@@ -48,13 +47,6 @@ def packages(folder: Path) -> Path:
     for package in folder.glob("*.deb"):
         subprocess.run(["dpkg", "-x", package, folder], check=True)
     return folder
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.2)
 
 
 class Slurm:
@@ -101,7 +93,7 @@ class Slurm:
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         words = [f"--{option}={self.folder}/munge.{name}" for option, name in files.items()]
         self._daemon("munged", "--foreground", "--force", *words)
-        wait_until((self.folder / "munge.socket").exists, "munged listens")
+        eventually("munged listens", (self.folder / "munge.socket").exists)
         self.start_controller()
         for node in NODES:
             self.start_node(node)
@@ -162,7 +154,7 @@ class Slurm:
                 return self("sinfo", "--noheader", "--partition=low", "--format=%D %T").split() == ["2", "idle"]
             return False
 
-        wait_until(idle, "two idle nodes")
+        eventually("two idle nodes", idle)
 
     def logs(self) -> str:
         """The end of what the daemons wrote, for messages of failed assertions."""
@@ -173,7 +165,7 @@ class Slurm:
             for job in self.jobs():
                 self("scancel", "--signal=KILL", "--full", job.split()[0])
                 self("scancel", job.split()[0])
-            wait_until(lambda: not self.jobs(), "no jobs", 30)
+            eventually("no jobs", lambda: not self.jobs(), 30)
         for daemon in self._daemons.values():
             for process in [*_below(psutil.Process(daemon.pid)), psutil.Process(daemon.pid)]:
                 with contextlib.suppress(psutil.Error):
@@ -232,7 +224,7 @@ class Login(Station):
         return [line.split()[1:] for line in found if line.startswith(f"{name}.{self.record(name)['submission']} ")]
 
     def wait_gone(self, name: str) -> None:
-        wait_until(lambda: not self.states(name), f"the end of {name}'s job")
+        eventually(f"the end of {name}'s job", lambda: not self.states(name))
 
     def output(self, name: str) -> str:
         """What the batch script and the agents said, for messages of failed assertions."""

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.tasks import TASKS
 from tests.train.conftest import Station
-from tests.train.slurm.cluster import Login, Slurm, packages, wait_until
+from tests.train.slurm.cluster import Login, Slurm, packages
+from tests.waiting import eventually
 
-TASK = Path(__file__).with_name("task.py")
+TASK = TASKS / "sine.py"
 FIELDS = (
     "--batch_size", 60, "--micro_batch_size", 5, "--checkpoint.every_steps", 100, "--log.samples", "true",
     "--log.tensorboard", "false", "--cpu_threads", 1, "--optim.name", "adamw", "--data.workers", 0, "--steps", 500,
@@ -75,7 +77,7 @@ def cluster(tmp_path: Path, slurm: Slurm) -> Iterator[Cluster]:
     login.slow.unlink(missing_ok=True)
     for line in slurm.jobs():
         slurm("scancel", line.split()[0])
-    wait_until(lambda: not slurm.jobs(), "no jobs")
+    eventually("no jobs", lambda: not slurm.jobs())
     login.close()
 
 

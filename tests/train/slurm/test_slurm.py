@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.train.conftest import PATIENCE
-from tests.train.slurm.cluster import NODES, wait_until
+from tests.train.slurm.cluster import NODES
 from tests.train.slurm.conftest import FIELDS, TASK, Cluster
+from tests.waiting import eventually
 
 Check = Callable[[str], None]
 SUBMIT = ("submit", TASK, "--on", "slurm", "--name", "a", "--nodes", 2, "--nproc", 1, *FIELDS)
@@ -25,7 +26,7 @@ def test_a_submission_is_followed_through_the_queue_to_its_end(cluster: Cluster,
     other = slurm("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300").strip()
     with (login.folder / "out").open("w") as out, (login.folder / "err").open("w") as err:
         followed = login.start(*SUBMIT, "--follow", stdout=out, stderr=err)
-    wait_until(lambda: "train: a is queued: slurm: job" in (login.folder / "err").read_text(), "that it waits")
+    eventually("that it waits", lambda: "train: a is queued: slurm: job" in (login.folder / "err").read_text())
     assert login.ok("show", "a").stdout.startswith(f"a: queued: slurm: job {login.job('a')} is pending")
     again, removed = login("resume", "a"), login("rm", "a")
     assert again.returncode == removed.returncode == 2
@@ -103,7 +104,7 @@ def test_a_warned_and_a_preempted_job_save_and_come_back(cluster: Cluster, like_
     record = cluster.wait_stopped("a")
     assert (record["stopped_by"], record["attempts"][0]["end"]) == ("signal", "stopped")
     assert max(login.run("a").steps_saved()) == record["step"] > 0
-    wait_until(lambda: login.states("a") == ["PENDING"], "the job in the queue again")
+    eventually("the job in the queue again", lambda: login.states("a") == ["PENDING"])
     assert login.ok("show", "a").stdout.startswith(f"a: queued: slurm: job {job} is pending")
     cluster.wait_attempt("a", 2)
     assert login.record("a")["attempts"][1]["from_step"] == record["step"]
@@ -123,7 +124,7 @@ def test_an_agent_and_a_node_die_and_the_job_goes_on(cluster: Cluster, like_undi
     os.kill(login.node(1).record("a")["pids"]["agent"], signal.SIGKILL)
     cluster.wait_attempt("a", 2)
     slurm.kill(NODES[1], whole=True)
-    wait_until(lambda: "RUNNING" not in login.states("a"), "Slurm to notice")
+    eventually("Slurm to notice", lambda: "RUNNING" not in login.states("a"))
     slurm.start_node(NODES[1])
     cluster.wait_attempt("a", 3)
     assert login.job("a") == job

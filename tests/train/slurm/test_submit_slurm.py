@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.tasks import TASKS
 from tests.train.commands.test_bad_input import command, entries, refused
 
-HERE = Path(__file__).parent
-TASK = HERE / "task.py"
+TASK = TASKS / "sine.py"
 SHAPE = ("--on", "slurm", "--nodes", 2, "--gpus-per-node", 4)
 
 

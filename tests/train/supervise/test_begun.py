@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from tests.train.conftest import PATIENCE, lives
+from tests.waiting import eventually
 from train.run import states
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ def test_a_zygote_was_begun_ahead_and_leaves_nothing_behind(station: Station, co
         station.ok("stop", "one", env=cold)
         if attempt == 1:
             station.ok("resume", "one", env=cold)
-    deadline = time.monotonic() + PATIENCE
-    while waiting(cold["TMPDIR"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually("the zygote has ended", lambda: not waiting(cold["TMPDIR"]))
     assert list(Path(cold["TMPDIR"]).iterdir()) == []  # torch makes a folder as it is imported
     assert station.record("one")["state"] == states.STOPPED
 
@@ -90,22 +87,16 @@ def test_an_agent_that_has_other_limits_starts_its_own(station: Station, cold: d
 def test_a_refusal_ends_what_was_begun(station: Station, cold: dict[str, str]) -> None:
     done = station("launch", "digits", "--batch_size", "many", env=cold)
     assert done.returncode == 2 and "batch_size" in done.stderr
-    deadline = time.monotonic() + PATIENCE
-    while waiting(cold["TMPDIR"]) or list(Path(cold["TMPDIR"]).iterdir()):  # it sees that between two imports
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(
+        "it has ended, with its folder", lambda: not (waiting(cold["TMPDIR"]) or list(Path(cold["TMPDIR"]).iterdir()))
+    )
 
 
 def test_it_ends_with_a_launch_that_is_killed(station: Station, cold: dict[str, str]) -> None:
     os.mkfifo(station.folder / "never.toml")
     command = [sys.executable, "-m", "train", "launch", "digits", "--config", "never.toml"]
     launch = subprocess.Popen(command, cwd=station.folder, env=station.environment() | cold)
-    deadline = time.monotonic() + PATIENCE
-    while not waiting(cold["TMPDIR"]):
-        assert time.monotonic() < deadline and launch.poll() is None
-        time.sleep(0.02)
+    eventually("it is there", lambda: waiting(cold["TMPDIR"]), every=0.02)
     launch.kill()
     launch.wait()
-    while waiting(cold["TMPDIR"]):
-        assert time.monotonic() < deadline, "it waits for nobody"
-        time.sleep(0.02)
+    eventually("it waits for no launch", lambda: not waiting(cold["TMPDIR"]))

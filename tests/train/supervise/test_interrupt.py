@@ -12,6 +12,7 @@ import pytest
 
 from tests.train.terminal import Terminal
 from tests.train.tiers import later
+from tests.waiting import eventually
 from train.run import states
 
 if TYPE_CHECKING:
@@ -132,10 +133,8 @@ def test_ctrl_z_suspends_the_ranks_too_and_they_go_on_with_it(station: Station) 
     station.wait_for_step("z", 2)
     rank = psutil.Process(station.record("z")["pids"]["ranks"][0])
     os.kill(terminal.process.pid, signal.SIGTSTP)
-    deadline = time.monotonic() + 60
-    while {rank.status(), psutil.Process(terminal.process.pid).status()} != {psutil.STATUS_STOPPED}:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    both = (rank, psutil.Process(terminal.process.pid))
+    eventually("both are stopped", lambda: all(one.status() == psutil.STATUS_STOPPED for one in both))
     step = station.record("z")["step"]
     os.kill(terminal.process.pid, signal.SIGCONT)
     station.wait_for_step("z", step + 3)
@@ -183,8 +182,5 @@ def test_ranks_end_with_the_process_that_asked_for_them(station: Station) -> Non
     station.wait_for_step("k", 2)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 120
-    while left := here(station):  # the fork server too, when the last of its ranks has gone
-        assert time.monotonic() < deadline, [one.info for one in left]
-        time.sleep(0.1)
+    eventually("all have ended, the fork server too", lambda: not here(station))
     assert station.run("k").shown()["state"] == states.INTERRUPTED

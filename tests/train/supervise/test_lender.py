@@ -19,6 +19,7 @@ import pytest
 
 import train
 from tests.train.conftest import PATIENCE, lives
+from tests.waiting import eventually
 from train.run import states
 from train.supervise.zygote import lender_socket
 
@@ -149,16 +150,11 @@ def test_an_interrupted_warm_launch_leaves_nothing(warmth: Warmth) -> None:
         [*launch_command(), "launch", "hangs.py", "--name", "i"], cwd=folder, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    deadline = time.monotonic() + PATIENCE
-    while not (folder / "reached").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually("the launch has come that far", (folder / "reached").exists)
     assert warmth.zygotes()
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) == 130
-    while warmth.zygotes():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually("its zygote has ended", lambda: not warmth.zygotes())
     assert not (warmth.station.runs / "i").exists()
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.train import forks
 from tests.train.conftest import lives
+from tests.waiting import eventually
 from train.errors import Refused
 from train.run import folders, states
 from train.signals import POLITE
@@ -223,10 +224,7 @@ def test_what_a_call_leaves_behind_keeps_nobody_waiting_and_is_ended(
 
 def is_ended(pid: int) -> None:
     """Wait until this process is dead: what is orphaned is reaped by another."""
-    deadline = time.monotonic() + 20
-    while lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually("it is dead", lambda: not lives(pid), 20)
 
 
 def wait(seconds: float, files: list[int]) -> None:
@@ -288,9 +286,7 @@ def test_a_fork_that_the_machine_has_no_room_for_is_told_as_passing(
     monkeypatch.setattr(zygote, "fork", fork)
     ranks = Ranks(run, lock, 2, zygote)
     ranks.start(run.begin_attempt(2))
-    deadline = time.monotonic() + 60
-    while not ranks.wait():
-        assert time.monotonic() < deadline
+    eventually("all ranks have ended", ranks.wait)
     lock.release()
     assert diagnose.is_busy(ranks.problem) and ranks.exits == {0: 1}
     is_ended(forked[0])

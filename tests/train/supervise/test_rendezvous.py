@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from tests.train.cluster.conftest import wait_until
+from tests.waiting import eventually
 from train.supervise import address, rendezvous
 from train.supervise.address import Place
 from train.supervise.rendezvous import Rendezvous
@@ -45,7 +45,7 @@ def looked_at(*nodes: Rendezvous, until: Callable[[], Any], what: str) -> None:
             one.looked = time.monotonic()
         return bool(until())
 
-    wait_until(look, what)
+    eventually(what, look)
 
 
 def test_nodes_are_in_the_order_of_their_ranks_whoever_came_first(meeting: Meeting) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tasks import TASKS
 from tests.train.absent import GPU, Watch, training
 from train.checkpoint.serialize import serialize
 from train.checkpoint.staging import own_part
@@ -21,7 +22,7 @@ pytestmark = [
         "ignore:User provided device_type", "ignore:CUDA is not available", "ignore:Accessing the data pointer"
     ),
 ]
-TASK = Path(__file__).with_name("on_device.py")
+TASK = TASKS / "on_device.py"
 FLAGS: dict[str, Any] = {
     "steps": 5, "batch_size": 8, "micro_batch_size": 4, "cpu_threads": 1, "data.workers": 0, "log.tensorboard": "false",
     "checkpoint.every_minutes": 0, "checkpoint.asynchronous": "false", "eval.every_epochs": 0,

@@ -6,13 +6,13 @@ import json
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.waiting import eventually
 from train.errors import Refused
 from train.run import folders
 from train.run.metrics import metrics_text
@@ -63,10 +63,7 @@ def sent(run: Run) -> list[dict[str, Any]]:
 def feed_once(run: Run) -> None:
     """As rank 0 does, to its end."""
     made = wandb.WandbProcess(run, "a-project", run.folder / "wandb.log")
-    deadline = time.monotonic() + PATIENCE
-    while not (run.folder / wandb.FILE).exists():
-        assert time.monotonic() < deadline, (run.folder / "wandb.log").read_text()
-        time.sleep(0.1)
+    eventually("W&B has begun; see wandb.log", (run.folder / wandb.FILE).exists)
     process = made._process
     process.stdin.close()  # type: ignore[union-attr]
     process.wait(timeout=PATIENCE)
@@ -148,10 +145,7 @@ def test_a_real_run_is_sent(station: Any) -> None:
     station.ok(
         "run", "digits", "--name", "fed", *flags, "--log.wandb", "some/project", env={"WANDB_MODE": "offline"}
     )  # fmt: skip
-    deadline = time.monotonic() + PATIENCE
-    while len(sent(run)) < len(station.metrics("fed")):
-        assert time.monotonic() < deadline, (run.folder / "logs" / "wandb.log").read_text()
-        time.sleep(0.2)
+    eventually("all is sent; see wandb.log", lambda: len(sent(run)) >= len(station.metrics("fed")))
     losses = [line["loss"] for line in station.metrics("fed") if "loss" in line]
     assert [line["train/loss"] for line in sent(run) if "train/loss" in line] == pytest.approx(losses)
     assert "wandb" in station.ok("show", "fed").stdout
