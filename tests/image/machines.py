@@ -116,7 +116,7 @@ class Cluster:
         """Wait until something is true; else fail, with all that is known here."""
         try:
             eventually(what, true, seconds)
-        except pytest.fail.Exception as failure:
+        except AssertionError as failure:
             pytest.fail(f"{failure}\n{self.logs()}")
 
     def logs(self) -> str:

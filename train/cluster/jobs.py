@@ -319,10 +319,8 @@ def forget(run: Run) -> str:
     try:
         return engine_of(record).remove(run)
     except Refused:
-        if record["state"] in (
-            states.FINISHED,
-            states.FAILED,
-        ):  # there is no such engine where the folder was copied to
+        # there is no such engine where the folder was copied to
+        if record["state"] in (states.FINISHED, states.FAILED):
             return ""
         raise
 

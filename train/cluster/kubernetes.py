@@ -222,9 +222,9 @@ def _waits(pod: Mapping[str, Any]) -> str:
     return next((_words(one) for one in waits if one), "its container is not there yet")
 
 
-def _words(output: Mapping[str, Any]) -> str:
+def _words(condition: Mapping[str, Any]) -> str:
     """`reason: message` of whatever has them."""
-    return one_line(": ".join(filter(None, (output.get("reason"), output.get("message")))))
+    return one_line(": ".join(filter(None, (condition.get("reason"), condition.get("message")))))
 
 
 def stop(run: Run, job: JobStatus, now: bool) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from train.commands.options import add_names
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
-from train.run import states
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -28,9 +27,6 @@ _EVERY = 2.0
 """Seconds between two looks."""
 _PATIENCE = 5.0
 """Seconds that a cluster has to say how its runs stand, where the page is printed once."""
-_WAITING = (states.CREATED, states.QUEUED, states.INTERRUPTED, states.COPY)
-_STYLE = {"head": "bold", "rank": "dim", "gpu": "cyan", states.RUNNING: "green", states.FAILED: "red"}
-_STYLE |= dict.fromkeys(_WAITING, "yellow")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -88,10 +84,12 @@ def _live(page: Page, every: float) -> None:
 def _drawn(page: Page) -> Text:
     from rich.text import Text
 
+    from train.monitor.top import STYLE
+
     size = shutil.get_terminal_size()
     text = Text(no_wrap=True, overflow="crop")
     for row in page.rows(size.columns, size.lines - 1):
-        text.append(row.text + "\n", style=_STYLE.get(row.kind, ""))
+        text.append(row.text + "\n", style=STYLE.get(row.kind, ""))
     return text.append("q leaves", style="dim")
 
 

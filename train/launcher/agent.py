@@ -1,6 +1,6 @@
 """The process inside tmux: reads the launch request, opens the run, answers the caller, and keeps the ranks alive.
 
-    python -P …/train/module_runner.py train.launcher.agent FOLDER_OF_THE_ORDER [entered]
+    python -P …/train/module_runner.py train.launcher.agent FOLDER_OF_THE_REQUEST [entered]
 
 Imports no torch: what needs it is done by forks of the zygote (supervise/zygote.py).
 """

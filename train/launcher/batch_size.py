@@ -102,10 +102,10 @@ def _try(request: dict[str, Any]) -> str:
     return ""
 
 
-def _start(request: Path, messages: Path, rank: int) -> subprocess.Popen[bytes]:
+def _start(request: Path, log: Path, rank: int) -> subprocess.Popen[bytes]:
     """Start a rank. It answers into a file, not a pipe: what a task starts there would hold that open."""
     command = module_runner.command("train.launcher.batch_size", str(request), str(rank))
-    with messages.open("wb") as file:
+    with log.open("wb") as file:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
         )
@@ -143,7 +143,7 @@ def main() -> None:
 def _is_full(text: str) -> bool:
     """Whether a library says in its own way that a GPU is full: NCCL, cuBLAS, Triton; and torch of cuDNN, whose
     engines it tries one after the other, and passes over those whose workspace it does not get (Conv_v8.cpp)."""
-    return any(messages in text for messages in ("out of memory", "ALLOC_FAILED", "unable to find an engine"))
+    return any(phrase in text for phrase in ("out of memory", "ALLOC_FAILED", "unable to find an engine"))
 
 
 def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:

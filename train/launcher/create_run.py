@@ -215,7 +215,7 @@ def _together(run: Run, *names: str) -> Iterator[None]:
 
 
 def ranks_again(given: dict[str, Any]) -> tuple[int, str | None]:
-    """How many ranks go on, and the GPUs that they see, which this process then sees too: `gpus.again` chooses them."""
+    """How many ranks go on, and the GPUs that they see, which this process then sees too; see `choose_gpus.again`."""
     launch = LaunchRequest(**given)
     run = Run(Path(launch.runs) / launch.name)
     before, record = environment.read(run.folder), run.read()

@@ -19,7 +19,7 @@ from train.parallel.rank_env import RankEnv, read_rank_env
 from train.run import environment, folders
 from train.run.outcome import Kind, Outcome
 from train.run.run_folder import Lock, Run
-from train.signals import StopRequest
+from train.signals import POLITE, StopRequest
 from train.supervise.attempts import Supervisor, alone
 from train.supervise.decide import LaunchMode
 from train.supervise.forks import CHECKS, CheckFailed
@@ -46,7 +46,7 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
     made = folders.create(runs, name or folders.fresh_name(runs, stem), _with_environment(files), record)
     lock = made.acquire()
     assert lock is not None  # a folder that has just been made
-    stop = StopRequest((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
+    stop = StopRequest((*POLITE, signal.SIGHUP))
     ranks = Ranks(made, lock, request.ranks, zygote, is_foreground=True)
     code = Supervisor(made, ranks, LaunchMode.FOREGROUND, stop).keep()
     zygote.close()

@@ -27,7 +27,6 @@ from typing import Any
 from train import hashing, module_runner
 from train.errors import Refused
 from train.run import environment, folders
-from train.run.folders import remove
 from train.run.run_folder import Run
 from train.run.states import KEEPER, NOW
 from train.supervise import forks
@@ -51,7 +50,7 @@ class LaunchRequest:
     runs: str
     name: str
     request: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """With new: a prepare.Request without its ranks."""
+    """With new: a request.Request without its ranks."""
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
     """With resume: the fields that change. With script: its watch.*."""
     script: list[str] = dataclasses.field(default_factory=list)
@@ -156,10 +155,10 @@ def _end_session(runs: Path, session: str) -> None:
     """End a session, and wait a moment for its process, which clears away what imported libraries made."""
     target = f"={session}:"
     asked = tmux(runs, "display-message", "-p", "-t", target, "#{pane_pid}")
-    message = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    pid = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     held = -1
     with contextlib.suppress(OSError, ValueError):
-        held = os.pidfd_open(int(message))
+        held = os.pidfd_open(int(pid))
     subprocess.run(tmux(runs, "kill-session", "-t", f"={session}"), capture_output=True, check=False)
     if held >= 0:
         select.select([held], [], [], _PATIENCE)
@@ -229,7 +228,7 @@ def _withdraw(desk: Path, launch: LaunchRequest) -> Path:
         run = Run(Path(launch.runs) / launch.name)
         run.stop(KEEPER if launch.by_keeper else NOW)  # the keeper's own end is no wish that the run may rest
         if launch.kind != "resume":
-            remove(run)
+            folders.remove(run)
     return desk
 
 
@@ -258,6 +257,6 @@ def attach(run: Run) -> None:
         raise Refused(f"{run.name} has no terminal now ({run.state()}); its output: train logs {run.name}")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Refused(f"attaching needs a terminal; over ssh use ssh -t, or: train logs {run.name} --follow")
-    environment = {key: value for key, value in os.environ.items() if key != "TMUX"}
+    environ = {key: value for key, value in os.environ.items() if key != "TMUX"}
     command = tmux(run.folder.parent, "attach-session", "-t", f"={session}")
-    os.execvpe(command[0], command, environment)
+    os.execvpe(command[0], command, environ)

@@ -198,9 +198,9 @@ class Collector(prometheus_client.registry.Collector):
 
     def _add_runs(self, figures: Figures) -> None:
         records = self._runs.records()
-        states = collections.Counter(record["state"] for record in records)
+        counts = collections.Counter(record["state"] for record in records)
         for name in state.STATES:
-            figures.add("train_runs", states[name], name)
+            figures.add("train_runs", counts[name], name)
         figures.add("train_runs_damaged", self._runs.damaged)
         alive = [record for record in records if state.is_alive(record)]
         ended = records[len(alive) :]

@@ -20,6 +20,10 @@ from train.run.record import Record
 from train.run.run_folder import Run
 
 _NONE = "-"
+_WAITING = (states.CREATED, states.QUEUED, states.INTERRUPTED, states.COPY)
+STYLE = {"head": "bold", "rank": "dim", "gpu": "cyan", states.RUNNING: "green", states.FAILED: "red"}
+STYLE |= dict.fromkeys(_WAITING, "yellow")
+"""How rich draws a line of each kind."""
 _LARGE = 1e9
 """A figure from here on is not written out, and a time (of some thirty years) is none: a run may say anything."""
 

@@ -317,6 +317,8 @@ class Rendezvous:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while self._handler is None and not (self._is_closed or self._has_failed):
             time.sleep(0.05)
+        if self._is_closed or self._has_failed:
+            return
         from torch.distributed import DistStoreError
 
         while self.round is None and not (self._is_closed or self._has_failed):
@@ -336,8 +338,8 @@ class Rendezvous:
         info = self._handler.next_rendezvous()
         hello, store = self.own["hello"], info.store
         mine = {"node": self.node, "id": self.id, "host": hello["host"], "ranks": hello["nproc"], "to": self.address}
-        store.set(f"rank_env/{info.rank}", json.dumps(mine))
-        nodes = [self._wait_for(store, f"rank_env/{number}") for number in range(info.world_size)]
+        store.set(f"member/{info.rank}", json.dumps(mine))
+        nodes = [self._wait_for(store, f"member/{number}") for number in range(info.world_size)]
         nodes.sort(key=lambda one: int(one["node"]))
         if len({one["node"] for one in nodes}) < len(nodes):
             raise TimeoutError("one of them has taken another one's rank")

@@ -149,7 +149,7 @@ def task_rank(
     """Be one rank of a task, in a fork of the zygote, until it ends.
 
     Args:
-        rank_env: the fields of Seat but `init`.
+        rank_env: the fields of RankEnv but `init`.
         has_terminal: whether its output is the terminal of `train run`, and not its log.
         meeting: where the ranks meet: {} in an open file, else host and port, which rank 0 listens at.
         files: standard files; the run's lock; the open file, or the listening socket, where they meet.

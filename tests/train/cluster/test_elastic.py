@@ -93,7 +93,7 @@ def test_a_machine_that_would_join_with_other_settings_is_refused_and_the_run_go
     more = {"nnodes": "1:2", "task": "t.py", "fields": fields}
     assert machines.launch("a", 0, "--steps", 3000, **more).returncode == 0
     attempts(machines, 0, 1)
-    # other settings: it never gets a rank_env
+    # other settings: it is never let in
     done = machines.launch("a", 1, "--steps", 3000, "--seed", 5, "--follow", **more)
     assert done.returncode == 2 and "another configuration" in done.stderr.splitlines()[-1], done.stderr
     assert len(machines.stations[0].record("a")["attempts"]) == 1

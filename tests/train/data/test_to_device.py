@@ -52,7 +52,7 @@ def test_no_more_is_made_than_a_few_ahead_and_nothing_once_nobody_asks() -> None
     time.sleep(0.3)
     assert len(made) <= 5
     items.close()  # type: ignore[attr-defined]
-    eventually("the thread goes on", lambda: not any(thread.name == "pin" for thread in threading.enumerate()), 10)
+    eventually("the thread has ended", lambda: not any(thread.name == "pin" for thread in threading.enumerate()), 10)
 
 
 def test_on_the_cpu_nothing_is_done() -> None:

@@ -96,7 +96,8 @@ def test_it_ends_with_a_launch_that_is_killed(station: Station, cold: dict[str, 
     os.mkfifo(station.folder / "never.toml")
     command = [sys.executable, "-m", "train", "launch", "digits", "--config", "never.toml"]
     launch = subprocess.Popen(command, cwd=station.folder, env=station.environment() | cold)
-    eventually("it is there", lambda: waiting(cold["TMPDIR"]), every=0.02)
+    eventually("it is there", lambda: waiting(cold["TMPDIR"]) or launch.poll() is not None, every=0.02)
+    assert launch.poll() is None
     launch.kill()
     launch.wait()
     eventually("it waits for no launch", lambda: not waiting(cold["TMPDIR"]))

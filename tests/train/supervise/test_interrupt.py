@@ -182,5 +182,5 @@ def test_ranks_end_with_the_process_that_asked_for_them(station: Station) -> Non
     station.wait_for_step("k", 2)
     process.kill()
     process.wait()
-    eventually("all have ended, the fork server too", lambda: not here(station))
+    eventually(lambda: f"{here(station)} have ended, the zygote too", lambda: not here(station))
     assert station.run("k").shown()["state"] == states.INTERRUPTED

@@ -101,7 +101,7 @@ def test_one_that_was_cut_off_while_it_waited_is_not_waited_for(meeting: Meeting
 
 def test_a_rank_that_is_taken_and_a_node_that_differs_are_refused(meeting: Meeting) -> None:
     zero, one = meeting.come(0), meeting.come(1)
-    looked_at(zero, one, until=lambda: zero.lives(1, "id1"), what="its rank_env")
+    looked_at(zero, one, until=lambda: zero.lives(1, "id1"), what="that node 1 is there")
     twin = meeting.come(1, id="twin")
     looked_at(zero, one, twin, until=lambda: twin.refused, what="a refusal")
     assert "is already; give it another --node-rank" in twin.refused

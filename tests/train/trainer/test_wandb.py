@@ -63,7 +63,7 @@ def sent(run: Run) -> list[dict[str, Any]]:
 def feed_once(run: Run) -> None:
     """As rank 0 does, to its end."""
     made = wandb.WandbProcess(run, "a-project", run.folder / "wandb.log")
-    eventually("W&B has begun; see wandb.log", (run.folder / wandb.FILE).exists)
+    eventually((run.folder / "wandb.log").read_text, (run.folder / wandb.FILE).exists)
     process = made._process
     process.stdin.close()  # type: ignore[union-attr]
     process.wait(timeout=PATIENCE)
@@ -145,7 +145,7 @@ def test_a_real_run_is_sent(station: Any) -> None:
     station.ok(
         "run", "digits", "--name", "fed", *flags, "--log.wandb", "some/project", env={"WANDB_MODE": "offline"}
     )  # fmt: skip
-    eventually("all is sent; see wandb.log", lambda: len(sent(run)) >= len(station.metrics("fed")))
+    eventually((run.folder / "logs" / "wandb.log").read_text, lambda: len(sent(run)) >= len(station.metrics("fed")))
     losses = [line["loss"] for line in station.metrics("fed") if "loss" in line]
     assert [line["train/loss"] for line in sent(run) if "train/loss" in line] == pytest.approx(losses)
     assert "wandb" in station.ok("show", "fed").stdout
