@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
+from tests.tasks import TASKS
 from tests.train.cluster.conftest import Machines
 from tests.train.conftest import Station
 from train.errors import Refused
@@ -69,7 +70,7 @@ def test_a_port_that_is_taken(machines: Machines) -> None:
 @pytest.mark.minutes
 def test_a_node_that_differs_is_refused_on_both_and_the_run_waits_for_a_fitting_one(machines: Machines) -> None:
     for station in machines.stations:
-        (station.folder / "t.py").write_text(Path(__file__).with_name("task.py").read_text())
+        (station.folder / "t.py").write_text((TASKS / "few_numbers.py").read_text())
     task = machines.stations[1].folder / "t.py"
     task.write_text(task.read_text() + "\n# changed\n")
     cluster = ("--nnodes", 2, "--rendezvous", machines.rendezvous, "--wait-minutes", 0.3)
