@@ -73,7 +73,7 @@ def test_a_node_that_differs_is_refused_on_both_and_the_run_waits_for_a_fitting_
         (station.folder / "t.py").write_text((TASKS / "few_numbers.py").read_text())
     task = machines.stations[1].folder / "t.py"
     task.write_text(task.read_text() + "\n# changed\n")
-    cluster = ("--nnodes", 2, "--rendezvous", machines.rendezvous, "--wait-minutes", 0.3)
+    cluster = ("--nnodes", 2, "--rendezvous", machines.rendezvous, "--wait-minutes", 0.8)
     for node, station in enumerate(machines.stations):
         station.ok("launch", "t.py", "--name", "a", "--steps", 5, "--node-rank", node, *cluster)
     refused = machines.stations[1].wait_for_end("a")
