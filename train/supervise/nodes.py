@@ -145,8 +145,8 @@ class Nodes:
             self.remarks.append(self._refused_other)
         if self.round is None and self._rendezvous.round is not None:
             self.round, self._began = self._rendezvous.round, time.monotonic()
-        if self.round is None and not self.settings.node and self._rendezvous.own.get("missing") != self._missing():
-            self._rendezvous.publish(missing=self._missing())
+        if self.round is None and not self.settings.node:
+            self._rendezvous.publish(missing=self._missing())  # which goes out where it has changed
 
     @property
     def refused(self) -> str:

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from tests.train import forks
 from tests.train.conftest import Station
 from tests.train.tiers import later
+from tests.waiting import eventually
 from train import cli
 from train.launcher import tmux
 
@@ -470,10 +470,8 @@ def test_what_the_process_inside_tmux_refuses_reaches_launch_and_leaves_nothing(
     refused((done.returncode, done.stdout, done.stderr), *words)
     assert not station.runs.exists()
     assert _sessions(station) == ""
-    deadline = time.monotonic() + 60  # what imports for the agent clears away after the import that it is at
-    while entries(temporary) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert entries(temporary) == set()
+    # what imports for the agent clears away after the import that it is at
+    eventually(lambda: f"{entries(temporary)} are gone", lambda: entries(temporary) == set(), 60)
 
 
 @pytest.mark.parametrize("nproc", ["0", "-1", "1.5", "two", "4097", "", "\u0663"])
