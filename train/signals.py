@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each of them asks a run to save and to stop. The handler only notes it: saving happens between two steps."""
@@ -104,3 +106,15 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, with what it has printed.
+
+    Not sys.exit: a process group whose peers are gone can hang in its destructor, loader workers ignore the SIGTERM of
+    Python's own clean-up, and a thread that comes back from torch's store by then aborts the process.
+    """
+    with contextlib.suppress(OSError, ValueError):  # a log on a disk that fails
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -31,7 +31,7 @@ from train.launcher.create_run import open_run
 from train.launcher.tmux import LaunchRequest
 from train.run import environment, folders, run_folder, states
 from train.run.run_folder import Run
-from train.signals import StopRequest
+from train.signals import StopRequest, leave
 from train.supervise import address
 from train.supervise.address import Place
 
@@ -189,4 +189,4 @@ def _fail(beside: Path, run: Run | None, error: BaseException) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).absolute().parent, StopRequest()))
+    leave(main(Path(sys.argv[1]).absolute().parent, StopRequest()))

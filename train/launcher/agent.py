@@ -21,7 +21,7 @@ from train import module_runner
 from train.errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
 from train.run import durable, environment, folders, states
 from train.run.run_folder import Lock, Run
-from train.signals import KEEPER, USER, StopRequest
+from train.signals import KEEPER, USER, StopRequest, leave
 
 _OF_PANE = ("TMUX", "TMUX_PANE", "TERM")
 """Variables that are the terminal's own."""
@@ -49,7 +49,7 @@ def main() -> None:
     if not _answer(desk, {"warnings": opened.warnings}):
         _undo(launch, opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
-    sys.exit(keep(opened, stop))
+    leave(keep(opened, stop))
 
 
 def _take_environment(environ: dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from train import module_runner
 from train.errors import Refused, one_line
-from train.signals import die_with_parent
+from train.signals import die_with_parent, leave
 from train.supervise import memory
 
 _FULL = 4
@@ -136,8 +136,8 @@ def main() -> None:
         text = one_line(f"{type(error).__name__}: {error}")
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or memory.is_refused(text) or _is_full(text):
             code, message = _FULL, text
-    print(message, file=sys.stderr, flush=True)
-    os._exit(code)  # peers may be gone, and an orderly end would wait for them
+    print(message, file=sys.stderr)
+    leave(code)  # peers may be gone, and an orderly end would wait for them
 
 
 def _is_full(text: str) -> bool:

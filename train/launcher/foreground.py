@@ -19,7 +19,7 @@ from train.parallel.rank_env import RankEnv, read_rank_env
 from train.run import environment, folders
 from train.run.outcome import Kind, Outcome
 from train.run.run_folder import Lock, Run
-from train.signals import POLITE, StopRequest
+from train.signals import POLITE, StopRequest, leave
 from train.supervise.attempts import Supervisor, alone
 from train.supervise.decide import LaunchMode
 from train.supervise.forks import CHECKS, CheckFailed
@@ -73,7 +73,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     """
     import torch.distributed as dist
 
-    from train.supervise.worker import leave, log_to
+    from train.supervise.worker import log_to
 
     log_to(sys.stderr)
     rank_env = read_rank_env()

@@ -27,7 +27,7 @@ from train.run import heartbeat, outcome
 from train.run.heartbeat import Heart
 from train.run.outcome import Kind, Outcome
 from train.run.run_folder import Run
-from train.signals import StopRequest
+from train.signals import StopRequest, leave
 from train.supervise import diagnose, memory
 from train.supervise.zygote import SIGNALS
 
@@ -300,15 +300,3 @@ def _has_told(logs: Path, rank_env: RankEnv) -> bool:
     """Whether the first rank of the machine has come to an end of its own, other than by an exception."""
     first = outcome.read(logs, rank_env.lead)
     return not logs.exists() or (first is not None and first.kind is not Kind.DIED)  # a folder gone meets rank 0 too
-
-
-def leave(code: int) -> NoReturn:
-    """End this process at once.
-
-    Not sys.exit: a process group whose peers are gone can hang in its destructor, and loader workers ignore the
-    SIGTERM of Python's own clean-up. They die with us.
-    """
-    with contextlib.suppress(OSError, ValueError):  # a log on a disk that fails
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)

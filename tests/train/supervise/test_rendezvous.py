@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,3 +130,27 @@ def test_clocks_that_differ_are_refused(meeting: Meeting, monkeypatch: pytest.Mo
     one = meeting.come(1)
     looked_at(*meeting.came, until=lambda: one.refused, what="a refusal")
     assert "the clock of node 1 (h) is" in one.refused
+
+
+ENDING = """
+import datetime, socket, threading, time
+import torch.distributed as dist
+from train.signals import leave
+
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    port, fd = listening.getsockname()[1], listening.detach()
+store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False, master_listen_fd=fd)
+
+def ask():
+    while True:
+        store.set("key", "value")
+
+for _ in range(3):
+    threading.Thread(target=ask, daemon=True).start()
+time.sleep(0.5)
+leave(75)
+"""
+
+
+def test_an_agent_whose_threads_are_busy_with_the_store_ends_with_its_own_code() -> None:
+    assert subprocess.run([sys.executable, "-c", ENDING], check=False, timeout=60).returncode == 75
