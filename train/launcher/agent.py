@@ -122,6 +122,7 @@ def keep(opened: Any, stop: StopRequest) -> int:
     from train.launcher.progress import View
     from train.supervise.attempts import Supervisor
     from train.supervise.decide import LaunchMode
+    from train.supervise.multi_node import MultiNodeSupervisor
     from train.supervise.nodes import Nodes, settings_of
     from train.supervise.ranks import Ranks
 
@@ -142,7 +143,10 @@ def keep(opened: Any, stop: StopRequest) -> int:
         nodes = Nodes(run, opened.ranks, settings, opened.listening) if settings is not None else None
         command = (lambda: script.command(run, record)) if is_script else None
         ranks = Ranks(run, opened.lock, opened.ranks, opened.zygote, nodes, command)
-        code = Supervisor(run, ranks, LaunchMode.LAUNCHED, stop, show, say, nodes).keep()
+        if nodes is not None:
+            code = MultiNodeSupervisor(run, ranks, stop, show, say, nodes).keep()
+        else:
+            code = Supervisor(run, ranks, LaunchMode.LAUNCHED, stop, show, say).keep()
     except (OSError, Refused) as error:  # its disk fails or its folder is gone
         say(f"{run.name} cannot go on: {one_line(error)}")
         return EXIT_FAILED

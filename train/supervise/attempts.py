@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from train import faults, screen, signals
-from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Refused, one_line
+from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, Refused, one_line
 from train.run import outcome, run_folder, states
 from train.run.outcome import Outcome
 from train.run.progress_lines import fold
 from train.run.run_folder import Run
 from train.supervise import decide, health, memory
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode, healthy_minutes
-from train.supervise.nodes import Nodes
 from train.supervise.ranks import Ranks
 
 MAX_RESTARTS = 3
@@ -75,7 +74,7 @@ def alone(run: Run, mode: LaunchMode, ranks: int, train: Callable[[int], Outcome
 
     def end(reported: Mapping[int, Outcome]) -> Decision:
         outcomes = {**outcome.read_all(run.logs(number)), **reported}
-        facts = Facts(run.name, mode, ranks=ranks, outcomes=outcomes, asked=_asked(stop), saved=newest(run))
+        facts = Facts(run.name, mode, ranks=ranks, outcomes=outcomes, asked=asked_by(stop), saved=newest(run))
         decision = decide.decide(facts)
         write(run, number, decision)
         return decision
@@ -109,7 +108,7 @@ def _say(text: str) -> None:
         screen.say(f"train: {text}")
 
 
-def _asked(stop: signals.StopRequest) -> Asked | None:
+def asked_by(stop: signals.StopRequest) -> Asked | None:
     return Asked(stop.by, stop.reason, stop.now, stop.at_once) if stop.asked or stop.at_once else None
 
 
@@ -122,6 +121,11 @@ def _hear(run: Run, stop: signals.StopRequest, is_for_all: bool = False) -> None
     wanted = run.stop_asked()
     if wanted == states.NOW or (wanted and (not stop.asked or (is_for_all and states.BY.get(wanted) == signals.USER))):
         stop.ask(states.BY.get(wanted, signals.USER), states.WHO.get(wanted, wanted), now=wanted == states.NOW)
+
+
+def pids(ranks: list[int]) -> dict[str, Any]:
+    """Who an attempt's processes are, as run.json has it."""
+    return {"agent": os.getpid(), "ranks": ranks}
 
 
 class _EndAtOnce(BaseException):
@@ -140,12 +144,9 @@ class Supervisor:
     """Called while ranks live."""
     say: Callable[[str], None] = _say
     """A line for the terminal."""
-    nodes: Nodes | None = None
-    """This node among others, where the run is on several."""
 
     def __post_init__(self) -> None:
         self._attempt, self._from_step, self._began, self._hang = 0, 0, 0.0, ""
-        self._is_over, self._regroups_for = False, ""
         self._kills = memory.Kills()
         self._decision: Decision | None = None
 
@@ -167,17 +168,16 @@ class Supervisor:
         finally:
             self.stop.on_interrupt = None
         self.run.clear_stop()
-        if self.nodes is not None:
-            self.nodes.leave()
         return decision.code
 
     def _run_attempts(self) -> Decision:
         deaths = 0
         while True:
-            decision = self._gather() if self.nodes is not None else None
+            decision = self.gather()
             if decision is not None:
                 return decision
-            self._attempt = self._begin()
+            self._kills, self._hang, self._began = memory.Kills(), "", time.monotonic()
+            self._attempt = self.begin()
             self._live_through(self._attempt)
             decision = self._end(deaths)
             if not decision.again:
@@ -185,18 +185,37 @@ class Supervisor:
             deaths = decision.deaths
             self._wait(decision.wait)
 
-    def _begin(self) -> int:
-        self._from_step, self._began = self._newest_state(), time.monotonic()
-        self._kills, self._hang = memory.Kills(), ""
-        self._is_over, self._regroups_for = False, ""
-        count, more = self.ranks.count, {}
-        if self.nodes is not None:
-            self._from_step, count = self.nodes.from_step, self.nodes.rank_envs()[0].size
-            more = {"nodes": self.nodes.names(), "interface": self.nodes.interface}
-        return self.run.begin_attempt(count, self._from_step, pids=self._pids([]), **more)
+    # --- what is more where the run is on several machines: multi_node.py
 
-    def _pids(self, ranks: list[int]) -> dict[str, Any]:
-        return {"agent": os.getpid(), "ranks": ranks}
+    def gather(self) -> Decision | None:
+        """Wait for all that is needed for an attempt. None when it is there; else how the run ends without it."""
+        return None
+
+    def begin(self) -> int:
+        """Record a new attempt. Returns its number."""
+        self._from_step = self.newest_state()
+        return self.run.begin_attempt(self.ranks.count, self._from_step, pids=pids([]))
+
+    def follow(self, watch: health.TaskHealth | health.ScriptHealth) -> None:
+        """Called while ranks live, several times a second."""
+
+    def look_at_others(self) -> None:
+        """Called while none live, several times a second."""
+
+    def settle(self, facts: Facts) -> Decision:
+        """What becomes of the run."""
+        return decide.decide(facts)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this machine alone is to stop, and the run continues without it."""
+        return False
+
+    def has_progressed(self, record: Mapping[str, Any]) -> bool:
+        """Whether the attempt has brought a task further."""
+        return self.newest_state() > self._from_step
+
+    # --- an attempt
 
     def _live_through(self, attempt: int) -> None:
         """From the start of the ranks until none is left."""
@@ -206,13 +225,12 @@ class Supervisor:
         self._kills.among(ranks.pids)
         note_at, is_asked = 0.0, False
         while not ranks.wait():
-            self._hear()
-            if self.nodes is not None:
-                self._follow_others(watch)
+            self.hear()
+            self.follow(watch)
             if self._kills.is_due and len(ranks.living) == ranks.count:
                 self._kills.look()
             if time.monotonic() > note_at:  # again where a rank that stands still holds the record just now
-                note_at = math.inf if self.run.note(pids=self._pids(ranks.pids)) else time.monotonic() + _AGAIN
+                note_at = math.inf if self.run.note(pids=pids(ranks.pids)) else time.monotonic() + _AGAIN
             if self.stop.now:
                 ranks.signal(signal.SIGKILL)
             elif self.stop.asked and not is_asked:
@@ -223,18 +241,17 @@ class Supervisor:
         self._hang = watch.hang
         watch.close()
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
         """Take in what was asked for by file, or by Ctrl-C twice in the attached terminal."""
         if self.mode is LaunchMode.LAUNCHED and self.stop.interrupts > 1 and not self.stop.now:
             self.stop.ask(signals.CTRL_C, states.WHO[states.NOW], now=True)
-        _hear(self.run, self.stop, is_for_all=self._leaves())
+        _hear(self.run, self.stop, is_for_all=self.leaves)
 
     def _wait(self, seconds: float) -> None:
         """Let a busy machine come to rest, unless a stop is asked for."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.stop.asked and not self.run.stop_asked():
-            if self.nodes is not None:
-                self._look_at_others()
+            self.look_at_others()
             time.sleep(0.1)
 
     # --- the end of an attempt
@@ -257,10 +274,7 @@ class Supervisor:
 
     def _decide_and_write(self, deaths: int) -> Decision:
         facts = self._facts(deaths)
-        if self.nodes is not None:
-            self._decision = self.nodes.settle(facts, self._wait_for_others)
-        else:
-            self._decision = decide.decide(facts)
+        self._decision = self.settle(facts)
         faults.here("decided")
         write(self.run, self._attempt, self._decision)
         return self._decision
@@ -271,8 +285,6 @@ class Supervisor:
             record = self.run.read()
         logs, count, exits = self.run.logs(self._attempt), self.ranks.count, self.ranks.exits
         is_script = bool(record.get("script"))
-        if self._is_over:  # what then was killed, was killed here
-            exits = {rank: code for rank, code in exits.items() if code != -signal.SIGKILL}
         minutes = healthy_minutes(record)
         ran_well = is_script and time.monotonic() - self._began >= 60 * minutes
         return Facts(
@@ -287,128 +299,19 @@ class Supervisor:
             problem=self.ranks.problem,
             killed_at=self._kills.limit(),
             refused_at=memory.refused_at(),
-            asked=_asked(self.stop),
-            leaves=self._leaves(),
+            asked=asked_by(self.stop),
+            leaves=self.leaves,
             saved=newest(self.run),
             is_ready=bool((record.get("attempts") or [{}])[-1].get("ready")),
-            progress=self._has_progressed(record) or ran_well,
+            progress=self.has_progressed(record) or ran_well,
             deaths=deaths,
             max_restarts=int(record.get("max_restarts", MAX_RESTARTS)),
             healthy_minutes=minutes,
-            regroup=self._regroups_for,
         )
 
-    def _has_progressed(self, record: Mapping[str, Any]) -> bool:
-        if self.nodes is not None and self.nodes.settings.node:  # node 0 has the checkpoints
-            return int(record.get("step") or 0) > self._from_step
-        return self._newest_state() > self._from_step
-
-    def _newest_state(self) -> int:
+    def newest_state(self) -> int:
         """The step that a start now would continue after: from the disk or from memory."""
         return max(newest(self.run), self.ranks.copied)
-
-    # --- a run on several machines
-
-    def _gather(self) -> Decision | None:
-        """Wait for the other nodes. None when all are there; else how the run ends here without them."""
-        assert self.nodes is not None
-        nodes, message, until = self.nodes, "", time.monotonic() + 60 * self.nodes.settings.wait_minutes
-        nodes.join(self._newest_state())
-        while nodes.round is None:
-            self._look_at_others()
-            self._hear()
-            waits = nodes.waiting_for()
-            decision = self._end_of_waiting(waits, time.monotonic() > until)
-            if decision is not None:
-                self._rest(decision)
-                return decision
-            if waits != message:
-                message = waits
-                self.say(waits)
-                self.run.note(state=states.RUNNING, reason=waits, ended=None)
-            self.show()
-            time.sleep(0.02)
-        nodes.take_over()
-        self.say(f"all nodes are there: {', '.join(nodes.names())}; {nodes.interface or 'nothing'} leads there")
-        return None
-
-    def _end_of_waiting(self, waits: str, is_too_late: bool) -> Decision | None:
-        """How the run ends here while it waits for other nodes; None: it does not."""
-        assert self.nodes is not None
-        nodes, asked = self.nodes, _asked(self.stop)
-        if asked is not None:
-            saved = f"; the last checkpoint is of step {newest(self.run)}" if newest(self.run) else ""
-            reason = f"stopped ({asked.text}) while {waits}{saved}"
-            decision = Decision("stopped", states.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
-            is_users = asked.by == signals.USER or self.stop.interrupts > 0
-            if is_users and not asked.now:  # else this machine alone goes away
-                nodes.ask_stop(asked)
-                nodes.end_waiting(decision)
-            return decision
-        if nodes.refused:
-            return decide.refused(nodes.refused)
-        if nodes.end is None and is_too_late:
-            minutes = f"{nodes.settings.wait_minutes:g} minutes"
-            reason = f"gave up after {minutes} of {waits}; go on with: train resume {self.run.name}"
-            return Decision("died", None, reason, reason)
-        return nodes.end
-
-    def _rest(self, decision: Decision) -> None:
-        """Write down an end that came while no ranks lived here."""
-        values: dict[str, Any] = {**decision.figures, "reason": decision.reason, "stopped_by": decision.stopped_by}
-        if decision.state is not None:
-            values["state"] = decision.state
-        self.run.update(**values, ended=run_folder.now())
-        self.say(decision.reason or f"{self.run.name} has {decision.state}")
-
-    def _look_at_others(self) -> None:
-        """Take in what the other nodes publish.
-
-        Raises:
-            Refused: this node's run folder is gone: to the others it is, too.
-        """
-        assert self.nodes is not None
-        if self.run.is_gone():
-            raise Refused(f"{self.run.folder} was removed; the other nodes go on without this one, or wait for it")
-        self.nodes.look()
-        for line in self.nodes.remarks:
-            self.say(line)
-        self.nodes.remarks.clear()
-        wanted = self.nodes.stop
-        if wanted is not None and not self.stop.asked:
-            self.stop.ask(wanted.by, wanted.text)
-
-    def _follow_others(self, watch: health.TaskHealth | health.ScriptHealth) -> None:
-        """Do what the other nodes do, and let them know what happens here."""
-        nodes, asked = self.nodes, _asked(self.stop)
-        assert nodes is not None
-        self._look_at_others()
-        if watch.is_ending:
-            nodes.trouble()
-        if not self._is_over and nodes.is_over:
-            self._is_over = True
-            watch.end()
-        if asked is not None:
-            if not (asked.now or self._leaves()):
-                nodes.ask_stop(asked)
-        elif not self._regroups_for and (came := nodes.came):
-            self._regroups_for = f"{came} came"
-            self.ranks.signal(signal.SIGTERM)  # they save, and end
-
-    def _leaves(self) -> bool:
-        """Whether this node alone is to stop: of a run that may go on with fewer a signal, or its keeper's end, says
-        that this machine goes away. `train stop` and Ctrl-C are a user's word, on whatever machine, for the run."""
-        nodes, stop = self.nodes, self.stop
-        if nodes is None or not nodes.settings.is_elastic or nodes.stop is not None:
-            return False
-        return stop.by in (signals.SIGNAL, signals.KEEPER) and not (stop.now or stop.interrupts)
-
-    def _wait_for_others(self) -> Asked | None:
-        """While the ranks of other nodes end. Returns a stop that is wanted at once."""
-        self._hear()
-        self._look_at_others()
-        asked = _asked(self.stop)
-        return asked if asked is not None and asked.now else None
 
     # --- Ctrl-C in a foreground run: the first one stops it after the step, the second one ends it at once
 

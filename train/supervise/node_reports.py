@@ -16,7 +16,7 @@ _LAST = 4000
 
 def decision_of(plain: Mapping[str, Any]) -> Decision:
     """Node 0's decision, as it was published."""
-    return Decision(**{key: value for key, value in plain.items() if key not in ("round", "is_same")})
+    return Decision(**{key: value for key, value in plain.items() if key != "round"})
 
 
 def of_rank_0(facts: Facts) -> dict[int, Outcome]:

@@ -83,8 +83,6 @@ class Nodes:
         self._from_step, self._began, self._remark = 0, 0.0, ""
         self.round: Round | None = None
         """The attempt that this node is in, or is to begin."""
-        self._again: Round | None = None
-        """The last attempt, where all its nodes begin the next one too, and no other."""
         self.remarks: list[str] = []
         """Lines for the terminal."""
 
@@ -124,11 +122,8 @@ class Nodes:
         Args:
             from_step: on node 0, what it continues after.
         """
-        before, self.round, self._again, self._from_step = self._again, None, None, from_step
-        if before is not None:
-            self._rendezvous.join_again(before, from_step)
-        else:
-            self._rendezvous.join(from_step)
+        self.round, self._from_step = None, from_step
+        self._rendezvous.join(from_step)
 
     def look(self) -> None:
         """Take in what others publish. To be called several times a second."""
@@ -310,8 +305,6 @@ class Nodes:
         if facts.leaves and decision.end == "stopped":
             why = self._why_it_leaves(facts)
             public = Decision("stopped", None, why, again=True, message=why)
-        is_same = decision.again and not (facts.lost or facts.regroup or self._rendezvous.waiting)
-        self._again = self.round if is_same else None
         self._publish(public)
         return decision
 
@@ -328,8 +321,7 @@ class Nodes:
     def _publish(self, decision: Decision) -> None:
         assert self.round is not None
         plain = dataclasses.asdict(decision)
-        about = {"round": self.round.id, "is_same": self._again is not None}
-        self._rendezvous.publish(decision={**about, **plain}, end=None if decision.again else plain)
+        self._rendezvous.publish(decision={"round": self.round.id, **plain}, end=None if decision.again else plain)
 
     def _carried_out(self, facts: Facts, at_once: Asked | None, look: Callable[[], Asked | None]) -> Decision:
         """Node 0's decision, on another node."""
@@ -338,7 +330,6 @@ class Nodes:
         while decision is None and at_once is None and not self._is_gone(self.round.nodes[0]):
             decided = self._zero.get("decision") or {}
             decision = decision_of(decided) if decided.get("round") == self.round.id else None
-            self._again = self.round if decision is not None and decided["is_same"] else None
             at_once = look()
             time.sleep(0.02)
         if at_once is not None:

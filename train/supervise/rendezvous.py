@@ -140,17 +140,6 @@ class Rendezvous:
         self.publish(round="", bad=False, report=None)
         threading.Thread(target=self._join, args=(from_step,), daemon=True, name="join").start()
 
-    def join_again(self, before: Round, from_step: int) -> None:
-        """As `join`, with the nodes of the last round, which all live: torch's rendezvous would take seconds."""
-        self.round = None
-        self.publish(round="", bad=False, report=None)
-        if self.node == 0:
-            start = self._make_start(from_step) | {"after": before.id}
-            self.publish(start=start, round=start["id"])
-            self.round = Round(start["id"], before.nodes, start["port"], from_step)
-        else:
-            threading.Thread(target=self._follow, args=(before,), daemon=True, name="follow").start()
-
     def flush(self) -> None:
         """Wait a moment until what this node publishes has been read by the store."""
         until, before = time.monotonic() + 2, self._published
@@ -198,6 +187,8 @@ class Rendezvous:
             return
         while not self._is_reachable():
             time.sleep(_AGAIN)
+            if self._is_closed:
+                raise ConnectionError("this node has left")
         self.problem, self._reached = "something answers there", time.monotonic()
         self._store = dist.TCPStore(self.address, self.place.port, timeout=wait, wait_for_workers=False)
 
@@ -348,16 +339,6 @@ class Rendezvous:
         start = self._wait_for(store, "start")
         self.publish(round=start["id"])
         return Round(start["id"], nodes, start["port"], start["from_step"])
-
-    def _follow(self, before: Round) -> None:
-        """Wait until node 0 begins the round after this one."""
-        while not (self._is_closed or self._has_failed):
-            start = self.others.get(0, {}).get("start") or {}
-            if start.get("after") == before.id:
-                self.publish(round=start["id"])
-                self.round = Round(start["id"], before.nodes, start["port"], start["from_step"])
-                return
-            time.sleep(0.02)
 
     def _make_start(self, from_step: int) -> Public:
         """Listen where the ranks of a round will meet, before they know the place. Returns what its nodes must know."""

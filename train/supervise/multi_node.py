@@ -1,0 +1,161 @@
+"""The loop of attempts where a run is on several machines: each attempt begins and ends on all of them together."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from train import signals
+from train.errors import EXIT_STOPPED, Refused
+from train.run import run_folder, states
+from train.run.run_folder import Run
+from train.supervise import decide, health
+from train.supervise.attempts import Supervisor, asked_by, newest, pids
+from train.supervise.decide import Asked, Decision, Facts, LaunchMode
+from train.supervise.nodes import Nodes
+from train.supervise.ranks import Ranks
+
+
+class MultiNodeSupervisor(Supervisor):
+    """Keeps the ranks of this machine alive, in step with the other machines of the run."""
+
+    def __init__(
+        self, run: Run, ranks: Ranks, stop: signals.StopRequest, show: Callable[[], None], say: Callable[[str], None],
+        nodes: Nodes,
+    ) -> None:  # fmt: skip
+        super().__init__(run, ranks, LaunchMode.LAUNCHED, stop, show, say)
+        self.nodes = nodes
+        self._is_over = False
+        """Whether the attempt has ended elsewhere first."""
+        self._regroups_for = ""
+        """Why the ranks were stopped to be begun again with more nodes."""
+
+    def keep(self) -> int:
+        """Run attempts until the run ends, and let the others know how. Returns the exit code of its end."""
+        code = super().keep()
+        self.nodes.leave()
+        return code
+
+    def gather(self) -> Decision | None:
+        """Wait for the other nodes. None when all are there; else how the run ends here without them."""
+        nodes, message, until = self.nodes, "", time.monotonic() + 60 * self.nodes.settings.wait_minutes
+        nodes.join(self.newest_state())
+        while nodes.round is None:
+            self.look_at_others()
+            self.hear()
+            waits = nodes.waiting_for()
+            decision = self._end_of_waiting(waits, time.monotonic() > until)
+            if decision is not None:
+                self._rest(decision)
+                return decision
+            if waits != message:
+                message = waits
+                self.say(waits)
+                self.run.note(state=states.RUNNING, reason=waits, ended=None)
+            self.show()
+            time.sleep(0.02)
+        nodes.take_over()
+        self.say(f"all nodes are there: {', '.join(nodes.names())}; {nodes.interface or 'nothing'} leads there")
+        return None
+
+    def _end_of_waiting(self, waits: str, is_too_late: bool) -> Decision | None:
+        """How the run ends here while it waits for other nodes; None: it does not."""
+        nodes, asked = self.nodes, asked_by(self.stop)
+        if asked is not None:
+            saved = f"; the last checkpoint is of step {newest(self.run)}" if newest(self.run) else ""
+            reason = f"stopped ({asked.text}) while {waits}{saved}"
+            decision = Decision("stopped", states.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
+            is_users = asked.by == signals.USER or self.stop.interrupts > 0
+            if is_users and not asked.now:  # else this machine alone goes away
+                nodes.ask_stop(asked)
+                nodes.end_waiting(decision)
+            return decision
+        if nodes.refused:
+            return decide.refused(nodes.refused)
+        if nodes.end is None and is_too_late:
+            minutes = f"{nodes.settings.wait_minutes:g} minutes"
+            reason = f"gave up after {minutes} of {waits}; go on with: train resume {self.run.name}"
+            return Decision("died", None, reason, reason)
+        return nodes.end
+
+    def _rest(self, decision: Decision) -> None:
+        """Write down an end that came while no ranks lived here."""
+        values: dict[str, Any] = {**decision.figures, "reason": decision.reason, "stopped_by": decision.stopped_by}
+        if decision.state is not None:
+            values["state"] = decision.state
+        self.run.update(**values, ended=run_folder.now())
+        self.say(decision.reason or f"{self.run.name} has {decision.state}")
+
+    def begin(self) -> int:
+        """Record a new attempt, of which node 0 says what it continues after. Returns its number."""
+        nodes = self.nodes
+        self._is_over, self._regroups_for, self._from_step = False, "", nodes.from_step
+        return self.run.begin_attempt(
+            nodes.rank_envs()[0].size, self._from_step, pids=pids([]), nodes=nodes.names(), interface=nodes.interface
+        )
+
+    def follow(self, watch: health.TaskHealth | health.ScriptHealth) -> None:
+        """Do what the other nodes do, and let them know what happens here."""
+        nodes, asked = self.nodes, asked_by(self.stop)
+        self.look_at_others()
+        if watch.is_ending:
+            nodes.trouble()
+        if not self._is_over and nodes.is_over:
+            self._is_over = True
+            watch.end()
+        if asked is not None:
+            if not (asked.now or self.leaves):
+                nodes.ask_stop(asked)
+        elif not self._regroups_for and (came := nodes.came):
+            self._regroups_for = f"{came} came"
+            self.ranks.signal(signal.SIGTERM)  # they save, and end
+
+    def look_at_others(self) -> None:
+        """Take in what the other nodes publish.
+
+        Raises:
+            Refused: this node's run folder is gone: to the others it is, too.
+        """
+        if self.run.is_gone():
+            raise Refused(f"{self.run.folder} was removed; the other nodes go on without this one, or wait for it")
+        self.nodes.look()
+        for line in self.nodes.remarks:
+            self.say(line)
+        self.nodes.remarks.clear()
+        wanted = self.nodes.stop
+        if wanted is not None and not self.stop.asked:
+            self.stop.ask(wanted.by, wanted.text)
+
+    def settle(self, facts: Facts) -> Decision:
+        """What becomes of the run, as node 0 decides by what all nodes know."""
+        exits = facts.exits
+        if self._is_over:  # what then was killed, was killed here
+            exits = {rank: code for rank, code in exits.items() if code != -signal.SIGKILL}
+        logs = {rank: log for rank, log in facts.logs.items() if rank in exits}
+        facts = dataclasses.replace(facts, exits=exits, logs=logs, regroup=self._regroups_for)
+        return self.nodes.settle(facts, self._stop_at_once)
+
+    def _stop_at_once(self) -> Asked | None:
+        """While the ranks of other nodes end: a stop that is wanted at once."""
+        self.hear()
+        self.look_at_others()
+        asked = asked_by(self.stop)
+        return asked if asked is not None and asked.now else None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this node alone is to stop: of a run that may go on with fewer a signal, or its keeper's end, says
+        that this machine goes away. `train stop` and Ctrl-C are a user's word, on whatever machine, for the run."""
+        nodes, stop = self.nodes, self.stop
+        if not nodes.settings.is_elastic or nodes.stop is not None:
+            return False
+        return stop.by in (signals.SIGNAL, signals.KEEPER) and not (stop.now or stop.interrupts)
+
+    def has_progressed(self, record: Mapping[str, Any]) -> bool:
+        """Whether the attempt has brought the run further; node 0 alone has the checkpoints."""
+        if self.nodes.settings.node:
+            return int(record.get("step") or 0) > self._from_step
+        return super().has_progressed(record)
