@@ -14,7 +14,6 @@ from torch import nn
 
 from train.checkpoint import manifest as manifests
 from train.checkpoint import serialize, snapshot
-from train.checkpoint.broadcast import broadcast_state
 from train.checkpoint.buffers import Buffers
 from train.checkpoint.load import load
 from train.checkpoint.snapshot import Snapshots
@@ -62,7 +61,7 @@ def load_newest(
     else:  # the others see neither its folder nor its memory
         alone = world.of_rank_0()
         start = world.on_first(lambda: _load(home, alone, snapshots, model, optimizer, precision))
-        broadcast_state(world, model, optimizer, precision)
+        serialize.broadcast_state(world, model, optimizer, precision)
     if world.nodes == 1:
         world.on_first(lambda: metrics.cut(run, start.step))
     else:
