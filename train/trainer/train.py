@@ -17,12 +17,12 @@ from train.errors import TrainingFailed
 from train.run import heartbeat
 from train.run.metrics import Training
 from train.run.record import Times
-from train.trainer import schedule
 from train.trainer.cpu import WaitAdvice
 from train.trainer.evaluate import evaluate
 from train.trainer.events import SaveClock
 from train.trainer.model_check import STEPS as CHECKED_STEPS
 from train.trainer.model_check import ModelCheck
+from train.trainer.optimizer import rate_factor, rate_scale
 from train.trainer.prefetch import DataWait, Prefetch, micro_batches
 from train.trainer.setup import Job
 from train.trainer.skipped import FILE as SKIPPED
@@ -101,7 +101,7 @@ class Loop:
         )
         self.readback = Readback[_Step](device)
         self._begun, self._saved = done, job.saved
-        self._rates = [group["lr"] * schedule.scale(job.config) for group in job.optimizer.param_groups]
+        self._rates = [group["lr"] * rate_scale(job.config) for group in job.optimizer.param_groups]
         # a task's may be a tensor on a GPU: reading it waits for the GPU, so once and not in every step
         self._logged_rate = float(self._rates[0])
         from_memory = job.saved < done  # deaths must not put off what the disk is to have
@@ -123,7 +123,7 @@ class Loop:
     def step(self) -> None:
         """Make the next step."""
         job = self.job
-        factor = schedule.factor(job.config, self.done, job.plan.steps_per_epoch, job.total_steps)
+        factor = rate_factor(job.config, self.done, job.plan.steps_per_epoch, job.total_steps)
         for group, rate in zip(job.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         check = self._check if self.done - self._begun < CHECKED_STEPS else None
