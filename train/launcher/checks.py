@@ -35,7 +35,7 @@ from train.run.metrics import evaluations
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import build, cpu
+from train.trainer import arithmetic, build
 from train.trainer.build import config_of, data_differs, task_of
 from train.trainer.loggers import wandb
 from train.trainer.optimizer import make_optimizer
@@ -74,14 +74,14 @@ def prepare(request: Request) -> Prepared:
     if not sizes:
         check_sync_batchnorm(config, device, everywhere, len(train_set))
     if config.data.workers is None:
-        config.data.workers = cpu.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
+        config.data.workers = arithmetic.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
     model = checked_model(task, config, everywhere, precision)
     with without_compiler():
         make_optimizer(task, model, config)
     micro_reason = _find_micro_batch(request, config, sizes) if is_searched else ""
     threads_reason = ""
     if config.cpu_threads is None:
-        config.cpu_threads, threads_reason = cpu.threads(ranks, device, model)
+        config.cpu_threads, threads_reason = arithmetic.threads(ranks, device, model)
     files = _files(task, config, _weights(request, model), build.fingerprint(task, config, train_set, eval_set))
     record = _record(request, task, config, len(train_set)) | {
         "world_size": everywhere,

@@ -1,4 +1,4 @@
-"""The training loop, and how its end is recorded. It reads top to bottom like its description in docs/how-it-works.md."""
+"""The training loop, and how its end is recorded. Reads top to bottom like its description in docs/how-it-works.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from train.run import best, heartbeat, outcome
 from train.run.metrics import Training, last_evaluation
 from train.run.outcome import Kind, Outcome
 from train.run.record import Times
-from train.trainer.cpu import WaitAdvice
 from train.trainer.evaluate import evaluate
 from train.trainer.events import SaveClock
 from train.trainer.model_check import STEPS as CHECKED_STEPS
@@ -30,7 +29,7 @@ from train.trainer.setup import Job
 from train.trainer.skipped import FILE as SKIPPED
 from train.trainer.step import step
 from train.trainer.step_stats import Readback, StepStats
-from train.trainer.timing import Timing
+from train.trainer.timing import Timing, WaitAdvice
 
 _EMPTY_STEPS = 10
 """Steps in a row without a sample that can be read after which a run has failed."""

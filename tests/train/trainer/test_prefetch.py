@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from train.trainer.cpu import WaitAdvice
 from train.trainer.prefetch import DataWait
-from train.trainer.timing import Timing
+from train.trainer.timing import Timing, WaitAdvice
 
 
 @dataclasses.dataclass
