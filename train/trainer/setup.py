@@ -36,9 +36,8 @@ from train.tasks import Task
 from train.trainer import arithmetic, build
 from train.trainer.events import Events
 from train.trainer.load import ResumeState, load_newest
-from train.trainer.loggers.loggers import Loggers
+from train.trainer.loggers.loggers import Loggers, Skipped
 from train.trainer.optimizer import make_optimizer
-from train.trainer.skipped import Skipped
 
 log = logging.getLogger("train")
 

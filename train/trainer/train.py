@@ -21,12 +21,12 @@ from train.run.outcome import Kind, Outcome
 from train.run.record import Times
 from train.trainer.evaluate import evaluate
 from train.trainer.events import SaveClock
+from train.trainer.loggers.loggers import SKIPPED
 from train.trainer.model_check import STEPS as CHECKED_STEPS
 from train.trainer.model_check import ModelCheck
 from train.trainer.optimizer import rate_factor, rate_scale
 from train.trainer.prefetch import DataWait, Prefetch, micro_batches
 from train.trainer.setup import Job
-from train.trainer.skipped import FILE as SKIPPED
 from train.trainer.step import step
 from train.trainer.step_stats import Readback, StepStats
 from train.trainer.timing import Timing, WaitAdvice
