@@ -216,15 +216,14 @@ def _newest_checkpoint(run: Run, task: Task, config: Config) -> tuple[int, list[
     Raises:
         Refused: it is not of this task and configuration.
     """
-    found = manifests.newest_valid(run)
-    if not found or not found[1]:
-        return (found[0], list(found[2])) if found else (0, [])
-    step, manifest, warnings = found
+    step, manifest, warnings = manifests.newest_valid(run)
+    if not manifest:
+        return 0, warnings
     what = f"{run.folder / 'config.toml'} does not fit its checkpoints"
     _check_changes(manifest["config"], configuration.to_flat(config), what)
     if manifest.get("task_sha256") != task.sha256:
         raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
-    return step, list(warnings)
+    return step, warnings
 
 
 def _check_data(run: Run, record: Record, task: Task, config: Config, train_set: Any, eval_set: Any) -> list[str]:
