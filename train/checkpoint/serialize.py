@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pickle
 from collections import OrderedDict
 from typing import Any
@@ -39,10 +40,7 @@ class TensorRef:
 
     @property
     def size(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
