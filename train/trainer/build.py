@@ -198,17 +198,16 @@ def first_samples(
 
 def call(task: Task, what: str, function: Callable[..., T], *arguments: Any) -> T:
     """Call a function of the task; what it raises is refused in a line that names where."""
-    try:
+    with refusing(task, what):
         return function(*arguments)
-    except Refused:
-        raise
-    except Exception as error:
-        raise Refused(f"{what} failed: {where(error, task.file)}") from error
 
 
 @contextlib.contextmanager
-def refusing(task: Task) -> Iterator[None]:
+def refusing(task: Task, what: str = "") -> Iterator[None]:
     """Turns what the task's own code raises into a refusal, with the line that `train launch` would print.
+
+    Args:
+        what: the part of the task that runs, where the line is to name it.
 
     Raises:
         Refused: the task's code raised, or returned something wrong.
@@ -219,7 +218,8 @@ def refusing(task: Task) -> Iterator[None]:
         raise
     except Exception as error:
         has_reason = isinstance(error, TrainingFailed)
-        raise Refused(error if has_reason else arithmetic.refusal(error) or where(error, task.file)) from error
+        reason = error if has_reason else arithmetic.refusal(error) or where(error, task.file)
+        raise Refused(f"{what} failed: {reason}" if what else reason) from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
