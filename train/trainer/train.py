@@ -64,7 +64,7 @@ def train(job: Job, done: int) -> Done:
             loop.step()
             saves, evaluates = events.saves(loop.done), events.evaluates(loop.done)
             saves |= loop.read_stats(everything=saves or evaluates)
-            loop.copy_to_memory()
+            job.snapshots.after_step(loop.done)
             if saves or loop.is_stopping:
                 loop.save()
             if evaluates and not loop.is_stopping:
@@ -108,10 +108,6 @@ class Loop:
         from_memory = job.saved < done  # deaths must not put off what the disk is to have
         since = job.run.since_saved(job.saved) if from_memory else 0.0
         self._save_clock = SaveClock(job.config.checkpoint.every_minutes, since)
-        self._read = done
-        """The last step whose stats were read, and whose line is written."""
-        self._copy_sums: list[float] = []
-        """The sums of requests to copy the state, in the steps read since the last call of `copy_to_memory`."""
         self._empty = 0
         """Steps in a row of which no sample could be read."""
 
@@ -146,16 +142,10 @@ class Loop:
         save = False
         for made, sums in self.readback.take(everything):
             self._log(made, sums)
-            self._read = made.number
-            self._copy_sums.append(sums["copy"])
+            self.job.snapshots.stats_read(made.number, sums["copy"])
             self.is_stopping |= sums["stop"] > 0
             save |= sums["save"] > 0
         return save
-
-    def copy_to_memory(self) -> None:
-        """Copy the state into memory, where that is due."""
-        sums, self._copy_sums = self._copy_sums, []
-        self.job.snapshots.after_step(self.done, sums, self._read)
 
     def _log(self, made: _Step, sums: dict[str, float]) -> None:
         """Check the loss of a step; write its line."""
