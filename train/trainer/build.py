@@ -230,22 +230,20 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_file():
         raise Refused(f"--init {path}: there is no such file")
+    if path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise Refused(f"--init {path}: must end in .safetensors or .pt")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        if path.suffix in (".pt", ".pth"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            if isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values()):
-                return state
-            raise Refused(f"--init {path}: holds no plain dict of tensors; write one with train export")
-    except Refused:
-        raise
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         why = one_line(error) if path.suffix == ".safetensors" else "it is damaged, or holds more than tensors"
         raise Refused(f"--init {path}: cannot be read: {why[:200]}; write one with train export") from None
-    raise Refused(f"--init {path}: must end in .safetensors or .pt")
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise Refused(f"--init {path}: holds no plain dict of tensors; write one with train export")
+    return state
 
 
 def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
