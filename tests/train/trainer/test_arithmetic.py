@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,14 +35,6 @@ def loss(model, batch):
     spread = torch.zeros(16).put_(torch.arange(16), made.flatten()[:16])  # has no deterministic way, on a CPU neither
     return made.square().mean() + spread.sum()
 """
-
-CUBLAS = (
-    "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
-    "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS "
-    "and you have CUDA >= 10.2. To enable deterministic behavior in this case, you must set an environment variable "
-    "before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8."
-)
-"""torch 2.7.1, aten/src/ATen/Context.cpp."""
 
 
 @pytest.fixture
@@ -109,12 +102,19 @@ def test_compiled_nothing_is_decided_by_its_time(deterministic: bool) -> None:
         assert all((getattr(inductor, name) is TIMED[name]) == deterministic for name in known)
 
 
-def test_cublas_without_its_setting_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    said = arithmetic.refusal(RuntimeError(CUBLAS))
-    assert "CUBLAS_WORKSPACE_CONFIG=:0:0; unset it" in said and "--deterministic false" in said
+@pytest.mark.usefixtures("own_arithmetic")
+@pytest.mark.parametrize(("given", "taken"), [(":0:0", ":4096:8"), (":16:8", ":16:8")])
+def test_cublas_gets_a_setting_with_which_it_is_deterministic(
+    monkeypatch: pytest.MonkeyPatch, given: str, taken: str
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    arithmetic.fix(Config(cpu_threads=1))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == taken
+
+
+def test_other_errors_have_no_such_remedy() -> None:
     assert arithmetic.refusal(RuntimeError("CUDA error: an illegal memory access was encountered")) == ""
-    assert arithmetic.refusal(ValueError(CUBLAS)) == ""
+    assert arithmetic.refusal(ValueError("put_ does not have a deterministic implementation")) == ""
 
 
 SHORT = ["--steps", 2, "--log.tensorboard", "false"]
