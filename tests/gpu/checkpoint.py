@@ -145,11 +145,11 @@ def _snapshot(scale: Scale) -> Row:
     asked, copied, steps = list[float](), list[float](), set[int]()
     stop, memory, copy = StopRequest(()), SnapshotMemory(), Snapshots._copy
 
-    def timed(snapshots: Snapshots, step: int, known: int) -> None:
+    def timed(snapshots: Snapshots, step: int) -> None:
         if asked:
             copied.append(snapshots.cost)  # of the one before
         began = time.perf_counter()
-        copy(snapshots, step, known)
+        copy(snapshots, step)
         asked.append(time.perf_counter() - began)
 
     def stepped(*_: object) -> None:

@@ -70,9 +70,9 @@ def outcome(run: Run) -> dict[str, Any]:
 def compare(run: Run, wanted: dict[str, Any], exactly: bool = True) -> None:
     """Raise Failure where a finished run differs from the undisturbed one."""
     found = outcome(run)
-    newest = manifest.newest_valid(run)
-    if found["state"] == states.FINISHED and (newest is None or newest[0] != run.read()["step"]):
-        raise Failure(f"{run.name} is finished, and its newest checkpoint is {newest and newest[0]}")
+    newest = manifest.newest_valid(run)[0]
+    if found["state"] == states.FINISHED and newest != run.read()["step"]:
+        raise Failure(f"{run.name} is finished, and its newest checkpoint is {newest}")
     for key in ("state", "samples"):
         if found[key] != wanted[key]:
             raise Failure(f"{run.name}: {key} differ\n{logs(run)}")
@@ -94,7 +94,6 @@ def saved(run: Run) -> int:
 
 def check_nothing_lost(run: Run, before: int) -> None:
     """A checkpoint once reported as saved must still be there, or a newer one, and whole."""
-    found = manifest.newest_valid(run)
-    step = found[0] if found else 0
+    step = manifest.newest_valid(run)[0]
     if step < before:
         raise Failure(f"{run.name}: the checkpoint of step {before} was reported as saved; the newest is {step}")

@@ -159,7 +159,7 @@ def stopped(run: Run, ranks: int, duration: float, random_: random.Random, stops
 
 def steps_lost(run: Run) -> int:
     """Steps that a stopped run has made and not saved: by its record, and by what its metrics say it made."""
-    found = manifest.newest_valid(run)
+    saved = manifest.newest_valid(run)[0]
     lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
     made = max([run.read()["step"], *(int(line.split('"step": ')[1].split(",")[0]) for line in lines)])
-    return made - (found[0] if found else 0)
+    return made - saved

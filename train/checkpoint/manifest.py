@@ -106,52 +106,36 @@ def verify(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-class Unused(str):
-    """A line about a checkpoint that cannot be used, and the prefix under which it is taken out of the way."""
+def newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, Any], list[str]]:
+    """Step and manifest of the newest whole checkpoint, or 0 and {}; and a line for each newer one that is not.
 
-    def __new__(cls, line: str, prefix: str) -> Unused:
-        made = super().__new__(cls, line)
-        made.prefix = prefix
-        return made
-
-    prefix: str
-
-    def __reduce__(self) -> tuple[type[Unused], tuple[str, str]]:
-        """It travels from the process that has looked to the others."""
-        return Unused, (str(self), self.prefix)
-
-
-def newest_valid(run: Run) -> tuple[int, dict[str, Any], list[Unused]] | None:
-    """Step and manifest of the newest whole checkpoint, and a line for each newer one that is not.
+    Args:
+        sets_aside: take those out of the way. Only for the holder of the run's lock.
 
     Raises:
         Refused: none is whole and the system cannot read one of them, or a newer version of this package wrote it:
             starting over would throw away what may be there.
     """
-    unused: list[Unused] = []
-    unread: Unreadable | None = None
+    newest: tuple[int, dict[str, Any]] = 0, {}
+    unused: dict[int, str] = {}
+    unread: dict[int, Unreadable] = {}
     for step in run.steps_saved():
         folder = run.checkpoint(step)
         try:
-            return step, verify(folder), unused
+            newest = step, verify(folder)
+            break
         except Unreadable as error:
-            unread = unread or error
-            unused.append(Unused(f"checkpoint {folder.name} is not used: {error}", UNREADABLE))
+            unread[step] = error
+            unused[step] = f"checkpoint {folder.name} is not used: {error}"
         except ValueError as error:
-            unused.append(Unused(f"checkpoint {folder.name} is damaged and not used: {error}", DAMAGED))
-    for line in unused:
-        if line.prefix == UNREADABLE:
-            where = f"the disk, owner and mode of {run.checkpoints}"
-            raise Refused(f"{line}, nor is there an older one; look at {where}") from unread
-    return (0, {}, unused) if unused else None
-
-
-def take_newest(run: Run) -> tuple[int, dict[str, Any], list[Unused]]:
-    """The same, with newer ones set aside; 0 and {} where none is whole."""
-    step, manifest, unused = newest_valid(run) or (0, {}, [])
-    for newer, line in zip(run.steps_saved(), unused, strict=False):  # the newest ones, in the same order
-        set_aside(run, newer, line.prefix)
-    return step, manifest, unused
+            unused[step] = f"checkpoint {folder.name} is damaged and not used: {error}"
+    if unread and not newest[1]:
+        step, first = next(iter(unread.items()))
+        where = f"the disk, owner and mode of {run.checkpoints}"
+        raise Refused(f"{unused[step]}, nor is there an older one; look at {where}") from first
+    for step in unused if sets_aside else ():
+        set_aside(run, step, UNREADABLE if step in unread else DAMAGED)
+    return *newest, list(unused.values())
 
 
 def clean(run: Run) -> None:

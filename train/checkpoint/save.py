@@ -146,7 +146,8 @@ class Saver:
             manifest = manifest_text(facts | {"format": FORMAT, "step": step, "files": listed})
             self.world.on_first(lambda: self._publish(partial, final, manifest))
         except (OSError, dcp.api.CheckpointException) as error:
-            self._abandon(partial)
+            if self.world.is_first:
+                shutil.rmtree(partial, ignore_errors=True)
             raise CannotSave(reason_of(error)) from error
         if self.world.is_first:
             self._saved(step)
@@ -193,10 +194,6 @@ class Saver:
         faults.here("save.published")
         # durable from here on; only now may older ones go
         prune(self.run, self.config.checkpoint.keep, self.config.checkpoint.best)
-
-    def _abandon(self, partial: Path) -> None:
-        if self.world.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def prune(run: Run, keep: int, metric: str) -> None:

@@ -1,14 +1,19 @@
-"""Serializes the training state into a pickled part, with a reference for each tensor, and the tensors; and back."""
+"""Serializes the training state into a pickled part, with a reference for each tensor, and the tensors; and back.
+
+So it travels through memory that outlives the ranks (snapshot.py), or from rank 0 to ranks without a folder or memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pickle
 from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,8 +21,11 @@ from torch.distributed.tensor import DTensor
 from train.checkpoint.buffers import Buffers, begin_of_tensors
 from train.parallel.precision import Precision
 from train.parallel.torch_private import copy_metadata
+from train.parallel.world import World
 
 _ALIGN = 64
+_PIECE = 64 << 20
+"""Bytes that one broadcast sends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +40,7 @@ class TensorRef:
 
     @property
     def size(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,3 +195,23 @@ def apply(content: Content, module: nn.Module, optimizer: torch.optim.Optimizer,
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
+
+
+def broadcast_state(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    """Give every rank the model, the optimizer and the loss scaling of rank 0, bit for bit. A collective.
+
+    Needs host memory for one more copy of the state on each rank.
+    """
+    state = serialize(model, optimizer, precision, "", 0, "") if world.is_first else None
+    plain, end = world.share((state.plain, state.end) if state is not None else None)
+    start = begin_of_tensors(len(plain))
+    memory = torch.empty(start + end, dtype=torch.uint8)
+    if state is not None:
+        state.copy_to(memory)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+    for piece in memory[start:].split(_PIECE) if end else ():
+        dist.broadcast(piece, src=0, group=world.group)
+    if state is None:
+        content = Content(0, "", pickle.loads(plain)["state"], memory.numpy(), start)
+        apply(content, model, optimizer, precision)

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,8 +40,6 @@ _SPEED = 1e9
 """Bytes in a second: the first estimate of what a copy costs."""
 _SLACK = 1 << 16
 """Bytes by which the pickled part of a state may grow with its numbers."""
-_AT_ONCE = 1 << 26
-"""Bytes up to which memory is reserved without a thread, in some hundredths of a second."""
 _PATIENCE = 10.0
 """Seconds to wait at the end for a copy that is under way: a device may hang."""
 
@@ -96,6 +94,10 @@ class Snapshots:
         """When the next copy may begin."""
         self._requested = collections.deque[bool](maxlen=4)
         """Whether this rank requested a copy, in each step whose stats are not read yet."""
+        self._known = 0
+        """The last step whose stats have been read."""
+        self._is_due = False
+        """Whether all ranks have agreed on a copy since the last step."""
         self._pace, self._last = 0.0, time.monotonic()
         """Seconds that a step takes, and when the last one ended."""
         self._steps_ahead = 2 if world.device.type == "cuda" else 1
@@ -129,24 +131,23 @@ class Snapshots:
         self._requested.append(requests)
         return float(requests) if is_ready else -1.0
 
-    def after_step(self, step: int, sums: Iterable[float], known: int) -> None:
-        """Copy the state after this step, if all ranks have agreed to.
-
-        Args:
-            sums: of the requests in each step whose stats were read since the last call.
-            known: up to which step losses are known to be finite, and lines written.
-        """
+    def stats_read(self, step: int, requests: float) -> None:
+        """Take the sum of all ranks' requests in the stats of a step: its loss is finite, and its lines are written."""
         if not self._is_on or self._is_over:
             return
-        began = time.monotonic()
-        self._pace, is_due = began - self._last, False
-        for requests in sums:
-            is_due |= requests > 0
-            if self._requested.popleft() and requests <= 0:  # another rank cannot yet: ask again in the next step
-                self._next = 0.0
+        self._known = step
+        self._is_due |= requests > 0
+        if self._requested.popleft() and requests <= 0:  # another rank cannot yet: ask again in the next step
+            self._next = 0.0
+
+    def after_step(self, step: int) -> None:
+        """Copy the state after this step, if all ranks have agreed to."""
+        if not self._is_on or self._is_over:
+            return
+        self._pace = time.monotonic() - self._last
         try:
             if self._copies:
-                self._continue(step, is_due, known)
+                self._continue(step)
         except Exception as error:  # an optimizer may hold what cannot be serialized
             self._problem = str(error)
         self._last = time.monotonic()
@@ -157,14 +158,15 @@ class Snapshots:
             if not self._world.is_lead:  # with fsdp it may be this rank alone whose memory is short
                 log.warning(line)
 
-    def _continue(self, step: int, is_due: bool, known: int) -> None:
+    def _continue(self, step: int) -> None:
         """Seal the last copy, begin a new one, or reserve the memory for them."""
         is_written = self._is_written()
-        if self._draft is not None and known >= self._draft.step and is_written:
+        is_due, self._is_due = self._is_due, False
+        if self._draft is not None and self._known >= self._draft.step and is_written:
             draft, self._draft = self._draft, None
             self._start(self._seal, draft)
         if is_due and self._memory and self._draft is None and is_written:
-            self._copy(step, known)
+            self._copy(step)
         elif not self._memory and not self._is_busy:
             self._prepare(self._serialize(step))
 
@@ -192,7 +194,7 @@ class Snapshots:
             self._strategy.module, self._optimizer, self._precision, self.fingerprint, step, self._mark
         )
 
-    def _copy(self, step: int, known: int) -> None:
+    def _copy(self, step: int) -> None:
         """Copy the state after a step into the older buffer."""
         began = time.perf_counter()
         self.wait()  # for the copy before: no part may fall two copies behind
@@ -206,7 +208,7 @@ class Snapshots:
         slot, begun = self.buffers.begin(), self._event()
         state.copy_to(self._memory[slot].bytes)
         draft = _Draft(slot, step, state, begun, self._event(), time.perf_counter() - began)
-        if known >= step:
+        if self._known >= step:
             self._seal(draft)
         else:
             self._draft = draft
@@ -252,7 +254,7 @@ class Snapshots:
         if not self.buffers.holds(size):  # else it is that of the attempt before
             self._say(f"snapshots in memory: 2 x {format.size(size)}" + (" for each rank" if self.is_sharded else ""))
         self.cost = size / _SPEED
-        if size <= _AT_ONCE and self._world.device.type == "cpu":
+        if self._world.device.type == "cpu":
             self._reserve(size)
         else:
             self._start(self._reserve, size)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from train.parallel.strategy import local
+
 log = logging.getLogger("train")
 
 _ALIGN = 64
@@ -38,11 +40,11 @@ def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     loads: dict[int, list[int]] = {}
     keeps: dict[Path, bool] = {}
     tensors = list(_tensors(state))
-    for path, tensor in sorted(tensors, key=lambda found: (-_bytes(_local(found[1])), found[0])):
+    for path, tensor in sorted(tensors, key=lambda found: (-local(found[1]).nbytes, found[0])):
         place, copies = _copy_of(tensor, rank, size)
         load = loads.setdefault(copies, [0] * copies)
         owner = load.index(min(load))
-        load[owner] += _bytes(_local(tensor))
+        load[owner] += local(tensor).nbytes
         keeps[path] = owner == place
 
     def part(value: Any, path: Path) -> Any:
@@ -79,14 +81,6 @@ def _copy_of(tensor: Tensor, rank: int, size: int) -> tuple[int, int]:
     return place, copies
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 class PinnedMemory:
     """Host memory as a tensor of bytes; pinned for a GPU, so that copies from it need no wait of the host."""
 
@@ -117,10 +111,6 @@ class PinnedMemory:
         log.warning(
             "warning: %.0f MB of memory cannot be pinned (CUDA error %d): %s", len(memory) / 1e6, code, unpinned
         )
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._device is not None
 
     def unpin(self) -> None:
         """Before the memory is unmapped: other memory may get its address."""
@@ -155,10 +145,6 @@ class Staging:
     def bytes(self) -> int:
         """Of host memory that is held."""
         return len(self._memory.map) if self._memory is not None else 0
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._memory is not None and self._memory.is_pinned
 
     def reserve(self, state: dict[str, Any], device: torch.device | None = None) -> None:
         """Allocate and touch the memory that a copy of this state needs. From any thread.
@@ -199,7 +185,7 @@ class Staging:
             if tensor.device.type == "cuda":
                 self._device = tensor.device
             places.append(_Place(end, tensor.shape, tensor.dtype))
-            end += -(-_bytes(tensor) // _ALIGN) * _ALIGN
+            end += -(-tensor.nbytes // _ALIGN) * _ALIGN
         if places == self._places:
             return
         self._release()
@@ -241,4 +227,4 @@ def _leaves(value: Any) -> Iterator[Tensor]:
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _leaves(inner)
     elif isinstance(value, Tensor):
-        yield _local(value)
+        yield local(value)

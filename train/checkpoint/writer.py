@@ -170,10 +170,7 @@ class _Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
+        assert mode == "wb"
         with DurableFile(Path(path)) as file:
             yield file
         self.entries[Path(path).name] = file.entry

@@ -35,7 +35,7 @@ from train.run.metrics import evaluations
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import build, cpu
+from train.trainer import arithmetic, build
 from train.trainer.build import config_of, data_differs, task_of
 from train.trainer.loggers import wandb
 from train.trainer.optimizer import make_optimizer
@@ -74,14 +74,14 @@ def prepare(request: Request) -> Prepared:
     if not sizes:
         check_sync_batchnorm(config, device, everywhere, len(train_set))
     if config.data.workers is None:
-        config.data.workers = cpu.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
+        config.data.workers = arithmetic.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
     model = checked_model(task, config, everywhere, precision)
     with without_compiler():
         make_optimizer(task, model, config)
     micro_reason = _find_micro_batch(request, config, sizes) if is_searched else ""
     threads_reason = ""
     if config.cpu_threads is None:
-        config.cpu_threads, threads_reason = cpu.threads(ranks, device, model)
+        config.cpu_threads, threads_reason = arithmetic.threads(ranks, device, model)
     files = _files(task, config, _weights(request, model), build.fingerprint(task, config, train_set, eval_set))
     record = _record(request, task, config, len(train_set)) | {
         "world_size": everywhere,
@@ -216,15 +216,14 @@ def _newest_checkpoint(run: Run, task: Task, config: Config) -> tuple[int, list[
     Raises:
         Refused: it is not of this task and configuration.
     """
-    found = manifests.newest_valid(run)
-    if not found or not found[1]:
-        return (found[0], list(found[2])) if found else (0, [])
-    step, manifest, warnings = found
+    step, manifest, warnings = manifests.newest_valid(run)
+    if not manifest:
+        return 0, warnings
     what = f"{run.folder / 'config.toml'} does not fit its checkpoints"
     _check_changes(manifest["config"], configuration.to_flat(config), what)
     if manifest.get("task_sha256") != task.sha256:
         raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
-    return step, list(warnings)
+    return step, warnings
 
 
 def _check_data(run: Run, record: Record, task: Task, config: Config, train_set: Any, eval_set: Any) -> list[str]:

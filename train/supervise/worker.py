@@ -69,13 +69,13 @@ def _train(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: bo
     heart = Heart(run.logs(attempt) / f"rank{rank_env.rank}.beat")
     with contextlib.ExitStack() as held:
         try:
-            from train.trainer import finish, setup
-            from train.trainer.train import train
+            from train.trainer import setup
+            from train.trainer.train import conclude, train
 
             address = os.environ.pop(ENVIRONMENT, None)  # this run's, not of one that its task may start
             snapshot_memory = setup.Memory(address, memory.left) if address else None
             job, done = setup.set_up(run, rank_env, attempt, stop, bar, heart, held, snapshot_memory)
-            return finish.conclude(job, train(job, done), attempt)
+            return conclude(job, train(job, done), attempt)
         except (Refused, TrainingFailed, RuntimeError) as error:
             reason = _reason_of(error, run)
             if not reason:

@@ -1,4 +1,8 @@
-"""Settings of torch that make two processes compute the same bits, for training and for evaluation alone."""
+"""Settings that make two processes compute the same bits, for training and for evaluation alone.
+
+The number of threads is one of them, so it depends on nothing that varies from launch to launch, and is recorded in the
+run's configuration, as that of loader processes is.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,16 @@ import re
 import torch
 from torch import nn
 
+from train import cores
 from train.config import Config
 from train.parallel.torch_private import fix_compiler
 
 _NONE = re.compile(r"(\S[^\n.]*?) does not have a deterministic implementation")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_SMALL = 100_000
+"""Parameters of a model that computes on one thread: several would wait for each other longer than they work."""
+_MOST_LOADERS = 8
+"""Loader processes that a rank takes by default: each holds some batches in shared memory."""
 
 
 def fix(config: Config) -> None:
@@ -28,7 +37,8 @@ def fix(config: Config) -> None:
     # the fastest algorithm by trial may be another one in the next process
     torch.backends.cudnn.benchmark = not config.deterministic
     if config.deterministic:
-        os.environ.setdefault(_CUBLAS, ":4096:8")
+        if os.environ.get(_CUBLAS) != ":16:8":  # the other one of the two with which cuBLAS is deterministic
+            os.environ[_CUBLAS] = ":4096:8"
         # filling every empty tensor with NaN, to find reads of it, takes a tenth of the time and changes no result
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -49,14 +59,37 @@ def compile_as_asked(model: nn.Module, config: Config) -> None:
 
 def refusal(error: BaseException) -> str:
     """The message for an operation that torch refuses because it is not deterministic; '' for all other errors."""
-    text = str(error)
-    if not isinstance(error, RuntimeError):
+    found = _NONE.search(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None:
         return ""
-    found = _NONE.search(text)
-    if found:
-        what = f"{found[1]} has no deterministic implementation on this device; use another operation"
-    elif _CUBLAS in text and "not deterministic" in text:
-        what = f"cuBLAS is not deterministic with {_CUBLAS}={os.environ.get(_CUBLAS, '')}; unset it"
-    else:
-        return ""
-    return f"{what}, or start the run with --deterministic false: resumed, it is then not equal bit for bit"
+    return (
+        f"{found[1]} has no deterministic implementation on this device; use another operation, or start the run with "
+        "--deterministic false: resumed, it is then not equal bit for bit"
+    )
+
+
+def share(ranks: int) -> int:
+    """The cores that this process may use, over the ranks; at least 1."""
+    return max(1, int(cores.usable() // ranks))
+
+
+def loaders(ranks: int, device: torch.device, is_indexed_at_once: bool) -> int:
+    """Loader processes of a rank, where the user set none.
+
+    Args:
+        is_indexed_at_once: whether a batch is one indexing of tensors, which costs less than another process.
+    """
+    if device.type == "cpu" or is_indexed_at_once:
+        return 0
+    return min(max(share(ranks) - 1, 1), _MOST_LOADERS)
+
+
+def threads(ranks: int, device: torch.device, model: nn.Module) -> tuple[int, str]:
+    """Threads of a rank, and why: by OMP_NUM_THREADS, else 1 for a small model, else its share of the cores."""
+    wish = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if wish.isdecimal() and 1 <= int(wish) <= 4096:
+        return int(wish), "by OMP_NUM_THREADS"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if device.type == "cpu" and parameters < _SMALL:
+        return 1, f"the model has {parameters:,} parameters; from {_SMALL:,} on it would be a share of the cores"
+    return share(ranks), "a fair share of the cores"

@@ -198,17 +198,16 @@ def first_samples(
 
 def call(task: Task, what: str, function: Callable[..., T], *arguments: Any) -> T:
     """Call a function of the task; what it raises is refused in a line that names where."""
-    try:
+    with refusing(task, what):
         return function(*arguments)
-    except Refused:
-        raise
-    except Exception as error:
-        raise Refused(f"{what} failed: {where(error, task.file)}") from error
 
 
 @contextlib.contextmanager
-def refusing(task: Task) -> Iterator[None]:
+def refusing(task: Task, what: str = "") -> Iterator[None]:
     """Turns what the task's own code raises into a refusal, with the line that `train launch` would print.
+
+    Args:
+        what: the part of the task that runs, where the line is to name it.
 
     Raises:
         Refused: the task's code raised, or returned something wrong.
@@ -219,7 +218,8 @@ def refusing(task: Task) -> Iterator[None]:
         raise
     except Exception as error:
         has_reason = isinstance(error, TrainingFailed)
-        raise Refused(error if has_reason else arithmetic.refusal(error) or where(error, task.file)) from error
+        reason = error if has_reason else arithmetic.refusal(error) or where(error, task.file)
+        raise Refused(f"{what} failed: {reason}" if what else reason) from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -230,22 +230,20 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_file():
         raise Refused(f"--init {path}: there is no such file")
+    if path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise Refused(f"--init {path}: must end in .safetensors or .pt")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        if path.suffix in (".pt", ".pth"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            if isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values()):
-                return state
-            raise Refused(f"--init {path}: holds no plain dict of tensors; write one with train export")
-    except Refused:
-        raise
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         why = one_line(error) if path.suffix == ".safetensors" else "it is damaged, or holds more than tensors"
         raise Refused(f"--init {path}: cannot be read: {why[:200]}; write one with train export") from None
-    raise Refused(f"--init {path}: must end in .safetensors or .pt")
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise Refused(f"--init {path}: holds no plain dict of tensors; write one with train export")
+    return state
 
 
 def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> None:

@@ -14,8 +14,6 @@ from torch import nn
 
 from train.checkpoint import manifest as manifests
 from train.checkpoint import serialize, snapshot
-from train.checkpoint.broadcast import broadcast_state
-from train.checkpoint.buffers import Buffers
 from train.checkpoint.load import load
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
@@ -62,7 +60,7 @@ def load_newest(
     else:  # the others see neither its folder nor its memory
         alone = world.of_rank_0()
         start = world.on_first(lambda: _load(home, alone, snapshots, model, optimizer, precision))
-        broadcast_state(world, model, optimizer, precision)
+        serialize.broadcast_state(world, model, optimizer, precision)
     if world.nodes == 1:
         world.on_first(lambda: metrics.cut(run, start.step))
     else:
@@ -115,38 +113,24 @@ def _load(
 
 
 def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> ResumeState:
-    """Choose the state to continue from. A collective."""
-    buffers = snapshots.buffers
-    if buffers is not None:
-        start = _from_memory(run, world, buffers, newest)
-        if start is not None:
-            return start
-    return world.on_first(lambda: _from_disk(run, newest))
+    """The newest copy in memory that all ranks have, unless a checkpoint is newer; else that one. A collective."""
+    step = snapshot.newest_common(snapshots.buffers, world) if snapshots.buffers is not None else 0
 
+    def choose() -> ResumeState:
+        manifests.clean(run)  # what a kill left
+        saved = next(iter(run.steps_saved()), 0)
+        if not step or saved > step:
+            saved = newest()[0]
+        if step and step >= saved:  # a damaged checkpoint is not newer
+            return ResumeState(step, saved, from_memory=True)
+        return ResumeState(saved, saved, newest()[1])
 
-def _from_memory(run: Run, world: World, buffers: Buffers, newest: Newest) -> ResumeState | None:
-    """The newest copy that all ranks have, where it is not older than any checkpoint; None: none is."""
-    step = snapshot.newest_common(buffers, world)
-
-    def saved() -> int:
-        manifests.clean(run)
-        found = next(iter(run.steps_saved()), 0)
-        return newest()[0] if 0 < step < found else found  # a damaged checkpoint is not newer
-
-    on_disk = world.on_first(saved)
-    return ResumeState(step, on_disk, from_memory=True) if step and step >= on_disk else None
-
-
-def _from_disk(run: Run, newest: Newest) -> ResumeState:
-    """On rank 0: clear away what a kill left, and choose the checkpoint to continue from."""
-    manifests.clean(run)
-    step, manifest = newest()
-    return ResumeState(step, step, manifest)
+    return world.on_first(choose)
 
 
 def _newest_valid(run: Run) -> tuple[int, dict[str, Any]]:
     """The newest checkpoint that is whole, and its manifest; 0 and {} without one. Newer ones are set aside."""
-    step, manifest, unused = manifests.take_newest(run)
+    step, manifest, unused = manifests.newest_valid(run, sets_aside=True)
     for line in unused:
         log.warning("warning: %s", line)
     return step, manifest
@@ -169,14 +153,13 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
         except ValueError as error:
             raise Refused(f"the checkpoint of step {step} is damaged: {error}") from None
     else:
-        found = manifests.newest_valid(run)
-        for line in found[2] if found else []:
+        step, manifest, unused = manifests.newest_valid(run)
+        for line in unused:
             log.warning("warning: %s", line)
-        if not found or not found[1]:
+        if not manifest:
             cluster = run.read().get("cluster")
             where = " here; it is on node 0" if cluster and cluster["node"] else ""
             raise Refused(f"{run.name} has no usable checkpoint yet{where}; see: train show {run.name}")
-        step = found[0]
     model = build.make_model(task, config, cpu_precision(config).weights)
     try:
         load(run.checkpoint(step), model)

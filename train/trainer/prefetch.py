@@ -30,9 +30,7 @@ class Prefetch:
     def next(self) -> tuple[MicroBatch, Any]:
         """The next one for training."""
         self._wait.begin()
-        found = next(self.batches)
-        self._wait.end()
-        return found
+        return next(self.batches)
 
 
 def micro_batches(
@@ -60,7 +58,6 @@ class DataWait:
 
     begin()         before the next batch is requested
     arrived()       it has been fetched; called by the loader
-    end()           it is on the device, or on its way
 
     On a CPU that is as long as the host waits. A GPU may still compute the step before while the host waits, so there
     the time runs from the end of all queued work until the batch has come, between two events on the device.
@@ -79,19 +76,16 @@ class DataWait:
         self._began = self._now()
 
     def arrived(self) -> None:
-        if self._timer is None or self._began is None:  # of an evaluation
+        if self._began is None:  # of an evaluation
             return
         waited, self._began = self._now() - self._began, None
         self.host += waited
+        if self._timer is None:
+            return
         if waited < _LEAST:
             self._timer.drop(self._idle)
         else:
             self._timer.add(self._idle, self._timer.mark())
-
-    def end(self) -> None:
-        if self._began is not None:
-            self.host += self._now() - self._began
-            self._began = None
 
     def seconds(self) -> float:
         """Seconds in which nothing was computed for want of data; on a GPU up to the work that it has finished."""

@@ -36,9 +36,8 @@ from train.tasks import Task
 from train.trainer import arithmetic, build
 from train.trainer.events import Events
 from train.trainer.load import ResumeState, load_newest
-from train.trainer.loggers.loggers import Loggers
+from train.trainer.loggers.loggers import Loggers, Skipped
 from train.trainer.optimizer import make_optimizer
-from train.trainer.skipped import Skipped
 
 log = logging.getLogger("train")
 
@@ -120,14 +119,14 @@ def set_up(
     optimizer = make_optimizer(task, model, config)
     faults.here("start")
     mark, number = world.share((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
-    snapshots = _snapshots(task, config, rank_env, world, memory, mark)
+    snapshots = _snapshots(task, config, world, memory, mark)
     home = home_of(run, config, world)
     start = load_newest(run, home, world, snapshots, model, optimizer, precision)
     faults.here("loaded")
     arithmetic.compile_as_asked(model, config)
     events = Events.of(config, plan, build.total_steps(config, plan), evaluation is not None)
-    evaluations = world.on_first(lambda: metrics.evaluations(run))
-    evaluated = evaluations[-1]["step"] if evaluations else -1
+    last = world.on_first(lambda: metrics.last_evaluation(run))
+    evaluated = last["step"] if last is not None else -1
     loggers = Loggers(run, world, config, events.total_steps, start.step, bar and world.is_first)
     held.callback(loggers.close)
 
@@ -185,34 +184,24 @@ def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Modu
     return model
 
 
-def _snapshots(
-    task: Task, config: Config, rank_env: RankEnv, world: World, memory: Memory | None, mark: str
-) -> Snapshots:
+def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, mark: str) -> Snapshots:
     """Copies of the state in memory. A collective: a rank without memory for them has all do without."""
     is_sharded = config.parallel.strategy in configuration.SPREAD
-    buffers = _buffers(memory, config, rank_env, rank_env.local_rank if is_sharded else 0)
     needs_them = is_sharded or world.nodes == 1 or world.is_first  # to other machines rank 0 sends its state
+    buffers = None
+    if memory is not None and config.checkpoint.snapshots and needs_them:
+        try:
+            buffers = Buffers(memory.address, world.local_rank if is_sharded else 0)
+        except OSError as error:
+            log.warning("warning: no snapshots in memory: %s", error)
     has_all = world.is_everywhere(buffers is not None or not needs_them)
-    buffers = buffers if has_all else None
     same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
     place = (world.rank, world.size) if is_sharded else ()
     fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
-    return Snapshots(buffers, has_all, world, is_sharded, fingerprint, mark, memory.left if memory else lambda: 0)
-
-
-def _buffers(memory: Memory | None, config: Config, rank_env: RankEnv, part: int) -> Buffers | None:
-    """The memory for copies of the state, if there are to be any."""
-    # not over machines that no agents of ours join
-    is_mine = rank_env.nodes > 1 or rank_env.local_size == rank_env.size
-    if rank_env.nodes > 1 and rank_env.rank and config.parallel.strategy not in configuration.SPREAD:
-        is_mine = False
-    if memory is None or not config.checkpoint.snapshots or not is_mine:
-        return None
-    try:
-        return Buffers(memory.address, part)
-    except OSError as error:
-        log.warning("warning: no snapshots in memory: %s", error)
-        return None
+    return Snapshots(
+        buffers if has_all else None, has_all, world, is_sharded, fingerprint, mark,
+        memory.left if memory is not None else lambda: 0,
+    )  # fmt: skip
 
 
 def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:

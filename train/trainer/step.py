@@ -46,11 +46,7 @@ def step(
             consumed.append(micro.indices)
         if is_last:  # before others can have made this step: see Loggers.samples
             job.loggers.samples(number + 1, consumed)
-        if len(micro.indices):
-            _micro_batch(job, micro, batch, stats, samples, is_last)
-        else:  # none of its samples could be read
-            with strategy.micro_batch(micro.number, is_last):
-                strategy.backward(None, 0.0, stats.tensor() if is_last else None)
+        _micro_batch(job, micro, batch, stats, samples, is_last)
     sums = stats.summed(strategy.reduce(stats.tensor()))
     for warning in check.end() if check is not None else ():
         if job.world.is_lead:
@@ -69,17 +65,20 @@ def step(
 
 
 def _micro_batch(job: Job, micro: MicroBatch, batch: Any, stats: StepStats, samples: int, is_last: bool) -> None:
-    """Forward and backward of one micro batch; with weight 0 where another rank counts it.
+    """Forward and backward of one micro batch: of nothing where none of its samples could be read.
 
-    Rank 0 never repeats one, and all ranks take over its buffers.
+    Its weight is 0 where another rank counts it. Rank 0 never repeats one, and all ranks take over its buffers.
     """
-    seed_compute(micro.seed, job.world.device, own=job.generators)
+    value, weight = None, 0.0
     with job.strategy.micro_batch(micro.number, is_last):
-        with job.precision.autocast():
-            loss = training_loss(job.task, job.strategy.compute, batch, len(micro.indices))
-        if micro.is_repeated:
-            stats.counts_itself |= loss.counts_itself
-        else:
-            stats.add(micro.number, loss)
-        weight = 0.0 if micro.is_repeated else loss.weight / samples
-        job.strategy.backward(loss.value, weight, stats.tensor() if is_last else None)
+        if len(micro.indices):
+            seed_compute(micro.seed, job.world.device, own=job.generators)
+            with job.precision.autocast():
+                loss = training_loss(job.task, job.strategy.compute, batch, len(micro.indices))
+            value = loss.value
+            if micro.is_repeated:
+                stats.counts_itself |= loss.counts_itself
+            else:
+                stats.add(micro.number, loss)
+                weight = loss.weight / samples
+        job.strategy.backward(value, weight, stats.tensor() if is_last else None)

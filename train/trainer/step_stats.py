@@ -51,7 +51,6 @@ class StepStats:
         """
         self._save = save
         self._result: Tensor | None = None
-        self._copy_asked: float | None = None
         self.counts_itself = False
         """Whether a loss of this step came with a count of its own."""
         self._has_loss = False
@@ -63,7 +62,6 @@ class StepStats:
 
     def add(self, number: int, loss: Figure) -> None:
         """Add the loss of a micro batch."""
-        self._result = None
         self.counts_itself |= loss.counts_itself
         count = loss.counted()
         total = self._product(loss) if self._is_host else loss.total(self._dtype)
@@ -86,7 +84,7 @@ class StepStats:
         return math.copysign(math.inf, total) if abs(total) > self._largest else total  # torch refuses to fill it in
 
     def tensor(self) -> Tensor:
-        """The stats on the device, to be summed over the ranks; the same tensor until another loss is added."""
+        """The stats on the device, to be summed over the ranks. Once the last loss of the step is added."""
         if self._result is not None:
             return self._result
         if not self._has_loss or self._parts is not None:
@@ -95,9 +93,7 @@ class StepStats:
         self._set(STOP, float(self._stop.asked))
         self._set(SAVE, float(self._save))
         self._set(COUNTED, float(self.counts_itself))
-        if self._copy_asked is None:
-            self._copy_asked = self._copy()
-        self._set(COPY, self._copy_asked)
+        self._set(COPY, self._copy())
         self._result = self._tensor if self._parts is None else torch.cat([self._parts.reshape(-1), self._tensor])
         return self._result
 

@@ -1,8 +1,9 @@
-"""Where the time of an attempt goes, by the clock of one rank from the moment it was ready, and the speed of steps."""
+"""Where the time of an attempt goes, by the clock of one rank, the speed of steps, and advice where data are late."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import time
 from collections.abc import Iterator
@@ -11,8 +12,15 @@ import torch
 
 from train.run.metrics import Speed
 from train.run.record import Times
-from train.trainer.cpu import WaitAdvice
+from train.trainer.arithmetic import share
 from train.trainer.prefetch import DataWait
+
+_WAITING = 0.3
+"""Of the time: waiting for data above this is reported."""
+_LONG, _SHORT = 5.0, 1.0
+"""Seconds to observe before advice is given, during training and at its end."""
+_MOST_ADVISED = 32
+"""Loader processes a rank that are ever advised: each holds batches in memory."""
 
 
 class Timing:
@@ -77,3 +85,70 @@ class Timing:
         }
         self.restart()
         return figures
+
+
+def loaders_needed(workers: int, waited: float, elapsed: float, host: float) -> int:
+    """Loader processes a rank with which fetching would take no longer than computing.
+
+    Without any, the host fetches while it waits; with some, all of them were fetching all the time, else training would
+    not have waited.
+
+    Args:
+        workers: that it has.
+        waited, elapsed, host: seconds in which training waited for data, in all, and in which the host did (on a GPU
+            maybe longer than training), over the same steps.
+    """
+    fetching = workers * elapsed if workers else host
+    return math.ceil(fetching / max(elapsed - waited, 1e-3 * elapsed) - 1e-9)
+
+
+class WaitAdvice:
+    """Observes on rank 0 how much training waits for data, and says once what helps."""
+
+    def __init__(self, name: str, workers: int, ranks: int) -> None:
+        """
+        Args:
+            name: of the run.
+            workers: loader processes of a rank.
+            ranks: on this machine.
+        """
+        self._name, self._workers, self._ranks = name, workers, ranks
+        self._waited = self._elapsed = self._host = 0.0
+        self._first: tuple[float, float, float] | None = None
+        self._is_given = False
+
+    def add(self, waited: float, elapsed: float, host: float) -> None:
+        """Add a stretch of training, in seconds, as in `loaders_needed`. The first counts only without others: it
+        includes starting."""
+        if self._first is None:
+            self._first = waited, elapsed, host
+            return
+        self._waited += waited
+        self._elapsed += elapsed
+        self._host += host
+
+    def text(self, is_last: bool) -> str:
+        """The advice, once, if there is reason for it; '' otherwise."""
+        waited, elapsed, host = self._waited, self._elapsed, self._host
+        if is_last and not elapsed:
+            waited, elapsed, host = self._first or (0.0, 0.0, 0.0)
+        if self._is_given or elapsed < (_SHORT if is_last else _LONG) or waited <= _WAITING * elapsed:
+            return ""
+        self._is_given = True
+        return self._advise(waited, elapsed, host)
+
+    def _advise(self, waited: float, elapsed: float, host: float) -> str:
+        workers, usable = self._workers, share(1)
+        text, wish = f"training waits {waited / elapsed:.0%} for data", loaders_needed(workers, waited, elapsed, host)
+        better = min(wish, max(usable // self._ranks, 1), _MOST_ADVISED)
+        if better <= workers:
+            has = f"{workers} loader process{'' if workers == 1 else 'es'}"
+            return (
+                f"{text}: each rank has {has} on its share of {usable} cores; make samples cheaper to read "
+                "(smaller files, decoded and resized beforehand, a faster disk)"
+            )
+        rest = f"; {wish} would be enough, on more cores than {usable}" if better < min(wish, _MOST_ADVISED) else ""
+        return (
+            f"{text}: raise data.workers to {better} (train stop {self._name}, then train resume {self._name} "
+            f"--data.workers {better}; the result stays the same{rest})"
+        )

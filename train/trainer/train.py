@@ -1,4 +1,4 @@
-"""The training loop. It reads top to bottom like its description in docs/how-it-works.md."""
+"""The training loop, and how its end is recorded. Reads top to bottom like its description in docs/how-it-works.md."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import torch
 from train import config as configuration
 from train import faults
 from train.checkpoint.save import CannotSave
+from train.checkpoint.state import weights_of, weights_sha256
 from train.errors import TrainingFailed
-from train.run import heartbeat
-from train.run.metrics import Training
+from train.run import best, heartbeat, outcome
+from train.run.metrics import Training, last_evaluation
+from train.run.outcome import Kind, Outcome
 from train.run.record import Times
-from train.trainer import schedule
-from train.trainer.cpu import WaitAdvice
 from train.trainer.evaluate import evaluate
 from train.trainer.events import SaveClock
+from train.trainer.loggers.loggers import SKIPPED
 from train.trainer.model_check import STEPS as CHECKED_STEPS
 from train.trainer.model_check import ModelCheck
+from train.trainer.optimizer import rate_factor, rate_scale
 from train.trainer.prefetch import DataWait, Prefetch, micro_batches
 from train.trainer.setup import Job
-from train.trainer.skipped import FILE as SKIPPED
 from train.trainer.step import step
 from train.trainer.step_stats import Readback, StepStats
-from train.trainer.timing import Timing
+from train.trainer.timing import Timing, WaitAdvice
 
 _EMPTY_STEPS = 10
 """Steps in a row without a sample that can be read after which a run has failed."""
@@ -63,7 +64,7 @@ def train(job: Job, done: int) -> Done:
             loop.step()
             saves, evaluates = events.saves(loop.done), events.evaluates(loop.done)
             saves |= loop.read_stats(everything=saves or evaluates)
-            loop.copy_to_memory()
+            job.snapshots.after_step(loop.done)
             if saves or loop.is_stopping:
                 loop.save()
             if evaluates and not loop.is_stopping:
@@ -101,16 +102,12 @@ class Loop:
         )
         self.readback = Readback[_Step](device)
         self._begun, self._saved = done, job.saved
-        self._rates = [group["lr"] * schedule.scale(job.config) for group in job.optimizer.param_groups]
+        self._rates = [group["lr"] * rate_scale(job.config) for group in job.optimizer.param_groups]
         # a task's may be a tensor on a GPU: reading it waits for the GPU, so once and not in every step
         self._logged_rate = float(self._rates[0])
         from_memory = job.saved < done  # deaths must not put off what the disk is to have
         since = job.run.since_saved(job.saved) if from_memory else 0.0
         self._save_clock = SaveClock(job.config.checkpoint.every_minutes, since)
-        self._read = done
-        """The last step whose stats were read, and whose line is written."""
-        self._copy_sums: list[float] = []
-        """The sums of requests to copy the state, in the steps read since the last call of `copy_to_memory`."""
         self._empty = 0
         """Steps in a row of which no sample could be read."""
 
@@ -123,7 +120,7 @@ class Loop:
     def step(self) -> None:
         """Make the next step."""
         job = self.job
-        factor = schedule.factor(job.config, self.done, job.plan.steps_per_epoch, job.total_steps)
+        factor = rate_factor(job.config, self.done, job.plan.steps_per_epoch, job.total_steps)
         for group, rate in zip(job.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         check = self._check if self.done - self._begun < CHECKED_STEPS else None
@@ -145,16 +142,10 @@ class Loop:
         save = False
         for made, sums in self.readback.take(everything):
             self._log(made, sums)
-            self._read = made.number
-            self._copy_sums.append(sums["copy"])
+            self.job.snapshots.stats_read(made.number, sums["copy"])
             self.is_stopping |= sums["stop"] > 0
             save |= sums["save"] > 0
         return save
-
-    def copy_to_memory(self) -> None:
-        """Copy the state into memory, where that is due."""
-        sums, self._copy_sums = self._copy_sums, []
-        self.job.snapshots.after_step(self.done, sums, self._read)
 
     def _log(self, made: _Step, sums: dict[str, float]) -> None:
         """Check the loss of a step; write its line."""
@@ -279,3 +270,51 @@ class Loop:
 
     def _warn_unsaved(self, error: CannotSave) -> None:
         self.job.loggers.say(f"warning: a checkpoint could not be saved ({error}); training goes on and tries again")
+
+
+def conclude(job: Job, done: Done, attempt: int) -> Outcome:
+    """Record how training ended; rank 0 also logs it.
+
+    Raises:
+        TrainingFailed: it cannot be recorded; a resume will find the last checkpoint and do so.
+    """
+    job.loggers.sync()
+    job.loggers.times(done.times)
+    job.heart.beat(heartbeat.SAVING, done.step)  # others may still wait for this rank
+    faults.here("digest")
+    weights = "" if done.stopped else digest(job)  # before the first rank is alone
+    job.heart.beat(heartbeat.ENDING, done.step)
+    reason = (job.stop.reason or "another rank was asked to") if done.stopped else ""
+    end = Outcome(job.world.rank, Kind.STOPPED if done.stopped else Kind.FINISHED, done.step, reason)
+    if not job.world.is_first:
+        return end
+    figures = {"epoch": job.plan.epoch_of(done.step), **best.facts(job.run)}
+    if done.stopped:
+        text = f"stopped after step {done.step} of {job.total_steps}; continue with: train resume {job.run.name}"
+    else:
+        evaluation = last_evaluation(job.run)
+        faults.here("finish")
+        figures |= {"weights_sha256": weights, "metrics": dict(evaluation["eval"]) if evaluation else {}}
+        text = f"finished after {done.step} steps; weights {weights[:16]}…"
+    end = Outcome(end.rank, end.kind, end.step, end.reason, figures=figures)
+    try:
+        outcome.write(job.run.logs(attempt), end)
+    except OSError as error:
+        raise TrainingFailed(
+            f"the last checkpoint is saved, but that the run is {end.kind} cannot be recorded ({error.strerror}); "
+            f"continue with: train resume {job.run.name}"
+        ) from error
+    if not done.stopped:
+        faults.here("finished")
+    job.loggers.say(text)
+    return end
+
+
+def digest(job: Job) -> str:
+    """The digest of the weights on rank 0, '' on others. A collective where they are sharded."""
+    found = weights_sha256(weights_of(job.strategy.module), job.world.is_first)
+    if job.config.parallel.strategy in configuration.SPREAD:
+        # a rank that has sent its part must not end while the first one still receives: wait for all, on the host,
+        # where a call returns only once all ranks have made it
+        job.world.gather(None)
+    return found

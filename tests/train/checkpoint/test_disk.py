@@ -132,7 +132,7 @@ def test_when_the_disk_turns_read_only_training_goes_on_and_a_resume_ends_as_und
     assert record["state"] == "interrupted"  # nobody could write down more
     repair(folder.parent / "image", folder)
     newest = manifest.newest_valid(volume.station.run("a"))
-    assert newest is not None and newest[0] >= record["saved_step"] >= 2 and not newest[2]
+    assert newest[0] >= record["saved_step"] >= 2 and not newest[2]
     assert volume.resume("a", 2)["state"] == "finished"
     assert volume.outcome("a") == wanted
 
@@ -149,7 +149,7 @@ def test_an_i_o_error_costs_nothing_that_was_saved(mount: Mount, engine: Engine,
     ballast.unlink()
     repair(image, folder)
     newest = manifest.newest_valid(there.station.run("a"))
-    assert newest is not None and newest[0] == 4
+    assert newest[0] == 4
     assert there.resume("a", 2)["state"] == "finished"
     engine.run("undisturbed-400", 2, task__width=400)
     assert there.outcome("a") == engine.outcome("undisturbed-400")
@@ -170,7 +170,7 @@ def test_a_folder_that_vanishes_ends_the_run_with_a_line_and_what_comes_back_is_
     away.rename(folder)
     assert "could not be saved" in engine.said(name) and "Traceback" not in engine.said(name)
     newest = manifest.newest_valid(run)
-    assert newest is not None and newest[0] >= run.read()["saved_step"] >= 2
+    assert newest[0] >= run.read()["saved_step"] >= 2
     assert engine.resume(name, 2)["state"] == "finished"
     assert engine.outcome(name) == wanted
 

@@ -65,7 +65,8 @@ class OneRank:
             request = self.snapshots.copy_request()
             self.strategy.update(self.optimizer)
             self.done += 1
-            self.snapshots.after_step(self.done, [request], self.done - self.lag)
+            self.snapshots.stats_read(self.done - self.lag, request)
+            self.snapshots.after_step(self.done)
 
     def settle(self) -> None:
         """What a thread does comes to its end."""
@@ -209,7 +210,8 @@ def test_a_rank_whose_lines_the_disk_refuses_refuses_copies(memory: SnapshotMemo
     one.step(2)
     one.is_written = False
     assert one.snapshots.copy_request() == -1
-    one.snapshots.after_step(3, [1.0], 3)  # refused after the request
+    one.snapshots.stats_read(3, 1.0)  # refused after the request
+    one.snapshots.after_step(3)
     assert memory.step == 2
     one.is_written = True
     one.done = 3
@@ -230,7 +232,8 @@ def test_a_rank_that_is_not_ready_is_asked_again_in_the_next_step(memory: Snapsh
     one = OneRank(memory.address)
     one.step(2)
     assert one.snapshots.copy_request() == 1
-    one.snapshots.after_step(3, [0.0], 3)  # another rank has refused
+    one.snapshots.stats_read(3, 0.0)  # another rank has refused
+    one.snapshots.after_step(3)
     assert memory.step == 2 and one.snapshots.copy_request() == 1
 
 
@@ -245,9 +248,10 @@ def test_the_scale_of_losses_is_kept_without_a_look_at_it(memory: SnapshotMemory
     scaling = one.precision.scaling()
     assert scaling is not None and scaling["scale"] is scaler._scale
     assert scaling["_growth_tracker"] is scaler._growth_tracker
-    one.snapshots.after_step(1, [], 1)
+    one.snapshots.after_step(1)
     one.snapshots.copy_request()
-    one.snapshots.after_step(2, [1.0], 2)
+    one.snapshots.stats_read(2, 1.0)
+    one.snapshots.after_step(2)
     other = OneRank(memory.address)
     other.precision.scaler = torch.amp.GradScaler("cpu")
     assert other.take_up()
@@ -275,7 +279,7 @@ def test_each_thread_that_locks_memory_or_lets_it_go_uses_the_gpu_of_its_rank(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "gpu", device.index))
     one = OneRank(memory.address)
     one.world.device = torch.device("cuda", 1)
-    one.snapshots.after_step(1, [], 1)  # a thread takes the memory, and locks it
+    one.snapshots.after_step(1)  # a thread takes the memory, and locks it
     one.settle()
     one.snapshots.close()
     assert used == [(what, 1) for what in ("lock", "lock", "let go", "let go")]

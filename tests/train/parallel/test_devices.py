@@ -31,7 +31,7 @@ from train.parallel.rank_env import RankEnv
 from train.run import station
 from train.run.outcome import Kind, Outcome, read_all
 from train.supervise.decide import Facts, LaunchMode, decide
-from train.trainer import cpu
+from train.trainer import arithmetic
 from train.trainer.evaluate import evaluate_run
 
 WHEEL = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -104,9 +104,9 @@ def test_an_evaluation_goes_where_there_is_something_to_compute_on(engine: Engin
 
 def test_on_a_gpu_loader_processes_follow_cores_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, host = torch.device("cuda", 0), torch.device("cpu")
-    monkeypatch.setattr(cpu, "share", lambda ranks: 16 // ranks)
-    assert [cpu.loaders(ranks, gpu, False) for ranks in (1, 2, 4, 8, 16)] == [8, 7, 3, 1, 1]
-    assert cpu.loaders(1, host, False) == cpu.loaders(1, gpu, True) == 0
+    monkeypatch.setattr(arithmetic, "share", lambda ranks: 16 // ranks)
+    assert [arithmetic.loaders(ranks, gpu, False) for ranks in (1, 2, 4, 8, 16)] == [8, 7, 3, 1, 1]
+    assert arithmetic.loaders(1, host, False) == arithmetic.loaders(1, gpu, True) == 0
 
 
 def test_what_was_chosen_is_written_down(engine: Engine, stopped: str) -> None:

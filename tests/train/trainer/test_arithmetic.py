@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.train.training import Engine
 from train.config import Config
 from train.trainer import arithmetic
 from train.trainer.evaluate import evaluate_run
+
+if TYPE_CHECKING:
+    from conftest import Station
 
 WITHOUT_ORDER = """
 import torch
@@ -29,14 +35,6 @@ def loss(model, batch):
     spread = torch.zeros(16).put_(torch.arange(16), made.flatten()[:16])  # has no deterministic way, on a CPU neither
     return made.square().mean() + spread.sum()
 """
-
-CUBLAS = (
-    "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
-    "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS "
-    "and you have CUDA >= 10.2. To enable deterministic behavior in this case, you must set an environment variable "
-    "before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8."
-)
-"""torch 2.7.1, aten/src/ATen/Context.cpp."""
 
 
 @pytest.fixture
@@ -104,9 +102,48 @@ def test_compiled_nothing_is_decided_by_its_time(deterministic: bool) -> None:
         assert all((getattr(inductor, name) is TIMED[name]) == deterministic for name in known)
 
 
-def test_cublas_without_its_setting_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    said = arithmetic.refusal(RuntimeError(CUBLAS))
-    assert "CUBLAS_WORKSPACE_CONFIG=:0:0; unset it" in said and "--deterministic false" in said
+@pytest.mark.usefixtures("own_arithmetic")
+@pytest.mark.parametrize(("given", "taken"), [(":0:0", ":4096:8"), (":16:8", ":16:8")])
+def test_cublas_gets_a_setting_with_which_it_is_deterministic(
+    monkeypatch: pytest.MonkeyPatch, given: str, taken: str
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    arithmetic.fix(Config(cpu_threads=1))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == taken
+
+
+def test_other_errors_have_no_such_remedy() -> None:
     assert arithmetic.refusal(RuntimeError("CUDA error: an illegal memory access was encountered")) == ""
-    assert arithmetic.refusal(ValueError(CUBLAS)) == ""
+    assert arithmetic.refusal(ValueError("put_ does not have a deterministic implementation")) == ""
+
+
+SHORT = ["--steps", 2, "--log.tensorboard", "false"]
+
+
+def recorded(station: Station, name: str) -> int:
+    return int(tomllib.loads((station.runs / name / "config.toml").read_text())["cpu_threads"])
+
+
+@pytest.mark.minutes
+def test_what_the_user_sets_wins_and_a_resume_keeps_it(station: Station) -> None:
+    done = station.ok("run", "digits", "--name", "omp", *SHORT, env={"OMP_NUM_THREADS": "3"})
+    assert recorded(station, "omp") == 3 and "3 CPU threads a rank (by OMP_NUM_THREADS)" in done.stderr
+    station.ok("run", "digits", "--name", "flag", "--cpu_threads", 1, *SHORT, env={"OMP_NUM_THREADS": "3"})
+    assert recorded(station, "flag") == 1
+    station.ok("resume", "omp", "--steps", 4, "--follow", env={"OMP_NUM_THREADS": "1"})
+    assert recorded(station, "omp") == 3
+
+
+@pytest.mark.parametrize(
+    ("omp", "device", "inputs", "expected"),
+    [("3", "cpu", 10, 3), ("4,2", "cpu", 10, 4), ("many", "cpu", 10, 1), ("0", "cpu", 1000, 4), (None, "cpu", 10, 1),
+     (None, "cpu", 1000, 4), (None, "cuda", 10, 4)],
+)  # fmt: skip
+def test_a_small_model_takes_one_thread_and_another_its_share(
+    monkeypatch: pytest.MonkeyPatch, omp: str | None, device: str, inputs: int, expected: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if omp is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    monkeypatch.setattr(arithmetic.cores, "usable", lambda: 8.5)
+    assert arithmetic.threads(2, torch.device(device), nn.Linear(inputs, 100))[0] == expected

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from train.trainer.cpu import WaitAdvice
 from train.trainer.prefetch import DataWait
-from train.trainer.timing import Timing
+from train.trainer.timing import Timing, WaitAdvice
 
 
 @dataclasses.dataclass
@@ -36,7 +35,6 @@ class Machine:
         self.clock += fetch
         wait.arrived()
         self.ask(0.001)  # the copy
-        wait.end()
         self.ask(compute)
         self.clock = max(self.clock, before)
 
@@ -111,8 +109,7 @@ def test_on_a_cpu_it_is_all_until_the_batch_is_there() -> None:
     for _ in range(3):
         wait.begin()
         wait.arrived()
-        wait.end()
-    wait.arrived()
+    wait.arrived()  # of an evaluation
     assert wait.seconds() == wait.host == 3.0
 
 

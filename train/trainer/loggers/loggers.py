@@ -1,12 +1,14 @@
-"""The loggers of one rank: metrics.jsonl, its sample log, run.json, the console, TensorBoard and Weights & Biases."""
+"""The loggers of one rank: metrics.jsonl, its sample log, run.json, the console, TensorBoard, W&B, samples left out."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy.typing as npt
 
 from train import config as configuration
 from train.config import Config
+from train.data.fetch import Bad
 from train.errors import nearest
 from train.parallel.world import World
 from train.run import best, metrics
@@ -26,6 +29,10 @@ from train.trainer.loggers.wandb import WandbProcess
 
 log = logging.getLogger("train")
 
+SKIPPED = "skipped.jsonl"
+"""In the run folder: a line a sample that is left out, {"set": "training", "index": 7, "file": "…", "reason": "…"}."""
+_NAMED = 20
+"""Samples left out that a rank names in its log; the list has all of them."""
 _LINE_EVERY = 2.0
 """Seconds between two progress lines in a log file or pipe."""
 _PROGRESS_EVERY = 0.5
@@ -174,6 +181,57 @@ class Console:
         """Leave the bar as it stands."""
         if self._bar is not None:
             self._bar.close()
+
+
+class Skipped:
+    """Lists the samples that a run leaves out because they cannot be read, each once, over all ranks and attempts.
+
+    The loader calls it. Ranks share the list, under the lock of run.json.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._named = run, 0
+        self._listed: set[tuple[str, int]] = set()
+        self._read_to = 0
+
+    def __call__(self, bad: Sequence[Bad]) -> None:
+        """Count and list those that are new."""
+        new = [one for one in bad if (one.set, one.index) not in self._listed]
+        if not new:
+            return
+        for one in new:
+            self._log(one)
+        self._run.note(lambda record: self._add(record, new))  # a disk that is full is tried again later
+
+    def _log(self, bad: Bad) -> None:
+        self._named += 1
+        if self._named <= _NAMED:
+            log.warning("warning: left out: %s: %s", bad, bad.reason)
+        elif self._named == _NAMED + 1:
+            log.warning("warning: more samples are left out; all of them: %s in the run folder", SKIPPED)
+
+    def _add(self, record: Record, new: list[Bad]) -> None:
+        with (self._run.folder / SKIPPED).open("a+b") as file:
+            file.seek(self._read_to)
+            line = b"\n"
+            for line in file:  # of other ranks, and of attempts before
+                self._read_to += len(line)
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    entry = json.loads(line)
+                    self._listed.add((entry["set"], entry["index"]))
+            if not line.endswith(b"\n"):  # a kill cut it
+                file.write(b"\n")
+                self._read_to += 1
+            for one in new:
+                if (one.set, one.index) not in self._listed:
+                    entry = {"set": one.set, "index": one.index, "file": one.file, "reason": one.reason}
+                    line = json.dumps(entry).encode() + b"\n"
+                    file.write(line)
+                    file.flush()
+                    self._listed.add((one.set, one.index))
+                    self._read_to += len(line)
+        counts = Counter(part for part, _ in self._listed)
+        record["skipped"] = {part: counts[part] for part in ("training", "evaluation") if counts[part]}
 
 
 def _hyper_parameters(config: Config, ranks: int) -> dict[str, str | float | bool]:

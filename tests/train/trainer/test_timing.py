@@ -1,55 +1,16 @@
-"""How a rank uses the CPU: threads, loader processes, and the advice where training waits for data."""
+"""The advice where training waits for data."""
 
 from __future__ import annotations
 
-import tomllib
-from typing import TYPE_CHECKING
-
 import pytest
-import torch
-from torch import nn
 
-from train.trainer import cpu
-from train.trainer.cpu import WaitAdvice, loaders_needed
-
-if TYPE_CHECKING:
-    from conftest import Station
-
-SHORT = ["--steps", 2, "--log.tensorboard", "false"]
-
-
-def recorded(station: Station, name: str) -> int:
-    return int(tomllib.loads((station.runs / name / "config.toml").read_text())["cpu_threads"])
-
-
-@pytest.mark.minutes
-def test_what_the_user_sets_wins_and_a_resume_keeps_it(station: Station) -> None:
-    done = station.ok("run", "digits", "--name", "omp", *SHORT, env={"OMP_NUM_THREADS": "3"})
-    assert recorded(station, "omp") == 3 and "3 CPU threads a rank (by OMP_NUM_THREADS)" in done.stderr
-    station.ok("run", "digits", "--name", "flag", "--cpu_threads", 1, *SHORT, env={"OMP_NUM_THREADS": "3"})
-    assert recorded(station, "flag") == 1
-    station.ok("resume", "omp", "--steps", 4, "--follow", env={"OMP_NUM_THREADS": "1"})
-    assert recorded(station, "omp") == 3
-
-
-@pytest.mark.parametrize(
-    ("omp", "device", "inputs", "expected"),
-    [("3", "cpu", 10, 3), ("4,2", "cpu", 10, 4), ("many", "cpu", 10, 1), ("0", "cpu", 1000, 4), (None, "cpu", 10, 1),
-     (None, "cpu", 1000, 4), (None, "cuda", 10, 4)],
-)  # fmt: skip
-def test_a_small_model_takes_one_thread_and_another_its_share(
-    monkeypatch: pytest.MonkeyPatch, omp: str | None, device: str, inputs: int, expected: int
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if omp is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", omp)
-    monkeypatch.setattr(cpu.cores, "usable", lambda: 8.5)
-    assert cpu.threads(2, torch.device(device), nn.Linear(inputs, 100))[0] == expected
+from train.trainer import arithmetic
+from train.trainer.timing import WaitAdvice, loaders_needed
 
 
 def advice(monkeypatch: pytest.MonkeyPatch, workers: int, waited: float, host: float, ranks: int, usable: int) -> str:
     """What a rank says that has waited so long in 10 s of training."""
-    monkeypatch.setattr(cpu.cores, "usable", lambda: usable)
+    monkeypatch.setattr(arithmetic.cores, "usable", lambda: usable)
     watch = WaitAdvice("a", workers, ranks)
     for _ in range(2):  # the first stretch does not count
         watch.add(waited, 10.0, host)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from train.config import Config, Parallel
 from train.parallel.world import World
-from train.trainer import finish
+from train.trainer import train
 
 
 def _end(rank: int, folder: Path) -> None:
@@ -27,7 +27,7 @@ def _end(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", limit, world_size=2, rank=rank)
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    real = finish.weights_sha256
+    real = train.weights_sha256
 
     def slow(*given: Any) -> str:
         found = real(*given)
@@ -36,12 +36,12 @@ def _end(rank: int, folder: Path) -> None:
             (folder / "hashed").touch()
         return found
 
-    mock.patch.object(finish, "weights_sha256", slow).start()
+    mock.patch.object(train, "weights_sha256", slow).start()
     job: Any = SimpleNamespace(
         strategy=SimpleNamespace(module=model), world=World(rank, 2, rank, torch.device("cpu")),
         config=Config(parallel=Parallel(strategy="fsdp")),
     )  # fmt: skip
-    digest = finish.digest(job)
+    digest = train.digest(job)
     (folder / f"{rank}").write_text(f"{len(digest)} {(folder / 'hashed').exists()}")
     os._exit(0)
 

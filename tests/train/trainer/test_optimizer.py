@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.config import Config, build
-from train.trainer.schedule import factor, scale
+from train.trainer.optimizer import rate_factor, rate_scale
 
 
 def config(**schedule: Any) -> Config:
@@ -20,7 +20,7 @@ def config(**schedule: Any) -> Config:
 
 
 def rates(made: Config, steps_per_epoch: int, total: int) -> list[float]:
-    return [factor(made, step, steps_per_epoch, total) for step in range(total)]
+    return [rate_factor(made, step, steps_per_epoch, total) for step in range(total)]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def rates(made: Config, steps_per_epoch: int, total: int) -> list[float]:
     [("none", 1024, 256, 1), ("linear", 1024, 256, 4), ("sqrt", 1024, 256, 2), ("linear", 64, 256, 0.25)],
 )
 def test_the_peak_follows_the_scaling_rule(rule: str, batch: int, base: int, expected: float) -> None:
-    assert scale(config(scaling=rule, batch_size=batch, base_batch_size=base)) == expected
+    assert rate_scale(config(scaling=rule, batch_size=batch, base_batch_size=base)) == expected
 
 
 def test_the_warm_up_rises_in_equal_steps_and_ends_at_the_peak() -> None:
@@ -81,7 +81,7 @@ def test_every_step_has_a_positive_rate_up_to_the_peak(decay: str, warmup: float
 def test_a_run_trains_with_these_rates(steady: Any) -> None:
     lines = [line for line in steady.station.metrics("one") if "lr" in line]
     made = config(warmup_epochs=0.5)
-    assert [line["lr"] for line in lines] == pytest.approx([0.1 * factor(made, step, 4, 10) for step in range(10)])
+    assert [line["lr"] for line in lines] == pytest.approx([0.1 * rate_factor(made, step, 4, 10) for step in range(10)])
 
 
 RATED = """
