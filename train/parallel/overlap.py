@@ -205,18 +205,12 @@ class OverlappedSums:
 
     def begin(self) -> None:
         """Make ready for the next sums."""
-        self._written = [False] * len(self.views)
         self._sent = 0
         for bucket in self._buckets:
             bucket.missing, bucket.work, bucket.level = len(bucket.members), None, -1
 
-    def is_written(self, member: int) -> bool:
-        """Whether this rank's part of a tensor has been written."""
-        return self._written[member]
-
     def written(self, member: int) -> None:
         """This rank's part of a tensor lies in its view now. Sends each bucket that is complete."""
-        self._written[member] = True
         self._bucket_of[member].missing -= 1
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._send(self._buckets[self._sent])
