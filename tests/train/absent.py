@@ -33,7 +33,7 @@ from train.data.to_device import mapped
 from train.launcher import checks
 from train.launcher.request import Request
 from train.parallel import strategy
-from train.parallel.overlap import CommunicationTime
+from train.parallel.overlap import DeviceTimer
 from train.parallel.rank_env import RankEnv
 from train.parallel.world import World
 from train.run import folders
@@ -195,7 +195,7 @@ def training(
             (build, "make_datasets", _on_host(build.make_datasets)),
             (loop, "DataWait", lambda _: prefetch.DataWait(_CPU)),
             (loop, "Readback", _Sums),
-            (strategy, "CommunicationTime", lambda _: CommunicationTime(_CPU)),
+            (strategy, "DeviceTimer", lambda _: DeviceTimer(_CPU)),
             (setup, "join", _join),
             (World, "with_own_group", lambda world: world),
             (World, "on_first", lambda world, action: action()),

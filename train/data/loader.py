@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
 import functools
 import multiprocessing
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
@@ -14,14 +18,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from train.data import workers as processes
 from train.data.fetch import Bad, gatherer
 from train.data.plan import MicroBatch
 from train.data.seeding import owned
 from train.data.to_device import AsyncCopies, OnDevice, pinned, prepared
+from train.signals import POLITE
 
 _DYING = 1.0
 """Seconds for which a worker whose connection is gone is waited for."""
+_IGNORED = (*POLITE, signal.SIGHUP)
+"""By workers: a save would wait for their data for ever."""
 
 
 class _Fetching(Dataset[Any]):
@@ -77,16 +83,11 @@ class Loader:
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
             made_by: the task's function that made the data sets; random generators in its file are seeded too.
             skipped: called with samples that cannot be read, which are left out; None raises what the first one raised.
-
-        Raises:
-            Refused: a file that is open here cannot be opened by workers too.
         """
         self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
         self._on_device = on_device
         self._own = owned(on_device, made_by) if on_device is not None else []
         self._copies = AsyncCopies(device) if device.type == "cuda" else None
-        if workers:
-            processes.check_files()
         self._sampler = _Sampler()
         skips = skipped is not None
         self._fetching = _Fetching([gatherer(each, collate, skips, made_by) for each in (train_set, eval_set)])
@@ -95,7 +96,7 @@ class Loader:
             sampler=self._sampler,  # anything to iterate over is enough
             batch_size=None,
             num_workers=workers,
-            worker_init_fn=functools.partial(processes.begin, rank=os.getpid()),
+            worker_init_fn=functools.partial(_begin_worker, rank=os.getpid()),
             prefetch_factor=4 if workers else None,
             persistent_workers=workers > 0,
             multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
@@ -103,7 +104,7 @@ class Loader:
         self._iterator: Any = None
         others = set(multiprocessing.active_children())
         # until a worker ignores them, torch's handler or the rank's would end it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, processes.IGNORED if workers else ())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED if workers else ())
         try:
             if workers:
                 self._iterator = iter(self._loader)  # a first pass, over nothing, starts the workers
@@ -204,3 +205,35 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _begin_worker(_: int, rank: int) -> None:
+    """Make this process a worker of a rank, given its process id: leave stop signals to it, and open files anew.
+
+    A forked process shares the open files of its parent, their read position with them: two workers that seek and read
+    through one handle (a plain file, h5py, sqlite, zipfile) would get each other's bytes.
+    """
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    # PR_SET_PDEATHSIG: a killed rank's workers go with it and release the run's lock
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != rank:  # it was killed before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+    for fd in _open_files():
+        own = os.open(f"/proc/self/fd/{fd}", fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE | os.O_CLOEXEC)
+        os.lseek(own, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(own, fd, inheritable=False)
+        os.close(own)
+
+
+def _open_files() -> list[int]:
+    """The regular files that are open here for reading, apart from standard input. A run's lock is open for writing
+    alone: it is held by all who share it."""
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the listing's own
+            is_read = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+            if fd > 2 and is_read and stat.S_ISREG(os.fstat(fd).st_mode):
+                found.append(fd)
+    return found

@@ -56,10 +56,6 @@ class Corpus:
             at, number = at + size, number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.uint8)])
 
-    def tolist(self) -> list[int]:
-        """All of it."""
-        return self[:].tolist()
-
 
 class _File:
     def __init__(self, path: Path) -> None:

@@ -104,7 +104,7 @@ def to_device(
 
 
 class AsyncCopies:
-    """AsyncCopies large tensors of a batch to a GPU while it computes the step before.
+    """Copies large tensors of a batch to a GPU while it computes the step before.
 
     On the stream of the computation a copy waits for the step before and holds up the next one: images for a ResNet-50
     take a hundredth of the time. On a stream of its own it begins at once. Its memory is used again only when the host

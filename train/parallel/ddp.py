@@ -127,8 +127,12 @@ class DDP(BaseStrategy):
         root, gradient = self._root(value, weight * self.world.size)
         if stats is None:
             torch.autograd.backward(root, gradient)
-        else:
-            self._reducing_backward(root, gradient, stats)
+            return
+        computed: list[Any] = []
+        root.register_hook(lambda _: after_gradients(lambda: computed.append(self.communication.mark())))
+        self._reducing_backward(root, gradient, stats)
+        if computed:
+            self.communication.add(computed[0], self.communication.mark())
 
     def _pass_without_data(self, stats: Tensor) -> None:
         zero = self._ddp(None)
@@ -136,15 +140,10 @@ class DDP(BaseStrategy):
 
     def _reducing_backward(self, root: Tensor, gradient: Tensor, stats: Tensor) -> None:
         """The backward pass in which gradients, and with them the stats, are reduced."""
-        computed: list[Any] = []
-        if self.communication.is_timed:
-            root.register_hook(lambda _: after_gradients(lambda: computed.append(self.communication.mark())))
         if self._carries_stats:
             torch.autograd.backward([root, self._tail], [gradient, stats * self.world.size])
         else:
             torch.autograd.backward(root, gradient)
-        if computed:
-            self.communication.add(computed[0], self.communication.mark())
 
     def reduce(self, stats: Tensor) -> Tensor:
         if not self._carries_stats:

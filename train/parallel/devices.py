@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import MutableMapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -15,9 +13,6 @@ from train.config import Config
 from train.errors import Refused
 from train.gpus import Card
 from train.parallel.torch_private import cuda_architectures
-
-_SYS_NICE = 23
-"""CAP_SYS_NICE, in linux/capability.h."""
 
 
 class NoGPU(Refused):
@@ -100,29 +95,13 @@ def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bo
     return False
 
 
-def prepare_nccl(deterministic: bool) -> None:
-    """Set NCCL's environment variables before the first communicator. Those that the user has set stay."""
-    status = ""
-    with contextlib.suppress(OSError):
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    set_nccl_variables(os.environ, deterministic, is_without_numa(status))
-
-
-def set_nccl_variables(environ: MutableMapping[str, str], deterministic: bool, without_numa: bool) -> None:
-    """Set what is not set.
+def prepare_nccl(deterministic: bool, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set NCCL's environment variables before the first communicator. Those that the user has set stay.
 
     NVLS adds inside the NVLink switch, in an order that may differ from call to call; rings and trees have a fixed one.
-    Host memory by cuMem (on by default since NCCL 2.24) needs NUMA system calls that Docker's seccomp profile refuses
-    without SYS_NICE (NCCL's documentation, NCCL_CUMEM_HOST_ENABLE).
+    Host memory by cuMem (on by default since NCCL 2.24) needs NUMA system calls that Docker's seccomp profile refuses;
+    without it NCCL takes /dev/shm, as all versions before did (NCCL's documentation, NCCL_CUMEM_HOST_ENABLE).
     """
     if deterministic:
         environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    if without_numa:
-        environ.setdefault("NCCL_CUMEM_HOST_ENABLE", "0")
-
-
-def is_without_numa(status: str) -> bool:
-    """Whether a process with this /proc/self/status has a seccomp filter and no SYS_NICE (see proc(5))."""
-    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    has_filter = fields.get("Seccomp", "0").strip() == "2"
-    return has_filter and not int(fields.get("CapEff", "0").strip(), 16) >> _SYS_NICE & 1
+    environ.setdefault("NCCL_CUMEM_HOST_ENABLE", "0")

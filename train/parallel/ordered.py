@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.data.plan import share
+from train.errors import TrainingFailed
 from train.parallel.overlap import OverlappedSums, flatten_as, pair_levels, view_as
 from train.parallel.strategy import BaseStrategy
 from train.parallel.torch_private import add_all_, copy_all
@@ -49,6 +50,20 @@ def cover(node: Node, own: Node) -> list[Node]:
         return [node]
     left, right = halves(node)
     return cover(left, own) + cover(right, own)
+
+
+def ending(own: Node, number: int) -> tuple[Node, list[Node]]:
+    """The largest subtree of `own` that ends with a micro batch, and those that this one is added to, in order."""
+    node, siblings = own, list[Node]()
+    while own[1] - own[0] > 1:
+        left, right = halves(own)
+        if number < left[1]:
+            own = node = left
+            siblings.clear()
+        else:
+            own = right
+            siblings.append(left)
+    return node, siblings[::-1]
 
 
 @dataclass(frozen=True)
@@ -125,9 +140,8 @@ class Ordered(BaseStrategy):
             self._sizes[tensor.dtype] = self._sizes.get(tensor.dtype, 0) + tensor.numel()
         size = self.world.size
         self._overlapped = OverlappedSums(self.world, self._like) if size > 1 and pair_levels(size) else None
-        if self._overlapped is not None:
-            for place, parameter in enumerate(self.trainable):
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_is_ready, place))
+        for place, parameter in enumerate(self.trainable):
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_is_ready, place))
         self.begin(0)
 
     def begin(self, micros: int) -> None:
@@ -142,8 +156,8 @@ class Ordered(BaseStrategy):
             copy_all(self._before, self._statistics)
         self._counts: list[Tensor] | None = None
         self._overlaps = self._overlapped is not None and micros > 0 and micros % self.world.size == 0
-        self._sending: int | None = None
-        """The micro batch whose gradients are sent as they are made: this rank's last one, in a step that overlaps."""
+        self._made: list[Tensor | None] | None = None
+        """The sums that the present micro batch completes; None outside of one."""
         if self._overlapped is not None:
             self._overlapped.begin()
 
@@ -151,77 +165,62 @@ class Ordered(BaseStrategy):
     def micro_batch(self, number: int, is_last: bool) -> Iterator[None]:
         if self._before:
             copy_all(self._statistics, self._before)
-        self._sending = number if is_last and self._overlaps else None
-        yield
-        if number in self._left:
-            self._left.remove(number)
-            self._add_micro_batch(number)
-        else:  # another rank's, computed with weight 0: it enters no sum, not even as zeros
+        if number not in self._left:  # another rank's, computed with weight 0: it enters no sum, not even as zeros
+            yield
             self.clear()
+            return
+        self._left.remove(number)
+        node, siblings = ending(next(own for own in self._own if own[0] <= number < own[1]), number)
+        self._siblings = [self._sums.pop(sibling) for sibling in siblings]
+        self._made = [None] * len(self._like)
+        self._sending = self._overlapped if is_last and self._overlaps else None
+        yield
+        self._sums[node] = self._end_micro_batch(number)
 
     def _gradient_is_ready(self, place: int, parameter: Tensor) -> None:
-        """A gradient of this rank's last micro batch is made, and with it the rank's sum."""
-        if self._sending is not None and parameter.grad is not None:
-            self._send(place, parameter.grad)
+        """Add a gradient as soon as it is made: it is in the cache then, and can be sent."""
+        if self._made is None or parameter.grad is None:
+            return
+        if self._made[place] is not None:
+            raise TrainingFailed(
+                "a backward pass makes the gradient of a parameter in parts, which ordered sums cannot take; "
+                "use checkpoint(…, use_reentrant=False), or --parallel.reduce fast"
+            )
+        self._add(place, parameter.grad)
+        parameter.grad = None
 
     @torch.no_grad()
-    def _send(self, place: int, last: Tensor) -> None:
-        """Send the sum over this rank's micro batches, of one parameter or statistic; `last` is the last one's."""
-        assert self._overlapped is not None and self._sending is not None
-        (own,), leaf = self._own, (self._sending, self._sending + 1)
+    def _add(self, place: int, value: Tensor) -> None:
+        """Add a gradient or statistic of this micro batch to the sums of the subtrees that end before it.
 
-        def value(node: Node, out: Tensor | None) -> Tensor:
-            if node == leaf:
-                return last if out is None else out.copy_(last)
-            known = self._sums.get(node)
-            if known is not None:
-                return known[place]
-            left, right = halves(node)  # the last micro batch is always in the right one
-            return torch.add(value(left, None), value(right, None), out=out)
-
-        value(own, self._overlapped.views[place])
-        self._overlapped.written(place)
-
-    def _add_micro_batch(self, number: int) -> None:
-        """Take the gradients and statistics of a micro batch, and add up what is complete with it.
-
-        A parameter that was not used has zeros, as it would beside a rank that did use it.
+        In place, so that the next gradient gets the memory of this one, which is in the cache; or where it is sent.
         """
+        assert self._made is not None
+        view = None if self._sending is None else self._sending.views[place]
+        for sibling in self._siblings:
+            value = torch.add(sibling[place], value, out=sibling[place] if view is None else view)
+        if view is not None and not self._siblings:
+            view.copy_(value)
+        self._made[place] = value
+        if self._sending is not None:
+            self._sending.written(place)
+
+    def _end_micro_batch(self, number: int) -> list[Tensor]:
+        """Add what no hook has: the statistics, and zeros for a parameter that was not used, as beside a rank that did
+        use it. Returns the sums."""
+        assert self._made is not None
         self.restore_buffers()
         if number == 0:
             self._counts = [buffer.clone() for buffer in self._others]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trainable]
-        if self._sending is None:
-            self._sums[number, number + 1] = [*gradients, *(buffer.clone() for buffer in self._statistics)]
-            for node in self._own:
-                if node[0] <= number < node[1]:
-                    self._add_up(node)
-        else:
-            assert self._overlapped is not None
-            for place, tensor in enumerate([*gradients, *self._statistics]):
-                if not self._overlapped.is_written(place):  # no hook has sent it
-                    self._send(place, tensor)
-            self._sending = None
-            self._sums.clear()
+        for place, parameter in enumerate(self.trainable):
+            if self._made[place] is None:
+                self._add(place, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for place, buffer in enumerate(self._statistics, len(self.trainable)):
+            self._add(place, buffer.clone())
+        made = [total for total in self._made if total is not None]
+        self._made, self._siblings = None, []
         self.clear()
-
-    def _add_up(self, node: Node) -> bool:
-        """Add up a subtree as far as its parts are there. Whether its sum is."""
-        if node in self._sums:
-            return True
-        if node[1] - node[0] == 1:
-            return False
-        left, right = halves(node)
-        if not (self._add_up(left) and self._add_up(right)):
-            return False
-        self._add(node, left, right)
-        return True
-
-    def _add(self, node: Node, left: Node, right: Node) -> None:
-        total = self._sums.pop(right)  # made last, and so in the cache; a + b has the bits of b + a
-        with torch.no_grad():
-            add_all_(total, self._sums.pop(left))
-        self._sums[node] = total
+        return made
 
     def reduce(self, stats: Tensor) -> Tensor:
         size = self.world.size
@@ -253,7 +252,10 @@ class Ordered(BaseStrategy):
         for exchange in exchanges(self._micros, size, self.world.rank) if size > 1 else ():
             self._exchange(exchange)
             if exchange.node not in self._sums:
-                self._add(exchange.node, *halves(exchange.node))
+                left, right = (self._sums.pop(half) for half in halves(exchange.node))
+                with torch.no_grad():
+                    add_all_(left, right)
+                self._sums[exchange.node] = left
         return self._sums.pop((0, self._micros))
 
     def _exchange(self, exchange: Exchange) -> None:

@@ -16,10 +16,6 @@ from train.parallel.world import World
 
 _FIRST_BUCKET, _OTHER_BUCKETS = 1 << 20, 25 << 20
 """Bytes from which a bucket is full: a small one to begin with, as DDP has."""
-_FIRST_STEPS = _EVERY = 16
-"""Each of the first steps is timed, for there a rank waits for another's start; then one in sixteen, for timing one
-costs some 10 us."""
-_NOTHING = contextlib.nullcontext()
 
 
 class DeviceTimer:
@@ -31,7 +27,7 @@ class DeviceTimer:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._seconds = 0.0
-        self._pending: collections.deque[tuple[int, Any, Any]] = collections.deque()
+        self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
         self._free: list[Any] = []
         """Events to use again: making one costs as much as recording it."""
 
@@ -43,13 +39,20 @@ class DeviceTimer:
         event.record()
         return event
 
-    def add(self, begun: Any, ended: Any, weight: int = 1) -> None:
-        """Count the time between two marks, so many times."""
+    def add(self, begun: Any, ended: Any) -> None:
+        """Count the time between two marks."""
         if self._is_cuda:
-            self._pending.append((weight, begun, ended))
+            self._pending.append((begun, ended))
             self._collect()  # not all ranks ask for the seconds
         else:
-            self._seconds += weight * (ended - begun)
+            self._seconds += ended - begun
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of what is done inside, a collective that does not overlap with computing."""
+        begun = self.mark()
+        yield
+        self.add(begun, self.mark())
 
     def drop(self, mark: Any) -> None:
         """Give back a mark that is not to be counted."""
@@ -62,57 +65,10 @@ class DeviceTimer:
         return self._seconds
 
     def _collect(self) -> None:
-        while self._pending and self._pending[0][2].query():
-            weight, begun, ended = self._pending.popleft()
-            self._seconds += weight * begun.elapsed_time(ended) / 1e3
+        while self._pending and self._pending[0][1].query():
+            begun, ended = self._pending.popleft()
+            self._seconds += begun.elapsed_time(ended) / 1e3
             self._free += begun, ended
-
-
-class CommunicationTime:
-    """The seconds in which a rank waits for communication and computes nothing meanwhile.
-
-    Most of a reduction overlaps with the backward pass; only the rest costs time. Some steps are timed and stand for
-    those between. Waiting for a slower rank is part of it; it cannot be separated from the network.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._timer = DeviceTimer(device)
-        self._steps = self._weight = self._covered = 0
-
-    def begin(self) -> None:
-        """The next step begins."""
-        self._steps += 1
-        is_timed = self._steps <= _FIRST_STEPS or self._steps % _EVERY == 0
-        self._weight = self._steps - self._covered if is_timed else 0
-        if is_timed:
-            self._covered = self._steps
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether this step is timed."""
-        return self._weight > 0
-
-    def mark(self) -> Any:
-        """This moment, on a GPU in the order of its stream."""
-        return self._timer.mark()
-
-    def add(self, begun: Any, ended: Any) -> None:
-        """Count the time between two marks of this step."""
-        self._timer.add(begun, ended, self._weight)
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """To be entered around a collective that does not overlap with computing."""
-        return self._timed() if self._weight else _NOTHING
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        begun = self.mark()
-        yield
-        self.add(begun, self.mark())
-
-    def seconds(self) -> float:
-        """The seconds of all steps up to now, or as far as a GPU has come; waits for nothing."""
-        return self._timer.seconds() * self._steps / max(self._covered, 1)
 
 
 class _Bucket:
@@ -205,18 +161,12 @@ class OverlappedSums:
 
     def begin(self) -> None:
         """Make ready for the next sums."""
-        self._written = [False] * len(self.views)
         self._sent = 0
         for bucket in self._buckets:
             bucket.missing, bucket.work, bucket.level = len(bucket.members), None, -1
 
-    def is_written(self, member: int) -> bool:
-        """Whether this rank's part of a tensor has been written."""
-        return self._written[member]
-
     def written(self, member: int) -> None:
         """This rank's part of a tensor lies in its view now. Sends each bucket that is complete."""
-        self._written[member] = True
         self._bucket_of[member].missing -= 1
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._send(self._buckets[self._sent])

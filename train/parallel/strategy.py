@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from train.config import Config
 from train.errors import TrainingFailed
 from train.parallel import torch_private
-from train.parallel.overlap import CommunicationTime
+from train.parallel.overlap import DeviceTimer
 from train.parallel.precision import Precision
 from train.parallel.world import World
 
@@ -49,8 +49,9 @@ class Strategy(Protocol):
     """Whether gradients are added in one order, whatever the number of ranks."""
     stats_dtype: torch.dtype
     """Of the tensors that carry STEP_STATS."""
-    communication: CommunicationTime
-    """How long this rank waits for communication."""
+    communication: DeviceTimer
+    """The seconds in which this rank waits for communication and computes nothing meanwhile. Waiting for a slower rank
+    is part of it: it cannot be separated from the network."""
     measures_communication: bool
     """Whether all of that can be separated from computing."""
 
@@ -113,7 +114,7 @@ class BaseStrategy:
     def __init__(self, world: World, config: Config, precision: Precision) -> None:
         self.world, self.config, self.precision = world, config, precision
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
-        self.communication = CommunicationTime(world.device)
+        self.communication = DeviceTimer(world.device)
 
     def place(self, model: nn.Module) -> nn.Module:
         self.take(model.to(self.world.device))

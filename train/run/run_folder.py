@@ -176,7 +176,7 @@ class Run:
         Raises:
             Refused: there are no locks on that file system.
         """
-        fd = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT, 0o644)  # not for reading: data/workers.py
+        fd = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT, 0o644)  # not for reading: data/loader.py
         try:
             durable.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self.folder, patience)
         except (BlockingIOError, Refused) as error:

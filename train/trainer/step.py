@@ -34,7 +34,6 @@ def step(
     consumed: list[npt.NDArray[np.int64]] = []
     faults.here("step")
     strategy.begin(micros)
-    strategy.communication.begin()
     if check is not None:
         check.begin()
     stats.begin(micros, wants_save and job.world.is_first)

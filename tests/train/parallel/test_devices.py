@@ -23,9 +23,8 @@ from train.parallel.devices import (
     NoGPU,
     check_kernels,
     has_kernels,
-    is_without_numa,
     pick_device,
-    set_nccl_variables,
+    prepare_nccl,
 )  # fmt: skip
 from train.parallel.rank_env import RankEnv
 from train.run import station
@@ -36,9 +35,6 @@ from train.trainer.evaluate import evaluate_run
 
 WHEEL = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 """What the wheel of torch 2.7.1 with CUDA 12.6 has."""
-FREE = "Name:\tpython\nCapEff:\t000001ffffffffff\nSeccomp:\t0\n"
-DOCKER = "Name:\tpython\nCapEff:\t00000000a80425fb\nSeccomp:\t2\n"
-WITH_NICE = "Name:\tpython\nCapEff:\t00000000a88425fb\nSeccomp:\t2\n"
 
 
 def settings(engine: Engine, name: str) -> dict[str, Any]:
@@ -196,20 +192,14 @@ def test_a_refusal_names_the_card_and_what_to_do() -> None:
     check_kernels([new], ())  # a torch without CUDA says nothing of cards
 
 
-@pytest.mark.parametrize(("status", "without_numa"), [(FREE, False), (DOCKER, True), (WITH_NICE, False), ("", False)])
-def test_docker_s_wall_is_recognised(status: str, without_numa: bool) -> None:
-    assert is_without_numa(status) is without_numa
-
-
-def test_what_the_user_has_set_stays() -> None:
+def test_what_the_user_has_set_for_nccl_stays() -> None:
     environ = {"NCCL_NVLS_ENABLE": "1"}
-    set_nccl_variables(environ, deterministic=True, without_numa=True)
+    prepare_nccl(True, environ)
     assert environ == {"NCCL_NVLS_ENABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
 
 def test_the_switch_adds_only_where_no_order_is_wanted() -> None:
-    environ: dict[str, str] = {}
-    set_nccl_variables(environ, deterministic=False, without_numa=False)
-    assert environ == {}
-    set_nccl_variables(environ, deterministic=True, without_numa=False)
-    assert environ == {"NCCL_NVLS_ENABLE": "0"}
+    for deterministic in (False, True):
+        environ: dict[str, str] = {}
+        prepare_nccl(deterministic, environ)
+        assert ("NCCL_NVLS_ENABLE" in environ) is deterministic

@@ -7,8 +7,10 @@ import functools
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from train.config import Config, Parallel
+from train.errors import TrainingFailed
 from train.parallel.ordered import Node, Ordered, halves
 from train.parallel.precision import Precision
 from train.parallel.strategy import STEP_STATS
@@ -42,6 +44,11 @@ def loss(model: nn.Module, number: int, unused: tuple[int, ...]) -> Tensor:
     return model(samples, number not in unused)
 
 
+def ordered() -> Ordered:
+    world = World(0, 1, 0, torch.device("cpu"))
+    return Ordered(world, Config(parallel=Parallel(reduce="ordered")), Precision("fp32", world.device))
+
+
 def bits(tensors: list[Tensor]) -> list[list[int]]:
     return [tensor.detach().contiguous().view(torch.int32).flatten().tolist() for tensor in tensors]
 
@@ -62,9 +69,7 @@ def test_a_sum_is_that_of_the_tree_to_the_last_bit(micros: int, unused: tuple[in
         left, right = map(tree, halves(node))
         return [one + other for one, other in zip(left, right, strict=True)]
 
-    world = World(0, 1, 0, torch.device("cpu"))
-    spread = Ordered(world, Config(parallel=Parallel(reduce="ordered")), Precision("fp32", world.device))
-    model = make()
+    spread, model = ordered(), make()
     spread.place(model)
     votes = torch.zeros(len(STEP_STATS))
     for _ in range(2):  # what a step leaves behind must not reach the next
@@ -81,3 +86,20 @@ def test_a_sum_is_that_of_the_tree_to_the_last_bit(micros: int, unused: tuple[in
         assert bits([p.grad for p in model.parameters() if p.grad is not None]) == bits(expected)
         assert bits([model.norm.running_mean, model.norm.running_var]) == bits([mean / micros, variance / micros])
         spread.clear()
+
+
+def test_a_gradient_that_a_backward_makes_in_parts_is_refused() -> None:
+    spread, layer = ordered(), nn.Linear(3, 3)
+    spread.place(layer)
+    samples = torch.ones(2, 3, requires_grad=True)
+    for times in (1, 2):
+        spread.begin(1)
+        value = samples
+        with spread.micro_batch(0, is_last=True):
+            for _ in range(times):
+                value = checkpoint(layer, value, use_reentrant=True)
+            if times == 1:
+                spread.backward(value.sum(), 1.0, None)
+                continue
+            with pytest.raises(TrainingFailed, match="use_reentrant=False"):
+                spread.backward(value.sum(), 1.0, None)

@@ -176,8 +176,7 @@ def test_a_real_run_tells_data_computing_and_waiting_for_a_slower_rank_apart(sta
     record = station.record("one")
     ends = [datetime.datetime.fromisoformat(record[key]).timestamp() for key in ("created", "ended")]
     assert found["seconds"] == pytest.approx(ends[1] - ends[0], abs=0.01)
-    # each: 8 samples of 2 ms, 10 ms of computing, 290 ms more on the other rank; a busy machine only adds, for waiting
-    # is measured in all of the first 16 steps, while later ones stand for others
+    # each: 8 samples of 2 ms, 10 ms of computing, 290 ms more on the other rank; a busy machine only adds
     assert parts["data"] > 16 * 0.016 and parts["compute"] > 16 * 0.01
     assert parts["communication"] > 16 * 0.25
     assert parts["communication"] > parts["compute"] and parts["lost"] == parts["idle"] == parts["unknown"] == 0
