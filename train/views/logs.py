@@ -28,51 +28,33 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
     Raises:
         Refused: there is no such attempt or rank.
     """
-    wanted = attempt or (1 if attempt == ALL and _last(run) else _last(run))
-    if not wanted:
+    if not _last(run):
         if not go_on:
             why = f" ({reason})" if (reason := run.read().get("reason")) else ""
             raise Refused(f"{run.name} has not started yet{why}; wait for it with: train logs {run.name} --follow")
         while not _last(run) and run.alive():
             time.sleep(0.1)
-        wanted = _last(run)
-    _tell(run, wanted, attempt)
-    if attempt == ALL:
-        wanted = _print_earlier(run, rank)
+    number = attempt or (1 if attempt == ALL else _last(run))
+    _tell(run, number, attempt)
     while True:
-        path = run.logs(wanted) / f"rank{rank}.log"
-        if not path.exists() and not (go_on and run.alive()):
-            _refuse(run, wanted, rank)
+        path = run.logs(number) / f"rank{rank}.log"
         if path.exists():
-            _print(run, path, wanted, go_on)
-        if not go_on or attempt:
+            _print(run, path, number, go_on)
+        elif (attempt or number >= _last(run)) and not (go_on and run.alive()):  # an earlier one that died may lack it
+            _refuse(run, number, rank)
+        if attempt:
             return EXIT_FINISHED
-        if not path.exists() or (run.alive() and _last(run) == wanted):
+        if number < _last(run):
+            number += 1
+            _say(f"attempt {number}:")
+        elif not go_on or (path.exists() and not run.alive()):
+            return EXIT_FINISHED
+        else:
             time.sleep(0.1)
-        if _last(run) > wanted:
-            wanted = _last(run)
-            _say(f"attempt {wanted}:")
-        elif not run.alive() and path.exists():
-            return EXIT_FINISHED
-
-
-def _print_earlier(run: Run, rank: int) -> int:
-    """Print all attempts but the last one. Returns its number."""
-    wanted = 1
-    while wanted < _last(run):
-        if _exists(run, wanted, rank):  # one that died at once may have none
-            _print(run, run.logs(wanted) / f"rank{rank}.log", wanted, False)
-        wanted += 1
-        _say(f"attempt {wanted}:")
-    return wanted
 
 
 def _last(run: Run) -> int:
     return len(run.read()["attempts"])
-
-
-def _exists(run: Run, attempt: int, rank: int) -> bool:
-    return (run.logs(attempt) / f"rank{rank}.log").exists()
 
 
 def _say(text: str) -> None:
