@@ -199,7 +199,7 @@ class Collector(prometheus_client.registry.Collector):
     def _add_runs(self, figures: Figures) -> None:
         records = self._runs.records()
         counts = collections.Counter(record["state"] for record in records)
-        for name in state.STATES:
+        for name in states.ALL:
             figures.add("train_runs", counts[name], name)
         figures.add("train_runs_damaged", self._runs.damaged)
         alive = [record for record in records if state.is_alive(record)]
@@ -223,7 +223,7 @@ class Collector(prometheus_client.registry.Collector):
         device = record.get("device") or ""
         what = record.get("task") or Path(record.get("script") or "").name  # where it lies is not published
         figures.add("train_run_info", 1, name, what[:64], device[:16])
-        figures.one_of("train_run_state", record["state"], state.STATES, name)
+        figures.one_of("train_run_state", record["state"], states.ALL, name)
         figures.add("train_run_epoch", record["epoch"], name)
         figures.add("train_run_ranks", record["world_size"], name)
         for figure, field in _OF_PROGRESS.items():
