@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO
 
 from train import screen
+from train.format import figures
 from train.run import metrics
 from train.run.progress_lines import Folding
 from train.run.record import Record
@@ -39,8 +40,7 @@ class View:
             self._bar.show(record["step"], total, record.get("epoch"), loss, speed)
         for line in self._metrics.new():
             if metrics.is_evaluation(line):
-                figures = "  ".join(f"{k} {v:.4f}" for k, v in line["eval"].items() if v is not None)
-                self.say(f"epoch {line['epoch']}  step {line['step']}  {figures}")
+                self.say(f"epoch {line['epoch']}  step {line['step']}  {figures(line['eval'])}")
 
     def say(self, text: str) -> None:
         """A line that does not tear the bar."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from train import screen
 from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
+from train.format import figures
 from train.launcher.control import how_to_go_on
 from train.launcher.progress import View
 from train.run import states
@@ -57,9 +58,8 @@ def tell_end(run: Run, record: Record) -> int:
     """
     state, step = record["state"], record.get("step", 0)
     reason = f": {record['reason']}" if record.get("reason") else ""
-    figures = "  ".join(f"{k} {v:.4f}" for k, v in (record.get("metrics") or {}).items() if v is not None)
     last = {
-        states.FINISHED: f"{run.name} finished after {step} steps  {figures}".rstrip(),
+        states.FINISHED: f"{run.name} finished after {step} steps  {figures(record.get('metrics') or {})}".rstrip(),
         states.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {how_to_go_on(record)}",
         states.FAILED: f"{run.name} failed{reason}",
         states.INTERRUPTED: f"{run.name} was interrupted{reason}",
