@@ -149,10 +149,8 @@ class Runs:
                 if record["state"] not in states.ALL:
                     raise Refused(f"an unknown state: {record['state']}")
                 found[run.name] = record
-            except (Refused, OSError):  # being removed, or damaged: train ls says so
+            except Exception:  # being removed, or damaged (train ls says so): it must not hide the others
                 self.damaged += run.folder.exists()
-            except Exception:  # what nobody foresaw of one run must not hide the others
-                self.damaged += 1
         self._known = {name: known for name, known in self._known.items() if name in found}
         newest_first = sorted(found.values(), key=self._last_change, reverse=True)
         return sorted(newest_first, key=lambda record: record["state"] not in ALIVE)  # stable
