@@ -7,18 +7,24 @@ import time
 from pathlib import Path
 
 from train import screen
+from train.cluster import jobs
+from train.cluster.engine import call
 from train.errors import EXIT_FINISHED, Refused
+from train.run import states
 from train.run.progress_lines import Folding
 from train.run.run_folder import Run
+from train.views.follow import follow
 
 ALL = 0
 """Every attempt, the first one first."""
+_ASK_EVERY = 2.0
+"""Seconds between two questions to a cluster's engine."""
 _STATE_EVERY = 10.0
 """Seconds between two lines about a progress bar that is followed into a file or pipe."""
 
 
 def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
-    """Print the output of a rank, and with `go_on` what comes until the run ends.
+    """Print the output of a rank, wherever it lies, and with `go_on` what comes until the run ends.
 
     Of lines that are drawn again and again their last state is printed; a terminal that follows sees them drawn.
 
@@ -28,6 +34,31 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
     Raises:
         Refused: there is no such attempt or rank.
     """
+    record = run.read()
+    if not jobs.is_submitted(record):
+        return _print_files(run, rank, attempt, go_on)
+    command = jobs.engine_of(record).logs(run, rank)
+    if command is None:
+        while go_on and jobs.shown(run, lambda _: None)["state"] == states.QUEUED:
+            time.sleep(_ASK_EVERY)
+        return _print_files(_of_rank(run, rank), rank, attempt, go_on)
+    if attempt is not None:
+        raise Refused(f"--attempt: of {run.name}, its engine has what the last pods said; leave it out")
+    if go_on:
+        return follow(run, rank)
+    sys.stdout.write(call(*command))
+    sys.stdout.flush()
+    return EXIT_FINISHED
+
+
+def _of_rank(run: Run, rank: int) -> Run:
+    """The folder with the logs of that rank: its node's."""
+    found = [one for one in (run, *jobs.others(run)) if any(one.folder.glob(f"logs/attempt-*/rank{rank}.log"))]
+    return found[0] if found else run
+
+
+def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
+    """Print the output of a rank that lies in this run folder; as `print_log`."""
     if not _last(run):
         if not go_on:
             why = f" ({reason})" if (reason := run.read().get("reason")) else ""
