@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import ctypes
 import io
@@ -18,26 +17,14 @@ from typing import IO, Any
 
 LONGEST_NAME = 64
 """Columns of a run's name."""
-_PLAIN = {"…": "...", "→": "->", "“": '"', "”": '"', "µ": "u", "·": "*"}
-"""What stands for a character that an ASCII locale cannot show."""
-
-
-def _in_plain_letters(error: UnicodeError) -> tuple[str | bytes, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    letters = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(letter) or ascii(letter)[1:-1] for letter in letters), error.end
-
-
-codecs.register_error("train.plain", _in_plain_letters)
 
 
 def tolerate_any_locale() -> None:
-    """Let everything be printed in any locale: what it cannot show is written in plain letters."""
+    """Let everything be printed in any locale: what it cannot show is escaped as in Python."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors="train.plain")
+            reconfigure(errors="backslashreplace")
 
 
 def open_what_is_closed() -> None:
