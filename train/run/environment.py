@@ -154,7 +154,7 @@ def resumed(
     if missing:
         warnings.append(f"set when it was started and not here, and set again now: {_list(missing)}")
     if other or more:
-        parts = [f"other than when it was started: {_pairs(saved.values, own, other)}"] if other else []
+        parts = [f"other than when it was started: {_list(other)}"] if other else []
         parts += [f"not set then: {_list(more)}"] if more else []
         warnings.append(f"the environment here holds, {'; '.join(parts)}")
     return {**own, **missing}, warnings
@@ -177,15 +177,3 @@ def _list(names: Iterable[str]) -> str:
     found = sorted(names, key=lambda name: (not name.startswith(_WEIGHTY), name))
     more = f" and {len(found) - _NAMES} more" if len(found) > _NAMES else ""
     return ", ".join(found[:_NAMES]) + more
-
-
-def _pairs(before: Mapping[str, str], now: Mapping[str, str], names: list[str]) -> str:
-    if len(names) != 1:
-        return _list(names)
-    name = names[0]
-    there = "a secret" if tells_secret(name, now[name]) else _short(now[name])
-    return f"{name} (was {_short(before[name])}, is {there})"
-
-
-def _short(value: str) -> str:
-    return repr(value) if len(value) <= 80 else repr(value[:77] + "...")
