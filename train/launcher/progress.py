@@ -8,13 +8,10 @@ from typing import IO
 from train import screen
 from train.format import figures
 from train.run import metrics
-from train.run.progress_lines import Folding
+from train.run.progress_lines import EVERY, Folding
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.screen import Bar
-
-_STATE_EVERY = 10.0
-"""Seconds between two lines about a script's progress bar where no terminal can draw it."""
 
 
 class View:
@@ -25,7 +22,7 @@ class View:
         self._bar: Bar | None = None
         self._metrics = metrics.Tail(run)
         self._log: tuple[Path, int] | None = None
-        self._folding = Folding(_STATE_EVERY)
+        self._folding = Folding(EVERY)
 
     def update(self, record: Record) -> None:
         """Show the record's progress."""

@@ -11,7 +11,7 @@ from train.cluster import jobs
 from train.cluster.engine import call
 from train.errors import EXIT_FINISHED, Refused
 from train.run import states
-from train.run.progress_lines import Folding
+from train.run.progress_lines import EVERY, Folding
 from train.run.run_folder import Run
 from train.views.follow import follow
 
@@ -19,8 +19,6 @@ ALL = 0
 """Every attempt, the first one first."""
 _ASK_EVERY = 2.0
 """Seconds between two questions to a cluster's engine."""
-_STATE_EVERY = 10.0
-"""Seconds between two lines about a progress bar that is followed into a file or pipe."""
 
 
 def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
@@ -113,7 +111,7 @@ def _refuse(run: Run, attempt: int, rank: int) -> None:
 def _print(run: Run, path: Path, attempt: int, go_on: bool) -> None:
     """Print a log to its end; with `go_on`, until its attempt is over."""
     drawn = go_on and sys.stdout.isatty()
-    folding = Folding(_STATE_EVERY if go_on else None)
+    folding = Folding(EVERY if go_on else None)
     with path.open("rb") as file:
         while True:
             over = not go_on or _last(run) > attempt or not run.alive()
