@@ -6,7 +6,7 @@ two marks (`times` of an attempt) divide a piece of training. Time that was not 
 
 from __future__ import annotations
 
-import datetime
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,21 +82,18 @@ class TimeSpent:
         return {"seconds": round(self.whole, 3), **parts, "steps_redone": self.redone, "notes": self.notes}
 
 
-def of_run(run: Run, record: Record | None = None) -> TimeSpent:
+def of_run(run: Run, record: Record) -> TimeSpent:
     """Where the time of a run went; of one that lives, up to now.
 
     Args:
-        record: as `Run.shown` gives it; None: read now.
+        record: run.json with the effective state.
     """
-    record = run.shown() if record is None else record
-    attempts = record["attempts"]
-    seen = 0.0
+    attempts, seen = record["attempts"], 0.0
     if record["state"] in (INTERRUPTED, COPY):
         signs = [heartbeat.last_sign(run.logs(len(attempts)))]
         signs += [path.stat().st_mtime for path in (run.folder / "run.json", run.metrics) if path.exists()]
         seen = max(signs)
-    now = datetime.datetime.now(datetime.UTC).timestamp()
-    return time_spent(record, now, seen, next(iter(run.steps_saved()), 0))
+    return time_spent(record, time.time(), seen, next(iter(run.steps_saved()), 0))
 
 
 def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent:
