@@ -58,8 +58,8 @@ def seen(station: Station, attempt: int) -> dict[str, Any]:
 
 
 def clean(station: Station, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """The command with almost no environment, as of cron."""
-    env = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]} | more
+    """The command with almost no environment, as of cron. Without the state's folder it would be another station."""
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "TRAIN_STATE")} | more
     return subprocess.run(
         [sys.executable, "-m", "train", *arguments], cwd=station.folder, env=env, capture_output=True, text=True,
         stdin=subprocess.DEVNULL, timeout=PATIENCE, check=False,
