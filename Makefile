@@ -24,7 +24,7 @@ setup: ## make the environment .venv (once; other targets do it by themselves)
 
 .PHONY: doctor
 doctor: ## check this machine, before anything is installed: needs Python 3.8 alone (ARGS=--json)
-	@python3 -m train.doctor $(ARGS)
+	@python3 -m train doctor $(ARGS)
 
 .PHONY: demo
 demo: setup ## train on real handwritten digits, two processes on any machine, in a minute

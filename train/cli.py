@@ -87,15 +87,14 @@ def _main(arguments: list[str]) -> int:
 
 
 def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
-    from train.commands.parser import parse, parser_of
-    from train.run import folders
+    from train.commands.parser import parse, parser_of, runs_folder
 
     options = parse(parser_of(command), arguments)
     if command in _STARTING and _is_gone():
         raise Refused(_GONE)
     if command in _COMPUTING or (command == "run" and "RANK" in os.environ):
         hashing.begin_again(given)
-    runs = folders.runs_folder(options.runs)
+    runs = runs_folder(options.runs)
     module = importlib.import_module(f"train.commands.{command}")
     return int(module.run(options, runs))
 

@@ -1,6 +1,8 @@
-"""Bytes and times as text for people."""
+"""Bytes, times and metrics as text for people."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 """Of bytes: the power of two of each."""
@@ -29,3 +31,8 @@ def ago(seconds: float) -> str:
     """How long something is past, in the largest unit alone: 3 h ago."""
     unit, factor = next(((row[0], row[1]) for row in _TIMES if seconds >= row[1]), ("s", 1))
     return f"{max(seconds, 0) / factor:.0f} {unit} ago"
+
+
+def figures(values: Mapping[str, float | None]) -> str:
+    """What an evaluation measured: `loss 0.1234  accuracy 0.9876`; what is not finite is left out."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)

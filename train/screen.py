@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import ctypes
 import io
@@ -11,33 +10,20 @@ import re
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from typing import IO, Any
 
 LONGEST_NAME = 64
 """Columns of a run's name."""
-_PLAIN = {"…": "...", "→": "->", "“": '"', "”": '"', "µ": "u", "·": "*"}
-"""What stands for a character that an ASCII locale cannot show."""
-
-
-def _in_plain_letters(error: UnicodeError) -> tuple[str | bytes, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    letters = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(letter) or ascii(letter)[1:-1] for letter in letters), error.end
-
-
-codecs.register_error("train.plain", _in_plain_letters)
 
 
 def tolerate_any_locale() -> None:
-    """Let everything be printed in any locale: what it cannot show is written in plain letters."""
+    """Let everything be printed in any locale: what it cannot show is escaped as in Python."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors="train.plain")
+            reconfigure(errors="backslashreplace")
 
 
 def open_what_is_closed() -> None:
@@ -141,10 +127,6 @@ def table(rows: list[list[str]], columns: int | None, spare: Collection[int]) ->
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-_DRAW_EVERY = 0.1
-"""Seconds between two drawings of a bar."""
-
-
 def has_bar(stream: IO[str]) -> bool:
     """Whether a bar can be drawn there: on a terminal, where tqdm is installed. A checkout alone trains without."""
     return stream.isatty() and find_spec("tqdm") is not None
@@ -157,8 +139,9 @@ class Bar:
         from tqdm import tqdm
 
         self._name, self._stream = printable(name), stream
-        self._step, self._drawn = done, 0.0
-        self._bar: Any = tqdm(total=total, initial=done, desc=self._name, unit="step", dynamic_ncols=True, file=stream)
+        self._bar: Any = tqdm(
+            total=total, initial=done, desc=self._name, unit="step", dynamic_ncols=True, miniters=1, file=stream
+        )
 
     def show(self, step: int, total: int, epoch: int | None, loss: float | None, speed: float) -> None:
         """Show how far it is; step and epoch counted from 1, speed in samples per second."""
@@ -172,22 +155,14 @@ class Bar:
             bar.bar_format = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
             figures = f"epoch {epoch}, {figures}, {speed:.0f} samples/s" if figures else ""
         bar.set_postfix_str(figures, refresh=False)
-        self._step, bar.total = step, total
-        if step >= total or time.monotonic() - self._drawn >= _DRAW_EVERY:
-            self._draw()
-
-    def _draw(self) -> None:
-        self._drawn = time.monotonic()
-        if self._bar.n == self._bar.initial and self._step > self._bar.n:
-            self._bar.unpause()  # starting the ranks is no part of the speed
-        self._bar.update(self._step - self._bar.n)
-        self._bar.refresh()
+        bar.total = total
+        if bar.n == bar.initial and step > bar.n:
+            bar.unpause()  # starting the ranks is no part of the speed
+        bar.update(step - bar.n)
 
     def write(self, text: str) -> None:
         """A line above the bar."""
         self._bar.write(printable(text), file=self._bar.fp)
 
     def close(self) -> None:
-        if self._bar.n != self._step:
-            self._draw()
         self._bar.close()

@@ -31,7 +31,7 @@ def test_every_output_is_readable_in_an_ascii_locale(station: Station) -> None:
     assert "finished after 4 steps; weights " in done.stderr and "Traceback" not in done.stderr
     station.run("a").update(reason="größer als … → 3 µs", state="failed")
     shown = station.ok("show", "a", env=STRICT).stdout
-    assert "a: failed: gr\\xf6\\xdfer als ... -> 3 us" in shown
+    assert "a: failed: gr\\xf6\\xdfer als \\u2026 \\u2192 3 \\xb5s" in shown
     assert "finished after 4 steps; weights " in station.ok("logs", "a", env=STRICT).stdout
     station.ok("ls", env=STRICT)
     assert station("show", "ä", env=STRICT).returncode == 2

@@ -1,8 +1,12 @@
-"""`train doctor`: is this machine well, and what mends it."""
+"""`train doctor`: is this machine well, and what mends it.
+
+`python3 -m train doctor` does it with the standard library of Python 3.8 alone, for a host before `make up`.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 
 from train.commands.parser import Parser, number
@@ -50,6 +54,8 @@ def run(options: Namespace, runs: Path) -> int:
             raise Refused("--job and --rendezvous are two questions; ask one of them")
         if only:
             raise Refused("--only is for the checks of one machine, and --job for those of ranks; ask one of them")
+        if find_spec("torch") is None:
+            raise Refused("--job takes torch, which this Python has not; make setup installs it into .venv")
         from train.doctor.job import DEADLINE, examine_job
 
         return examine_job(options.json, ranks, seconds or DEADLINE)

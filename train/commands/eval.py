@@ -11,6 +11,7 @@ from train import screen
 from train.commands.options import add_checkpoint, add_json, add_name
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
+from train.format import figures
 
 
 def add_arguments(parser: Parser) -> None:
@@ -29,10 +30,9 @@ def run(options: Namespace, runs: Path) -> int:
     from train.trainer.evaluate import evaluate_run
 
     with screen.results_alone():
-        step, samples, figures = evaluate_run(run, wanted)
+        step, samples, measured = evaluate_run(run, wanted)
     if options.json:
-        print(json.dumps({"step": step, "samples": samples, "eval": figures}))
+        print(json.dumps({"step": step, "samples": samples, "eval": measured}))
     else:
-        told = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        screen.say(f"step {step}, {samples} samples: {told}", sys.stdout)
+        screen.say(f"step {step}, {samples} samples: {figures(measured)}", sys.stdout)
     return EXIT_FINISHED

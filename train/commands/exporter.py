@@ -11,6 +11,7 @@ from train.errors import Refused
 _PORT = "9477"
 _RECENT = 20
 _MOST_RECENT = 1000
+"""Each run is some thirty series more."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -25,9 +26,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Serve until it is stopped."""
     port = number("port", options.port, 1, 65535) or int(_PORT)
-    recent = number("recent", options.recent)
-    if recent is not None and recent > _MOST_RECENT:
-        raise Refused(f"--recent {recent}: at most {_MOST_RECENT}; each run is some thirty series more")
+    recent = number("recent", options.recent, most=_MOST_RECENT)
     if not options.address:
         raise Refused("--address is empty; 127.0.0.1 is this machine alone")
     from train.monitor.prometheus import serve

@@ -22,9 +22,8 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Print it; with --follow until the run ends, and end as it does."""
     from train.run import folders
-    from train.views import job_output
-    from train.views.logs import ALL
+    from train.views.logs import ALL, print_log
 
     rank = number("rank", options.rank) or 0
     attempt = ALL if options.attempt == "all" else number("attempt", options.attempt, 1)
-    return job_output.print_log(folders.find(runs, options.name), rank, attempt, options.follow)
+    return print_log(folders.find(runs, options.name), rank, attempt, options.follow)

@@ -12,7 +12,7 @@ from train.commands.offers import words
 from train.commands.options import add_json, add_names, tell
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED
-from train.run import folders
+from train.run import folders, states
 
 
 def add_arguments(parser: Parser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add_names(parser, "*")
     text = "only these, with commas: running, stopped, interrupted, copy, failed, …"
-    add("--state", metavar="STATE", help=text, offer=words(*select.STATES))
+    add("--state", metavar="STATE", help=text, offer=words(*states.ALL))
     text = "created (the default), name, state, step (most first), loss (lowest first)"
     add("--sort", metavar="BY", help=text, offer=words(*select.ORDERS))
     add("--reverse", action="store_true", help="the other way round")

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Offer = Callable[..., Iterable[str]]
-"""Returns what an argument may be: argcomplete calls it with prefix=, parsed_args=, action= and parser=."""
+if TYPE_CHECKING:  # for the doctor's Python 3.8
+    Offer = Callable[..., Iterable[str]]
+    """Returns what an argument may be: argcomplete calls it with prefix=, parsed_args=, action= and parser=."""
 
 
 def run_names(parsed_args: Namespace, **_: Any) -> list[str]:
     """Names of the runs there are."""
     from train.run import folders
 
-    folder = _folder(parsed_args)
-    return [run.name for run in folders.every(folder)] if folder else []
+    return [run.name for run in folders.every(_folder(parsed_args))]
 
 
-def _folder(parsed_args: Namespace) -> Path | None:
-    from train.errors import Refused
-    from train.run import folders
-
+def _folder(parsed_args: Namespace) -> Path:
     given = getattr(parsed_args, "runs", None)
-    try:
-        return folders.runs_folder(given and str(Path(given).expanduser()))  # the line is as typed: ~ stands for itself
-    except Refused:
-        return None
+    return Path(given or os.environ.get("TRAIN_RUNS") or "runs").expanduser()  # the line is as typed: with its ~
 
 
 def task_names(prefix: str, **_: Any) -> list[str]:
@@ -41,8 +36,8 @@ def checkpoint_steps(parsed_args: Namespace, **_: Any) -> list[str]:
     """The steps of a run's checkpoints, and `best`."""
     from train.run.run_folder import Run
 
-    folder, name = _folder(parsed_args), getattr(parsed_args, "name", None)
-    return ["best", *map(str, Run(folder / name).steps_saved() if folder and name else [])]
+    name = getattr(parsed_args, "name", None)
+    return ["best", *map(str, Run(_folder(parsed_args) / name).steps_saved() if name else [])]
 
 
 def file_names(*suffixes: str) -> Offer:

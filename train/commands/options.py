@@ -170,13 +170,10 @@ def warn(warnings: list[str]) -> None:
 
 def follow(runs: Path, name: str) -> int:
     """Show a run until it ends, and end as it does."""
-    from train.cluster import jobs
     from train.run import folders
-    from train.views import job_output
     from train.views.follow import follow
 
-    run = folders.find(runs, name)
-    return job_output.follow(run) if jobs.is_submitted(run.read()) else follow(run)
+    return follow(folders.find(runs, name))
 
 
 def tell(text: str) -> None:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from argparse import SUPPRESS, Action, Namespace
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from train.commands import COMMANDS
-from train.commands.offers import Offer, folder_names, words
+from train.commands.offers import folder_names, words
 from train.errors import Refused, is_whole, nearest, one_line, whole
+
+if TYPE_CHECKING:
+    from train.commands.offers import Offer
 
 
 class Parser(argparse.ArgumentParser):
@@ -120,6 +125,20 @@ def parse(parser: Parser, arguments: list[str]) -> Namespace:
     elif arguments[end:]:
         raise Refused(f"what is -- for? only launch --script takes arguments after it; see: {parser.prog} --help")
     return options
+
+
+def runs_folder(given: str | None) -> Path:
+    """Where run folders live: --runs, else $TRAIN_RUNS, else ./runs.
+
+    Raises:
+        Refused: --runs was given as an empty text, or something else than a folder is there.
+    """
+    if given == "":
+        raise Refused("--runs is empty; give a folder, or leave it out for ./runs")
+    folder = Path(given or os.environ.get("TRAIN_RUNS") or "runs").absolute()
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise Refused(f"{folder} is not a folder, so there are no runs in it; choose another with --runs")
+    return folder
 
 
 def _in_order(parser: Parser, arguments: list[str]) -> list[str]:

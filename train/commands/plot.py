@@ -23,12 +23,9 @@ def run(options: Namespace, runs: Path) -> int:
     from train.views.plot import plot, verdict
 
     chosen = select.matching(runs, options.names)
-    has_all_letters = plot(chosen, Path(options.to))
+    plot(chosen, Path(options.to))
     for run in chosen:
         if said := verdict(run):
             screen.say(f"{run.name}: {said}")
-    if not has_all_letters:
-        remedy = "name another in matplotlibrc: font.sans-serif"
-        screen.say(f"some letters are boxes, for matplotlib's font has none of them; {remedy}")
     screen.say(f"wrote {options.to}")
     return EXIT_FINISHED

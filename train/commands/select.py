@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import math
 from pathlib import Path
 from typing import Any
 
-from train.cluster import jobs
 from train.errors import Refused, nearest
 from train.run import folders, states
 from train.run.record import Record
 from train.run.run_folder import Run
 
-STATES = (
-    states.CREATED, states.QUEUED, states.RUNNING, states.STOPPED, states.INTERRUPTED, states.COPY, states.FAILED,
-    states.FINISHED,
-)  # fmt: skip
 ORDERS = ("created", "name", "state", "step", "loss")
 """For --sort: the oldest first, by the alphabet, most steps first, the lowest loss first; what has none comes last."""
 
@@ -48,47 +42,25 @@ def matching(runs: Path, names: list[str], must: bool = True) -> list[Run]:
     return list(found.values())
 
 
-def remove(runs: list[Run]) -> list[str]:
-    """Delete run folders: all of them, or none where one is alive. Returns lines about what stays of them elsewhere.
-
-    Raises:
-        Refused: a run is alive, or a folder cannot be removed.
-    """
-    every = [*runs, *(other for run in runs for other in jobs.others(run))]
-    with contextlib.ExitStack() as held:
-        for run in runs:
-            held.enter_context(jobs.left_alone(run))
-        for run in every:
-            lock = run.acquire()
-            if lock is None:
-                also = f"; nothing was removed of these {len(runs)} runs" if len(runs) > 1 else ""
-                raise Refused(f"{run.name} is running; first: train stop {run.name}{also}")
-            held.callback(lock.release)
-        stays = [line for run in runs if (line := jobs.forget(run))]
-        for run in reversed(every):
-            folders.bury(run)
-    return stays
-
-
 def chosen(
-    records: list[Record], states: str | None, order: str | None, limit: int | None, reverse: bool
+    records: list[Record], wanted: str | None, order: str | None, limit: int | None, reverse: bool
 ) -> list[Record]:
     """Those of these records (the oldest first) that are wanted, in the order wanted.
 
     Args:
-        states: one or several with commas; None: all.
+        wanted: states, one or several with commas; None: all.
         order: one of ORDERS; None is `created`.
         limit: how many at most: by `created` the newest ones, otherwise the first ones of the order.
 
     Raises:
         Refused: there is no such state or order.
     """
-    if states is not None:
-        wanted = [state.strip() for state in states.split(",")]
-        for state in wanted:
-            if state not in STATES:
-                raise Refused(f"--state {state}: {_choices(state, STATES)}")
-        records = [record for record in records if record.get("state") in wanted]
+    if wanted is not None:
+        among = [state.strip() for state in wanted.split(",")]
+        for state in among:
+            if state not in states.ALL:
+                raise Refused(f"--state {state}: {_choices(state, states.ALL)}")
+        records = [record for record in records if record.get("state") in among]
     if order not in (None, *ORDERS):
         raise Refused(f"--sort {order}: {_choices(str(order), ORDERS)}")
     by_age = order in (None, "created")
@@ -105,21 +77,15 @@ def _choices(given: str, choices: tuple[str, ...]) -> str:
     return f"must be one of {', '.join(choices)}{nearest(given, choices)}"
 
 
-def loss_of(record: Record) -> float:
-    """The last evaluation's loss, else that of the last step shown; infinite where there is none."""
-    value = (record.get("metrics") or {}).get("loss", record.get("loss"))
-    return math.inf if value is None or math.isnan(value) else value
-
-
 def _key(record: Record, order: str) -> tuple[int, Any]:
     """What to sort by: 0 and the value, or 1 where there is none."""
     if order == "name":
         return 0, record["name"]
     if order == "state":
-        return 0, STATES.index(record["state"]) if record.get("state") in STATES else len(STATES)
+        return 0, states.ALL.index(record["state"]) if record["state"] in states.ALL else len(states.ALL)
     if order == "step":
         return (0, -record["step"]) if record.get("total_steps") else (1, 0)
-    if order == "loss":
-        loss = loss_of(record)
-        return (1, 0.0) if math.isinf(loss) else (0, loss)
+    if order == "loss":  # of the last evaluation, else of the last step shown
+        loss = (record.get("metrics") or {}).get("loss", record.get("loss"))
+        return (0, loss) if loss is not None and math.isfinite(loss) else (1, 0.0)
     return 0, 0  # created: they come in this order

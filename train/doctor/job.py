@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from train import format
 from train.doctor import finding
 from train.doctor.finding import Finding, ok, problem, warning
 from train.errors import one_line
@@ -238,9 +239,8 @@ def _sums(place: JobRank, store: dist.Store, facts: Facts) -> Iterator[Finding]:
     for size, seconds in mine["seconds"].items():
         count = int(size)
         rate = count * 2 * (place.size - 1) / place.size / seconds if place.size > 1 else count / seconds
-        words = f"{count} bytes" if count < 1024 else f"{count >> 20} MiB"
         seen = f"the right sum, {1000 * seconds:.2f} ms, {rate / 1e9:.2f} GB/s over {backend}"
-        yield ok(f"all-reduce of {words}", seen)
+        yield ok(f"all-reduce of {format.size(count)}", seen)
 
 
 def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import IO
 
 from train import screen
+from train.format import figures
 from train.run import metrics
-from train.run.progress_lines import Folding
+from train.run.progress_lines import EVERY, Folding
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.screen import Bar
-
-_STATE_EVERY = 10.0
-"""Seconds between two lines about a script's progress bar where no terminal can draw it."""
 
 
 class View:
@@ -24,7 +22,7 @@ class View:
         self._bar: Bar | None = None
         self._metrics = metrics.Tail(run)
         self._log: tuple[Path, int] | None = None
-        self._folding = Folding(_STATE_EVERY)
+        self._folding = Folding(EVERY)
 
     def update(self, record: Record) -> None:
         """Show the record's progress."""
@@ -39,8 +37,7 @@ class View:
             self._bar.show(record["step"], total, record.get("epoch"), loss, speed)
         for line in self._metrics.new():
             if metrics.is_evaluation(line):
-                figures = "  ".join(f"{k} {v:.4f}" for k, v in line["eval"].items() if v is not None)
-                self.say(f"epoch {line['epoch']}  step {line['step']}  {figures}")
+                self.say(f"epoch {line['epoch']}  step {line['step']}  {figures(line['eval'])}")
 
     def say(self, text: str) -> None:
         """A line that does not tear the bar."""

@@ -37,13 +37,10 @@ from train.run.run_folder import Run, seconds_of
 
 log = logging.getLogger("train.exporter")
 
-MOST_ALIVE = 200
-"""Live runs that are told of. A machine that has more has another problem."""
-MOST_TROUBLED = 200
-"""Runs that alerts are about, likewise."""
+_MOST = 400
+"""Runs, at most, that live or that alerts are about. A machine that has more has another problem."""
 _FAILED_FOR = 86400.0
-"""Seconds that a failed run is one of them: as TrainRunFailed has it."""
-
+"""Seconds that an alert is about a failed run: as TrainRunFailed has it."""
 
 RUN, RANK, GPU = ("run",), ("run", "rank"), ("gpu", "uuid")
 
@@ -199,15 +196,13 @@ class Collector(prometheus_client.registry.Collector):
     def _add_runs(self, figures: Figures) -> None:
         records = self._runs.records()
         counts = collections.Counter(record["state"] for record in records)
-        for name in state.STATES:
+        for name in states.ALL:
             figures.add("train_runs", counts[name], name)
         figures.add("train_runs_damaged", self._runs.damaged)
-        alive = [record for record in records if state.is_alive(record)]
-        ended = records[len(alive) :]
-        since = time.time() - _FAILED_FOR  # one point in time: none is in both
-        troubled = [record for record in ended if _is_troubled(record, since)]
-        others = [record for record in ended if not _is_troubled(record, since)]
-        shown = alive[:MOST_ALIVE] + troubled[:MOST_TROUBLED] + others[: self._recent]
+        now = time.time()  # one point in time: none is in both
+        wanted = [record for record in records if _is_wanted(record, now)]  # those that live come first
+        others = [record for record in records if not _is_wanted(record, now)]
+        shown = wanted[:_MOST] + others[: self._recent]
         figures.add("train_runs_left_out", len(records) - len(shown))
         taken: dict[int, float] = {}
         for gpu in self._last_gpus:
@@ -223,7 +218,7 @@ class Collector(prometheus_client.registry.Collector):
         device = record.get("device") or ""
         what = record.get("task") or Path(record.get("script") or "").name  # where it lies is not published
         figures.add("train_run_info", 1, name, what[:64], device[:16])
-        figures.one_of("train_run_state", record["state"], state.STATES, name)
+        figures.one_of("train_run_state", record["state"], states.ALL, name)
         figures.add("train_run_epoch", record["epoch"], name)
         figures.add("train_run_ranks", record["world_size"], name)
         for figure, field in _OF_PROGRESS.items():
@@ -273,11 +268,11 @@ class Collector(prometheus_client.registry.Collector):
                     figures.add("train_gpu_throttled", float(bool(gpu.reasons & bit)), *labels, reason)
 
 
-def _is_troubled(record: Record, since: float) -> bool:
-    """Whether an alert is about a run that has ended: whatever has ended later must not hide it."""
+def _is_wanted(record: Record, now: float) -> bool:
+    """Whether a run lives, or an alert is about it: whatever has ended later must not hide it."""
     if record["state"] == states.FAILED:
-        return (seconds_of(record.get("ended")) or 0.0) > since
-    return bool(record["state"] == states.INTERRUPTED)
+        return (seconds_of(record.get("ended")) or 0.0) > now - _FAILED_FOR
+    return record["state"] == states.INTERRUPTED or state.is_alive(record)
 
 
 def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:

@@ -26,10 +26,6 @@ from train.run.record import Record
 from train.run.run_folder import Run
 
 ALIVE = (states.CREATED, states.QUEUED, states.RUNNING)
-STATES = (
-    states.CREATED, states.QUEUED, states.RUNNING, states.STOPPED, states.FAILED, states.FINISHED, states.INTERRUPTED,
-    states.COPY,
-)  # fmt: skip
 _ENDED = (states.STOPPED, states.FAILED, states.FINISHED)
 _BEAT = re.compile(r"rank(\d{1,6})\.beat")
 ASK_EVERY = 15.0
@@ -150,13 +146,11 @@ class Runs:
                 continue
             try:
                 record = self.engines.seen(*self._record(run))
-                if record["state"] not in STATES:
+                if record["state"] not in states.ALL:
                     raise Refused(f"an unknown state: {record['state']}")
                 found[run.name] = record
-            except (Refused, OSError):  # being removed, or damaged: train ls says so
+            except Exception:  # being removed, or damaged (train ls says so): it must not hide the others
                 self.damaged += run.folder.exists()
-            except Exception:  # what nobody foresaw of one run must not hide the others
-                self.damaged += 1
         self._known = {name: known for name, known in self._known.items() if name in found}
         newest_first = sorted(found.values(), key=self._last_change, reverse=True)
         return sorted(newest_first, key=lambda record: record["state"] not in ALIVE)  # stable

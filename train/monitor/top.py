@@ -13,7 +13,7 @@ from typing import Any
 from train import screen
 from train.cluster import jobs
 from train.errors import one_line
-from train.gpus import Gpus, GpuState
+from train.gpus import Gpus, GpuState, process_of
 from train.monitor import state
 from train.run import heartbeat, states
 from train.run.record import Record
@@ -94,12 +94,12 @@ class Page:
     def _ranks(self, record: Record) -> list[str]:
         """A line a rank of the attempt that runs: what it is doing, and what it takes."""
         visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
-        lines = []
-        for place, rank in enumerate(state.ranks(Run(self.runs / record["name"]), record)):  # its place on this machine
+        run, lines = Run(self.runs / record["name"]), []
+        for place, rank in enumerate(state.ranks(run, record)):  # its place on this machine
             doing = heartbeat.NAMES[state.phase([rank])]
             what = f"{doing:<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
             card = cards.get(visible[place]) if place < len(visible) else None
-            gpu = _use(card) if card is not None and record.get("device") == "cuda" else ""
+            gpu = _use_by(rank, run, card) if card is not None and record.get("device") == "cuda" else ""
             lines.append(f"  rank {rank.number:<3} {what} {self._taken(state.process(record, rank))}{gpu}")
         return lines
 
@@ -156,6 +156,14 @@ def _gpu_line(gpu: GpuState) -> str:
         return f"GPU {gpu.number}  does not answer; see: train doctor"
     degrees = _NONE if gpu.celsius is None else f"{gpu.celsius:.0f}"
     return f"GPU {gpu.number}{_use(gpu)}  {degrees} C  {gpu.name}"
+
+
+def _use_by(rank: state.Rank, run: Run, gpu: GpuState) -> str:
+    """Use of a rank's GPU, and the rank's memory there. Where it is not found among the processes: that of all."""
+    pid = process_of(rank.beat.pid, run.folder / "lock", gpu.processes) if rank.beat else None
+    if pid is None:
+        return _use(gpu) and f"{_use(gpu)} in all"
+    return _use(dataclasses.replace(gpu, memory_used=gpu.processes[pid]))
 
 
 def _use(gpu: GpuState) -> str:

@@ -46,8 +46,6 @@ class Best(NamedTuple):
     step: int
     metric: str
     value: float
-    is_least: bool
-    """Whether a lower value is better."""
     lost: int | None = None
     """The step of a better evaluation whose checkpoint was pruned."""
 
@@ -65,7 +63,7 @@ def best(run: Run, text: str = "") -> Best | None:
     step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
     if step is None or first is None:
         return None
-    return Best(step, aim.metric, scores[step], aim.is_least, first if scores[first] != scores[step] else None)
+    return Best(step, aim.metric, scores[step], first if scores[first] != scores[step] else None)
 
 
 def facts(run: Run) -> dict[str, Any]:

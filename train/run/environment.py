@@ -46,13 +46,15 @@ _SECRET_VALUE = re.compile(
     r"|\beyJ[\w-]{10,}\.[\w-]{10,}\."
 )
 """What tokens of widespread services look like, under whatever name."""
-_IN_ADDRESS = (
-    re.compile(r"(//[^\s/:@?#]*):[^\s/]*(?=@)"),  # scheme://user:password@host; to the last @ of its host
-    re.compile(r"(^[^\s/:@]+):[^\s/@]+(?=@[\w.-]+(:\d+)?/?$)"),  # user:password@host
-    re.compile(r"(//)[^\s/:@]{20,}(?=@)"),  # scheme://token@host
-    re.compile(r"(?i)\b((?:password|passwd|pwd|secret|token|sig|signature|(?:api_?|access_?)?key)=)[^&;\s,]+"),
+_PASSWORD_WITHIN = re.compile(
+    r"""(?xi)
+    //[^\s/:@?\#]*:[^\s/]*@  # scheme://user:password@host
+    | ^[^\s/:@]+:[^\s/@]+@[\w.-]+(:\d+)?/?$  # user:password@host
+    | //[^\s/:@]{20,}@  # scheme://token@host
+    | \b(password|passwd|pwd|secret|token|sig|signature|(api_?|access_?)?key)=[^&;\s,]+
+    """
 )
-"""Passwords in addresses; the part before them stays."""
+"""Values with a password in an address, or named as such."""
 _NO_SECRET = re.compile(r"(NCCL|UCX)_.*")
 """Settings of libraries that take no secret: a PKEY of theirs is a partition of InfiniBand."""
 _PLAIN = re.compile(r"|[01]|(?i:true|false|yes|no|on|off)|(/[\w.@-]+){2,}")
@@ -68,20 +70,15 @@ class SavedEnvironment:
     """The saved part of an environment."""
 
     values: dict[str, str]
-    """Passwords in addresses are cut out of them."""
     withheld: list[str]
-    """Names that were not kept, for they read like secrets."""
-    cut: list[str]
-    """Names in whose values a password was."""
+    """Names of what was not saved, for it reads like a secret."""
 
     @property
     def warnings(self) -> list[str]:
         """A line for the user about what is not saved; none if everything is."""
-        parts = [_list(self.withheld)] if self.withheld else []
-        parts += [f"the password in {_list(self.cut)}"] if self.cut else []
-        if not parts:
+        if not self.withheld:
             return []
-        return [f"not kept for a resume, as secrets: {' and '.join(parts)}; set them again when you resume"]
+        return [f"not kept for a resume, as secrets: {_list(self.withheld)}; set them again when you resume"]
 
 
 def is_secret(name: str) -> bool:
@@ -92,42 +89,24 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_WITHIN.search(upper) or any(map(_SECRET_PART.fullmatch, upper.split("_"))))
 
 
-def without_passwords(value: str) -> str:
-    """A value without the passwords in the addresses that stand in it."""
-    for pattern in _IN_ADDRESS:
-        value = pattern.sub(r"\1", value)
-    return value
-
-
 def tells_secret(name: str, value: str) -> bool:
     """Whether a variable reads like a secret, or has one in its value: a token, or an address with a password."""
     is_meant = is_secret(name) and not _PLAIN.fullmatch(value)
-    return is_meant or bool(_SECRET_VALUE.search(value)) or without_passwords(value) != value
+    return is_meant or bool(_SECRET_VALUE.search(value) or _PASSWORD_WITHIN.search(value))
 
 
 def keep(environment: Mapping[str, str]) -> SavedEnvironment:
     """The part of an environment that may be saved."""
-    values: dict[str, str] = {}
-    withheld: list[str] = []
-    cut: list[str] = []
-    for name, value in sorted(environment.items()):
-        if _is_of_session(name, value):
-            continue
-        if is_secret(name) or _SECRET_VALUE.search(value):
-            withheld.append(name)
-            continue
-        values[name] = without_passwords(value)
-        if values[name] != value:
-            cut.append(name)
-    return SavedEnvironment(values, withheld, cut)
+    usual = {name: value for name, value in sorted(environment.items()) if not _is_of_session(name, value)}
+    withheld = [name for name, value in usual.items() if tells_secret(name, value)]
+    return SavedEnvironment({name: value for name, value in usual.items() if name not in withheld}, withheld)
 
 
 def after(before: SavedEnvironment | None, now: SavedEnvironment) -> SavedEnvironment:
     """The environment to save from a resume on: names of secrets stay, also where this resume lacked them."""
     if before is None:
         return now
-    withheld = sorted({*before.withheld, *now.withheld} - now.values.keys())
-    return SavedEnvironment(now.values, withheld, sorted({*before.cut, *now.cut} & now.values.keys()))
+    return SavedEnvironment(now.values, sorted({*before.withheld, *now.withheld} - now.values.keys()))
 
 
 def to_json(saved: SavedEnvironment) -> str:
@@ -139,8 +118,9 @@ def read(folder: Path) -> SavedEnvironment | None:
     """The environment saved in a run folder; None where there is none, or it cannot be read."""
     try:
         tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        values = {str(name): str(value) for name, value in tree["values"].items()}
-        return SavedEnvironment(values, list(map(str, tree["withheld"])), list(map(str, tree["cut"])))
+        withheld = [*map(str, tree["withheld"]), *map(str, tree.get("cut", []))]  # an earlier release cut passwords out
+        values = {str(name): str(value) for name, value in tree["values"].items() if name not in withheld}
+        return SavedEnvironment(values, withheld)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -163,25 +143,18 @@ def resumed(
         return dict(own), []
     usual = {name: value for name, value in own.items() if not _is_of_session(name, value)}
     lost = [name for name in saved.withheld if name not in own]
-    bare = [name for name in saved.cut if as_recorded and without_passwords(own.get(name, "")) != saved.values[name]]
-    bare += [name for name in saved.cut if not as_recorded and name not in own]
-    warnings = []
-    if lost or bare:
-        parts = [_list(lost)] if lost else []
-        parts += [f"the password in {_list(bare)}"] if bare else []
-        warnings.append(f"set when it was started, not kept as a secret, and not set here: {' and '.join(parts)}")
+    warnings = [f"set when it was started, not kept as a secret, and not set here: {_list(lost)}"] if lost else []
     if as_recorded:
         # secrets of its own, and what describes its session, stay; of all else what is kept is the whole
-        held = {name: own[name] for name in saved.cut if name in own and name not in bare}
         mine = {name: own[name] for name in own if name not in usual or name in saved.withheld}
-        return mine | saved.values | held, warnings
+        return mine | saved.values, warnings
     missing = {name: value for name, value in saved.values.items() if name not in own}
-    other = [name for name in saved.values if name in own and without_passwords(own[name]) != saved.values[name]]
+    other = [name for name in saved.values if name in own and own[name] != saved.values[name]]
     more = [name for name in usual if name not in saved.values and name not in saved.withheld]
     if missing:
         warnings.append(f"set when it was started and not here, and set again now: {_list(missing)}")
     if other or more:
-        parts = [f"other than when it was started: {_pairs(saved.values, own, other)}"] if other else []
+        parts = [f"other than when it was started: {_list(other)}"] if other else []
         parts += [f"not set then: {_list(more)}"] if more else []
         warnings.append(f"the environment here holds, {'; '.join(parts)}")
     return {**own, **missing}, warnings
@@ -204,14 +177,3 @@ def _list(names: Iterable[str]) -> str:
     found = sorted(names, key=lambda name: (not name.startswith(_WEIGHTY), name))
     more = f" and {len(found) - _NAMES} more" if len(found) > _NAMES else ""
     return ", ".join(found[:_NAMES]) + more
-
-
-def _pairs(before: Mapping[str, str], now: Mapping[str, str], names: list[str]) -> str:
-    if len(names) != 1:
-        return _list(names)
-    name = names[0]
-    return f"{name} (was {_short(before[name])}, is {_short(without_passwords(now[name]))})"
-
-
-def _short(value: str) -> str:
-    return repr(value) if len(value) <= 80 else repr(value[:77] + "...")

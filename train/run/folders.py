@@ -25,20 +25,6 @@ NODES = ".nodes"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
-def runs_folder(given: str | None) -> Path:
-    """Where run folders live: --runs, else $TRAIN_RUNS, else ./runs.
-
-    Raises:
-        Refused: --runs was given as an empty text, or something else than a folder is there.
-    """
-    if given == "":
-        raise Refused("--runs is empty; give a folder, or leave it out for ./runs")
-    folder = Path(given or os.environ.get("TRAIN_RUNS") or "runs").absolute()
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise Refused(f"{folder} is not a folder, so there are no runs in it; choose another with --runs")
-    return folder
-
-
 def of_node(runs: Path, node: int) -> Path:
     """Where a node but node 0 has its run folders, in a folder of runs that all nodes see."""
     return runs / NODES / str(node)

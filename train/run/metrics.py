@@ -7,7 +7,6 @@ checkpoint. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -91,33 +90,28 @@ def _finite(value: Any) -> Any:
 
 
 class Lines:
-    """Appends whole lines to a file. Lines that a full disk refuses stay here and are tried again, in order."""
+    """Appends lines to a file. What a full disk refuses stays here and is tried again, in order."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
-        self._good = self._synced = path.stat().st_size
+        self._synced = path.stat().st_size
         self._is_doubtful = False
-        self._pending: list[bytes] = []
+        self._pending = bytearray()
         self.problem = ""
         """Why the last flush or sync failed."""
 
     def add(self, line: str) -> None:
         """Keep a line for the next flush."""
-        self._pending.append(line.encode() + b"\n")
+        self._pending += line.encode() + b"\n"
 
     def flush(self) -> bool:
         """Hand the lines to the system. Whether it took them all."""
-        if not self._pending:
-            return True
-        text = b"".join(self._pending)
         try:
-            _write_all(self._file, text, self._good)
+            while self._pending:  # a disk that fills up takes a part and then fails: the rest follows that part
+                del self._pending[: self._file.write(self._pending) or 0]
         except OSError as error:
             self.problem = str(error.strerror)
-            return False
-        self._good += len(text)
-        self._pending = []
-        return True
+        return self.is_written
 
     @property
     def is_written(self) -> bool:
@@ -136,7 +130,7 @@ class Lines:
             self.problem = str(error.strerror)
             self._is_doubtful = True
             return False
-        self._synced = self._good
+        self._synced = os.fstat(self._file.fileno()).st_size
         return True
 
     def _take_back(self) -> None:
@@ -149,26 +143,13 @@ class Lines:
             file.seek(self._synced)
             text = file.read()
         self._file.truncate(self._synced)
-        self._pending[:0] = text.splitlines(keepends=True)
-        self._good = self._synced
+        self._pending[:0] = text
         self._is_doubtful = False
 
     def close(self) -> None:
         """Hand over what is left and close the file."""
         self.flush()
         self._file.close()
-
-
-def _write_all(file: io.FileIO, text: bytes, end: int) -> None:
-    """Write at the end of a file, all of it or nothing."""
-    taken = 0
-    try:
-        while taken < len(text):  # a disk that fills up takes a part and then fails
-            taken += file.write(text[taken:]) or 0
-    except OSError:
-        with contextlib.suppress(OSError):
-            file.truncate(end)
-        raise
 
 
 def cut(run: Run, step: int, made_here: float = math.inf) -> None:

@@ -6,6 +6,8 @@ import time
 
 UP = b"\x1b[A"
 """How the progress bars of tqdm go back to the line above."""
+EVERY = 10.0
+"""Seconds between two lines about a bar that is followed into a file or pipe."""
 LONGEST = 1 << 20
 """Bytes of an unfinished line that are kept."""
 

@@ -25,3 +25,5 @@ COPY = "copy"
 """Effective only: it would be resumed by itself if this station had started it (station.py)."""
 QUEUED = "queued"
 """Effective only: the engine of a cluster that has the run has not started it yet, or will start it again."""
+ALL = (CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED)
+"""Every effective state, in the order of `train ls --sort state`."""

@@ -1,55 +1,119 @@
-"""Watching a run from outside: one bar, the evaluations as they come, the end. Imports no torch."""
+"""Watching a run from outside: its progress, how it stands at a cluster, its end. Imports no torch."""
 
 from __future__ import annotations
 
+import datetime
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 from train import screen
+from train.cluster import jobs
 from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
+from train.format import figures
 from train.launcher.control import how_to_go_on
 from train.launcher.progress import View
 from train.run import states
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.supervise.decide import CODES
+from train.views.listing import with_reason
+
+_LOOK_EVERY, _ASK_EVERY = 0.2, 2.0
+"""Seconds between two looks into the folder, and two questions to a cluster's engine: many ask it."""
+_LAST = 30.0
+"""Seconds for the processes of a run that has ended to go."""
 
 
-def follow(run: Run) -> int:
-    """Show a run until it ends. Returns the exit code that stands for its end; Ctrl-C ends the following only."""
+def follow(run: Run, rank: int = 0) -> int:
+    """Show a run until nothing more comes of it by itself. Returns the exit code that stands for its end.
+
+    Of a task a bar and its evaluations are shown; of a script, and of what a cluster runs, the log of a rank. One that
+    its engine queues again is not over. Ctrl-C ends the following only.
+    """
     record = run.shown()
-    view, waits = View(run, sys.stderr, show_log=bool(record.get("script"))), ""
+    is_job = jobs.is_submitted(record)
+    shows_log = is_job or bool(record.get("script"))
+    view = View(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
     try:
-        while record["state"] in (states.RUNNING, states.CREATED):
-            view.update(record)
-            if record.get("reason") and record["reason"] != waits:  # of a running one: it waits for other machines
-                waits = record["reason"]
-                view.say(waits)
-            time.sleep(0.2)
-            record = run.shown()
-        deadline = time.monotonic() + 30
-        while run.alive() and time.monotonic() < deadline:  # what follows may remove or resume it
-            time.sleep(0.05)
-        record = run.shown()
-        view.update(record)
+        record = _watch_job(run, view, rank) if is_job else _watch(run, view)
     except KeyboardInterrupt:
-        return left_alone(run, view.close)
+        return _leave_alone(run, view)
     view.close()
-    return tell_end(run, record)
+    return _tell_end(run, record)
 
 
-def left_alone(run: Run, close: Callable[[], None]) -> int:
-    """What Ctrl-C does to one who follows: `close` ends the following. Returns its exit code; the run goes on."""
+def _watch(run: Run, view: View) -> Record:
+    """Show a run of this station's until it ends. Returns its record then."""
+    record, show_change = run.shown(), _Changes(view.say)
+    while record["state"] in (states.RUNNING, states.CREATED):
+        view.update(record)
+        if record.get("reason"):  # of a running one: it waits for other machines
+            show_change(record["reason"])
+        time.sleep(_LOOK_EVERY)
+        record = run.shown()
+    _wait_until_dead(run)
+    record = run.shown()
+    view.update(record)
+    return record
+
+
+def _watch_job(run: Run, view: View, rank: int) -> Record:
+    """Show a run that a cluster's engine has until nothing more comes of it. Returns its record then."""
+    engine = jobs.engine_of(run.read())
+    is_elsewhere, since = engine.logs(run, rank) is not None, ""
+    show_change = _Changes(lambda text: screen.say(f"train: {text}"))
+    while True:
+        record, is_over = jobs.settled(run, show_change)
+        if not is_over:
+            attempts = record.get("attempts") or []
+            which = f", attempt {len(attempts)}" if record["state"] == states.RUNNING and len(attempts) > 1 else ""
+            show_change(f"{run.name} is {with_reason(record['state'] + which, record.get('reason'))}")
+        if not is_elsewhere:
+            view.update(record)
+        elif record["state"] == states.RUNNING or (is_over and not since):
+            command = engine.logs(run, rank, since)
+            assert command is not None
+            # until its pods end; of some that are not there yet the engine's tool complains, and is asked again
+            if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0:
+                since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        if is_over:
+            _wait_until_dead(run)
+            return record
+        time.sleep(_LOOK_EVERY if run.alive() else _ASK_EVERY)
+
+
+def _wait_until_dead(run: Run) -> None:
+    """Wait for the processes of a run that has ended: what follows may remove or resume it."""
+    until = time.monotonic() + _LAST
+    while run.alive() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+class _Changes:
+    """Prints each line once, and again only after another one."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._last = say, ""
+
+    def __call__(self, text: str) -> None:
+        if text != self._last:
+            self._last = text
+            self._say(text)
+
+
+def _leave_alone(run: Run, view: View) -> int:
+    """End the following by Ctrl-C. Returns its exit code; the run goes on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types it twice means the same
-    close()
+    view.close()
     print(file=sys.stderr)  # behind the ^C that the terminal shows
     screen.say(f"{run.name} goes on; follow it again with: train logs {run.name} --follow")
     return EXIT_INTERRUPTED
 
 
-def tell_end(run: Run, record: Record) -> int:
+def _tell_end(run: Run, record: Record) -> int:
     """Say how a run ended. Returns the exit code that stands for it.
 
     Args:
@@ -57,9 +121,8 @@ def tell_end(run: Run, record: Record) -> int:
     """
     state, step = record["state"], record.get("step", 0)
     reason = f": {record['reason']}" if record.get("reason") else ""
-    figures = "  ".join(f"{k} {v:.4f}" for k, v in (record.get("metrics") or {}).items() if v is not None)
     last = {
-        states.FINISHED: f"{run.name} finished after {step} steps  {figures}".rstrip(),
+        states.FINISHED: f"{run.name} finished after {step} steps  {figures(record.get('metrics') or {})}".rstrip(),
         states.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {how_to_go_on(record)}",
         states.FAILED: f"{run.name} failed{reason}",
         states.INTERRUPTED: f"{run.name} was interrupted{reason}",

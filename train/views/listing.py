@@ -9,7 +9,7 @@ from typing import Any
 
 from train import screen
 from train.errors import shortened
-from train.format import ago, duration
+from train.format import ago, duration, figures
 from train.run.best import best
 from train.run.record import Attempt, Record
 from train.run.run_folder import Run, seconds_of
@@ -43,7 +43,7 @@ def _figures(record: Record) -> str:
     metrics = record.get("metrics") or {}
     if not metrics and record.get("loss") is not None:
         return f"loss {record['loss']:.4f}"
-    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
+    return figures(metrics)
 
 
 def _done(record: Record) -> str:
@@ -106,7 +106,7 @@ def story(run: Run, record: Record) -> str:
         return _wrapped(lines)
     line("data", record.get("data_wait"))
     line("left out", _left_out(run, record.get("skipped") or {}))
-    account = time_spent.of_run(run)
+    account = time_spent.of_run(run, record)
     line("steps redone", account.redone)
     if whole := account.parts["lost"]:
         away, again = duration(whole - account.again), duration(account.again)

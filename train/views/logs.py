@@ -7,18 +7,22 @@ import time
 from pathlib import Path
 
 from train import screen
+from train.cluster import jobs
+from train.cluster.engine import call
 from train.errors import EXIT_FINISHED, Refused
-from train.run.progress_lines import Folding
+from train.run import states
+from train.run.progress_lines import EVERY, Folding
 from train.run.run_folder import Run
+from train.views.follow import follow
 
 ALL = 0
 """Every attempt, the first one first."""
-_STATE_EVERY = 10.0
-"""Seconds between two lines about a progress bar that is followed into a file or pipe."""
+_ASK_EVERY = 2.0
+"""Seconds between two questions to a cluster's engine."""
 
 
 def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
-    """Print the output of a rank, and with `go_on` what comes until the run ends.
+    """Print the output of a rank, wherever it lies, and with `go_on` what comes until the run ends.
 
     Of lines that are drawn again and again their last state is printed; a terminal that follows sees them drawn.
 
@@ -28,51 +32,58 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
     Raises:
         Refused: there is no such attempt or rank.
     """
-    wanted = attempt or (1 if attempt == ALL and _last(run) else _last(run))
-    if not wanted:
+    record = run.read()
+    if not jobs.is_submitted(record):
+        return _print_files(run, rank, attempt, go_on)
+    command = jobs.engine_of(record).logs(run, rank)
+    if command is None:
+        while go_on and jobs.shown(run, lambda _: None)["state"] == states.QUEUED:
+            time.sleep(_ASK_EVERY)
+        return _print_files(_of_rank(run, rank), rank, attempt, go_on)
+    if attempt is not None:
+        raise Refused(f"--attempt: of {run.name}, its engine has what the last pods said; leave it out")
+    if go_on:
+        return follow(run, rank)
+    sys.stdout.write(call(*command))
+    sys.stdout.flush()
+    return EXIT_FINISHED
+
+
+def _of_rank(run: Run, rank: int) -> Run:
+    """The folder with the logs of that rank: its node's."""
+    found = [one for one in (run, *jobs.others(run)) if any(one.folder.glob(f"logs/attempt-*/rank{rank}.log"))]
+    return found[0] if found else run
+
+
+def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
+    """Print the output of a rank that lies in this run folder; as `print_log`."""
+    if not _last(run):
         if not go_on:
             why = f" ({reason})" if (reason := run.read().get("reason")) else ""
             raise Refused(f"{run.name} has not started yet{why}; wait for it with: train logs {run.name} --follow")
         while not _last(run) and run.alive():
             time.sleep(0.1)
-        wanted = _last(run)
-    _tell(run, wanted, attempt)
-    if attempt == ALL:
-        wanted = _print_earlier(run, rank)
+    number = attempt or (1 if attempt == ALL else _last(run))
+    _tell(run, number, attempt)
     while True:
-        path = run.logs(wanted) / f"rank{rank}.log"
-        if not path.exists() and not (go_on and run.alive()):
-            _refuse(run, wanted, rank)
+        path = run.logs(number) / f"rank{rank}.log"
         if path.exists():
-            _print(run, path, wanted, go_on)
-        if not go_on or attempt:
+            _print(run, path, number, go_on)
+        elif (attempt or number >= _last(run)) and not (go_on and run.alive()):  # an earlier one that died may lack it
+            _refuse(run, number, rank)
+        if attempt:
             return EXIT_FINISHED
-        if not path.exists() or (run.alive() and _last(run) == wanted):
+        if number < _last(run):
+            number += 1
+            _say(f"attempt {number}:")
+        elif not go_on or (path.exists() and not run.alive()):
+            return EXIT_FINISHED
+        else:
             time.sleep(0.1)
-        if _last(run) > wanted:
-            wanted = _last(run)
-            _say(f"attempt {wanted}:")
-        elif not run.alive() and path.exists():
-            return EXIT_FINISHED
-
-
-def _print_earlier(run: Run, rank: int) -> int:
-    """Print all attempts but the last one. Returns its number."""
-    wanted = 1
-    while wanted < _last(run):
-        if _exists(run, wanted, rank):  # one that died at once may have none
-            _print(run, run.logs(wanted) / f"rank{rank}.log", wanted, False)
-        wanted += 1
-        _say(f"attempt {wanted}:")
-    return wanted
 
 
 def _last(run: Run) -> int:
     return len(run.read()["attempts"])
-
-
-def _exists(run: Run, attempt: int, rank: int) -> bool:
-    return (run.logs(attempt) / f"rank{rank}.log").exists()
 
 
 def _say(text: str) -> None:
@@ -100,7 +111,7 @@ def _refuse(run: Run, attempt: int, rank: int) -> None:
 def _print(run: Run, path: Path, attempt: int, go_on: bool) -> None:
     """Print a log to its end; with `go_on`, until its attempt is over."""
     drawn = go_on and sys.stdout.isatty()
-    folding = Folding(_STATE_EVERY if go_on else None)
+    folding = Folding(EVERY if go_on else None)
     with path.open("rb") as file:
         while True:
             over = not go_on or _last(run) > attempt or not run.alive()

@@ -16,10 +16,7 @@ from typing import Any
 
 import train
 from train import screen
-from train.checkpoint import manifest
-from train.checkpoint.manifest import Unreadable
-from train.errors import Refused, one_line
-from train.format import duration, size
+from train.format import duration
 from train.run import best
 from train.run.durable import check_target, published
 from train.run.record import Record
@@ -89,7 +86,7 @@ def html(run: Run) -> str:
     record = run.shown()
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
-    environment.filters |= {"duration": duration, "size": size, "moment": _moment, "end_of": listing.end_of}
+    environment.filters |= {"duration": duration, "moment": _moment, "end_of": listing.end_of}
     account = time_spent.of_run(run, record)
     content: dict[str, Any] = {
         "run": run.name,
@@ -99,7 +96,6 @@ def html(run: Run) -> str:
         "verdict": time_spent.verdict(account, record),
         "figures": drawn(run),
         "settings": settings.listed(run),
-        "checkpoints": _checkpoints(run),
         "facts": _facts(run, record),
         "environment": _environment(record),
         "made": now(),
@@ -140,6 +136,7 @@ def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
         ("created", _moment(record.get("created"))),
         ("ended", _moment(record.get("ended"))),
         ("weights", record.get("weights_sha256")),
+        ("checkpoints", _checkpoints(run)),
         ("waiting for data", record.get("data_wait")),
         ("folder", run.folder),
     ]
@@ -156,27 +153,15 @@ def _environment(record: Record) -> list[tuple[str, Any]]:
     ]
 
 
-def _checkpoints(run: Run) -> list[dict[str, Any]]:
-    """The checkpoints that are there, oldest first."""
-    top, found = best.best(run), []
-    for step in sorted(run.steps_saved()):
-        folder = run.checkpoint(step)
-        problem, count = "", None
-        try:
-            content = manifest.read_manifest(folder)
-            count = sum(int(entry["size"]) for entry in content["files"].values())
-        except (ValueError, Unreadable, Refused, KeyError, TypeError) as error:
-            problem = one_line(error)
-        found.append(
-            {"step": step, "size": count, "problem": problem, "time": folder.stat().st_mtime,
-             "best": f"best {top.metric}: {top.value:.4f}" if top and top.step == step else ""}
-        )  # fmt: skip
-    return found
+def _checkpoints(run: Run) -> str:
+    """The steps of the checkpoints that are there, and which is the best."""
+    steps, top = ", ".join(map(str, sorted(run.steps_saved()))), best.best(run)
+    return f"{steps}; the best is {top.step} ({top.metric} {top.value:.4f})" if top else steps
 
 
 def _moment(stamp: Any) -> str:
     """A time as people read it, in UTC."""
-    seconds = stamp if isinstance(stamp, float) else seconds_of(stamp)
+    seconds = seconds_of(stamp)
     return str(stamp or "") if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
@@ -186,11 +171,7 @@ def drawn(run: Run) -> dict[str, str]:
     if not curves.steps:
         return {}
     panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:MOST_MEASURES]), LR, SPEED, STEP, WAIT]
-    return {_title(panel): _svg(curves, panel) for panel in panels}
-
-
-def _title(panel: str) -> str:
-    return TITLES[panel].replace("\n", " ") if panel in TITLES else panel.removeprefix("eval ")
+    return {TITLES.get(panel, panel.removeprefix("eval ")): _svg(curves, panel) for panel in panels}
 
 
 def _svg(curves: Curves, panel: str) -> str:

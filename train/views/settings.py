@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import train
 from train import config as configuration
 from train import screen
 from train.errors import shortened
-from train.run import durable
 from train.run.run_folder import Run
 
 _MOST = 4
@@ -31,21 +28,15 @@ class Setting:
 
 
 def listed(run: Run) -> list[Setting]:
-    """Every field of a run: those that its user or its task has changed first."""
-    values, found = run.read_config(), []
-    known, own = configuration.fields(), _task_defaults(run)
-    for name in [*(name for name in known if name in values), *(name for name in values if name not in known)]:
-        info = known.get(name)
-        value = values[name]
-        if info is None and name not in own:
-            found.append(Setting(name, shown(value), "", True))
-            continue
-        default = own[name] if info is None else info.default
-        usual = "chosen at launch" if default is None else shown(default)
-        found.append(Setting(name, shown(value), usual, value != default))
+    """Every field of a run: those that its user or its task has changed first. Defaults of a task only it knows."""
+    values, known = run.read_config(), configuration.fields()
+    found = [Setting(name, shown(value), "", True) for name, value in values.items() if name not in known]
     for name, info in known.items():
-        if values and name not in values and info.default is not None:  # TOML has no none
-            found.append(Setting(name, "none", shown(info.default), True))
+        usual = "chosen at launch" if info.default is None else shown(info.default)
+        if name in values:
+            found.append(Setting(name, shown(values[name]), usual, values[name] != info.default))
+        elif values and info.default is not None:  # TOML has no none
+            found.append(Setting(name, "none", usual, True))
     return sorted(found, key=lambda setting: not setting.is_changed)
 
 
@@ -54,27 +45,6 @@ def shown(value: Any) -> str:
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _task_defaults(run: Run) -> dict[str, Any]:
-    """The defaults of the task's own Settings, as far as they are plain values, read from its text."""
-    task = str(run.read().get("task") or "")
-    built_in = Path(train.__file__).parent / "tasks" / f"{task}.py"
-    path = run.folder / "task.py" if task == "task.py" else built_in if task.isidentifier() else None
-    try:
-        tree = ast.parse(durable.read_bytes(path).decode()) if path else None
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return {}
-    found = {}
-    for node in tree.body if tree else ():
-        if isinstance(node, ast.ClassDef) and node.name == "Settings":
-            for line in node.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None:
-                    try:
-                        found[f"task.{line.target.id}"] = ast.literal_eval(line.value)
-                    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                        continue
-    return found
 
 
 def differing(runs: list[Run]) -> list[str]:

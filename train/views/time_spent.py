@@ -6,7 +6,7 @@ two marks (`times` of an attempt) divide a piece of training. Time that was not 
 
 from __future__ import annotations
 
-import datetime
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,16 +39,24 @@ PARTS = {
     "unknown": ("not told apart", "Nobody has measured what this was."),
 }  # fmt: skip
 """Every part: its name, and what is in it."""
-_TRAINING = ("compute", "communication", "data")
-"""What steps are made of."""
-_BACK = 0.5
-"""Seconds by which the clock may go backwards between two marks without a word: those of two processes, or machines."""
-
-
-_WORTH_A_WORD = {
-    "communication": 0.3, "data": 0.3, "checkpoints": 0.1, "evaluation": 0.25, "start": 0.3, "lost": 0.1,
+_REMEDIES = {
+    "communication": (
+        0.3, "give each rank more to compute (a larger batch_size, fewer ranks), and see what the links give: train "
+        "doctor --job, train bench collective; a rank that is slower than the others counts here, too",
+    ),
+    "data": (0.3, "raise data.workers, or make samples cheaper to read: train bench input"),
+    "checkpoints": (
+        0.1, "save less often (--checkpoint.every_minutes), keep --checkpoint.asynchronous true, or write to a faster "
+        "disk: train doctor --only 'write speed'",
+    ),
+    "evaluation": (0.25, "evaluate less often (--eval.every_epochs) or less (--eval.limit_batches)"),
+    "start": (
+        0.3, "a keeper holds what a start imports ready (train keeper); a data set that lists its files for long may "
+        "keep the list",
+    ),
+    "lost": (0.1, "see why the attempts died; --checkpoint.every_minutes says how much a death can cost"),
 }  # fmt: skip
-"""Shares of the time in which a run was wanted from which a part is worth a word."""
+"""From which share of the time in which a run was wanted a part is worth a sentence, and what helps."""
 _SHORT = 60.0
 """Seconds; the start of a run that is shorter says nothing."""
 
@@ -74,21 +82,18 @@ class TimeSpent:
         return {"seconds": round(self.whole, 3), **parts, "steps_redone": self.redone, "notes": self.notes}
 
 
-def of_run(run: Run, record: Record | None = None) -> TimeSpent:
+def of_run(run: Run, record: Record) -> TimeSpent:
     """Where the time of a run went; of one that lives, up to now.
 
     Args:
-        record: as `Run.shown` gives it; None: read now.
+        record: run.json with the effective state.
     """
-    record = run.shown() if record is None else record
-    attempts = record["attempts"]
-    seen = 0.0
+    attempts, seen = record["attempts"], 0.0
     if record["state"] in (INTERRUPTED, COPY):
         signs = [heartbeat.last_sign(run.logs(len(attempts)))]
         signs += [path.stat().st_mtime for path in (run.folder / "run.json", run.metrics) if path.exists()]
         seen = max(signs)
-    now = datetime.datetime.now(datetime.UTC).timestamp()
-    return time_spent(record, now, seen, next(iter(run.steps_saved()), 0))
+    return time_spent(record, time.time(), seen, next(iter(run.steps_saved()), 0))
 
 
 def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent:
@@ -128,7 +133,7 @@ def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent
     else:
         line.to(now if record["state"] == "created" else seconds_of(record.get("ended")), "start")
     found.whole = line.length
-    found.notes += _notes(record, attempts, line.went_back)
+    found.notes += _notes(record, attempts)
     return found
 
 
@@ -138,7 +143,6 @@ class _Marks:
     def __init__(self, begin: float | None) -> None:
         self.spent = TimeSpent()
         self._begin = self._at = begin
-        self.went_back = 0.0
 
     @property
     def length(self) -> float:
@@ -150,12 +154,11 @@ class _Marks:
             return 0.0
         if self._at is None:
             self._begin = self._at = at
-        way = at - self._at
-        self.went_back = max(self.went_back, -way)
-        self._at = max(self._at, at)
+        seconds = max(at - self._at, 0.0)
+        self._at += seconds
         if part is not None:
-            self.spent.parts[part] += max(way, 0.0)
-        return max(way, 0.0)
+            self.spent.parts[part] += seconds
+        return seconds
 
 
 def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next_from: int | None) -> None:
@@ -166,38 +169,29 @@ def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next
         next_from: its steps after this one are made again; None: none of them is.
     """
     own = dict.fromkeys(PARTS, 0.0)
-    times = measured(attempt)
-    begin, to = attempt.get("from_step"), attempt.get("to_step")
-    after = seconds
+    times, left = measured(attempt), seconds
     if times is None:
-        own["unknown"], after = seconds, 0.0
+        own["unknown"], left = seconds, 0.0
     else:
-        known = min(times["seconds"], seconds)
-        noted = max(times["seconds"], times["start"] + times["checkpoints"] + times["evaluation"])  # of two clocks
-        shrink = known / noted if noted else 0.0
-        own |= {part: shrink * float(times[part] or 0.0) for part in ("start", "checkpoints", "evaluation")}
-        left = max(known - sum(own.values()), 0.0)
-        own["communication"] = min(shrink * (times["communication"] or 0.0), left)
-        own["data"] = min(shrink * times["data"], left - own["communication"])
-        own["compute"] = left - own["communication"] - own["data"]
-        after = seconds - sum(own.values())
-        made = times["step"] - (begin or 0)
-        if end not in ("finished", "stopped") and to is not None and made > 0 and left:
-            # steps that it made after it last noted its times took as long as those before, if there was time
-            later = min(after, max(to - times["step"], 0) * left / made)
-            for part in _TRAINING:
-                own[part] *= 1 + later / left
-            after -= later
+        noted = {
+            "start": times["start"], "checkpoints": times["checkpoints"], "evaluation": times["evaluation"],
+            "communication": times["communication"] or 0.0, "data": times["data"],
+        }  # fmt: skip
+        noted["compute"] = times["seconds"] - sum(noted.values())
+        for part, value in noted.items():  # at most what there was: the marks are of another process, and clock
+            own[part] = min(max(value, 0.0), left)
+            left -= own[part]
+    begin, to = attempt.get("from_step"), attempt.get("to_step")
     if next_from is not None and begin is not None and to is not None and to > max(next_from, begin):
         _lose(found, own, to - max(next_from, begin), to - begin)
-    own["lost" if end == "died" else "unknown" if not end else "start"] += after
+    own["lost" if end == "died" else "unknown" if not end else "start"] += left
     for part, value in own.items():
         found.parts[part] += value
 
 
 def _lose(found: TimeSpent, own: dict[str, float], steps: int, made: int) -> None:
     """Move the time of the last steps of an attempt, by their share, to what is lost."""
-    for part in (*_TRAINING, "unknown"):
+    for part in ("compute", "communication", "data", "unknown"):  # what steps are made of
         lost = own[part] * steps / made
         own[part] -= lost
         own["lost"] += lost
@@ -211,7 +205,7 @@ def measured(attempt: Attempt) -> Times | None:
     return times if times is not None and times.keys() >= Times.__annotations__.keys() else None
 
 
-def _notes(record: Record, attempts: list[Attempt], went_back: float) -> list[str]:
+def _notes(record: Record, attempts: list[Attempt]) -> list[str]:
     """What a reader must know."""
     notes = []
     ready = [attempt for attempt in attempts if attempt.get("ready")]
@@ -226,8 +220,6 @@ def _notes(record: Record, attempts: list[Attempt], went_back: float) -> list[st
         notes.append("interrupted: told up to its last sign of life; a resume may find newer steps in memory")
     if record["state"] in (RUNNING, "created"):
         notes.append("not ended yet: told up to now")
-    if went_back > _BACK:
-        notes.append(f"the clock went back by {went_back:.1f} s between two marks: parts around it are too short")
     if not record.get("created"):
         notes.append("when it was created is not known: told from its first attempt")
     return notes
@@ -246,23 +238,8 @@ def verdict(account: TimeSpent, record: Record) -> list[str]:
     rest = f"; most of the rest: {PARTS[largest][0]}, {others[largest]:.0%}" if others[largest] >= 0.01 else ""
     but = " of the time in which it was wanted" if account.parts["idle"] > 0.01 * account.whole else ""
     sentences = [f"{share['compute']:.0%}{but} was computing{rest}"]
-    for part, least in _WORTH_A_WORD.items():
+    for part, (least, remedy) in _REMEDIES.items():
         if share[part] > least and not (part == "start" and account.whole < _SHORT):
-            sentences.append(f"{PARTS[part][0]}: {_remedy(part, record)}")
+            known = record.get("data_wait") if part == "data" else None
+            sentences.append(f"{PARTS[part][0]}: {known or remedy}")
     return sentences
-
-
-def _remedy(part: str, record: Record) -> str:
-    if part == "data" and record.get("data_wait"):
-        return str(record["data_wait"])
-    return {
-        "communication": "give each rank more to compute (a larger batch_size, fewer ranks), and see what the links "
-        "give: train doctor --job, train bench collective; a rank that is slower than the others counts here, too",
-        "data": "raise data.workers, or make samples cheaper to read: train bench input",
-        "checkpoints": "save less often (--checkpoint.every_minutes), keep --checkpoint.asynchronous true, or write to "
-        "a faster disk: train doctor --only 'write speed'",
-        "evaluation": "evaluate less often (--eval.every_epochs) or less (--eval.limit_batches)",
-        "start": "a keeper holds what a start imports ready (train keeper); a data set that lists its files for long "
-        "may keep the list",
-        "lost": "see why the attempts died; --checkpoint.every_minutes says how much a death can cost",
-    }[part]

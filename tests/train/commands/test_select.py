@@ -106,16 +106,16 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
         8: {"loss": None, "accuracy": None},
     }  # fmt: skip
     evaluated(run, [4, 6, 7, 8], scores)
-    assert best.best(run) == best.Best(6, "loss", 0.2, True, lost=2)
+    assert best.best(run) == best.Best(6, "loss", 0.2, lost=2)
     assert best.checkpoint_named(run, "best") == 6 and best.checkpoint_named(run, "7") == 7
     evaluated(run, [], scores, "accuracy")
-    assert best.best(run) == best.Best(6, "accuracy", 0.9, False, lost=None)
+    assert best.best(run) == best.Best(6, "accuracy", 0.9, lost=None)
     evaluated(run, [], scores, "min:accuracy")
-    assert best.best(run) == best.Best(6, "accuracy", 0.9, True, lost=2)
+    assert best.best(run) == best.Best(6, "accuracy", 0.9, lost=2)
     evaluated(run, [], scores, "max:loss")
-    assert best.best(run) == best.Best(4, "loss", 0.3, False, lost=None)
+    assert best.best(run) == best.Best(4, "loss", 0.3, lost=None)
     evaluated(run, [], scores, "acuracy")  # which no evaluation has
-    assert best.best(run) == best.Best(6, "loss", 0.2, True, lost=2)
+    assert best.best(run) == best.Best(6, "loss", 0.2, lost=2)
 
 
 def test_a_best_that_no_evaluation_can_name_is_refused_or_told_and_the_lowest_loss_is_kept(

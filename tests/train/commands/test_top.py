@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.train.terminal import Terminal
-from train.gpus import GpuState
+from train.gpus import Gpus, GpuState, sees_host_ids
 from train.monitor.top import Page
 from train.run import heartbeat
 
@@ -183,12 +183,24 @@ def test_of_a_run_on_several_machines_the_ranks_here_are_shown(tmp_path: Path, m
     page = Page(tmp_path)
     size = 8.0 * 2**30
     cards = [GpuState(n, f"GPU-{n}", "x", True, use, size / 2, size) for n, use in enumerate((0.11, 0.22))]
-    monkeypatch.setattr(page._gpus, "read", lambda: cards)
+    monkeypatch.setattr(Gpus, "read", lambda _: cards)
     cluster = {"least": 2, "most": 2, "node": 1, "rendezvous": "10.0.0.1:29401"}
     with at_work(tmp_path, "one", "", (2, 3), cluster=cluster, world_size=4, nproc=2, gpus="0,1", device="cuda"):
         ranks = [row.text for row in page.rows(120, 50) if row.kind == "rank"]
     assert [rank.split()[1] for rank in ranks] == ["2", "3"], ranks
-    assert "gpu  11 %" in ranks[0] and "gpu  22 %" in ranks[1], ranks
+    assert "gpu  11 %    4.0 of 8 GiB in all" in ranks[0] and "gpu  22 %" in ranks[1], ranks
+
+
+@pytest.mark.skipif(not sees_host_ids(), reason="process ids here are not the host's")
+def test_a_rank_that_is_found_on_its_gpu_is_shown_with_its_own_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, size = Page(tmp_path), 8.0 * 2**30
+    card = GpuState(0, "GPU-0", "x", True, 0.11, size / 2, size, processes={os.getpid(): size / 8})
+    monkeypatch.setattr(Gpus, "read", lambda _: [card])
+    with at_work(tmp_path, "one", ranks=(0,), device="cuda"):
+        text = "\n".join(row.text for row in page.rows(120, 50))
+    assert re.search(r"GPU 0 .*4\.0 of 8 GiB", text) and re.search(r"rank 0 .*gpu  11 %    1\.0 of 8 GiB$", text, re.M)
 
 
 def test_an_empty_folder(tmp_path: Path, station: Station) -> None:

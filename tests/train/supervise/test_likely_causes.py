@@ -84,7 +84,7 @@ def test_only_the_checks_that_are_asked_for_are_shown(station: Any) -> None:
     found = json.loads(done.stdout)
     assert [finding["check"] for finding in found] == ["shared memory", "driver"]
     plain = subprocess.run(
-        [sys.executable, "-m", "train.doctor", "--only", "memory", "--json"],
+        [sys.executable, "-m", "train", "doctor", "--only", "memory", "--json"],
         capture_output=True, text=True, check=False, env=station.environment(), timeout=240,
     )  # fmt: skip
     assert [finding["check"] for finding in json.loads(plain.stdout)] == ["memory"]

@@ -214,11 +214,3 @@ def test_a_long_run_is_drawn_in_little_memory(tmp_path: Path, target: str) -> No
     text = long.metrics.read_text().splitlines()[0] + "\n"
     long.metrics.write_text("".join(text.replace('"step": 1,', f'"step": {step},') for step in range(1, 200_001)))
     assert peak(long) < peak(short) + 100
-
-
-def test_letters_that_no_font_has_are_told_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = made(tmp_path, "linear-a", steps=10)
-    with run.metrics.open("a") as file:
-        file.write('{"step": 10, "epoch": 1, "eval": {"\U00010600": 0.5}}\n')
-    assert plot([run], tmp_path / "a.png") is False
-    assert capfd.readouterr().err == ""
