@@ -1,12 +1,13 @@
 """The same training as torch's tutorials have it: DDP, a DistributedSampler, torch.save every so many steps.
 
-torchrun --max-restarts 100 --nproc-per-node 2 benchmarks/bare.py FOLDER STEPS SAVE_EVERY
+torchrun --max-restarts 100 --nproc-per-node 2 benchmarks/bare.py FOLDER STEPS SAVE_EVERY cpu|cuda
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,22 @@ from benchmarks import perceptron
 BATCH = 128
 
 
-def main(folder: Path, steps: int, every: int) -> None:
+def main(folder: Path, steps: int, every: int, kind: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, saved = dist.get_rank(), folder / "snapshot.pt"
     torch.manual_seed(0)
     data = perceptron.Points()
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
     loader = DataLoader(data, BATCH // dist.get_world_size(), sampler=sampler, drop_last=True)
-    model = perceptron.model(None)
+    model = perceptron.model(None).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     done = 0
     if saved.exists():
-        state = torch.load(saved)
+        state = torch.load(saved, map_location=device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done = state["step"]
@@ -46,21 +50,23 @@ def main(folder: Path, steps: int, every: int) -> None:
             sampler.set_epoch(epoch)
             for batch in itertools.islice(loader, begun, min(len(loader), begun + steps - done)):
                 optimizer.zero_grad()
-                perceptron.loss(spread, batch).backward()
+                loss = perceptron.loss(spread, (batch[0].to(device), batch[1].to(device)))
+                loss.backward()
                 optimizer.step()
                 done += 1
                 if rank == 0:
+                    loss.item()  # a step counts when it is made, not when the device was asked for it
                     log.write(f"{done}\n")
                     if done % every == 0:
                         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
                         torch.save(state, folder / "snapshot.tmp")
                         (folder / "snapshot.tmp").replace(saved)
     if rank == 0:
-        digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values()))
+        digest = hashlib.sha256(b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values()))
         (folder / "digest").write_text(digest.hexdigest())
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

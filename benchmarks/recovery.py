@@ -93,8 +93,8 @@ class Launched:
 class Bare:
     """torchrun and torch.save."""
 
-    def __init__(self, runs: Path, name: str, steps: int) -> None:
-        self.folder = runs / name
+    def __init__(self, runs: Path, name: str, steps: int, ranks: int = RANKS, device: str = "cpu") -> None:
+        self.folder, self._ranks = runs / name, ranks
         self.folder.mkdir()
         command = [
             sys.executable,
@@ -104,11 +104,12 @@ class Bare:
             "--max-restarts",
             "100",
             "--nproc-per-node",
-            str(RANKS),
+            str(ranks),
             bare.__file__,
             str(self.folder),
             str(steps),
             str(SAVE_EVERY),
+            device,
         ]
         with (self.folder / "log").open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -121,18 +122,18 @@ class Bare:
 
         with contextlib.suppress(psutil.Error):
             pids = [child.pid for child in psutil.Process(self.process.pid).children()]
-            return pids if len(pids) == RANKS else []
+            return pids if len(pids) == self._ranks else []
         return []
 
     def lives(self) -> bool:
         return self.process.poll() is None
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in self.ranks():
+        for pid in self.ranks():  # in sessions of their own
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def digest(self) -> str:
@@ -140,7 +141,7 @@ class Bare:
         return path.read_text() if path.exists() else ""
 
     def twice(self) -> int:
-        steps = (self.folder / "steps.log").read_text().split()
+        steps = (self.folder / "steps.log").read_text().split() if self.step() else []
         return len(steps) - len(set(steps))
 
 

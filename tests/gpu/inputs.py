@@ -1,152 +1,127 @@
-"""From samples on the host to batches on the device: our loader beside torch's, and what is said of waiting."""
+"""Batches on their way to the device: copied whole while it computes; and the advice of a run that waits for them."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import os
-import shutil
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import collections
+import json
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from tests.gpu import overlap, waits
-from tests.gpu.harness import UNCHECKED, Case, Row, Scale, mebibytes
-from train.data.loader import Loader
-from train.data.plan import MicroBatch
+from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, mebibytes, new_run, train_here
+from train.data.to_device import AsyncCopies, prepared
 
-_WHAT = "loader to device"
-_AHEAD = 4
-"""Batches that each loader process makes before they are asked for; our loader's number."""
-_SHARED = "/dev/shm"
-"""Where batches lie on their way from a loader process."""
-
-
-class Pictures(Dataset[tuple[Tensor, int]]):
-    """uint8 pictures that cost some work each, as cropping and flipping do."""
-
-    def __init__(self, count: int, size: int) -> None:
-        self.pictures = torch.randint(256, (count, 3, size + 32, size + 32), dtype=torch.uint8)
-        self.size = size
-
-    def __len__(self) -> int:
-        return len(self.pictures)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        y, x, flip = torch.randint(32, (3,)).tolist()
-        part = self.pictures[index, :, y : y + self.size, x : x + self.size]
-        return (part.flip(2) if flip & 1 else part).contiguous(), index
-
-
-@dataclasses.dataclass(frozen=True)
-class _Measure:
-    """What both loaders are to do."""
-
-    scale: Scale
-    dataset: Pictures
-    batch: int
-    workers: int
-
-    def rate(self, batches: Callable[[_Measure], Iterator[Any]], seconds: float) -> float:
-        """Samples a second, once what the workers fetch ahead of the first batch is used up."""
-        made, ahead, began, count = batches(self), self.workers * _AHEAD + 2, 0.0, 0
-        with contextlib.closing(made):  # type: ignore[type-var]
-            for count, _ in enumerate(made, 1):
-                if count == ahead:
-                    self._wait()
-                    began = time.perf_counter()
-                if began and time.perf_counter() - began >= seconds and count > ahead + 1:
-                    break
-            self._wait()
-            return (count - ahead) * self.batch / (time.perf_counter() - began)
-
-    def _wait(self) -> None:
-        if self.scale.is_gpu:
-            torch.cuda.synchronize()
+_COPIED = "batches copied while the device computes"
+_SLOWER, _HIDDEN = "a loader slower than the device", "batches fetched while the device computes"
+_SIZE, _BATCHES, _READY = 32 << 20, 24, 4
+"""Bytes of a batch, how many there are, and how many steps find memory before time is taken."""
+_CYCLES = 100_000_000
+"""To see how many of its cycles the device makes in a second."""
+_LEAST_HIDDEN = 0.7
+"""Of what copies take, which must not take time of their own."""
 
 
 def part(scale: Scale) -> Iterator[Case]:
-    """Batches on their way, and what is said of waiting for them."""
-    yield Case(_WHAT, 9, _beside, (scale,))
-    if scale.is_gpu:
-        yield Case("pinned memory to the device", 1, _copies, (scale,))
-    yield from overlap.cases(scale)
-    yield from waits.cases(scale)
+    """Large batches copied; a loader slower than the device; one for which the host waits while the device computes."""
+    yield Case(_COPIED, _copied, (scale,))
+    yield Case(_SLOWER, _slower, (scale,))
+    yield Case(_HIDDEN, _hidden, (scale,))
 
 
-def _beside(scale: Scale) -> Row:
-    """Samples a second with as many loader processes as there are cores for."""
-    size, batch, count = (32, 16, 64) if scale.is_small else (224, 256, 1024)
-    workers = min(2 if scale.is_small else 8, len(os.sched_getaffinity(0)))
-    needed, free = (workers * _AHEAD + 4) * batch * 3 * size**2, shutil.disk_usage(_SHARED).free
-    if needed > free:
-        found = f"{workers} loader processes need {mebibytes(needed)} of {_SHARED}, where {mebibytes(free)} are free"
-        return Row(_WHAT, found, UNCHECKED)
-    return _compared(_Measure(scale, Pictures(count, size), batch, workers), 0.3 if scale.is_small else 1.2)
+def _copied(scale: Scale) -> Row:
+    """Steps that take twice as long as the copy of their batch, with copies in turn and beside."""
+    if not scale.is_gpu:
+        return Row(_COPIED, "a CPU copies nothing to itself", UNCHECKED)
+    copying = _seconds_of_a_copy(scale)
+    cycles = int(2 * copying * _cycles_a_second())
+    alone, _ = _steps(scale, cycles, None)
+    beside, sums = _steps(scale, cycles, AsyncCopies(scale.place))
+    wrong = [number for number, found in enumerate(sums) if found != number * _SIZE]
+    if wrong:
+        return Row(_COPIED, f"of {_BATCHES}, these had another's content: {wrong}", FAILED, "each its own")
+    hidden = (alone - beside) / copying
+    found = f"{hidden:.0%} of the {1000 * copying:.1f} ms that {mebibytes(_SIZE)} take, and each has its own content"
+    figures = {"copy_s": copying, "step_s": beside, "step_in_turn_s": alone, "hidden": hidden}
+    return Row(_COPIED, found, OK if hidden >= _LEAST_HIDDEN else FAILED, f"{_LEAST_HIDDEN:.0%}", figures)
 
 
-def _compared(measure: _Measure, seconds: float) -> Row:
-    """Each once before: who goes first opens the device and finds the pinned memory that both use."""
-    torch.zeros(1, device=measure.scale.device)
-    for loader in (_torchs, _ours):
-        measure.rate(loader, 0.0)
-    pairs = [(measure.rate(_ours, seconds), measure.rate(_torchs, seconds)) for _ in range(3)]
-    ours, theirs = (statistics.median(rates) for rates in zip(*pairs, strict=True))
-    ratio = statistics.median(one / other for one, other in pairs)
-    figures = {"ours": ours, "torch": theirs, "ratio": ratio, "workers": measure.workers}
-    found = f"{ours:.0f} samples/s, {ratio:.2f} times torch's DataLoader; {measure.workers} processes"
-    return Row(_WHAT, found, goal="1.0 of torch's", figures=figures)
+def _steps(scale: Scale, cycles: int, copies: AsyncCopies | None) -> tuple[float, list[float]]:
+    """Seconds a step, and what each found its batch to add up to. The host is a step ahead, as it is in a run."""
+    batches = [torch.full((_SIZE,), number, dtype=torch.uint8).pin_memory() for number in range(_BATCHES)]
+    sums, ends, marks = list[Tensor](), collections.deque[torch.cuda.Event](), list[torch.cuda.Event]()
+    for number in range(_BATCHES):
+        batch = prepared(batches[number], 0, scale.place, None, False, None, (), copies)
+        torch.cuda._sleep(cycles)
+        sums.append(batch.sum(dtype=torch.float64))
+        del batch
+        marks.append(_mark())
+        ends.append(marks[-1])
+        if len(ends) > 1:
+            ends.popleft().synchronize()
+    return _seconds(marks[_READY], marks[-1]) / (_BATCHES - 1 - _READY), [one.item() for one in sums]
 
 
-def _ours(measure: _Measure) -> Iterator[Any]:
-    def plan() -> Iterator[MicroBatch]:
-        for number, indices in enumerate(_indices(measure)):
-            yield MicroBatch(number, 0, indices, number)
-
-    with Loader(measure.dataset, None, None, measure.workers, measure.scale.place, None) as loader:
-        yield from loader.batches(plan())
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _torchs(measure: _Measure) -> Iterator[Any]:
-    is_gpu = measure.scale.is_gpu
-    loader = DataLoader(
-        measure.dataset, batch_sampler=_Lists(measure), num_workers=measure.workers, pin_memory=is_gpu,
-        prefetch_factor=_AHEAD, multiprocessing_context="fork",
-    )  # fmt: skip
-    for each in loader:
-        yield [tensor.to(measure.scale.device, non_blocking=True) for tensor in each]
+def _seconds(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    ended.synchronize()
+    return begun.elapsed_time(ended) / 1e3
 
 
-class _Lists:
-    """A batch sampler without end."""
-
-    def __init__(self, measure: _Measure) -> None:
-        self._measure = measure
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (indices.tolist() for indices in _indices(self._measure))
-
-
-def _indices(measure: _Measure) -> Iterator[Any]:
-    order = np.random.default_rng(0)
-    while True:
-        yield order.integers(len(measure.dataset), size=measure.batch)
-
-
-def _copies(scale: Scale) -> Row:
-    """How fast pinned memory reaches the device."""
-    here = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+def _seconds_of_a_copy(scale: Scale) -> float:
+    here = torch.ones(_SIZE, dtype=torch.uint8).pin_memory()
     there = torch.empty_like(here, device=scale.device)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
+    there.copy_(here, non_blocking=True)
+    begun = _mark()
     for _ in range(8):
         there.copy_(here, non_blocking=True)
-    torch.cuda.synchronize()
-    rate = 8 * here.numel() / (time.perf_counter() - began)
-    return Row("pinned memory to the device", f"{rate / 1e9:.1f} GB/s", figures={"bytes_per_s": rate})
+    return _seconds(begun, _mark()) / 8
+
+
+def _cycles_a_second() -> float:
+    """Once its clock rises no more: that of an idle device takes some tenths of a second to come to its height."""
+    rate = 0.0
+    for _ in range(20):
+        begun = _mark()
+        torch.cuda._sleep(_CYCLES)
+        before, rate = rate, _CYCLES / _seconds(begun, _mark())
+        if before and rate < 1.02 * before:
+            break
+    return rate
+
+
+def _slower(scale: Scale) -> Row:
+    # 40 of 60 ms; a CPU may be slow to begin with
+    least, most = (0.5, 0.75) if scale.is_gpu else (0.3, 1.0)
+    share, advice = _waited(scale, fetch=0.06, compute=0.02)
+    is_right = bool(advice) and least < share < most
+    return Row(_SLOWER, f"{share:.0%} of a step; {advice}", OK if is_right else FAILED, "about 67%, said")
+
+
+def _hidden(scale: Scale) -> Row:
+    """The host waits for data two thirds of the time; on a GPU only what it does not compute meanwhile counts."""
+    if not scale.is_gpu:
+        return Row(_HIDDEN, "a CPU computes nothing while it fetches", UNCHECKED)
+    share, advice = _waited(scale, fetch=0.04, compute=0.06)
+    is_right = not advice and share < 0.05
+    return Row(_HIDDEN, f"{share:.0%} of a step; {advice}", OK if is_right else FAILED, "0%, nothing said")
+
+
+def _waited(scale: Scale, fetch: float, compute: float) -> tuple[float, str]:
+    """The share of a step that was lost to waiting, in the last line of a run, and the advice of the run.
+
+    Args:
+        fetch, compute: seconds a step.
+    """
+    flags = scale.flags("slow") | {"steps": 50, "log.every_steps": 25}  # two lines, of which the first does not count
+    cycles = _cycles_a_second() if scale.is_gpu else 1.0
+    flags |= {"task.fetch": fetch / flags["batch_size"], "task.compute": compute * cycles}
+    with new_run(scale, "slow", flags) as run:
+        train_here(run)
+        line = json.loads(run.metrics.read_text(encoding="utf-8").splitlines()[-1])
+        return line["data_wait"] / line["step_time"], str(run.read()["data_wait"])

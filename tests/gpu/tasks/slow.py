@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-COUNT = 512
-
 
 @dataclass
 class Settings:
@@ -26,34 +24,26 @@ class Slow(Dataset[Tensor]):
         self.fetch = fetch
 
     def __len__(self) -> int:
-        return COUNT
+        return 512
 
     def __getitem__(self, index: int) -> Tensor:
         time.sleep(self.fetch)
-        return torch.full((8,), index / COUNT)
+        return torch.full((8,), index / 512)
 
 
 def datasets(config: Any) -> tuple[Slow, None]:
     return Slow(config.task.fetch), None
 
 
-class Busy(nn.Linear):
-    def __init__(self, compute: float) -> None:
-        super().__init__(8, 1)
-        self.compute = compute
-
-    def forward(self, batch: Tensor) -> Tensor:
-        if self.training:
-            if batch.is_cuda:
-                torch.cuda._sleep(int(self.compute))
-            else:
-                time.sleep(self.compute)
-        return super().forward(batch)
-
-
 def model(config: Any) -> nn.Module:
-    return Busy(config.task.compute)
+    linear = nn.Linear(8, 1)
+    linear.compute = config.task.compute
+    return linear
 
 
-def loss(model: nn.Module, batch: Tensor) -> Tensor:
+def loss(model: Any, batch: Tensor) -> Tensor:
+    if batch.is_cuda:
+        torch.cuda._sleep(int(model.compute))
+    else:
+        time.sleep(model.compute)
     return model(batch).square().mean()
