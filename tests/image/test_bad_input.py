@@ -152,8 +152,11 @@ def test_without_an_engine_one_line_names_the_ways_out(fresh: Station) -> None:
         (("--cap-drop", "ALL"), "root may do too little in here: add --cap-add CHOWN --cap-add DAC_OVERRIDE"),
         (("--read-only",), "is read-only: leave out --read-only"),
         (("--tmpfs", "/workspace:ro"), "/workspace is not writable: is it mounted read-only? Runs need a folder"),
-        (("-e", "LD_LIBRARY_PATH=/usr/lib:/workspace/lib"), "LD_LIBRARY_PATH names /workspace/lib, which root"),
-        (("-e", "LD_PRELOAD=/home/dev/x.so"), "LD_PRELOAD names /home/dev/x.so, which root"),
+        (
+            ("-e", "LD_LIBRARY_PATH=/usr/lib:/workspace/lib"),
+            "/workspace/lib: root's programs would load it",
+        ),
+        (("-e", "LD_PRELOAD=/home/dev/x.so"), "/home/dev/x.so: root's programs would load it"),
     ],
 )
 def test_a_container_started_by_hand_refuses_too(fresh: Station, options: tuple[str, ...], said: str) -> None:
