@@ -111,7 +111,7 @@ take_back() {
 warn_of_interruption() {
     local runs
     is_running && [[ $(compose up --detach --no-build --dry-run station 2>&1) == *' Recreate'* ]] || return 0
-    runs=$(timeout 20 docker exec "${inside[@]}" "$id" train ls --state running --json 2>/dev/null |
+    runs=$(timeout 20 docker exec --user dev "$id" "$as_dev" train ls --state running --json 2>/dev/null |
         sed -n 's/^  "name": "\(.*\)",$/\1/p' | tr '\n' ' ' | tr -d '\000-\037\177' | cut -c 1-300) || :
     [ -z "$runs" ] || say "the station is made anew, for its image or settings have changed: runs are saved first, and the keeper resumes them: ${runs% }"
 }
@@ -235,9 +235,8 @@ ssh_line() {
 
 terminal=(--interactive)
 if [ -t 0 ] && [ -t 1 ]; then terminal+=(--tty); fi
-inside=(--user dev --workdir /workspace --env HOME=/home/dev --env USER=dev)
-as_dev=/usr/local/lib/trainstation/as-dev # gives the command the whole environment
-enter() { exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" "$@"; }
+as_dev=/usr/local/lib/trainstation/as-dev # gives the command the whole environment, and goes to /workspace
+enter() { exec docker exec "${terminal[@]}" --user dev "$id" "$as_dev" "$@"; }
 
 command=${1:-}
 [ $# -eq 0 ] || shift
@@ -272,7 +271,7 @@ case $command in
         say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id"), ports $(where 8888 | cut -d' ' -f2) and $(where 2222 | cut -d' ' -f2) on $(where 8888 | cut -d' ' -f1)"
         say "health   $(docker exec "$id" /usr/local/bin/station-health)" || :
         say "runs"
-        docker exec "${inside[@]}" "$id" train ls
+        docker exec --user dev "$id" "$as_dev" train ls
         ;;
     clean)
         find_station
