@@ -38,12 +38,8 @@ read -r -a list <<<"$(tr ',\n\t' '   ' <<<"$hosts")"
 count=${#list[@]}
 [ "$count" -ge 1 ] || refuse "the list of hosts is empty"
 
-# Without ip (a container may lack it) hostname says all but those of the loopback.
-addresses=$(
-    ip -o addr show 2>/dev/null | awk '{sub("/.*", "", $4); print $4}'
-    hostname -I 2>/dev/null | tr ' ' '\n'
-    printf '127.0.0.1\n::1\n'
-)
+# hostname says all but those of the loopback.
+addresses=$(printf '%s\n' 127.0.0.1 ::1 && hostname -I 2>/dev/null | tr ' ' '\n') || :
 
 # Whether a host is this machine: one of its addresses is one of ours, or it has our name.
 is_here() {
