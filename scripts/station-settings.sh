@@ -50,10 +50,8 @@ as_owner() {
     uid=$(owner_of .) gid=$(group_of .)
     if [ "$(id -u)" != 0 ] || [ "$uid" = 0 ]; then
         "$@"
-    elif command -v setpriv >/dev/null; then
-        setpriv --reuid="$uid" --regid="$gid" --clear-groups -- "$@"
     else
-        sudo -n -u "#$uid" -g "#$gid" -- "$@"
+        setpriv --reuid="$uid" --regid="$gid" --clear-groups -- "$@"
     fi
 }
 
