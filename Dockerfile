@@ -68,7 +68,7 @@ FROM system AS runtime
 
 ARG PIP_INDEX_URL=
 WORKDIR /opt/trainstation
-COPY requirements.lock docker/smoke.py docker/slim.sh ./
+COPY requirements.lock docker/slim.sh ./
 # uv itself comes by the lock's hash too. Byte code is compiled now: the user who runs it cannot write beside it, and
 # would compile it at each start. pip's cache is a mount, and no part of the image.
 # hadolint ignore=DL3042
@@ -85,9 +85,8 @@ RUN --mount=type=cache,target=/root/.cache \
     python3 -m pip install --no-compile --quiet --root-user-action=ignore --require-hashes -r /tmp/uv.lock; \
     UV_LINK_MODE=copy uv pip install --system --require-hashes --no-deps --compile-bytecode -r requirements.lock; \
     rm /tmp/uv.lock; \
-    python3 smoke.py requirements.lock; \
     ./slim.sh; \
-    # Once more, with what is left.
+    # What is left imports and computes.
     python3 -c 'import torch, torchvision, triton, scipy.stats, sklearn.datasets, matplotlib.pyplot; torch.ones(2) @ torch.ones(2)'
 
 # --- the station: the account, the services' settings, the package --------------------------------------------------

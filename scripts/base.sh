@@ -19,21 +19,15 @@ if docker image inspect "$tag" >/dev/null 2>&1 && [ "${FORCE:-}" != 1 ]; then
     exit 0
 fi
 [ "$(id -u)" = 0 ] || die "building a base image needs root: sudo make base"
+# shellcheck source=scripts/apt.sh
+. "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
 if ! command -v debootstrap >/dev/null || [ ! -e "$keyring" ]; then
     command -v apt-get >/dev/null || die "debootstrap is missing and this is no Debian or Ubuntu"
-    # shellcheck source=scripts/apt.sh
-    . "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
     apt_install debootstrap debian-archive-keyring || die "could not install debootstrap, see above"
 fi
 
-# The archives of main, its updates and security, as apt on this machine knows them; on Ubuntu there is none, and
-# debootstrap's own default stands.
-uri_of() {
-    # shellcheck disable=SC2016 # apt's own variables
-    apt-get indextargets --format '$(CREATED_BY) $(REPO_URI) $(CODENAME) $(COMPONENT)' 2>/dev/null |
-        awk -v suite="$1" '$1 == "Packages" && $3 == suite && $4 == "main" {print $2; exit}'
-}
-mirror=${APT_MIRROR:-$(uri_of bookworm)}
+# As apt on this machine knows it; on Ubuntu there is none, and debootstrap's own default stands.
+mirror=${APT_MIRROR:-$(archive_of bookworm)}
 mirror=${mirror%/}
 
 root=$(mktemp -d)
@@ -49,7 +43,7 @@ rm -f "$root.log"
 # Debootstrap knows one archive; updates and security fixes come from the two beside it.
 : "${mirror:=$(awk '$1 == "deb" {print $2; exit}' "$root/etc/apt/sources.list")}"
 security=""
-[ "${APT_MIRROR:-}" ] || security=$(uri_of bookworm-security) || :
+[ "${APT_MIRROR:-}" ] || security=$(archive_of bookworm-security) || :
 rm -f "$root/etc/apt/sources.list"
 "$(dirname "${BASH_SOURCE[0]}")/../docker/debian-sources.sh" "$mirror" "$security" >"$root/etc/apt/sources.list.d/debian.sources"
 

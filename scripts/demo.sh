@@ -18,16 +18,6 @@ mkdir -p "$runs"
 
 name=demo-$(date +%Y%m%d-%H%M%S)-$$ # another demo may start in the same second
 
-# One field of the run's record, as in `field metrics accuracy`; empty where it is missing.
-field() {
-    train show "$name" --json | "$python" -c '
-import json, sys
-value = json.load(sys.stdin)
-for key in sys.argv[1:]:
-    value = (value or {}).get(key)
-print("" if value is None else round(value, 4) if isinstance(value, float) else value)' "$@"
-}
-
 echo "Training digits as $name, two processes in tmux; Ctrl-C stops the watching, not the run."
 trap : INT # the run goes on, and so does this script, to see how things stand
 status=0
@@ -38,31 +28,25 @@ if [ "$status" -ne 0 ]; then
     [ ! -d "$runs/$name" ] || echo "demo: the run did not finish (exit code $status)." >&2
     exit "$status"
 fi
-if [ "$(field state)" != finished ]; then
-    exit 0 # no longer watched; train has said how to come back to it
-fi
+read -r state accuracy < <(train show "$name" --json | "$python" -c 'import json, sys
+record = json.load(sys.stdin)
+print(record["state"], round((record.get("metrics") or {}).get("accuracy", 0), 4))')
+[ "$state" = finished ] || exit 0 # no longer watched; train has said how to come back to it
 
 train export "$name" --to "$runs/$name/model.safetensors" >/dev/null
 train plot "$name" --to "$runs/$name/plot.png" >/dev/null
+checkpoints=("$runs/$name"/checkpoints/step-*) # their names sort by step
 
-checkpoint=""
-for folder in "$runs/$name"/checkpoints/step-*/; do
-    checkpoint=${folder%/} # their names sort by step
-done
-
+activate=""
+type -P train >/dev/null || activate=$'\n  . .venv/bin/activate             puts train on this shell\'s PATH'
 cat <<EOT
 
-test accuracy  $(field metrics accuracy)
-checkpoint     $checkpoint
+test accuracy  $accuracy
+checkpoint     ${checkpoints[-1]}
 weights        $runs/$name/model.safetensors
 curves         $runs/$name/plot.png
 
-What to type next:
-EOT
-if ! type -P train >/dev/null; then
-    echo "  . .venv/bin/activate             puts train on this shell's PATH"
-fi
-cat <<EOT
+What to type next:$activate
   train ls                         all runs
   train show $name  what became of this one
   train logs $name  what its processes printed

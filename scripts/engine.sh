@@ -40,9 +40,7 @@ install_from_next_release() {
         -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache")
     mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$work/debs"
     local archive
-    # shellcheck disable=SC2016 # apt's own variables
-    archive=$(apt-get indextargets --format '$(CREATED_BY) $(REPO_URI) $(CODENAME) $(COMPONENT)' |
-        awk '$1 == "Packages" && $3 == "bookworm" && $4 == "main" {print $2; exit}')
+    archive=$(archive_of bookworm)
     [ -n "$archive" ] || die "found no source for bookworm main in apt's configuration"
     echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive trixie main" >"$work/next.list"
     apt-get -qq "${options[@]}" update || die "could not read Debian 13's package list, see above"

@@ -17,26 +17,11 @@ check() {
 }
 
 # Shell files have no common ending (.ci/run, for one), so the first line decides.
-shell_files() {
-    local file first
-    while IFS= read -r -d '' file; do
-        case $file in
-            *.sbatch) ;; # a template
-            *.sh | *.bash) printf '%s\0' "$file" ;;
-            *)
-                IFS= read -r first <"$file" 2>/dev/null || true
-                [[ $first =~ ^#!.*[/\ ](ba|da)?sh($|\ ) ]] && printf '%s\0' "$file"
-                ;;
-        esac
-    done < <(find . \( -name .git -o -name .venv -o -path ./runs -o -path ./datasets -o -name '.*_cache' \
-        -o -name __pycache__ \) -prune -o -type f -size -200k -print0)
-    return 0
-}
-
 check_shell() {
-    command -v shellcheck >/dev/null || { echo "shellcheck is missing: sudo apt-get install -y shellcheck"; return 1; }
-    local files
-    mapfile -d '' -t files < <(shell_files)
+    local files file
+    mapfile -t files < <(git ls-files --cached --others --exclude-standard -- ':!*.sbatch' | while IFS= read -r file; do
+        head -n 1 -- "$file" 2>/dev/null | grep -qaE '^#!.*[/ ](ba|da)?sh( |$)|^# shellcheck shell=' && printf '%s\n' "$file"
+    done)
     shellcheck -x "${files[@]}" && echo "All ${#files[@]} shell files are clean."
 }
 

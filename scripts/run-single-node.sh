@@ -18,20 +18,7 @@ if [ $# -eq 0 ] || [ "${1#-}" != "$1" ]; then
     echo "usage: scripts/run-single-node.sh [--torchrun] TASK [--name NAME] [--FIELD VALUE …]" >&2
     exit 2
 fi
-if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
-    train=(train) python=python3
-elif [ -x .venv/bin/python ]; then
-    python=.venv/bin/python
-    train=("$python" -m train) # of this checkout, also where .venv is a link to that of another
-else
-    echo "run-single-node: no environment here: make setup, or make up and make shell" >&2
-    exit 2
-fi
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || gpus=0
-nproc=$((gpus > 0 ? gpus : 2))
-if [ -n "$torchrun" ]; then
-    # shellcheck source=scripts/torchrun.sh
-    . scripts/torchrun.sh
-    torchrun_in_tmux "$python" --standalone --nproc-per-node "$nproc" -- "$@"
-fi
-exec "${train[@]}" launch "$@" --nproc "$nproc" --follow
+# shellcheck source=scripts/launching.sh
+. scripts/launching.sh
+[ -z "$torchrun" ] || torchrun_in_tmux --standalone --nproc-per-node "$(ranks_here)" -- "$@"
+exec "${train[@]}" launch "$@" --nproc "$(ranks_here)" --follow

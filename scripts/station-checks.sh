@@ -32,12 +32,6 @@ check_users() {
     fi
 }
 
-# The Dockerfile's cache and secret mounts are BuildKit's.
-check_buildx() {
-    docker buildx version >/dev/null 2>&1 ||
-        die "Docker's buildx plugin is missing, which building the image takes: make engine installs it, as root"
-}
-
 # Compose files besides this checkout's own, from COMPOSE_FILE. One that dev can write to would be dev's way out.
 more_files() {
     local IFS=: file
@@ -70,48 +64,37 @@ check_place() {
 # check_folder NAME FOLDER: where the protection is or was lifted, dev could replace a folder of the checkout, ./runs for one;
 # so a link in it is not followed: it could lead to the host's root.
 check_folder() {
-    local path=$2 rest
-    case $path in "$PWD"/*) path=${path#"$PWD"/} ;; /*) return ;; esac
-    rest=$path path=.
-    while [ -n "$rest" ]; do
-        [ "${rest%%/*}" != .. ] || return 0
-        path+=/${rest%%/*}
-        [ ! -L "$path" ] || die "${path#./} is a link to $(readlink "$path"): name that folder itself in .env, as $1, if it is what you mean"
-        case $rest in */*) rest=${rest#*/} ;; *) rest="" ;; esac
+    local path=${2#"$PWD"/}
+    while [[ $path != /* && $path != . ]]; do
+        [ ! -L "$path" ] || die "$path is a link to $(readlink "$path"): name that folder itself in .env, as $1, if it is what you mean"
+        path=$(dirname -- "$path")
     done
 }
 
-check_number() { # NAME DEFAULT MOST [LEAST]
-    local value
-    value=$(setting "$1" "$2")
-    [[ $value =~ ^[1-9][0-9]{0,8}$ ]] && [ "$value" -le "$3" ] && [ "$value" -ge "${4:-1}" ] ||
-        die "$1=$value: it is a number from ${4:-1} to $3"
+check_form() { # NAME DEFAULT PATTERN WHAT
+    [[ $(setting "$1" "$2") =~ ^($3)$ ]] || die "$1=$(setting "$1" "$2"): it is $4"
 }
-check_choice() { # NAME DEFAULT OTHER
-    local value
-    value=$(setting "$1" "$2")
-    [ "$value" = "$2" ] || [ "$value" = "$3" ] || die "$1=$value: it is $2 or $3"
-}
-
 megabytes() { # NAME DEFAULT
     local value
     value=$(setting "$1" "$2")
-    [[ $value =~ ^([1-9][0-9]{0,7})([gGmM])[bB]?$ ]] || die "$1=$value: it is a size such as $2"
-    case ${BASH_REMATCH[2]} in [gG]) echo $((BASH_REMATCH[1] * 1024)) ;; *) echo "${BASH_REMATCH[1]}" ;; esac
+    value=${value%[bB]}
+    case $value in *[gG]) echo $((${value%?} * 1024)) ;; *) echo "${value%?}" ;; esac
 }
 # Shared memory is taken from the machine's and is not given back under pressure: it gets half of it at most.
 check_limits() {
-    local value memory shm most machine
-    read -r machine most < <(docker info -f '{{.MemTotal}} {{.NCPU}}')
-    machine=$((machine / 1048576))
-    memory=$machine
-    if [ "$(setting MEMORY 0)" != 0 ]; then memory=$(megabytes MEMORY 64g) || exit; fi
-    [ "$memory" -ge 1024 ] || die "MEMORY=$(setting MEMORY): it is 1g or more"
-    value=$(setting CPUS 0)
-    [[ $value =~ ^[0-9]{1,4}(\.[0-9]{1,2})?$ ]] && [ "${value%.*}" -le "$most" ] || die "CPUS=$value: it is a number of processors, such as 1.5, and this machine has $most"
-    check_number PIDS_LIMIT 32768 4194304 512
-    shm=$(megabytes SHM_SIZE 16g) || exit
-    [ "$memory" -le "$machine" ] || memory=$machine
+    local memory shm most size='[1-9][0-9]{0,7}[gGmM][bB]?'
+    check_form MEMORY 0 "0|$size" "a size such as 64g"
+    check_form SHM_SIZE 16g "$size" "a size such as 16g"
+    check_form CPUS 0 '[0-9]{1,4}([.][0-9]{1,2})?' "a number of processors, such as 1.5"
+    check_form PIDS_LIMIT 32768 '[5-9][0-9]{2}|[1-9][0-9]{3,6}' "a number from 500 on"
+    read -r memory most < <(docker info -f '{{.MemTotal}} {{.NCPU}}')
+    memory=$((memory / 1048576))
+    [ "$(setting CPUS 0 | cut -d. -f1)" -le "$most" ] || die "CPUS=$(setting CPUS): this machine has $most"
+    if [ "$(setting MEMORY 0)" != 0 ]; then
+        [ "$(megabytes MEMORY 0)" -ge 1024 ] || die "MEMORY=$(setting MEMORY): it is 1g or more"
+        [ "$(megabytes MEMORY 0)" -ge "$memory" ] || memory=$(megabytes MEMORY 0)
+    fi
+    shm=$(megabytes SHM_SIZE 16g)
     [ "$shm" -gt $((memory / 2)) ] || return 0
     say "SHM_SIZE=$(setting SHM_SIZE 16g) is more than half of the memory ($memory MB): it becomes $((memory / 2))m, in .env"
     export SHM_SIZE=$((memory / 2))m
@@ -120,21 +103,16 @@ check_limits() {
 
 check_settings() {
     local bind key data network
-    case $(setting GPUS) in
-        '' | all | none) ;;
-        *[!0-9,]* | ,* | *,,* | 0 | 0[0-9]*) die "GPUS=$(setting GPUS): it is all, none, a count such as 2, or ids such as 0,1 (a single id: 2,)" ;;
-    esac
+    check_form GPUS all 'all|none|[1-9][0-9]*|([0-9]+,)+[0-9]*' "all, none, a count such as 2, or ids such as 0,1 (a single id: 2,)"
     bind=$(setting BIND_ADDRESS 127.0.0.1)
     if [ "$bind" != 0.0.0.0 ] && [ "$bind" != '[::]' ] && command -v ip >/dev/null; then
         [[ " $(ip -o addr show | awk '{ sub("/.*", "", $4); print ($3 == "inet6") ? "[" $4 "]" : $4 }' | tr '\n' ' ')" == *" $bind "* ]] ||
             die "BIND_ADDRESS=$bind is no address of this machine: 127.0.0.1 for this machine only, 0.0.0.0 for the network, IPv6 as in [::1]"
     fi
-    check_number JUPYTER_PORT 8888 65535
-    check_number SSH_PORT 2222 65535
     [ "$(setting JUPYTER_PORT 8888)" != "$(setting SSH_PORT 2222)" ] || die "JUPYTER_PORT and SSH_PORT are the same port"
-    check_choice PROTECT_CHECKOUT true false
-    check_choice STATION_EXPORTER on off
-    check_number MIN_FREE_MB 500 100000000
+    check_form PROTECT_CHECKOUT true 'true|false' "true or false"
+    check_form STATION_EXPORTER on 'on|off' "on or off"
+    check_form MIN_FREE_MB 500 '[1-9][0-9]{0,8}' "a number of megabytes"
     check_limits
     if wants_monitoring; then
         [ "$(setting STATION_EXPORTER on)" = on ] || die "COMPOSE_PROFILES=monitoring with STATION_EXPORTER=off: there would be nothing to see; leave one out"
@@ -177,14 +155,6 @@ check_runs() {
     [ "$(disk_free .)" -gt 0 ] || die "the disk with $PWD is full: free some"
 }
 disk_free() { df -Pm "$1" | awk 'NR == 2 {print $4}'; }
-# Before a first build: it takes 6 GB for the image, as much while its layers are made, and the base.
-check_engine_disk() {
-    local folder
-    folder=$(docker info -f '{{.DockerRootDir}}' 2>/dev/null)
-    [ -z "$(docker image ls --quiet trainstation)" ] && [ -d "$folder" ] || return 0 # an engine elsewhere
-    [ "$(disk_free "$folder")" -ge 9000 ] || die "the engine's disk has $(disk_free "$folder") MB left, and building the image takes 9000: docker system df shows what may go"
-}
-
 # Succeeds where a container gets NVIDIA devices from this engine; else prints why not. It is the engine that counts,
 # not the machine: a GPU without NVIDIA's container toolkit is of no use in here. An empty image is enough to ask: with
 # devices at hand the engine comes as far as not finding the command.

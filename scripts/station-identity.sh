@@ -28,8 +28,8 @@ find_project() {
     if [ -n "$path" ] && ! [ "$path" -ef . ]; then
         if [ "$(head -n 1 "$path/.secrets/checkout" 2>/dev/null)" = "$kept" ]; then copied_from=$path project=""; else moved_from=$path; fi
     fi
-    # Earlier versions kept the path in .env. A copy of .env alone says no more of whose the volumes are.
-    if [ -n "$name" ] && [ -z "$kept" ] && [ -n "$(volumes)" ] && ! [ "$(folder_of "$(container)")" -ef . ] && ! [ "$(of_env STATION_CHECKOUT)" -ef . ]; then
+    # A copy of .env alone does not say whose the volumes are.
+    if [ -n "$name" ] && [ -z "$kept" ] && [ -n "$(volumes)" ] && ! [ "$(folder_of "$(container)")" -ef . ]; then
         die "there are volumes of a station $name, and no .secrets/checkout here says that it is this one's: give .env another COMPOSE_PROJECT_NAME, or, where it is, make that file with two lines, $name and $PWD"
     fi
     [ -n "$project" ] || { project=trainstation-$(random 3) drawn=yes; }
@@ -77,16 +77,9 @@ choose_host_name() {
 
 # The address people use for what is published on all of them.
 reachable() { case $1 in 0.0.0.0 | '') printf 127.0.0.1 ;; '[::]' | ::) printf ::1 ;; *) printf '%s' "${1//[\[\]]/}" ;; esac; }
-# published ID PORT: address and port on the host, of a container that may be stopped
-published() {
-    docker inspect -f "{{with index .HostConfig.PortBindings \"$2/tcp\"}}{{(index . 0).HostIp}} {{(index . 0).HostPort}}{{end}}" "$1"
-}
 # Does another program, or another station, listen where this port would be published?
 busy() {
-    local port
-    if [ -n "$id" ] && [ "$(docker inspect -f '{{.State.Running}}' "$id")" = true ]; then
-        for port in 8888 2222; do [[ $(published "$id" "$port") != *" $1" ]] || return 1; done
-    fi
+    [ -z "$id" ] || ! docker port "$id" | grep -q ":$1$" || return 1
     (exec 3<>"/dev/tcp/$(reachable "$(setting BIND_ADDRESS 127.0.0.1)")/$1") 2>/dev/null
 }
 who_has() {

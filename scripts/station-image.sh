@@ -38,7 +38,7 @@ find_image() {
 default_image() { sed -n "s/^ARG $1=//p" Dockerfile; }
 build() {
     local base toolkit log
-    check_buildx
+    docker buildx version >/dev/null 2>&1 || die "Docker's buildx plugin is missing, which building the image takes: make engine installs it, as root"
     base=$(setting BASE_IMAGE "$(default_image BASE_IMAGE)")
     if ! have_image "$base"; then
         [ -z "$(setting BASE_IMAGE)" ] || die "BASE_IMAGE=$base is neither here nor in a registry that answers"
@@ -68,7 +68,6 @@ keep_image() {
     before=$(setting STATION_IMAGE)
     docker tag "$image" "${image%-*}" 2>/dev/null || : # what docker compose takes by itself where .env names no image
     [ -z "$from_environment" ] || return 0             # .env has the image of another station
-    docker image rm "trainstation:used-by-$project" >/dev/null 2>&1 || : # of an earlier version
     [[ $before != trainstation:*-* || $before == "$image" ]] || drop_image "$before"
 }
 # Removes an image, unless a container of any station needs it.

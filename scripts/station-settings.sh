@@ -6,7 +6,6 @@
 
 owner_of() { stat -c %u "$1" 2>/dev/null || stat -f %u "$1"; } # GNU, or BSD and macOS
 group_of() { stat -c %g "$1" 2>/dev/null || stat -f %g "$1"; }
-names_of() { stat -c %h "$1" 2>/dev/null || stat -f %l "$1"; }
 mode_of() { stat -c %a "$1" 2>/dev/null || stat -f %Lp "$1"; }
 # A path as a person writes it in .env; the shell never saw its tilde.
 expand() { printf '%s' "${1/#\~\//$HOME/}"; }
@@ -36,20 +35,12 @@ setting() {
 # What can be another file than it seems, before anything is read or written there; and a path that make, ssh and compose
 # would each read in a way of its own.
 check_own_files() {
-    local file
+    local found
     [[ $PWD != *[\'\"\\\$%\`[:cntrl:]]* ]] || die "the path of this checkout holds a quote, a backslash, \$, % or \`: move it to one without"
-    for file in .env .secrets .secrets/{checkout,jupyter_token,authorized_keys,id_ed25519,id_ed25519.pub,known_hosts,grafana_password}; do
-        [ ! -L "$file" ] || die "$file is a link, which is not followed: put the file itself there, or remove it (rm $file)"
-        [ -e "$file" ] || continue
-        if [ "$file" = .secrets ]; then
-            [ -d "$file" ] || die "$file is no folder: move it away, make up makes one"
-            continue
-        fi
-        [ -f "$file" ] || die "$file is no file: remove it, make up makes one"
-        [ "$(names_of "$file")" = 1 ] ||
-            die "$file is known under another name too (a hard link), which is not trusted: make it anew with cp and mv, or remove it"
-    done
-    [ ! -e .env ] || [ -r .env ] || die ".env cannot be read: it belongs to user $(owner_of .env)"
+    found=$(find .env .secrets -maxdepth 1 -type l 2>/dev/null | head -n 1) || :
+    [ -z "$found" ] || die "$found is a link, which is not followed: put the file itself there, or remove it (rm $found)"
+    found=$(find .env .secrets -maxdepth 1 ! -type d \( ! -type f -o -links +1 \) 2>/dev/null | head -n 1) || :
+    [ -z "$found" ] || die "$found is no file, or known under another name too (a hard link), which is not trusted: make it anew with cp and mv, or remove it"
 }
 
 # Runs a command as the checkout's owner, also under sudo: whatever a link in a person's checkout leads to, root does
@@ -59,10 +50,8 @@ as_owner() {
     uid=$(owner_of .) gid=$(group_of .)
     if [ "$(id -u)" != 0 ] || [ "$uid" = 0 ]; then
         "$@"
-    elif command -v setpriv >/dev/null; then
-        setpriv --reuid="$uid" --regid="$gid" --clear-groups -- "$@"
     else
-        sudo -n -u "#$uid" -g "#$gid" -- "$@"
+        setpriv --reuid="$uid" --regid="$gid" --clear-groups -- "$@"
     fi
 }
 
@@ -114,16 +103,9 @@ public_keys() {
     tr -d '\r' | grep -E '^([^#].*[ "])?(ssh|ecdsa|sk-ssh|sk-ecdsa)-[a-z0-9@.-]+ AAAA[0-9A-Za-z+/]+=*( |$)' || :
 }
 
-make_secrets_folder() { [ -d .secrets ] || as_owner mkdir -m 700 .secrets 2>/dev/null || [ -d .secrets ] || die ".secrets cannot be made here"; }
-# Whoever made them: the engine makes the folder 755.
-close_secrets() {
-    local opened
-    opened=$(as_owner find .secrets -maxdepth 1 \( -type d ! -perm 700 -exec chmod 700 {} \; -o -type f ! -perm 600 -exec chmod 600 {} \; \) -print 2>/dev/null) || :
-    [ -z "$opened" ] || say "secrets: .secrets was open to others; the folder is 700 now, its files are 600"
-}
 # One make up at a time. The lock is on a folder that nobody inside can see, and so cannot hold.
 one_at_a_time() {
-    make_secrets_folder
+    [ -d .secrets ] || as_owner mkdir -m 700 .secrets 2>/dev/null || [ -d .secrets ] || die ".secrets cannot be made here"
     trap 'rmdir .secrets 2>/dev/null || :' EXIT # nothing came of it
     command -v flock >/dev/null && [ -r .secrets ] || return 0
     exec 9<.secrets
@@ -131,10 +113,10 @@ one_at_a_time() {
     say "another make up is at work in this checkout; waiting for it"
     flock 9
 }
-# Makes what is missing: .env, runs, the token, who may log in. A copy of another checkout gets its own.
+# Makes what is missing: .env, runs, and who may log in. Token, and a pair of keys where there is none of the owner's, the
+# station makes by itself; a copy of another checkout gets its own.
 make_missing_files() {
-    local key keys work runs fresh="" allowed=.secrets/authorized_keys
-    [ -z "$copied_from" ] || fresh=yes
+    local key keys runs allowed=.secrets/authorized_keys pair=.secrets/id_ed25519
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     if [ ! -e "$runs" ]; then
         case $runs in /*) mkdir -p "$runs" ;; *) as_owner mkdir -p "$runs" ;; esac || die "$runs cannot be made"
@@ -148,10 +130,12 @@ make_missing_files() {
     if [ -z "$(setting DEV_UID)" ] && [ "$(owner_of .)" != 0 ] && [[ $engine_options != *name=rootless* ]]; then
         remember DEV_UID "$(owner_of .)" DEV_GID "$(group_of .)"
     fi
-    close_secrets
-    if [ "$fresh" ] || [ ! -s .secrets/jupyter_token ]; then secret jupyter_token < <(random 24); fi
+    if [ -n "$copied_from" ]; then
+        ! as_owner cmp -s $allowed $pair.pub || as_owner rm -f $allowed $pair $pair.pub
+        as_owner rm -f .secrets/jupyter_token .secrets/grafana_password
+    fi
     if wants_monitoring; then
-        if [ "$fresh" ] || [ ! -s .secrets/grafana_password ]; then secret grafana_password < <(random 16); fi
+        [ -s .secrets/grafana_password ] || secret grafana_password < <(random 16)
         # Grafana has a user of its own, who cannot read the file: compose copies this variable into the container.
         GRAFANA_PASSWORD=$(as_owner cat .secrets/grafana_password)
         export GRAFANA_PASSWORD
@@ -159,18 +143,11 @@ make_missing_files() {
     key=$(expand "$(setting SSH_PUBLIC_KEY)")
     if [ -n "$key" ]; then
         secret authorized_keys < <(public_keys <"$key")
-    elif [ ! -s "$allowed" ] || { [ "$fresh" ] && cmp -s "$allowed" .secrets/id_ed25519.pub; }; then
+    elif [ ! -s $allowed ]; then
         keys=$({ cat "$HOME"/.ssh/id_*.pub 2>/dev/null || :; } | public_keys)
         if [ -n "$keys" ]; then
             secret authorized_keys <<<"$keys"
             say "ssh: your own keys in ~/.ssh may log in (.secrets/authorized_keys)"
-        elif { command -v ssh-keygen && id -un; } >/dev/null 2>&1; then # else the station makes a pair when it starts
-            work=$(mktemp -d)
-            ssh-keygen -q -t ed25519 -N '' -C trainstation -f "$work/id_ed25519" </dev/null || die "no ssh key could be made in ${TMPDIR:-/tmp}"
-            secret id_ed25519 <"$work/id_ed25519"
-            secret id_ed25519.pub <"$work/id_ed25519.pub"
-            secret authorized_keys <"$work/id_ed25519.pub"
-            rm -rf "$work"
         fi
     fi
 }

@@ -111,23 +111,21 @@ take_back() {
 warn_of_interruption() {
     local runs
     is_running && [[ $(compose up --detach --no-build --dry-run station 2>&1) == *' Recreate'* ]] || return 0
-    runs=$(timeout 20 docker exec "${inside[@]}" "$id" train ls --state running --json 2>/dev/null |
+    runs=$(timeout 20 docker exec --user dev "$id" "$as_dev" train ls --state running --json 2>/dev/null |
         sed -n 's/^  "name": "\(.*\)",$/\1/p' | tr '\n' ' ' | tr -d '\000-\037\177' | cut -c 1-300) || :
     [ -z "$runs" ] || say "the station is made anew, for its image or settings have changed: runs are saved first, and the keeper resumes them: ${runs% }"
 }
 
 # Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.
 start() {
-    local output only=()
+    local output only=() try
     ! wants_monitoring || only=(station)
-    if output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1); then return; fi
-    case "${#own_ports[@]} $output" in
-        4*'already allocated'* | 4*'already in use'* | 4*'ports are not available'*)
-            choose_ports "$JUPYTER_PORT"
-            remember_identity
-            if output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1); then return; fi
-            ;;
-    esac
+    for try in 1 2; do
+        if output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1); then return; fi
+        [[ $try${#own_ports[@]} = 14 && $output =~ already\ allocated|already\ in\ use|ports\ are\ not\ available ]] || break
+        choose_ports "$JUPYTER_PORT"
+        remember_identity
+    done
     take_back
     die "the engine did not start the station: $(tail -n 1 <<<"$output" | sed 's/^Error response from daemon: //')"
 }
@@ -147,7 +145,7 @@ start_monitoring() {
 }
 
 up() { # [rebuild ARGUMENTS…]
-    local fresh=yes had_volumes other address same=""
+    local fresh=yes had_volumes other address same="" needs_build
     find_station
     check_users
     check_settings
@@ -164,13 +162,13 @@ up() { # [rebuild ARGUMENTS…]
     choose_ports
     choose_host_name
     choose_mode
-    if find_image && [ $# = 0 ]; then set --; else check_engine_disk; set -- build "${@:2}"; fi
+    if find_image && [ $# = 0 ]; then needs_build=""; else needs_build=yes; fi
     make_missing_files
     remember_identity
     warn_of_credentials
-    if [ $# -gt 0 ]; then
-        "$@"
-        remember_identity
+    if [ "$needs_build" ]; then
+        build "${@:2}"
+        remember_identity # it may be without the compiler
     fi
     export STATION_IMAGE=$image
     warn_of_interruption
@@ -200,14 +198,14 @@ TEXT
 # Address and port of a service as the running container has them, whatever the settings say by now.
 where() {
     local at
-    at=$(published "$id" "$1")
-    say "$(reachable "${at% *}") ${at##* }"
+    at=$(docker port "$id" "$1" | head -n 1)
+    say "$(reachable "${at%:*}") ${at##*:}"
 }
 url() {
     local host port token
     read -r host port < <(where 8888)
     token=$(as_owner cat .secrets/jupyter_token 2>/dev/null) || token=""
-    [[ $token =~ ^[A-Za-z0-9_-]{16,}$ ]] || die ".secrets/jupyter_token holds no token, or is not yours to read"
+    [[ $token =~ ^[A-Za-z0-9_-]{16,}$ ]] || die ".secrets/jupyter_token holds no token, or is not yours to read: make down up makes one"
     # A name of its own, for browsers send cookies to every port of a host: another station's page would get this one's.
     case $host in 127.0.0.1) host=$(dns_label "$project").localhost ;; *:*) host="[$host]" ;; esac
     say "http://$host:$port/lab?token=$token"
@@ -237,9 +235,8 @@ ssh_line() {
 
 terminal=(--interactive)
 if [ -t 0 ] && [ -t 1 ]; then terminal+=(--tty); fi
-inside=(--user dev --workdir /workspace --env HOME=/home/dev --env USER=dev)
-as_dev=/usr/local/lib/trainstation/as-dev # gives the command the whole environment
-enter() { exec docker exec "${terminal[@]}" "${inside[@]}" "$id" "$as_dev" "$@"; }
+as_dev=/usr/local/lib/trainstation/as-dev # gives the command the whole environment, and goes to /workspace
+enter() { exec docker exec "${terminal[@]}" --user dev "$id" "$as_dev" "$@"; }
 
 command=${1:-}
 [ $# -eq 0 ] || shift
@@ -274,7 +271,7 @@ case $command in
         say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id"), ports $(where 8888 | cut -d' ' -f2) and $(where 2222 | cut -d' ' -f2) on $(where 8888 | cut -d' ' -f1)"
         say "health   $(docker exec "$id" /usr/local/bin/station-health)" || :
         say "runs"
-        docker exec "${inside[@]}" "$id" train ls
+        docker exec --user dev "$id" "$as_dev" train ls
         ;;
     clean)
         find_station

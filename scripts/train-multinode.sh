@@ -12,34 +12,21 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-refuse() {
-    echo "train-multinode: $1" >&2
-    exit 2
-}
+# shellcheck source=scripts/launching.sh
+. scripts/launching.sh
 
-hosts=${TRAIN_HOSTS:-} port=29400 nproc='' least='' rank='' resume='' torchrun='' rest=()
+hosts=${TRAIN_HOSTS:-} port=29400 nproc='' min='' rank='' resume='' torchrun='' rest=()
 while [ $# -gt 0 ]; do
-    case $1 in
+    option=$1
+    shift
+    case $option in
         --hosts | --port | --nproc | --min | --rank | --resume)
-            [ $# -ge 2 ] || refuse "$1 needs a value"
-            case $1 in
-                --hosts) hosts=$2 ;;
-                --port) port=$2 ;;
-                --nproc) nproc=$2 ;;
-                --min) least=$2 ;;
-                --rank) rank=$2 ;;
-                --resume) resume=$2 ;;
-            esac
-            shift 2
-            ;;
-        --torchrun)
-            torchrun=1
+            [ $# -gt 0 ] || refuse "$option needs a value"
+            printf -v "${option#--}" %s "$1"
             shift
             ;;
-        *)
-            rest+=("$1")
-            shift
-            ;;
+        --torchrun) torchrun=1 ;;
+        *) rest+=("$option") ;;
     esac
 done
 [ -n "$hosts" ] || refuse "say which machines: --hosts HOST,HOST,… (the same list on each), or TRAIN_HOSTS"
@@ -51,12 +38,8 @@ read -r -a list <<<"$(tr ',\n\t' '   ' <<<"$hosts")"
 count=${#list[@]}
 [ "$count" -ge 1 ] || refuse "the list of hosts is empty"
 
-# Without ip (a container may lack it) hostname says all but those of the loopback.
-addresses=$(
-    ip -o addr show 2>/dev/null | awk '{sub("/.*", "", $4); print $4}'
-    hostname -I 2>/dev/null | tr ' ' '\n'
-    printf '127.0.0.1\n::1\n'
-)
+# hostname says all but those of the loopback.
+addresses=$(printf '%s\n' 127.0.0.1 ::1 && hostname -I 2>/dev/null | tr ' ' '\n') || :
 
 # Whether a host is this machine: one of its addresses is one of ours, or it has our name.
 is_here() {
@@ -79,30 +62,17 @@ fi
 case $rank in '' | *[!0-9]* | ?????*) refuse "--rank $rank: give a number from 0 to $((count - 1))" ;; esac
 [ "$rank" -lt "$count" ] || refuse "--rank $rank: the $count hosts are counted from 0 to $((count - 1))"
 
-if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
-    train=(train) python=python3
-elif [ -x .venv/bin/python ]; then
-    python=.venv/bin/python
-    train=("$python" -m train) # of this checkout, also where .venv is a link to that of another
-else
-    refuse "no environment here: make setup, or make up and make shell"
-fi
 case ${list[0]} in *:*) place="[${list[0]}]:$port" ;; *) place="${list[0]}:$port" ;; esac
-cluster=(--nnodes "${least:+$least:}$count" --node-rank "$rank" --rendezvous "$place")
+cluster=(--nnodes "${min:+$min:}$count" --node-rank "$rank" --rendezvous "$place")
 echo "train-multinode: this is node $rank of $count (${list[$rank]}); all meet at $place" >&2
 if [ -n "$resume" ]; then
     [ -z "$torchrun" ] || refuse "--resume is for train launch; leave out --torchrun"
     exec "${train[@]}" resume "$resume" ${nproc:+--nproc "$nproc"} "${cluster[@]}" ${rest[@]+"${rest[@]}"}
 fi
-if [ -z "$nproc" ]; then
-    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || gpus=0
-    nproc=$((gpus > 0 ? gpus : 2))
-fi
+nproc=${nproc:-$(ranks_here)}
 if [ -n "$torchrun" ]; then
-    [ -z "$least" ] || refuse "--min is for train launch; torchrun starts all hosts, or none"
-    # shellcheck source=scripts/torchrun.sh
-    . scripts/torchrun.sh
-    torchrun_in_tmux "$python" --nnodes "$count" --node-rank "$rank" --master-addr "${list[0]}" --master-port "$port" \
+    [ -z "$min" ] || refuse "--min is for train launch; torchrun starts all hosts, or none"
+    torchrun_in_tmux --nnodes "$count" --node-rank "$rank" --master-addr "${list[0]}" --master-port "$port" \
         --nproc-per-node "$nproc" -- "${rest[@]}"
 fi
 exec "${train[@]}" launch ${rest[@]+"${rest[@]}"} --nproc "$nproc" "${cluster[@]}"

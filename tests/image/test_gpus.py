@@ -30,13 +30,13 @@ grep -o 'NVIDIA_VISIBLE_DEVICES=[^"]*' "$bundle/config.json" >>{record}
 
 ALONE = 'ip link set lo up; exec dockerd --iptables=false "$@"'
 
-# Healthy at once, and with the two files that `make up` wants inside.
+# Healthy at once, and with what `make up` wants from a station: commands, the host key, a token.
 EMPTY = """
 FROM {base}
 RUN cd /usr/local/bin && printf '#!/bin/sh\\necho healthy\\n' >station-health && chmod 755 station-health
 RUN mkdir -p /etc/trainstation/hostkeys && echo ssh-ed25519 AAAA >/etc/trainstation/hostkeys/ssh_host_ed25519_key.pub
 HEALTHCHECK --interval=1s CMD true
-ENTRYPOINT ["sleep", "infinity"]
+ENTRYPOINT echo 0123456789abcdef >/etc/trainstation/private/secrets/jupyter_token; exec sleep infinity
 STOPSIGNAL SIGKILL
 """
 

@@ -100,6 +100,21 @@ def test_token_and_keys_are_made_where_there_are_none(workspace: Path, mounted: 
         run("docker", "rm", "-f", name)
 
 
+def test_secrets_are_closed_to_others_whoever_made_them(workspace: Path) -> None:
+    name, secrets = f"station-test-{os.getpid()}-open", workspace / ".secrets"
+    (secrets / "grafana_password").write_text("hush")
+    secrets.chmod(0o755)
+    (secrets / "grafana_password").chmod(0o644)
+    os.chown(secrets / "grafana_password", 4321, 4321)
+    try:
+        start(workspace, "-d", "--name", name)
+        eventually("it is closed", lambda: not secrets.stat().st_mode & 0o077)
+        eventually("so is the file", lambda: (secrets / "grafana_password").stat().st_mode & 0o777 == 0o600)
+        assert run("docker", "logs", name).stderr.count("was open to others") == 1
+    finally:
+        run("docker", "rm", "-f", name)
+
+
 def test_two_stations_that_start_at_once_share_key_and_token(workspace: Path) -> None:
     volume = run("docker", "volume", "create").stdout.strip()
     names = [f"{volume[:12]}-{number}" for number in range(3)]

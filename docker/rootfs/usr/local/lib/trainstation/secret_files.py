@@ -21,6 +21,7 @@ from pathlib import Path
 PAIR = ("id_ed25519", "id_ed25519.pub")
 FILES = ("authorized_keys", "jupyter_token", *PAIR, "known_hosts")
 MOST = 256 * 1024  # bytes of one file
+FOLDER, NAME, TASK = sys.argv[1:]
 
 # Options (in them, blanks stand between quotes), type, key, comment.
 LINE = re.compile(
@@ -34,23 +35,19 @@ class Wrong(Exception):
     """Something a person has to change; its text says what and how."""
 
 
-def folder_name() -> str:
-    return sys.argv[2]
-
-
 def say(text: str) -> None:
     print(f"trainstation: {text}", file=sys.stderr)
 
 
-def become_owner(folder: str) -> None:
+def become_owner() -> None:
     """Goes into the folder and gives up every right but its owner's."""
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fd = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise Wrong(f"{folder_name()} has to be a folder, and no link ({os.strerror(error.errno)})") from error
+        raise Wrong(f"{NAME} has to be a folder, and no link ({os.strerror(error.errno)})") from error
     info, home = os.fstat(fd), Path("/workspace").stat()
     # The engine has just made it, as root; it becomes what the checkout's owner would have made.
-    if sys.argv[3] != "check" and info.st_uid == 0 and not os.listdir(fd):
+    if TASK != "check" and info.st_uid == 0 and not os.listdir(fd):
         os.fchmod(fd, 0o700)
         os.fchown(fd, home.st_uid, home.st_gid)
         info = os.fstat(fd)
@@ -78,10 +75,10 @@ def close_to_others() -> None:
                 os.fchmod(fd, 0o700 if name == "." else 0o600)
                 opened = True
             except OSError as error:
-                say(f"warning: {folder_name()}/{name} stays open to others ({os.strerror(error.errno)})")
+                say(f"warning: {NAME}/{name} stays open to others ({os.strerror(error.errno)})")
         os.close(fd)
     if opened:
-        say(f"{folder_name()} was open to others: the folder is 700 now, its files are 600")
+        say(f"{NAME} was open to others: the folder is 700 now, its files are 600")
 
 
 def read(name: str) -> str | None:
@@ -92,15 +89,15 @@ def read(name: str) -> str | None:
         return None
     except OSError as error:
         kind = "is a link" if Path(name).is_symlink() else f"cannot be read ({os.strerror(error.errno)})"
-        raise Wrong(f"{folder_name()}/{name} {kind}: it has to be a file; remove it to have one made") from error
+        raise Wrong(f"{NAME}/{name} {kind}: it has to be a file; remove it to have one made") from error
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise Wrong(f"{folder_name()}/{name} cannot be read: it has to be a file; remove it to have one made")
+            raise Wrong(f"{NAME}/{name} cannot be read: it has to be a file; remove it to have one made")
         if info.st_nlink > 1:
-            raise Wrong(f"{folder_name()}/{name} is a second name of another file: put a copy in its place")
+            raise Wrong(f"{NAME}/{name} is a second name of another file: put a copy in its place")
         if info.st_size > MOST:
-            raise Wrong(f"{folder_name()}/{name} has {info.st_size} bytes: that is no key and no token")
+            raise Wrong(f"{NAME}/{name} has {info.st_size} bytes: that is no key and no token")
         return file.read(MOST).decode("utf-8", "replace")
 
 
@@ -144,18 +141,16 @@ def check() -> None:
     for name in FILES:
         read(name)
     if read("authorized_keys") and not public_keys()[0]:
-        raise Wrong(f"{folder_name()}/authorized_keys holds no public key: one key a line, as in ~/.ssh/id_ed25519.pub")
+        raise Wrong(f"{NAME}/authorized_keys holds no public key: one key a line, as in ~/.ssh/id_ed25519.pub")
     token = read("jupyter_token")
     if token is not None and not re.fullmatch(r"[A-Za-z0-9_-]{16,}", token.replace("\n", "")):
-        raise Wrong(
-            f"{folder_name()}/jupyter_token has to be 16 or more letters, digits, - and _; remove it to have one made"
-        )
+        raise Wrong(f"{NAME}/jupyter_token has to be 16 or more letters, digits, - and _; remove it to have one made")
 
 
 def keys() -> None:
     found, others = public_keys()
     if others:
-        say(f"{others} line(s) of {folder_name()}/authorized_keys are no public key, and do not count")
+        say(f"{others} line(s) of {NAME}/authorized_keys are no public key, and do not count")
     for key in found:
         print(key)
 
@@ -173,19 +168,19 @@ def token() -> None:
     if found is None:
         found = secrets.token_hex(24)
         write("jupyter_token", found)
-        say(f"a token for JupyterLab was made: {folder_name()}/jupyter_token")
+        say(f"a token for JupyterLab was made: {NAME}/jupyter_token")
     print(found.replace("\n", ""), end="")
 
 
 if __name__ == "__main__":
     try:
-        become_owner(sys.argv[1])
-        if sys.argv[3] == "keys":  # the first that may change something
+        become_owner()
+        if TASK == "keys":  # the first that may change something
             close_to_others()
-        {"check": check, "keys": keys, "pair": pair, "token": token}[sys.argv[3]]()
+        {"check": check, "keys": keys, "pair": pair, "token": token}[TASK]()
     except Wrong as wrong:
         say(f"error: {wrong}")
         sys.exit(2)
     except OSError as error:
-        say(f"error: {folder_name()} cannot be written to: {error.strerror}")
+        say(f"error: {NAME} cannot be written to: {error.strerror}")
         sys.exit(2)

@@ -13,14 +13,11 @@ import sys
 
 _TYPES = (0x5412, 0x541C)
 """TIOCSTI, and TIOCLINUX, which pastes on a console."""
-_IOCTL = {
-    0xC000003E: (16, 514, 0x40000000 | 16, 0x40000000 | 514),  # x86-64, and x32 with it
-    0x40000003: (54,),  # i386
-    0xC00000B7: (29,),  # arm64
-    0x40000028: (54,),  # arm
+_MACHINES = {
+    "x86_64": (0xC000003E, (16, 514, 0x40000000 | 16, 0x40000000 | 514), 317),  # x32's ioctl with it
+    "aarch64": (0xC00000B7, (29,), 277),
 }
-"""The number of ioctl, by what linux/audit.h calls the architecture: a program may use the calls of an older one."""
-_SECCOMP = {"x86_64": 317, "aarch64": 277}
+"""What linux/audit.h calls the architecture, the numbers of ioctl, and that of seccomp."""
 _NO_NEW_PRIVS, _SET_FILTER, _SPEC_ALLOW = 38, 1, 4
 """The last: as fast as without; what shares secrets with itself alone needs no defence from itself."""
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
@@ -29,17 +26,14 @@ _NUMBER, _ARCHITECTURE, _REQUEST = 0, 4, 24
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 
 
-def program() -> bytes:
-    """The filter: struct sock_filter, one after the other."""
-    asked = [(_LOAD, 0, 0, _REQUEST)]
-    asked += [(_EQUAL, len(_TYPES) - place, 0, request) for place, request in enumerate(_TYPES)]
-    asked += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
-    whole = [(_LOAD, 0, 0, _ARCHITECTURE)]
-    for architecture, numbers in _IOCTL.items():
-        found = [(_EQUAL, len(numbers) - place, 0, number) for place, number in enumerate(numbers)]
-        own = [(_LOAD, 0, 0, _NUMBER), *found, (_RETURN, 0, 0, _ALLOW), *asked]
-        whole += [(_EQUAL, 0, len(own), architecture), *own]
-    whole.append((_RETURN, 0, 0, _REFUSE))  # calls of no architecture known
+def program(architecture: int, ioctl: tuple[int, ...]) -> bytes:
+    """The filter: struct sock_filter, one after the other. Calls of another architecture are refused, all of them."""
+    whole = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _REFUSE)]
+    for place, values in ((_NUMBER, ioctl), (_REQUEST, _TYPES)):
+        whole.append((_LOAD, 0, 0, place))
+        whole += [(_EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
+        whole.append((_RETURN, 0, 0, _ALLOW))
+    whole.append((_RETURN, 0, 0, _REFUSE))
     return b"".join(struct.pack("HBBI", *one) for one in whole)
 
 
@@ -53,12 +47,15 @@ def forbid() -> None:
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
-    libc, text = ctypes.CDLL(None, use_errno=True), program()
+    machine = _MACHINES.get(os.uname().machine)
+    if machine is None:
+        raise OSError(errno.ENOSYS, "seccomp")
+    *what, seccomp = machine
+    libc, text = ctypes.CDLL(None, use_errno=True), program(*what)
     if libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs")
-    number = _SECCOMP.get(os.uname().machine)
     wanted = ctypes.byref(Program(len(text) // 8, text))
-    if number is None or libc.syscall(number, _SET_FILTER, _SPEC_ALLOW, wanted):
+    if libc.syscall(seccomp, _SET_FILTER, _SPEC_ALLOW, wanted):
         raise OSError(ctypes.get_errno(), "seccomp")
 
 
