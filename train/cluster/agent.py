@@ -28,7 +28,7 @@ from train.cluster.jobs import laid_over
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
 from train.launcher import agent, choose_gpus, control
 from train.launcher.create_run import open_run
-from train.launcher.tmux import LaunchRequest
+from train.launcher.request import LaunchRequest
 from train.run import environment, folders, run_folder, states
 from train.run.run_folder import Run
 from train.signals import StopRequest, leave

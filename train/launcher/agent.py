@@ -37,7 +37,7 @@ def main() -> None:
     (desk / "request.json").unlink(missing_ok=True)  # of a launch that is killed nothing secret stays
     _never_wait_for_terminal()
     from train.launcher.create_run import open_run
-    from train.launcher.tmux import LaunchRequest
+    from train.launcher.request import LaunchRequest
 
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run is there, when create_run.py lets the terminal go

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +38,27 @@ _SLOTS = 2
 """Micro batches of a rank and step: the second adds to gradients that are there."""
 
 
-def find(task: str, copy: str | None, flat: dict[str, Any], ranks: int, sizes: Sequence[int]) -> tuple[int, str]:
-    """The first of these micro batches that fits, and a word on how that was found.
+def find(task: str, copy: str | None, flat: dict[str, Any], ranks: int) -> tuple[int, str]:
+    """The configured micro batch, halved until it fits in memory, and how that was found.
 
     Args:
         task: as the user named it.
         copy: the file that it is to be read from, if another.
         flat: the configuration, by dotted names.
         ranks: how many there will be on this machine; all have to fit.
-        sizes: largest first.
 
     Raises:
         Refused: none fits, or a step fails otherwise.
     """
-    full = ""
-    for size in sizes:
-        request = {"task": task, "copy": copy, "config": flat | {"micro_batch_size": size}, "ranks": ranks}
-        why = _try(request)
-        if not why:
-            return size, f"halved until it fits; {full}" if full else "the batch over the ranks: it fits"
-        full = f"with {size}: {why}"
-    raise Refused(
-        f"--micro_batch_size auto: not even {sizes[-1]} at a time fit: {why}; try --parallel.recompute auto, a smaller "
-        "model, or (on several ranks) --parallel.strategy fsdp"
-    )
+    size, reason = flat["micro_batch_size"], "the batch over the ranks: it fits"
+    while why := _try({"task": task, "copy": copy, "config": flat | {"micro_batch_size": size}, "ranks": ranks}):
+        if size == 1:
+            raise Refused(
+                f"--micro_batch_size auto: not even 1 at a time fit: {why}; try --parallel.recompute auto, a smaller "
+                "model, or (on several ranks) --parallel.strategy fsdp"
+            )
+        reason, size = f"halved until it fits; with {size}: {why}", size // 2
+    return size, reason
 
 
 def _try(request: dict[str, Any]) -> str:

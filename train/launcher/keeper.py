@@ -19,6 +19,7 @@ from pathlib import Path
 from train import hashing, screen
 from train.errors import EXIT_FINISHED, Refused, one_line
 from train.launcher import control, tmux
+from train.launcher.request import LaunchRequest
 from train.run import folders, run_folder, states, station
 from train.run.record import Record
 from train.run.run_folder import Run
@@ -185,7 +186,7 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
         finally:
             lock.release()
         return
-    launch = tmux.LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
+    launch = LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
     for line in tmux.start(launch, ended.is_set):
         tell(run, f"warning: {line}")
     times = f" for the {count['times']}th time" if count["times"] > 1 else ""
