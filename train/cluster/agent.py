@@ -172,19 +172,17 @@ def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: di
 
 def _fail(beside: Path, run: Run | None, error: BaseException) -> int:
     """Say why this node cannot begin, where its user will look. Returns an exit code."""
-    if isinstance(error, Refused):
-        said, code = str(error), 1 if may_pass(error) else EXIT_REFUSED
-    else:
-        said, code = agent.error_line(error), 1
-    screen.say(f"train: {said}")
+    message = agent.error_line(error)
+    code = EXIT_REFUSED if isinstance(error, Refused) and not may_pass(error) else 1
+    screen.say(f"train: {message}")
     if code == EXIT_REFUSED:
         with contextlib.suppress(OSError):  # a ConfigMap in a pod, which nobody asks for it
-            (beside / "refused").write_text(f"{said}\n", encoding="utf-8")
+            (beside / "refused").write_text(f"{message}\n", encoding="utf-8")
     with contextlib.suppress(OSError, Refused):
         if run is not None and run.read().get("submission") == engine.read(beside)["id"]:
             is_for_good = not may_pass(error) and run.read()["total_steps"] is None
             values: dict[str, Any] = {"state": states.FAILED} if is_for_good else {}
-            run.note(**values, reason=said, ended=run_folder.now())
+            run.note(**values, reason=message, ended=run_folder.now())
     return code
 
 

@@ -213,10 +213,7 @@ def _stop_all(runs: Path, tell: _Log, signs: bool) -> None:
             if other:
                 tell(run, f"is of another station ({record.get('host')}); left alone")
                 return
-            try:
-                run.stop(states.KEEPER)
-            except OSError as error:  # the disk takes no request
-                control.stop_by_signal(run, False, error)
+            control.ask_to_stop(run, states.KEEPER)
             record = run.shown()
             tell(run, f"{record['state']}: {record['reason']}" if record["reason"] else record["state"])
         except Exception as error:
