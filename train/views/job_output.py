@@ -9,7 +9,7 @@ import time
 
 from train import screen
 from train.cluster.engine import call
-from train.cluster.jobs import engine_of, is_submitted, others, settled, shown
+from train.cluster.jobs import engine_of, is_submitted, other_nodes, poll, status
 from train.errors import EXIT_FINISHED, Refused
 from train.launcher.progress import View
 from train.run import states
@@ -35,7 +35,7 @@ def follow(run: Run, rank: int = 0) -> int:
     view, show_change = View(run, sys.stdout, show_log=True), _Changes()
     try:
         while True:
-            record, is_over = settled(run, show_change)
+            record, is_over = poll(run, show_change)
             if not is_over:
                 attempts = record.get("attempts") or []
                 which = f", attempt {len(attempts)}" if record["state"] == states.RUNNING and len(attempts) > 1 else ""
@@ -83,7 +83,7 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
         return logs.print_log(run, rank, attempt, go_on)
     command = engine_of(record).logs(run, rank)
     if command is None:
-        while go_on and shown(run, lambda _: None)["state"] == states.QUEUED:
+        while go_on and status(run, lambda _: None)["state"] == states.QUEUED:
             time.sleep(_ASK_EVERY)
         return logs.print_log(_of_rank(run, rank), rank, attempt, go_on)
     if attempt is not None:
@@ -97,5 +97,5 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
 
 def _of_rank(run: Run, rank: int) -> Run:
     """The folder with the logs of that rank: its node's."""
-    found = [one for one in (run, *others(run)) if any(one.folder.glob(f"logs/attempt-*/rank{rank}.log"))]
+    found = [one for one in (run, *other_nodes(run)) if any(one.folder.glob(f"logs/attempt-*/rank{rank}.log"))]
     return found[0] if found else run
