@@ -118,8 +118,8 @@ def _wait_for_address(cluster: dict[str, Any], stop: StopRequest, until: float) 
 def _wait_for_lock(run: Run, content: dict[str, Any], stop: StopRequest, until: float) -> bool:
     """Wait until no agent of an earlier start has the run of this node.
 
-    It may be ending. Or its machine lives, and the engine has given it up, for it cannot reach it, while the folder is
-    seen there: by that it is told.
+    It may be ending. Or the engine cannot reach its machine and has given it up, while that machine lives and sees the
+    folder: a file there asks it to stop.
 
     Returns:
         False: a stop was asked for.
@@ -176,7 +176,7 @@ def _fail(beside: Path, run: Run | None, error: BaseException) -> int:
     code = EXIT_REFUSED if isinstance(error, Refused) and not may_pass(error) else 1
     screen.say(f"train: {message}")
     if code == EXIT_REFUSED:
-        with contextlib.suppress(OSError):  # a ConfigMap in a pod, which nobody asks for it
+        with contextlib.suppress(OSError):  # a ConfigMap in a pod cannot be written, nor is it read
             (beside / "refused").write_text(f"{message}\n", encoding="utf-8")
     with contextlib.suppress(OSError, Refused):
         if run is not None and run.read().get("submission") == engine.read(beside)["id"]:

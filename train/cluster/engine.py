@@ -119,7 +119,7 @@ class Engine(Protocol):
         """The command that prints the output of a rank; None: the output lies in the run folders of its nodes.
 
         Args:
-            since: go on printing what comes, from this time on; '': from the start.
+            since: print what comes, too, from this time on; '': from the start.
         """
 
     def remove(self, run: Run) -> str:

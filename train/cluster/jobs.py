@@ -137,7 +137,7 @@ def statuses(runs: Iterable[Run], tell: Tell) -> list[Record]:
     """The records of runs with their effective states. Each place of an engine is asked once, if at all.
 
     Args:
-        tell: is told which engine does not answer, and which record cannot be read.
+        tell: called with which engine does not answer, and which record cannot be read.
     """
     answers: dict[tuple[str, str | None], _Jobs | None] = {}
     found = []
@@ -200,7 +200,7 @@ def poll(run: Run, tell: Tell) -> tuple[Record, bool]:
     jobs: _Jobs | None = None
     if record["state"] not in (states.RUNNING, states.FINISHED, states.FAILED):
         jobs = _answer(record, tell)
-        record = run.shown()  # after the question: of a job that is gone nobody writes any more
+        record = run.shown()  # after the question: when the job is gone, the record is final
     if record["state"] in (states.RUNNING, states.FINISHED, states.FAILED):
         return record, record["state"] != states.RUNNING
     job = (jobs or {}).get(record["submission"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -81,7 +80,9 @@ def prepare(request: Request) -> Prepared:
         config.data.workers = cpu.loaders(ranks, found.device, is_indexed_at_once(found.train_set, task.collate))
     micro_reason = threads_reason = ""
     if is_searched:
-        micro_reason = _find_micro_batch(request, config)
+        from train.launcher import batch_size
+
+        config.micro_batch_size, micro_reason = batch_size.find(request, config)
         check_sync_batchnorm(config, found.device, everywhere, len(found.train_set))
     if config.cpu_threads is None:
         config.cpu_threads, threads_reason = cpu.threads(ranks, found.device, found.model)
@@ -186,17 +187,6 @@ def _device(config: Config, local: int, run: Run | None) -> torch.device:
             raise
         on_cpu = f"to continue on the CPU, with other bits: train resume {run.name} --device cpu"
         raise Refused(f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; {on_cpu}") from None
-
-
-def _find_micro_batch(request: Request, config: Config) -> str:
-    """Halve the micro batch until it fits in memory. Returns how it was found."""
-    from train.launcher import batch_size
-
-    flat = configuration.to_flat(config)
-    if config.parallel.shard_size is not None:  # a try has the ranks of this machine alone
-        flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, request.ranks)
-    config.micro_batch_size, reason = batch_size.find(request.task, request.copy, flat, request.ranks)
-    return reason
 
 
 def _files(request: Request, task: Task, config: Config, found: _Checked) -> dict[str, str | bytes]:

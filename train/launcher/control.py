@@ -106,7 +106,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
         if not (record["state"] in (states.INTERRUPTED, states.COPY) or rests_by_itself(record)):
             return how_it_stands(record)
         lock = run.acquire()
-        if lock is not None:  # else somebody has just begun to resume it
+        if lock is not None:  # else a resume has just begun
             break
     # by the user's wish it rests now: nothing brings it back by itself
     reason = "stopped (train stop)"

@@ -110,7 +110,7 @@ def _reopen(
     changes["kept"] = control.count_of(run, record) if launch.by_keeper else None
     if launch.max_restarts is not None:
         changes["max_restarts"] = launch.max_restarts
-    # nobody is to take the process ids of the attempt before for those of the next
+    # the process ids are those of the attempt before
     changes |= {"reason": "", "stopped_by": None, "ended": None, "pids": {}, "state": states.CREATED}
     files = checked.files
     if not launch.by_keeper:  # what holds from now on, for the keeper too

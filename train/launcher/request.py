@@ -56,15 +56,15 @@ class LaunchRequest:
     gpus: str | None = None
     max_restarts: int | None = None
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES where it was typed; None: not set, or nobody typed it."""
+    """CUDA_VISIBLE_DEVICES where it was typed; None: not set, or the keeper resumes."""
     cluster: dict[str, Any] | None = None
-    """On several machines: nodes.Settings. With resume: None leaves them as they are, {} goes on on this alone."""
+    """On several machines: nodes.Settings. With resume: None leaves them as they are, {}: this one alone."""
     queued: bool = False
     """With new: the folder is there already, for an engine of a cluster was to start the run; see cluster/agent.py."""
     submission: str | None = None
     """With new: which submission the run is of."""
     by_keeper: bool = False
-    """With resume: nobody asked for it, so it must still be wanted when the run's lock is held."""
+    """With resume: the keeper asks, so it must still be wanted when the run's lock is held."""
 
 
 def runs_of_node(

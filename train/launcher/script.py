@@ -83,7 +83,7 @@ def keep_copy(run: Run) -> None:
 def differs(run: Run, record: Record) -> str:
     """How the script differs from the one that the run was started with: 'has changed', 'is gone', or ''."""
     copy = run.folder / COPY
-    if not copy.is_file():  # put away by somebody: there is the original alone
+    if not copy.is_file():  # removed from the run folder: there is the original alone
         return ""
     try:
         return "" if Path(record["script"]).read_bytes() == copy.read_bytes() else "has changed since"
