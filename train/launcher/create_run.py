@@ -80,7 +80,9 @@ def open_run(
 
 def _create(launch: LaunchRequest, saved: environment.SavedEnvironment, early: Mapping[str, str] | None) -> OpenedRun:
     runs = Path(launch.runs)
-    zygote, checked = _checked(launch, launch.kind == "script", early)
+    zygote, checked = check_in_fork(launch, launch.kind == "script", early)
+    _outlive_terminal()
+    choose_gpus.see(checked.visible)
     listening = _listen(launch.cluster)
     restarts = MAX_RESTARTS if launch.max_restarts is None else launch.max_restarts
     record = checked.record | _placement(launch, checked, _cluster_of(launch, None))
@@ -103,7 +105,9 @@ def _reopen(
         _check_still_wanted(run, record)
     if record.get("cwd") and Path(record["cwd"]).is_dir():
         os.chdir(record["cwd"])
-    zygote, checked = _checked(launch, bool(record.get("script")), early)
+    zygote, checked = check_in_fork(launch, bool(record.get("script")), early)
+    _outlive_terminal()
+    choose_gpus.see(checked.visible)
     cluster = _cluster_of(launch, record)
     listening = _listen(cluster)
     changes = checked.record | _placement(launch, checked, cluster)
@@ -126,21 +130,19 @@ def _reopen(
     return OpenedRun(run, lock, checked.ranks, zygote, checked.warnings, listening)
 
 
-def _checked(launch: LaunchRequest, is_script: bool, early: Mapping[str, str] | None) -> tuple[Zygote, CheckedLaunch]:
-    """Check the request in a fork: what a task's own code does there is not done here."""
-    zygote = zygote_for(is_script, early)
+def check_in_fork(
+    launch: LaunchRequest, is_script: bool = False, early: Mapping[str, str] | None = None
+) -> tuple[Zygote, CheckedLaunch]:
+    """Check a request in a fork, so that what a task's own code does there is not done here. Also returns the zygote of
+    that fork and of the run's ranks.
+
+    Raises:
+        Refused: it cannot be carried out.
+        CheckFailed: the same, for a reason that is not foreseen.
+    """
+    zygote = acquire(hashing.fixed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS), early)
     after = SCRIPT[-1] if is_script else CHECKS[-1]
-    checked = zygote.call(f"{__name__}:check", dataclasses.asdict(launch), after=after)
-    choose_gpus.see(checked.visible)
-    # From here on the terminal may go; the run stays. Until then, ending the session ends a launch that is withdrawn
-    # while nothing has been created.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    return zygote, checked
-
-
-def zygote_for(is_script: bool, early: Mapping[str, str] | None = None) -> Zygote:
-    """A zygote for a run in this folder and environment."""
-    return acquire(hashing.fixed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS), early)
+    return zygote, zygote.call(f"{__name__}:check", dataclasses.asdict(launch), after=after)
 
 
 def check(given: dict[str, Any]) -> CheckedLaunch:
@@ -209,3 +211,9 @@ def _check_still_wanted(run: Run, record: Record) -> None:
         raise Refused(f"{run.name} was stopped by its user")
     if not station.has_started(run.folder, record):
         raise Refused(f"{run.name} is not known as started here; its user goes on with: train resume {run.name}")
+
+
+def _outlive_terminal() -> None:
+    """From here on the terminal may go; the run stays. Before it, ending the session ends a launch that is withdrawn
+    while nothing has been created yet."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
