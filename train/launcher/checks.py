@@ -250,7 +250,7 @@ def _edited(run: Run, record: Record) -> list[str]:
     """Warnings about files of a task that have changed since."""
     lines = []
     source = record.get("task_source")
-    if source and manifests.sha256_of(Path(source)) not in ("", record.get("task_sha256")):
+    if source and provenance.digest(Path(source)) not in ("", record.get("task_sha256")):
         lines.append(f"{source} has changed since; {run.name} goes on with its own copy")
     changed = provenance.changed(record.get("task_imports"), "task")
     if changed:
