@@ -13,7 +13,7 @@ from train.run.run_folder import Run
 
 MOST_RANKS = 4096
 """On one machine."""
-_BY_UUID = "; by UUID (nvidia-smi -L), also of a MIG slice: set CUDA_VISIBLE_DEVICES to it"
+_BY_UUID = "; a UUID, also of a MIG slice, goes into CUDA_VISIBLE_DEVICES"
 """Where to put what --gpus does not take, as the end of a sentence."""
 
 
@@ -30,7 +30,7 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
     here = 0 if cpu_only else torch.cuda.device_count()
     visible: str | None = None
     if gpus is not None:
-        chosen = _listed(gpus, here) if "," in gpus else _counted(gpus, here)
+        chosen = _ids(gpus, here)
         outer = os.environ.get(VISIBLE)  # ids count among the GPUs that this process may see
         visible = ",".join(outer.split(",")[int(i)].strip() if outer else i for i in chosen)
         here = len(chosen)
@@ -96,27 +96,17 @@ def see(visible: str | None) -> None:
         number_by_bus()
 
 
-def _listed(gpus: str, here: int) -> list[str]:
-    """The ids in `0,2`, of `here` GPUs."""
-    ids = [part.strip() for part in gpus.strip().rstrip(",").split(",")]
-    if not ids or not all(map(is_whole, ids)) or len(set(ids)) < len(ids):
-        raise Refused(f"--gpus {gpus}: give a count (2) or different ids with a comma (0,1 or 2,){_BY_UUID}")
-    missing = [part for part in ids if whole(part) >= here]
-    if missing:
-        raise Refused(f"--gpus {gpus}: there is no GPU {missing[0]} here; {_gpus_here(here)}")
+def _ids(gpus: str, here: int) -> list[str]:
+    """The ids in `0,2`, or the first so many of `here` GPUs."""
+    text = gpus.strip()
+    is_count = "," not in text
+    ids = [text] if is_count else [part.strip() for part in text.rstrip(",").split(",")]
+    if not all(map(is_whole, ids)) or len(set(ids)) < len(ids) or (is_count and whole(text) < 1):
+        raise Refused(f"--gpus {gpus}: give a count of at least 1, or different ids with a comma (0,1 or 2,){_BY_UUID}")
+    if is_count:
+        ids = [str(index) for index in range(min(whole(text), here + 1))]
+    if any(whole(part) >= here for part in ids):
+        if not here:
+            raise Refused(f"--gpus {gpus}: none is usable here; leave out --gpus to run on the CPU")
+        raise Refused(f"--gpus {gpus}: the ids of those that are usable here are 0 to {here - 1}; leave out --gpus")
     return [str(int(part)) for part in ids]
-
-
-def _counted(gpus: str, here: int) -> list[str]:
-    """The ids of the first so many of `here` GPUs."""
-    if not is_whole(gpus.strip()) or whole(gpus.strip()) < 1:
-        raise Refused(f"--gpus {gpus}: give a count of at least 1, or ids with a comma (0,1 or 2,){_BY_UUID}")
-    if whole(gpus.strip()) > here:
-        raise Refused(
-            f"--gpus {gpus}: {_gpus_here(here)}; leave out --gpus" + (" to run on the CPU" if not here else "")
-        )
-    return [str(index) for index in range(int(gpus))]
-
-
-def _gpus_here(here: int) -> str:
-    return f"{here} are usable here" if here != 1 else "1 is usable here"
