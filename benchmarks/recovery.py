@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from benchmarks import bare, command, perceptron
 from train.launcher import tmux
-from train.launcher.tmux import LaunchRequest
+from train.launcher.request import LaunchRequest
 from train.run import run_folder, states
 from train.supervise.health import lives
 

@@ -18,7 +18,7 @@ from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, sav
 from tests.torture.spawned import steps_lost
 from train.errors import Refused
 from train.launcher import tmux
-from train.launcher.tmux import LaunchRequest
+from train.launcher.request import LaunchRequest
 from train.run import heartbeat, states
 from train.run.run_folder import Run
 

@@ -24,11 +24,11 @@ from typing import Any
 
 from train import screen
 from train.cluster import engine
-from train.cluster.jobs import laid_over
+from train.cluster.jobs import merge_flags
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
 from train.launcher import agent, choose_gpus, control
 from train.launcher.create_run import open_run
-from train.launcher.tmux import LaunchRequest
+from train.launcher.request import LaunchRequest
 from train.run import environment, folders, run_folder, states
 from train.run.run_folder import Run
 from train.signals import StopRequest, leave
@@ -55,7 +55,7 @@ def main(beside: Path, stop: StopRequest) -> int:
             os.chdir(content["cwd"])
         runs.mkdir(parents=True, exist_ok=True)
         until = time.monotonic() + 60 * content["wait_minutes"]
-        if not (_resolves(cluster, stop, until) and _takes_over(run, content, stop, until)):
+        if not (_wait_for_address(cluster, stop, until) and _wait_for_lock(run, content, stop, until)):
             return EXIT_STOPPED
         launch = _launch_request(content, beside, run, cluster)
         if launch is None:
@@ -93,13 +93,13 @@ def _cluster_of(content: dict[str, Any], environ: Mapping[str, str]) -> dict[str
     return {"least": nodes, "most": nodes, "node": node, "rendezvous": str(place), "wait_minutes": wait}
 
 
-def _resolves(cluster: dict[str, Any], stop: StopRequest, until: float) -> bool:
+def _wait_for_address(cluster: dict[str, Any], stop: StopRequest, until: float) -> bool:
     """Wait until node 0's name has an address: a pod has one once it runs, and pods start in any order.
 
     Returns:
         False: a stop was asked for.
     """
-    is_told = False
+    is_announced = False
     while cluster and not stop.asked:
         place = address.parse(cluster["rendezvous"])
         try:
@@ -108,18 +108,18 @@ def _resolves(cluster: dict[str, Any], stop: StopRequest, until: float) -> bool:
         except Refused:
             if time.monotonic() > until:
                 raise Refused(f"node 0's name {place.host} never resolved; has its pod a place?", passes=True) from None
-        if not is_told:
+        if not is_announced:
             screen.say(f"train: waiting for node 0's name {place.host}, which does not resolve yet")
-        is_told = True
+        is_announced = True
         time.sleep(0.5)
     return not stop.asked
 
 
-def _takes_over(run: Run, content: dict[str, Any], stop: StopRequest, until: float) -> bool:
+def _wait_for_lock(run: Run, content: dict[str, Any], stop: StopRequest, until: float) -> bool:
     """Wait until no agent of an earlier start has the run of this node.
 
-    It may be ending. Or its machine lives, and the engine has given it up, for it cannot reach it, while the folder is
-    seen there: by that it is told.
+    It may be ending. Or the engine cannot reach its machine and has given it up, while that machine lives and sees the
+    folder: a file there asks it to stop.
 
     Returns:
         False: a stop was asked for.
@@ -127,7 +127,7 @@ def _takes_over(run: Run, content: dict[str, Any], stop: StopRequest, until: flo
     Raises:
         Refused: it is another submission's run, or the other agent does not leave.
     """
-    is_told = False
+    is_announced = False
     while (run.folder / "run.json").exists() and not stop.asked:
         record = run.read()
         if record.get("submission") != content["id"]:
@@ -143,9 +143,9 @@ def _takes_over(run: Run, content: dict[str, Any], stop: StopRequest, until: flo
             raise Refused(f"{where} has {run.name} still; end its agent there, then: train resume {run.name}", True)
         if not run.stop_asked():
             run.ask_stop(states.PLACED)
-        if not is_told:
+        if not is_announced:
             screen.say(f"train: {where} has {run.name} still; waiting for its end")
-        is_told = True
+        is_announced = True
         time.sleep(0.5)
     return not stop.asked
 
@@ -160,7 +160,7 @@ def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: di
     )  # fmt: skip
     if record is None or record["total_steps"] is None:  # no agent has come so far as to check it
         launch.request = {"task": content["task"], "init": content["init"]}
-        launch.request["flags"] = laid_over(content["flags"], content["changes"])
+        launch.request["flags"] = merge_flags(content["flags"], content["changes"])
         for key, file in (("config_file", content["config_file"]), ("copy", content["task_copy"])):
             launch.request[key] = str(beside / file) if file else None
         return launch
@@ -172,19 +172,17 @@ def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: di
 
 def _fail(beside: Path, run: Run | None, error: BaseException) -> int:
     """Say why this node cannot begin, where its user will look. Returns an exit code."""
-    if isinstance(error, Refused):
-        said, code = str(error), 1 if may_pass(error) else EXIT_REFUSED
-    else:
-        said, code = agent.error_line(error), 1
-    screen.say(f"train: {said}")
+    message = agent.error_line(error)
+    code = EXIT_REFUSED if isinstance(error, Refused) and not may_pass(error) else 1
+    screen.say(f"train: {message}")
     if code == EXIT_REFUSED:
-        with contextlib.suppress(OSError):  # a ConfigMap in a pod, which nobody asks for it
-            (beside / "refused").write_text(f"{said}\n", encoding="utf-8")
+        with contextlib.suppress(OSError):  # a ConfigMap in a pod cannot be written, nor is it read
+            (beside / "refused").write_text(f"{message}\n", encoding="utf-8")
     with contextlib.suppress(OSError, Refused):
         if run is not None and run.read().get("submission") == engine.read(beside)["id"]:
             is_for_good = not may_pass(error) and run.read()["total_steps"] is None
             values: dict[str, Any] = {"state": states.FAILED} if is_for_good else {}
-            run.note(**values, reason=said, ended=run_folder.now())
+            run.note(**values, reason=message, ended=run_folder.now())
     return code
 
 

@@ -119,7 +119,7 @@ class Engine(Protocol):
         """The command that prints the output of a rank; None: the output lies in the run folders of its nodes.
 
         Args:
-            since: go on printing what comes, from this time on; '': from the start.
+            since: print what comes, too, from this time on; '': from the start.
         """
 
     def remove(self, run: Run) -> str:
@@ -149,8 +149,8 @@ def call(*command: str, given: str | None = None, seconds: float = 60.0) -> str:
     except OSError as error:
         raise Refused(f"{name} cannot be run: {error.strerror}") from None
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise Refused(f"{name}: {one_line(said[-1]) if said else f'exit code {done.returncode}'}")
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise Refused(f"{name}: {one_line(lines[-1]) if lines else f'exit code {done.returncode}'}")
     return done.stdout
 
 
@@ -178,7 +178,7 @@ def read(folder: Path) -> dict[str, Any]:
     raise Refused(f"{folder / FILE} is damaged, or of an earlier version; submit the run anew under another name")
 
 
-def of_others(runs: Path, name: str) -> Sequence[Path]:
+def other_node_folders(runs: Path, name: str) -> Sequence[Path]:
     """The folders of a run's nodes but node 0, or what is left of them."""
     return [folder / name for folder in folders.of_nodes(runs) if (folder / name).exists()]
 

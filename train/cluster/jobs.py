@@ -1,8 +1,8 @@
 """What a user does with a run that an engine of a cluster starts: submit, look, stop, resume, remove.
 
-The run folder says how the run stands, and the engine how its job does; `judged` puts the two together. A file that
---init names in a cluster is found there, and so is what follows from the machine: a login node has no GPU and other
-cores. Imports no torch but to submit.
+The run folder says how the run stands, and the engine how its job does; `with_job_status` puts the two together. A
+file that --init names in a cluster is found there, and so is what follows from the machine: a login node has no GPU and
+other cores. Imports no torch but to submit.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ def _hand_over(run: Run, undo: Callable[[], None]) -> str:
     return message
 
 
-def effective(runs: Iterable[Run], tell: Tell) -> list[Record]:
+def statuses(runs: Iterable[Run], tell: Tell) -> list[Record]:
     """The records of runs with their effective states. Each place of an engine is asked once, if at all.
 
     Args:
-        tell: is told which engine does not answer, and which record cannot be read.
+        tell: called with which engine does not answer, and which record cannot be read.
     """
     answers: dict[tuple[str, str | None], _Jobs | None] = {}
     found = []
@@ -148,21 +148,21 @@ def effective(runs: Iterable[Run], tell: Tell) -> list[Record]:
                 at = record["submitted"]["engine"], record["submitted"].get("at")
                 if at not in answers:
                     answers[at] = _answer(record, tell)
-                record = judged(record, answers[at])
+                record = with_job_status(record, answers[at])
             found.append(record)
         except Refused as error:
             tell(str(error))
     return found
 
 
-def shown(run: Run, tell: Tell) -> Record:
+def status(run: Run, tell: Tell) -> Record:
     """A run's record with its effective state, the engine's view included.
 
     Raises:
         Refused: it cannot be read.
     """
     record = run.shown()
-    return next(iter(effective([run], tell)), record) if is_submitted(record) else record
+    return next(iter(statuses([run], tell)), record) if is_submitted(record) else record
 
 
 def _answer(record: Record, tell: Tell) -> _Jobs | None:
@@ -174,7 +174,7 @@ def _answer(record: Record, tell: Tell) -> _Jobs | None:
         return None
 
 
-def judged(record: Record, jobs: _Jobs | None) -> Record:
+def with_job_status(record: Record, jobs: _Jobs | None) -> Record:
     """A record with its effective state.
 
     Args:
@@ -194,17 +194,17 @@ def judged(record: Record, jobs: _Jobs | None) -> Record:
     return record | {"state": job.state, "reason": f"{record['submitted']['engine']}: {job.text}"}
 
 
-def settled(run: Run, tell: Tell) -> tuple[Record, bool]:
+def poll(run: Run, tell: Tell) -> tuple[Record, bool]:
     """A run's effective record, and whether nothing more comes of it by itself."""
     record = run.shown()
     jobs: _Jobs | None = None
     if record["state"] not in (states.RUNNING, states.FINISHED, states.FAILED):
         jobs = _answer(record, tell)
-        record = run.shown()  # after the question: of a job that is gone nobody writes any more
+        record = run.shown()  # after the question: when the job is gone, the record is final
     if record["state"] in (states.RUNNING, states.FINISHED, states.FAILED):
         return record, record["state"] != states.RUNNING
     job = (jobs or {}).get(record["submission"])
-    return judged(record, jobs), jobs is not None and (job is None or job.is_over)
+    return with_job_status(record, jobs), jobs is not None and (job is None or job.is_over)
 
 
 def _job_of(run: Run) -> JobStatus | None:
@@ -241,7 +241,7 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
         engine_of(run.read()).stop(run, job, now)
         time.sleep(_ASK_EVERY)
     run.clear_stop()
-    record = shown(run, tell)
+    record = status(run, tell)
     if record["state"] in (states.FINISHED, states.FAILED):
         return control.how_it_stands(record)
     lock = run.acquire(patience=_LAST)
@@ -265,7 +265,7 @@ def resume(run: Run, flags: dict[str, str]) -> str:
 
     config.check_flags(flags)  # what is handed over once stays, until it is given anew
     with run.handing_over():  # two at once would give it two jobs
-        if shown(run, lambda _: None)["state"] == states.FINISHED and not {"epochs", "steps"} & flags.keys():
+        if status(run, lambda _: None)["state"] == states.FINISHED and not {"epochs", "steps"} & flags.keys():
             return ""
         if (job := _job_of(run)) is not None:
             raise Refused(f"{run.name} is at its engine already: {job.text}")
@@ -275,7 +275,7 @@ def resume(run: Run, flags: dict[str, str]) -> str:
         if lock is None:
             raise Refused(f"{run.name} is running; see: train show {run.name}")
         was = {name: run.read().get(name) for name in ("state", "reason", "stopped_by", "ended")}
-        content["changes"] = laid_over(content["changes"], flags)
+        content["changes"] = merge_flags(content["changes"], flags)
         durable.write_atomically(path, json.dumps(content, indent=1) + "\n")
         run.update(state=states.CREATED, reason="being handed over", stopped_by=None, ended=None)
         lock.release()
@@ -287,7 +287,7 @@ def resume(run: Run, flags: dict[str, str]) -> str:
         return f"{_hand_over(run, undo)}; how it stands: train show {run.name}"
 
 
-def laid_over(fields: dict[str, str], flags: dict[str, str]) -> dict[str, str]:
+def merge_flags(fields: dict[str, str], flags: dict[str, str]) -> dict[str, str]:
     """Fields as text, and others that were given later over them; steps and epochs replace each other."""
     other = {"steps": "epochs", "epochs": "steps"}
     replaced = {other[name] for name, text in flags.items() if name in other and text != "none"}
@@ -295,7 +295,7 @@ def laid_over(fields: dict[str, str], flags: dict[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def left_alone(run: Run) -> Iterator[None]:
+def without_job(run: Run) -> Iterator[None]:
     """While this is held no engine has the run, nor gets it.
 
     Raises:
@@ -311,7 +311,7 @@ def left_alone(run: Run) -> Iterator[None]:
         yield
 
 
-def forget(run: Run) -> str:
+def remove_job(run: Run) -> str:
     """Let its engine remove what it keeps of a run that has ended. Returns a line about what stays; '' for nothing."""
     record = _record(run)
     if not is_submitted(record):
@@ -331,7 +331,7 @@ def _record(run: Run) -> Record:
     return cast(Record, {})
 
 
-def others(run: Run) -> list[Run]:
+def other_nodes(run: Run) -> list[Run]:
     """The same run in the folders of its other nodes."""
-    found = engines.of_others(run.folder.parent, run.name)
+    found = engines.other_node_folders(run.folder.parent, run.name)
     return [Run(folder) for folder in found if (folder / "run.json").exists()]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import train
-from train.cluster.engine import JobStatus, Submission, call, of_others, template
+from train.cluster.engine import JobStatus, Submission, call, other_node_folders, template
 from train.errors import Refused
 from train.run import environment, states
 from train.run.run_folder import Run
@@ -56,7 +56,7 @@ def check(asked: Submission) -> None:
     _check_more(asked.own.get("sbatch"))
     if re.search(r"[\x00-\x1f\x7f\"\\\ud800-\udfff]", str(asked.folder)):
         raise Refused(f"{asked.folder} has a sign in it that batch scripts cannot have; choose another --runs")
-    for left in of_others(asked.runs, asked.name):
+    for left in other_node_folders(asked.runs, asked.name):
         raise Refused(f"{left} is left of another run; remove it, or choose another --name")
     if not asked.is_dry and shutil.which("sbatch") is None:
         raise Refused("there is no sbatch here; submit from a machine of the cluster, or see --dry-run")

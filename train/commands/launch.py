@@ -27,6 +27,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Start the run inside tmux; print its name; follow it if wanted."""
     from train.launcher import tmux
+    from train.launcher.request import LaunchRequest, runs_of_node
     from train.run import folders
 
     request, restarts = request_of(options), number("max-restarts", options.max_restarts)
@@ -35,9 +36,9 @@ def run(options: Namespace, runs: Path) -> int:
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too: the same on every machine")
     name = options.name or folders.fresh_name(runs, Path(options.script or options.task).stem)
-    runs = tmux.runs_of_node(runs, name, cluster, options.flags, options.config)
+    runs = runs_of_node(runs, name, cluster, options.flags, options.config)
     folders.check_free(runs, name)
-    launch = tmux.LaunchRequest(
+    launch = LaunchRequest(
         kind="script" if options.script else "new",
         runs=str(runs),
         name=name,

@@ -35,7 +35,7 @@ def run(options: Namespace, runs: Path) -> int:
     limit = number("limit", options.limit, 1)
     names = options.names
     found = select.matching(runs, names, must=False) if names else folders.every(runs)
-    records = jobs.effective(found, tell)
+    records = jobs.statuses(found, tell)
     known = bool(records) and not names
     records = select.chosen(records, options.state, options.sort, limit, options.reverse)
     print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))

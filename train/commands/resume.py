@@ -65,6 +65,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     from train.cluster import jobs
     from train.launcher import tmux
     from train.launcher.control import nothing_left
+    from train.launcher.request import LaunchRequest
     from train.run import folders
 
     runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))
@@ -87,11 +88,11 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     cluster = nodes_of(options, before)
     if before and before["node"] and cluster is not None and not cluster.get("node"):
         raise Refused(f"{name} has its checkpoints on node 0, and this is node {before['node']}; go on from there")
-    launch = tmux.LaunchRequest(
+    launch = LaunchRequest(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
         cluster=cluster,
         max_restarts=number("max-restarts", options.max_restarts),
-        script=[options.script] if options.script is not None else [],
+        script=[str(Path(options.script).absolute())] if options.script is not None else [],
     )  # fmt: skip
     warn(tmux.start(launch))
     screen.say(name, sys.stdout)

@@ -37,17 +37,17 @@ def _remove_all(runs: list[Run]) -> list[str]:
     Raises:
         Refused: a run is alive, or a folder cannot be removed.
     """
-    every = [*runs, *(other for run in runs for other in jobs.others(run))]
+    every = [*runs, *(other for run in runs for other in jobs.other_nodes(run))]
     with contextlib.ExitStack() as held:
         for run in runs:
-            held.enter_context(jobs.left_alone(run))
+            held.enter_context(jobs.without_job(run))
         for run in every:
             lock = run.acquire()
             if lock is None:
                 also = f"; nothing was removed of these {len(runs)} runs" if len(runs) > 1 else ""
                 raise Refused(f"{run.name} is running; first: train stop {run.name}{also}")
             held.callback(lock.release)
-        stays = [line for run in runs if (line := jobs.forget(run))]
+        stays = [line for run in runs if (line := jobs.remove_job(run))]
         for run in reversed(every):
             folders.bury(run)
     return stays

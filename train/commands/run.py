@@ -27,6 +27,5 @@ def run(options: Namespace, runs: Path) -> int:
         folders.check_free(runs, options.name)
     check_now(options.task, options.flags)
     from train.launcher import foreground
-    from train.launcher.request import Request
 
-    return foreground.run(runs, options.name, Request(**request), spawn)
+    return foreground.run(runs, options.name, request, spawn)

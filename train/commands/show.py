@@ -24,7 +24,7 @@ def run(options: Namespace, runs: Path) -> int:
     from train.views.listing import story
 
     run = folders.find(runs, options.name)
-    record = jobs.shown(run, tell)
+    record = jobs.status(run, tell)
     if not options.json:
         print(story(run, record))
         return EXIT_FINISHED

@@ -37,7 +37,7 @@ def main() -> None:
     (desk / "request.json").unlink(missing_ok=True)  # of a launch that is killed nothing secret stays
     _never_wait_for_terminal()
     from train.launcher.create_run import open_run
-    from train.launcher.tmux import LaunchRequest
+    from train.launcher.request import LaunchRequest
 
     stop = StopRequest()
     signal.signal(signal.SIGHUP, _leave)  # until the run is there, when create_run.py lets the terminal go
@@ -45,7 +45,8 @@ def main() -> None:
     try:
         opened = open_run(launch, environment.keep(content["env"]), content["zygote"])
     except BaseException as error:
-        sys.exit(_fail(desk, error))
+        _answer(desk, {"refused": error_line(error)})
+        sys.exit(EXIT_REFUSED if isinstance(error, Refused) else 1)
     if not _answer(desk, {"warnings": opened.warnings}):
         _undo(launch, opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
@@ -74,21 +75,11 @@ def _leave(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _fail(desk: Path, error: BaseException) -> int:
-    """Tell the caller why the request cannot be carried out. Returns an exit code."""
-    if isinstance(error, Refused):
-        _answer(desk, {"refused": str(error)})
-        return EXIT_REFUSED
-    refusal = error_line(error)
-    _answer(desk, {"refused": refusal})
-    return 1
-
-
 def error_line(error: BaseException) -> str:
-    """What is not foreseen, in a line; its traceback goes to the terminal."""
+    """Why a request cannot be carried out; the traceback of what is not foreseen goes to the terminal."""
     from train.supervise.forks import CheckFailed, described
 
-    if isinstance(error, CheckFailed):  # printed where it was raised
+    if isinstance(error, (Refused, CheckFailed)):  # the latter is printed where it was raised
         return str(error)
     with contextlib.suppress(OSError):
         traceback.print_exception(error)

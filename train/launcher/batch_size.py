@@ -18,14 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train import module_runner
 from train.errors import Refused, one_line
 from train.signals import die_with_parent, leave
 from train.supervise import memory
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.launcher.request import Request
 
 _FULL = 4
 """Exit code of a rank to which memory was refused."""
@@ -39,30 +42,27 @@ _SLOTS = 2
 """Micro batches of a rank and step: the second adds to gradients that are there."""
 
 
-def find(task: str, copy: str | None, flat: dict[str, Any], ranks: int, sizes: Sequence[int]) -> tuple[int, str]:
-    """The first of these micro batches that fits, and a word on how that was found.
-
-    Args:
-        task: as the user named it.
-        copy: the file that it is to be read from, if another.
-        flat: the configuration, by dotted names.
-        ranks: how many there will be on this machine; all have to fit.
-        sizes: largest first.
+def find(request: Request, config: Config) -> tuple[int, str]:
+    """The configured micro batch, halved until it fits in memory on all ranks of this machine, and how it was found.
 
     Raises:
         Refused: none fits, or a step fails otherwise.
     """
-    full = ""
-    for size in sizes:
-        request = {"task": task, "copy": copy, "config": flat | {"micro_batch_size": size}, "ranks": ranks}
-        why = _try(request)
-        if not why:
-            return size, f"halved until it fits; {full}" if full else "the batch over the ranks: it fits"
-        full = f"with {size}: {why}"
-    raise Refused(
-        f"--micro_batch_size auto: not even {sizes[-1]} at a time fit: {why}; try --parallel.recompute auto, a smaller "
-        "model, or (on several ranks) --parallel.strategy fsdp"
-    )
+    from train import config as configuration
+
+    flat = configuration.to_flat(config)
+    if config.parallel.shard_size is not None:  # the ranks of this machine alone are there
+        flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, request.ranks)
+    attempt = {"task": request.task, "copy": request.copy, "ranks": request.ranks}
+    size, reason = flat["micro_batch_size"], "the batch over the ranks: it fits"
+    while why := _try(attempt | {"config": flat | {"micro_batch_size": size}}):
+        if size == 1:
+            raise Refused(
+                f"--micro_batch_size auto: not even 1 at a time fit: {why}; try --parallel.recompute auto, a smaller "
+                "model, or (on several ranks) --parallel.strategy fsdp"
+            )
+        reason, size = f"halved until it fits; with {size}: {why}", size // 2
+    return size, reason
 
 
 def _try(request: dict[str, Any]) -> str:

@@ -1,20 +1,19 @@
-"""Everything that can be wrong with a run is found here, before anything is created or changed.
+"""Finds everything that can be wrong with a run before anything is created or changed.
 
-`prepare` checks a new run, `prepare_resume` one that continues; what both need is checked by the same functions.
+`prepare` checks a new run, `prepare_resume` one that continues, both by the list of checks in `_check`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import cuda
 
 from train import config as configuration
 from train import gpus
@@ -24,7 +23,7 @@ from train.data import fingerprint
 from train.data.fetch import is_indexed_at_once
 from train.errors import Refused, nearest
 from train.launcher import provenance
-from train.launcher.request import ALONE, Request, parsed, resolve, settings_types
+from train.launcher.request import ALONE, Request, resolve, with_flags
 from train.parallel import choose
 from train.parallel.devices import NoGPU, check_kernels, pick_device
 from train.parallel.precision import ON_GPU_ALONE, Precision
@@ -51,6 +50,20 @@ class Prepared:
     record: dict[str, Any]
 
 
+@dataclasses.dataclass
+class _Checked:
+    """What the checks have found."""
+
+    device: torch.device
+    cards: list[gpus.Card]
+    """GPUs that this process sees; none on the CPU."""
+    train_set: Any
+    eval_set: Any
+    model: torch.nn.Module | None
+    """None: of a resume that has nothing to ask it."""
+    warnings: list[str]
+
+
 def prepare(request: Request) -> Prepared:
     """Check a new run from its flags to its data, and choose what its user has left open.
 
@@ -59,81 +72,137 @@ def prepare(request: Request) -> Prepared:
     """
     task, config = resolve(request)
     ranks, everywhere = request.ranks, request.ranks * request.nodes[-1]
-    device = pick_device(config, ranks, 0)
-    config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not find another one without a word
-    found = _cards(device)
-    precision = Precision(config.precision, device)
-    check_ranks(config, ranks, request.nodes, device)
-    wandb.check(config.log.wandb)
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
-    _cut_batch(config, everywhere)
-    train_set, eval_set = build.make_datasets(task, config)
-    check_best(config, task, eval_set)
-    sizes = _micro_batch_sizes(config, device, everywhere, len(train_set)) if is_searched else []
-    if not sizes:
-        check_sync_batchnorm(config, device, everywhere, len(train_set))
+    found = _check(task, config, ranks, request.nodes)
+    assert found.model is not None
     if config.data.workers is None:
-        config.data.workers = arithmetic.loaders(ranks, device, is_indexed_at_once(train_set, task.collate))
-    model = checked_model(task, config, everywhere, precision)
-    with without_compiler():
-        make_optimizer(task, model, config)
-    micro_reason = _find_micro_batch(request, config, sizes) if is_searched else ""
-    threads_reason = ""
+        config.data.workers = arithmetic.loaders(ranks, found.device, is_indexed_at_once(found.train_set, task.collate))
+    micro_reason = threads_reason = ""
+    if is_searched:
+        from train.launcher import batch_size
+
+        config.micro_batch_size, micro_reason = batch_size.find(request, config)
+        check_sync_batchnorm(config, found.device, everywhere, len(found.train_set))
     if config.cpu_threads is None:
-        config.cpu_threads, threads_reason = arithmetic.threads(ranks, device, model)
-    files = _files(task, config, _weights(request, model), build.fingerprint(task, config, train_set, eval_set))
-    record = _record(request, task, config, len(train_set)) | {
+        config.cpu_threads, threads_reason = arithmetic.threads(ranks, found.device, found.model)
+    record = _record(request, task, config, len(found.train_set)) | {
         "world_size": everywhere,
         "chosen": chosen,
         "cpu_threads_reason": threads_reason,
         "micro_batch_size_reason": micro_reason,
-        "versions": provenance.versions(found),
+        "versions": provenance.versions(found.cards),
     }
-    return Prepared(task, config, files, record)
+    return Prepared(task, config, _files(request, task, config, found), record)
 
 
-def _cards(device: torch.device) -> list[gpus.Card]:
-    """The GPUs that this process sees, where it computes on them.
+def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Task, Config, list[str]]:
+    """Check that a run can continue, with these changes; nothing is written. Also returns warnings.
+
+    Args:
+        local: ranks on this machine.
+        nodes: numbers of machines that it may have.
 
     Raises:
-        Refused: torch has no kernels for one.
+        Refused: it cannot continue as it stands or as asked for.
     """
-    found = gpus.seen_here() if device.type == "cuda" else []
-    check_kernels(found)
-    return found
+    record, task, ranks = run.read(), task_of(run), local * nodes[-1]
+    config = config_of(run, task)
+    if flags:
+        before = configuration.to_flat(config)
+        config = with_flags(flags, task, before)
+        _check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
+    step, manifest, unused = manifests.newest_valid(run)
+    if manifest:
+        what = f"{run.folder / 'config.toml'} does not fit its checkpoints"
+        _check_changes(manifest["config"], configuration.to_flat(config), what)
+        if manifest.get("task_sha256") != task.sha256:
+            raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
+    found = _check(task, config, local, nodes, run, "checkpoint.best" in flags)
+    plan = build.plan_of(config, len(found.train_set))
+    total = build.total_steps(config, plan)
+    if total < step:
+        raise Refused(f"{run.name} has trained {step} steps already, more than the {total} now asked for")
+    warnings = [*unused, *found.warnings, *_edited(run, record)]
+    micros = plan.micro_batches(0)
+    if micros < ranks:
+        only = ranks - micros
+        warnings.append(f"{ranks} ranks share {micros} micro batches per step: {only} of them compute nothing new")
+    return task, config, warnings
 
 
-def _find_micro_batch(request: Request, config: Config, sizes: Sequence[int]) -> str:
-    """Set the size of a micro batch to the first of these that fits in memory. Returns how it was found."""
-    from train.launcher import batch_size
+def _check(
+    task: Task, config: Config, local: int, nodes: range, run: Run | None = None, is_best_new: bool = True
+) -> _Checked:
+    """The checks of a run, new or resumed, in their order; its device and micro batch are written into `config`.
 
-    flat = configuration.to_flat(config)
-    if config.parallel.shard_size is not None:  # a try has the ranks of this machine alone
-        flat["parallel.shard_size"] = math.gcd(config.parallel.shard_size, request.ranks)
-    config.micro_batch_size, reason = batch_size.find(request.task, request.copy, flat, request.ranks, sizes)
-    return reason
+    Args:
+        local: ranks of each machine.
+        nodes: numbers of machines that it may have.
+        run: the one that is resumed; None: it is a new one.
+        is_best_new: checkpoint.best is asked for now; one that a run has had from before is no reason to refuse it.
+
+    Raises:
+        Refused: it cannot be run as asked for.
+    """
+    ranks, warnings = local * nodes[-1], []
+    device = _device(config, local, run)
+    config.device = "cuda" if device.type == "cuda" else "cpu"  # a resume must not find another one without a word
+    cards = gpus.seen_here() if device.type == "cuda" else []
+    check_kernels(cards)
+    precision = Precision(config.precision, device)
+    check_ranks(config, local, nodes, device)
+    wandb.check(config.log.wandb)
+    if run is None:
+        _cut_batch(config, ranks)
+    elif not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
+        raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
+    train_set, eval_set = build.make_datasets(task, config)
+    if run is not None:
+        warnings = _check_data(run, task, config, train_set, eval_set)
+    if is_best_new:
+        known = {name: None for line in evaluations(run) for name in line["eval"]} if run is not None else ()
+        check_best(config, task, eval_set, known)
+    check_sync_batchnorm(config, device, ranks, len(train_set))
+    is_first_of_several = run is not None and run.read()["world_size"] == 1 < ranks
+    model = None
+    if run is None or is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:
+        model = _checked_model(task, config, ranks, precision)
+    return _Checked(device, cards, train_set, eval_set, model, warnings)
 
 
-def _weights(request: Request, model: torch.nn.Module) -> dict[str, str | bytes]:
-    """The file of the weights that --init names, as the run keeps them."""
-    if request.init is None:
-        return {}
-    from safetensors.torch import save
+def _device(config: Config, local: int, run: Run | None) -> torch.device:
+    """The device of the first rank; a resume stays on GPUs if it began on them, unless its user says otherwise.
 
-    build.set_weights(model, build.read_weights(Path(request.init)), request.init)
-    return {"init.safetensors": save({name: t.contiguous().clone() for name, t in model.state_dict().items()})}
+    Raises:
+        Refused: as pick_device; or the run needs a GPU and is not to use one.
+    """
+    if run is not None and config.precision in ON_GPU_ALONE and (config.device == "cpu" or not cuda.device_count()):
+        problem = f"{run.name} computes in {config.precision}, which a CPU has not, and a resume may not change that"
+        raise Refused(f"{problem}; resume it where torch sees a GPU: nvidia-smi")
+    try:
+        return pick_device(config, local, 0)
+    except NoGPU:
+        if run is None:
+            raise
+        on_cpu = f"to continue on the CPU, with other bits: train resume {run.name} --device cpu"
+        raise Refused(f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; {on_cpu}") from None
 
 
-def _files(task: Task, config: Config, weights: dict[str, str | bytes], data: Any) -> dict[str, str | bytes]:
+def _files(request: Request, task: Task, config: Config, found: _Checked) -> dict[str, str | bytes]:
     """What lies in the folder of a new run."""
-    files = {
-        **weights,
-        "config.toml": configuration.to_toml(config),
-        fingerprint.FACTS: json.dumps(data, indent=1) + "\n",
-    }
+    data = build.fingerprint(task, config, found.train_set, found.eval_set)
+    files: dict[str, str | bytes] = {fingerprint.FACTS: json.dumps(data, indent=1) + "\n"}
+    files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
         files["task.py"] = task.file.read_bytes()
+    if request.init is not None:
+        from safetensors.torch import save
+
+        assert found.model is not None
+        build.set_weights(found.model, build.read_weights(Path(request.init)), request.init)
+        weights = {name: tensor.contiguous().clone() for name, tensor in found.model.state_dict().items()}
+        files["init.safetensors"] = save(weights)
     return files
 
 
@@ -154,79 +223,7 @@ def _record(request: Request, task: Task, config: Config, samples: int) -> dict[
     }
 
 
-def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Task, Config, list[str]]:
-    """Check that a run can go on, with these changes; nothing is written. Also returns warnings.
-
-    Args:
-        local: ranks on this machine.
-        nodes: numbers of machines that it may have.
-
-    Raises:
-        Refused: it cannot go on as it stands or as asked for.
-    """
-    record, task, ranks = run.read(), task_of(run), local * nodes[-1]
-    config = _changed_config(run, task, flags)
-    step, warnings = _newest_checkpoint(run, task, config)
-    device = _device_again(run, config, local)
-    precision = Precision(config.precision, device)
-    if not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
-        raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
-    check_ranks(config, local, nodes, device)
-    wandb.check(config.log.wandb)
-    train_set, eval_set = build.make_datasets(task, config)
-    warnings += _check_data(run, record, task, config, train_set, eval_set)
-    if "checkpoint.best" in flags:  # what a run has had from before is no reason to end it
-        check_best(config, task, eval_set, {name: None for line in evaluations(run) for name in line["eval"]})
-    check_sync_batchnorm(config, device, ranks, len(train_set))
-    is_first_of_several = record["world_size"] == 1 < ranks
-    if is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:  # else nothing to ask it
-        checked_model(task, config, ranks, precision)
-    plan = build.plan_of(config, len(train_set))
-    total = build.total_steps(config, plan)
-    if total < step:
-        raise Refused(f"{run.name} has trained {step} steps already, more than the {total} now asked for")
-    micros = plan.micro_batches(0)
-    if micros < ranks:
-        only = ranks - micros
-        warnings.append(f"{ranks} ranks share {micros} micro batches per step: {only} of them compute nothing new")
-    return task, config, warnings + _edited(run, record)
-
-
-def _changed_config(run: Run, task: Task, flags: dict[str, str]) -> Config:
-    """The configuration of a run with the changes of a resume.
-
-    Raises:
-        Refused: a field is unknown, or may not change.
-    """
-    config = config_of(run, task)
-    before = configuration.to_flat(config)
-    own = {f"task.{name}": hint for name, hint in settings_types(task).items()}
-    changes = parsed(flags, own, task)
-    if changes:
-        config = configuration.build(configuration.layer(changes, task.Settings, "", before), task.Settings)
-        if config.data.root:
-            config.data.root = str(Path(config.data.root).absolute())
-        _check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
-    return config
-
-
-def _newest_checkpoint(run: Run, task: Task, config: Config) -> tuple[int, list[str]]:
-    """The step of the newest whole checkpoint, 0 without one, and warnings about damaged ones.
-
-    Raises:
-        Refused: it is not of this task and configuration.
-    """
-    step, manifest, warnings = manifests.newest_valid(run)
-    if not manifest:
-        return 0, warnings
-    what = f"{run.folder / 'config.toml'} does not fit its checkpoints"
-    _check_changes(manifest["config"], configuration.to_flat(config), what)
-    if manifest.get("task_sha256") != task.sha256:
-        raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
-    return step, warnings
-
-
-def _check_data(run: Run, record: Record, task: Task, config: Config, train_set: Any, eval_set: Any) -> list[str]:
+def _check_data(run: Run, task: Task, config: Config, train_set: Any, eval_set: Any) -> list[str]:
     """Whether the data are those that a run began with. Returns warnings.
 
     Raises:
@@ -238,10 +235,11 @@ def _check_data(run: Run, record: Record, task: Task, config: Config, train_set:
             f"the data differ from those that {run.name} began with: {differs}; put them back as they were, "
             "or start a new run"
         )
-    if len(train_set) != record.get("samples", len(train_set)):
+    samples = run.read().get("samples", len(train_set))
+    if len(train_set) != samples:  # of a run of an earlier version, for others differ by now
         raise Refused(
-            f"the training set has {len(train_set)} samples now and had {record['samples']} when {run.name} "
-            "was started; put the data back as it was"
+            f"the training set has {len(train_set)} samples now and had {samples} when {run.name} was started; put "
+            "the data back as it was"
         )
     if (fingerprint.recorded(run.folder) or {}).get("format", fingerprint.FORMAT) != fingerprint.FORMAT:
         return [f"{run.name} is of an earlier version: whether its data have changed is not compared"]
@@ -252,31 +250,12 @@ def _edited(run: Run, record: Record) -> list[str]:
     """Warnings about files of a task that have changed since."""
     lines = []
     source = record.get("task_source")
-    if source and manifests.sha256_of(Path(source)) not in ("", record.get("task_sha256")):
+    if source and provenance.digest(Path(source)) not in ("", record.get("task_sha256")):
         lines.append(f"{source} has changed since; {run.name} goes on with its own copy")
     changed = provenance.changed(record.get("task_imports"), "task")
     if changed:
         lines.append(f"{changed}; no copy was kept, so {run.name} goes on with it as it is now")
     return lines
-
-
-def _device_again(run: Run, config: Config, ranks: int) -> torch.device:
-    """The device of a resume: GPUs if it began on them, unless its user says otherwise."""
-    on_cpu = f"to go on on the CPU, with other bits: train resume {run.name} --device cpu"
-    if config.precision in ON_GPU_ALONE:
-        on_cpu = f"its precision {config.precision} needs one, so resume it where there is one"
-    try:
-        device = pick_device(config, ranks, 0)
-    except NoGPU:
-        raise NoGPU(f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; {on_cpu}") from None
-    if device.type == "cpu" and config.precision in ON_GPU_ALONE:
-        raise Refused(
-            f"{run.name} computes in {config.precision}, which a CPU has not, and a resume may not change that; "
-            "resume it where there is a GPU"
-        )
-    config.device = "cuda" if device.type == "cuda" else "cpu"
-    _cards(device)
-    return device
 
 
 def _check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
@@ -302,11 +281,11 @@ def _cut_batch(config: Config, ranks: int) -> None:
     check_micro_batches(config, ranks)
 
 
-def checked_model(task: Task, config: Config, ranks: int, precision: Precision) -> torch.nn.Module:
-    """The model, which so many ranks can train, spread and compute again as `parallel` says.
+def _checked_model(task: Task, config: Config, ranks: int, precision: Precision) -> torch.nn.Module:
+    """The model, which so many ranks can train, spread and compute again as `parallel` says, with its optimizer.
 
     Raises:
-        Refused: it cannot.
+        Refused: they cannot.
     """
     model = build.make_model(task, config, precision.weights)
     build.check_forward(task, model)
@@ -316,6 +295,8 @@ def checked_model(task: Task, config: Config, ranks: int, precision: Precision) 
 
         fsdp.check(model, config.parallel.wrap)
     recompute(model, config.parallel.recompute)
+    with without_compiler():
+        make_optimizer(task, model, config)
     return model
 
 
@@ -339,7 +320,7 @@ def check_ranks(config: Config, local: int, nodes: range, device: torch.device) 
         )
 
 
-def check_best(config: Config, task: Task, eval_set: Any, known: Iterable[str] = ()) -> None:
+def check_best(config: Config, task: Task, eval_set: Any, known: Collection[str] = ()) -> None:
     """Whether evaluations can say which checkpoint is the best, as far as that is known.
 
     Args:
@@ -357,11 +338,7 @@ def check_best(config: Config, task: Task, eval_set: Any, known: Iterable[str] =
             f"--checkpoint.best {text} needs evaluations, and datasets() in {task.file} returns None for the "
             "evaluation set; leave it out"
         )
-    if metric != "loss" and task.metrics is None:
-        raise Refused(
-            f"--checkpoint.best {text}: {task.file} has no function metrics, so an evaluation gives the loss alone; "
-            "use --checkpoint.best loss"
-        )
+    known = known or (["loss"] if task.metrics is None else [])
     if not metric or (known and metric not in known):
         names = nearest(metric, known, f"; there are: {', '.join(known) or 'loss and the names that metrics() gives'}")
         raise Refused(f"--checkpoint.best {text}: no evaluation gives {metric or 'a figure without a name'}{names}")
@@ -381,20 +358,6 @@ def check_micro_batches(config: Config, ranks: int) -> None:
             f"{ranks} ranks have only {micros} micro batches of {config.micro_batch_size} in a global batch of "
             f"{config.batch_size}; use --micro_batch_size {config.batch_size // ranks} or less"
         )
-
-
-def _micro_batch_sizes(config: Config, device: torch.device, ranks: int, length: int) -> list[int]:
-    """The configured size and its halves down to 1, as far as sync_batchnorm can have them."""
-    assert isinstance(config.micro_batch_size, int)
-    sizes = [config.micro_batch_size]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    found = []
-    for size in sizes:
-        with contextlib.suppress(Refused):
-            check_sync_batchnorm(dataclasses.replace(config, micro_batch_size=size), device, ranks, length)
-            found.append(size)
-    return found
 
 
 def check_sync_batchnorm(config: Config, device: torch.device, ranks: int, length: int) -> None:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-from collections.abc import Iterator
+from pathlib import Path
 
 from train.errors import Refused, is_whole, whole
 from train.gpus import VISIBLE, number_by_bus
+from train.launcher.request import LaunchRequest
+from train.run import environment
+from train.run.run_folder import Run
 
 MOST_RANKS = 4096
 """On one machine."""
-_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
-"""What nvidia-smi -L calls a GPU, or a slice of one."""
+_BY_UUID = "; a UUID, also of a MIG slice, goes into CUDA_VISIBLE_DEVICES"
+"""Where to put what --gpus does not take, as the end of a sentence."""
 
 
 def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> tuple[int, str | None]:
     """Ranks on this machine and the GPU ids they may see (None: as they are).
 
-    A bare number of GPUs is a count; ids contain a comma (`2,` is id 2), or are UUIDs of GPUs or of one MIG slice.
+    A bare number of GPUs is a count; ids contain a comma (`2,` is id 2).
 
     Raises:
         Refused: not a number, not so many GPUs here, or no such GPU.
@@ -29,14 +30,9 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
     here = 0 if cpu_only else torch.cuda.device_count()
     visible: str | None = None
     if gpus is not None:
-        if _UUID.match(gpus.strip()):
-            chosen = _unique(gpus)
-        else:
-            chosen = _listed(gpus, here) if "," in gpus else _counted(gpus, here)
-            # ids count among the GPUs that this process may see
-            outer = os.environ.get(VISIBLE)
-            chosen = [outer.split(",")[int(i)].strip() if outer else i for i in chosen]
-        visible = ",".join(chosen)
+        chosen = _ids(gpus, here)
+        outer = os.environ.get(VISIBLE)  # ids count among the GPUs that this process may see
+        visible = ",".join(outer.split(",")[int(i)].strip() if outer else i for i in chosen)
         here = len(chosen)
     if nproc is None:
         return (here if gpus is not None else 1), visible
@@ -49,6 +45,28 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
     return whole(nproc), visible
 
 
+def choose(launch: LaunchRequest) -> tuple[int, str | None]:
+    """Ranks on this machine and the GPUs that they see (None: all), which this process then sees too.
+
+    Raises:
+        Refused: as count_ranks.
+    """
+    nproc = launch.nproc
+    if launch.kind == "resume":
+        run = Run(Path(launch.runs) / launch.name)
+        record, before = run.read(), environment.read(run.folder)
+        saved = before.values.get(VISIBLE) if before is not None else None
+        is_given = launch.gpus is not None
+        see(again(is_given, launch.visible, saved, record.get("gpus"), os.environ.get(VISIBLE)))
+        if nproc is None and not is_given:
+            nproc = str(record.get("nproc") or record["world_size"])
+    is_on_cpu = launch.request.get("flags", {}).get("device") == "cpu"
+    ranks, visible = count_ranks(nproc, launch.gpus, is_on_cpu)
+    if visible is not None:
+        see(visible)
+    return ranks, os.environ.get(VISIBLE)
+
+
 def again(asked: bool, caller: str | None, saved: str | None, recorded: str | None, current: str | None) -> str | None:
     """What CUDA_VISIBLE_DEVICES a resume begins with; None: not set.
 
@@ -58,7 +76,7 @@ def again(asked: bool, caller: str | None, saved: str | None, recorded: str | No
     Args:
         asked: whether --gpus is given.
         caller: the variable where the resume was typed; None: not set there, or the keeper resumes.
-        kept: the same when the run was started.
+        saved: the same when the run was started.
         recorded: what --gpus chose then, or None.
         current: the variable in the environment that was put together for this resume.
     """
@@ -78,57 +96,17 @@ def see(visible: str | None) -> None:
         number_by_bus()
 
 
-def _unique(gpus: str) -> list[str]:
-    """The GPUs or slices in `GPU-8932f937-…,GPU-46163e99-…`."""
-    import torch
-
-    ids = [part.strip() for part in gpus.strip().rstrip(",").split(",")]
-    if not all(map(_UUID.fullmatch, ids)) or len(set(ids)) < len(ids):
-        raise Refused(f"--gpus {gpus}: give different UUIDs with commas, as nvidia-smi -L shows them, or ids (0,1)")
-    slices = [part for part in ids if part.startswith("MIG-")]
-    if slices and len(ids) > 1:
-        raise Refused(
-            f"--gpus {gpus}: CUDA lets a process see one MIG slice, and NCCL joins none; give one of them, and start a "
-            "run for each"
-        )
-    with _seeing(",".join(ids)):
-        found = torch.cuda.device_count()
-    if found < len(ids):
-        raise Refused(f"--gpus {gpus}: {found} of these can be used here; nvidia-smi -L shows what there is")
-    return ids
-
-
-@contextlib.contextmanager
-def _seeing(visible: str) -> Iterator[None]:
-    before = os.environ.get(VISIBLE)
-    see(visible)
-    try:
-        yield
-    finally:
-        see(before)
-
-
-def _listed(gpus: str, here: int) -> list[str]:
-    """The ids in `0,2`, of `here` GPUs."""
-    ids = [part.strip() for part in gpus.strip().rstrip(",").split(",")]
-    if not ids or not all(map(is_whole, ids)) or len(set(ids)) < len(ids):
-        raise Refused(f"--gpus {gpus}: give a count (2), different ids with a comma (0,1 or 2,), or UUIDs")
-    missing = [part for part in ids if whole(part) >= here]
-    if missing:
-        raise Refused(f"--gpus {gpus}: there is no GPU {missing[0]} here; {_gpus_here(here)}")
+def _ids(gpus: str, here: int) -> list[str]:
+    """The ids in `0,2`, or the first so many of `here` GPUs."""
+    text = gpus.strip()
+    is_count = "," not in text
+    ids = [text] if is_count else [part.strip() for part in text.rstrip(",").split(",")]
+    if not all(map(is_whole, ids)) or len(set(ids)) < len(ids) or (is_count and whole(text) < 1):
+        raise Refused(f"--gpus {gpus}: give a count of at least 1, or different ids with a comma (0,1 or 2,){_BY_UUID}")
+    if is_count:
+        ids = [str(index) for index in range(min(whole(text), here + 1))]
+    if any(whole(part) >= here for part in ids):
+        if not here:
+            raise Refused(f"--gpus {gpus}: none is usable here; leave out --gpus to run on the CPU")
+        raise Refused(f"--gpus {gpus}: the ids of those that are usable here are 0 to {here - 1}; leave out --gpus")
     return [str(int(part)) for part in ids]
-
-
-def _counted(gpus: str, here: int) -> list[str]:
-    """The ids of the first so many of `here` GPUs."""
-    if not is_whole(gpus.strip()) or whole(gpus.strip()) < 1:
-        raise Refused(f"--gpus {gpus}: give a count of at least 1, ids with a comma (0,1 or 2,), or UUIDs")
-    if whole(gpus.strip()) > here:
-        raise Refused(
-            f"--gpus {gpus}: {_gpus_here(here)}; leave out --gpus" + (" to run on the CPU" if not here else "")
-        )
-    return [str(index) for index in range(int(gpus))]
-
-
-def _gpus_here(here: int) -> str:
-    return f"{here} are usable here" if here != 1 else "1 is usable here"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
 import threading
-import time
-from pathlib import Path
+from collections.abc import Iterator
 
 from train import screen, signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
@@ -19,7 +16,7 @@ from train.run.run_folder import Run
 from train.supervise import attempts, decide
 
 _PATIENCE = 15.0
-"""Seconds after which one who waits for a script to stop is told how to end it."""
+"""Seconds of waiting for a script to stop after which the way to end it is shown."""
 
 
 def resumable(run: Run) -> bool | None:
@@ -95,37 +92,62 @@ def _ran_well(run: Run, record: Record) -> bool:
 
 
 def stop(run: Run, now: bool) -> tuple[int, str]:
-    """Stop a run and wait until it has. Returns an exit code and a line that says how it stands."""
+    """Stop a run and wait until it has. Returns an exit code and a line that says how it stands.
+
+    Raises:
+        Refused: its folder takes no request, or no record.
+    """
     is_script = bool(run.read().get("script"))
     while True:
         if run.alive():
-            with _Reminder(run, is_script and not now):
-                try:
-                    run.stop(states.NOW if now else states.POLITE)
-                except OSError as error:
-                    stop_by_signal(run, now, error)
+            with _reminder(run) if is_script and not now else contextlib.nullcontext():
+                ask_to_stop(run, states.NOW if now else states.POLITE)
         record = run.shown()
-        state = record["state"]
-        if not (state in (states.INTERRUPTED, states.COPY) or rests_by_itself(record)):
-            break
+        if not (record["state"] in (states.INTERRUPTED, states.COPY) or rests_by_itself(record)):
+            return how_it_stands(record)
         lock = run.acquire()
-        if lock is None:  # somebody has just begun to resume it
-            continue
-        # by the user's wish it rests now: nothing brings it back by itself
-        reason = "stopped (train stop)"
-        if not is_script:
-            reason += f"; the last checkpoint is of step {next(iter(run.steps_saved()), 0)}"
-        try:
-            attempts.rest(run, states.STOPPED, reason, signals.USER)
-        except OSError as error:
-            problem = f"{run.name} has ended, but its folder takes no record of it ({error.strerror}); when it does"
-            raise Refused(f"{problem}: train stop {run.name}, or a keeper brings it back") from None
-        finally:
-            lock.release()
-        record = run.shown()
-        state = record["state"]
-        break
-    return how_it_stands(record)
+        if lock is not None:  # else a resume has just begun
+            break
+    # by the user's wish it rests now: nothing brings it back by itself
+    reason = "stopped (train stop)"
+    if not is_script:
+        reason += f"; the last checkpoint is of step {next(iter(run.steps_saved()), 0)}"
+    try:
+        attempts.rest(run, states.STOPPED, reason, signals.USER)
+    except OSError as error:
+        problem = f"{run.name} has ended, but its folder takes no record of it ({error.strerror}); when it does"
+        raise Refused(f"{problem}: train stop {run.name}, or a keeper brings it back") from None
+    finally:
+        lock.release()
+    return how_it_stands(run.shown())
+
+
+def ask_to_stop(run: Run, wanted: str) -> None:
+    """Ask a live run to stop and wait until it has.
+
+    Raises:
+        Refused: its folder takes no request, on a full disk for example.
+    """
+    try:
+        run.stop(wanted)
+    except OSError as error:
+        pid = (run.read().get("pids") or {}).get("agent")
+        by_signal = f", or on {run.read().get('host')}: kill {pid}" if pid else ""
+        problem = f"{run.folder} takes no request to stop ({error.strerror})"
+        raise Refused(f"{problem}; free space there, then: train stop {run.name}{by_signal}") from None
+
+
+@contextlib.contextmanager
+def _reminder(run: Run) -> Iterator[None]:
+    """Says once, while a script that was asked to stop is waited for, how to end it: it may never listen."""
+    text = f"train: {run.name} has not ended yet; at once: train stop {run.name} --now"
+    timer = threading.Timer(_PATIENCE, screen.say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def how_it_stands(record: Record) -> tuple[int, str]:
@@ -138,59 +160,8 @@ def how_it_stands(record: Record) -> tuple[int, str]:
     return EXIT_FINISHED, f"{name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
 
 
-def stop_by_signal(run: Run, now: bool, error: OSError) -> None:
-    """Stop a run whose folder takes no request, on a disk that is full for example, and wait until it has.
-
-    By the ids that it has written down, of processes that hold its lock: of others, and beyond the wall of a container,
-    ids mean nothing.
-
-    Raises:
-        OSError: `error`; none of its processes can be reached.
-    """
-    pids = run.read().get("pids") or {}
-    asked = [pids["agent"]] if "agent" in pids else pids.get("ranks", [])
-    reached = [pid for pid in asked if _holds(pid, run)]
-    if not reached:
-        raise error
-    for pid in reached:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL if now else signal.SIGTERM)
-    while run.alive():
-        time.sleep(0.05)
-
-
-def _holds(pid: int, run: Run) -> bool:
-    """Whether this process has the lock of the run open."""
-    with contextlib.suppress(OSError):
-        lock = (run.folder / "lock").stat()
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if os.path.samestat(file.stat(), lock):
-                    return True
-    return False
-
-
 def how_to_go_on(record: Record) -> str:
     """What a user can do with a stopped run."""
     if record.get("script"):
         return f"train resume {record['name']} {AFTER_STOP}"
     return f"continue with: train resume {record['name']}"
-
-
-class _Reminder:
-    """Says once, while one waits for a script that was asked to stop, how to end it: it may never listen."""
-
-    def __init__(self, run: Run, wanted: bool) -> None:
-        self._timer = threading.Timer(_PATIENCE, self._say, args=(run.name,)) if wanted else None
-
-    def _say(self, name: str) -> None:
-        screen.say(f"train: {name} has not ended yet; at once: train stop {name} --now")
-
-    def __enter__(self) -> None:
-        if self._timer:
-            self._timer.daemon = True
-            self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer:
-            self._timer.cancel()

@@ -13,8 +13,8 @@ from typing import Any
 
 from train import screen
 from train.errors import Refused, one_line
-from train.launcher.create_run import zygote_for
-from train.launcher.request import ALONE, Request
+from train.launcher.create_run import check_in_fork
+from train.launcher.request import ALONE, LaunchRequest, Request
 from train.parallel.rank_env import RankEnv, read_rank_env
 from train.run import environment, folders
 from train.run.outcome import Kind, Outcome
@@ -22,12 +22,15 @@ from train.run.run_folder import Lock, Run
 from train.signals import POLITE, StopRequest, leave
 from train.supervise.attempts import Supervisor, alone
 from train.supervise.decide import LaunchMode
-from train.supervise.forks import CHECKS, CheckFailed
+from train.supervise.forks import CheckFailed
 from train.supervise.ranks import Ranks
 
 
-def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> int:
+def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None) -> int:
     """Train in the foreground. Returns the exit code.
+
+    Args:
+        request: a Request without its ranks.
 
     Raises:
         Refused: the request is wrong; nothing has been created.
@@ -35,30 +38,21 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if spawn is not None:
             raise Refused("--spawn starts ranks of its own, and torchrun has started this one; leave out --spawn")
-        return _under_torchrun(runs, name, request)
-    request.ranks = spawn or 1
-    asked = {key: value for key, value in vars(request).items() if key != "nodes"}
-    zygote = zygote_for(is_script=False)
+        return _under_torchrun(runs, name, Request(**request))
+    launch = LaunchRequest("new", str(runs), name or "", request, nproc=str(spawn or 1))
     try:
-        files, record, stem = zygote.call(f"{__name__}:prepared", asked, after=CHECKS[-1])
+        zygote, checked = check_in_fork(launch)
     except CheckFailed as error:
         raise Refused(error) from None
-    made = folders.create(runs, name or folders.fresh_name(runs, stem), _with_environment(files), record)
+    name = name or folders.fresh_name(runs, Path(request["task"]).stem)
+    made = folders.create(runs, name, _with_environment(checked.files), checked.record)
     lock = made.acquire()
     assert lock is not None  # a folder that has just been made
     stop = StopRequest((*POLITE, signal.SIGHUP))
-    ranks = Ranks(made, lock, request.ranks, zygote, is_foreground=True)
+    ranks = Ranks(made, lock, checked.ranks, zygote, is_foreground=True)
     code = Supervisor(made, ranks, LaunchMode.FOREGROUND, stop).keep()
     zygote.close()
     return code
-
-
-def prepared(request: dict[str, Any]) -> tuple[dict[str, str | bytes], dict[str, Any], str]:
-    """Check a new run, in a fork. Returns its files, its record and what names are made from."""
-    from train.launcher.checks import prepare
-
-    found = prepare(Request(**request))
-    return found.files, found.record, found.task.file.stem
 
 
 def _with_environment(files: dict[str, str | bytes]) -> dict[str, str | bytes]:

@@ -1,6 +1,6 @@
 """`train keeper`: brings interrupted runs back, at its start and for as long as it lives; saves all on SIGTERM.
 
-While it lives it lends a zygote that has torch imported, so that launches and resumes begin at once
+While it lives it holds a zygote that has torch imported, for launches and resumes to borrow, so that they begin at once
 (supervise/zygote.py).
 Safe beside other keepers and beside users: whoever takes a run's lock first has it. Imports no torch.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from train import hashing, screen
 from train.errors import EXIT_FINISHED, Refused, one_line
 from train.launcher import control, tmux
+from train.launcher.request import LaunchRequest
 from train.run import folders, run_folder, states, station
 from train.run.record import Record
 from train.run.run_folder import Run
@@ -33,14 +34,14 @@ LONGEST_WAIT = 300.0
 after so many."""
 
 LEND_AGAIN = 30.0
-"""Seconds between two starts of the zygote that is lent."""
+"""Seconds between two starts of the zygote that launches borrow."""
 
 _at_once = threading.Semaphore(8)
 """So many runs are looked after at the same time."""
 
 
 class _Lender:
-    """Holds the zygote that is lent; one that has ended (packages have changed) is started again."""
+    """Holds the zygote that launches borrow; one that has ended (packages have changed) is started again."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,7 +88,7 @@ def keep(runs: Path, once: bool) -> int:
         screen.say(f"{run_folder.now()} warning: {problem}; TRAIN_STATE names another")
     if not once:
         screen.say(f"{run_folder.now()} keeping the runs in {runs}")
-    # each in a thread of its own: a run whose data set hangs while it is checked keeps nobody waiting
+    # each in a thread of its own: a run whose data set hangs while it is checked delays no other
     busy: dict[Path, threading.Thread] = {}
     waits: dict[Path, _Wait] = {}
     held = _Lender()
@@ -138,7 +139,7 @@ class _Wait:
         self._until = time.monotonic() + self._seconds
         self._seconds = min(2 * self._seconds, LONGEST_WAIT)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._seconds = LOOK_EVERY
 
 
@@ -147,7 +148,7 @@ def _look_after(run: Run, tell: _Log, ended: threading.Event, wait: _Wait) -> No
     try:
         with _at_once:
             _resume_if_interrupted(run, tell, ended)
-        wait.forget()
+        wait.reset()
     except tmux.Cancelled:
         tell(run, "not resumed, for the keeper is stopping; the next one resumes it")
     except Refused as error:
@@ -160,7 +161,7 @@ def _look_after(run: Run, tell: _Log, ended: threading.Event, wait: _Wait) -> No
 
 def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None:
     record = run.read()
-    # between its creation and its first attempt a run is nobody's for a moment
+    # between its creation and its first attempt a run has no process for a moment
     is_stillborn = record["state"] == states.CREATED and not run.alive() and _age(run, record) > 30
     is_stillborn &= not control.is_kept_elsewhere(record)
     is_wanted = (station.has_started(run.folder, record) or None) if is_stillborn else control.resumable(run)
@@ -185,7 +186,7 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
         finally:
             lock.release()
         return
-    launch = tmux.LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
+    launch = LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
     for line in tmux.start(launch, ended.is_set):
         tell(run, f"warning: {line}")
     times = f" for the {count['times']}th time" if count["times"] > 1 else ""
@@ -212,10 +213,7 @@ def _stop_all(runs: Path, tell: _Log, signs: bool) -> None:
             if other:
                 tell(run, f"is of another station ({record.get('host')}); left alone")
                 return
-            try:
-                run.stop(states.KEEPER)
-            except OSError as error:  # the disk takes no request
-                control.stop_by_signal(run, False, error)
+            control.ask_to_stop(run, states.KEEPER)
             record = run.shown()
             tell(run, f"{record['state']}: {record['reason']}" if record["reason"] else record["state"])
         except Exception as error:

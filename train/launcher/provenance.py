@@ -26,7 +26,7 @@ def digests(file: Path, beside: Path) -> dict[str, str]:
 
     Found by reading, not by running: an import whose name is computed is not seen.
     """
-    return {str(path): _digest(path) for path in _imported(file, beside)}
+    return {str(path): digest(path) for path in _imported(file, beside)}
 
 
 def changed(known: dict[str, str] | None, by: str) -> str:
@@ -35,7 +35,7 @@ def changed(known: dict[str, str] | None, by: str) -> str:
     Args:
         by: what imports them.
     """
-    found = [path for path, digest in (known or {}).items() if _digest(Path(path)) != digest]
+    found = [path for path, before in (known or {}).items() if digest(Path(path)) != before]
     if not found:
         return ""
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -91,7 +91,8 @@ def _is_ours(path: Path) -> bool:
     return "site-packages" in path.parts or Path(__file__).parents[1] in path.parents
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """SHA-256 of a file; '' where it cannot be read."""
     with contextlib.suppress(OSError):
         return hashlib.sha256(path.read_bytes()).hexdigest()
     return ""

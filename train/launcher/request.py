@@ -1,15 +1,22 @@
-"""What a user asks for, and the task and the configuration that it makes."""
+"""What a user asks for: the request of a run and of its launch, and the task and the configuration that it makes.
+
+Imports neither torch nor pydantic until a request is resolved: the agent reads its request before it needs them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from train import config as configuration
-from train.config import Config
-from train.errors import Refused
+from train.errors import Refused, nearest
+from train.run import folders
 from train.tasks import Task, load
+
+if TYPE_CHECKING:
+    from train.config import Config
 
 ALONE = range(1, 2)
 """One machine."""
@@ -31,29 +38,84 @@ class Request:
     """The file of the task as it was when the run was handed over; modules beside the original are still found."""
 
 
+@dataclasses.dataclass
+class LaunchRequest:
+    """What the process inside tmux is to do, in types that JSON has."""
+
+    kind: str
+    """new, script or resume"""
+    runs: str
+    name: str
+    request: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """With new: a Request without its ranks."""
+    flags: dict[str, str] = dataclasses.field(default_factory=dict)
+    """With resume: the fields that change. With script: its watch.*."""
+    script: list[str] = dataclasses.field(default_factory=list)
+    """With script: the file and its arguments. With resume: the file that takes the place of the run's copy."""
+    nproc: str | None = None
+    gpus: str | None = None
+    max_restarts: int | None = None
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES where it was typed; None: not set, or the keeper resumes."""
+    cluster: dict[str, Any] | None = None
+    """On several machines: nodes.Settings. With resume: None leaves them as they are, {}: this one alone."""
+    queued: bool = False
+    """With new: the folder is there already, for an engine of a cluster was to start the run; see cluster/agent.py."""
+    submission: str | None = None
+    """With new: which submission the run is of."""
+    by_keeper: bool = False
+    """With resume: the keeper asks, so it must still be wanted when the run's lock is held."""
+
+
+def runs_of_node(
+    runs: Path, name: str, cluster: dict[str, Any] | None, flags: dict[str, str], config_file: str | None
+) -> Path:
+    """Where a node keeps its part of a new run, given --runs: node 0 there; another one too, unless all share it.
+
+    Raises:
+        Refused: another node of the run has its folder where node 0's is to be.
+    """
+    from train.config import SPREAD
+
+    if not cluster:
+        return runs
+    there = folders.record_of(runs, name).get("cluster")
+    other = there["node"] if there and there["rendezvous"] == cluster["rendezvous"] else None
+    if cluster["node"] == 0:
+        if other:
+            raise Refused(
+                f"{runs / name} is that of node {other}; where machines share --runs, launch node 0 first, or "
+                "give each a --runs of its own"
+            )
+        return runs
+    strategy = flags.get("parallel.strategy")
+    if strategy is None and config_file is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a check will say what is wrong with it
+            strategy = tomllib.loads(Path(config_file).read_text(encoding="utf-8")).get("parallel", {}).get("strategy")
+    is_shared = strategy in SPREAD or other == 0
+    return folders.of_node(runs, cluster["node"]) if is_shared else runs
+
+
 def resolve(request: Request) -> tuple[Task, Config]:
     """The task and the configuration that defaults, file and flags make.
 
     Raises:
         Refused: something in them is unknown or wrong.
     """
+    from train import config as configuration
+
     task = task_of(request.task, request.copy)
-    fields = configuration.fields()
-    own = {f"task.{name}": hint for name, hint in settings_types(task).items()}
-    flat: dict[str, Any] = {"epochs": fields["epochs"].default}
+    _settings_types(task)  # an annotation that is no type is refused before values
+    flat: dict[str, Any] = {"epochs": configuration.fields()["epochs"].default}
     flat = configuration.layer(dict(task.DEFAULTS), task.Settings, f"DEFAULTS in {task.file}: ", flat)
     configuration.build(flat, task.Settings, f"{task.file}: ", partial=True)
     if request.config_file is not None:
         source = f"{request.config_file}: "
         tree = configuration.flatten(configuration.read_toml(Path(request.config_file)), source)
         # checked alone first, so that a message names the file and not the flags over it
-        alone = configuration.layer(tree, task.Settings, source, flat)
-        configuration.build(alone, task.Settings, source, partial=True)
-        flat = alone
-    flat = configuration.layer(parsed(request.flags, own, task), task.Settings, "", flat)
-    config = configuration.build(flat, task.Settings)
-    if config.data.root:
-        config.data.root = str(Path(config.data.root).absolute())
+        flat = configuration.layer(tree, task.Settings, source, flat)
+        configuration.build(flat, task.Settings, source, partial=True)
+    config = with_flags(request.flags, task, flat)
     configuration.check_lasts(config, task.Settings)
     return task, config
 
@@ -67,23 +129,35 @@ def task_of(name: str, copy: str | None) -> Task:
     return load(name) if copy is None else load(name, Path(copy), Path(name).absolute().parent)
 
 
-def settings_types(task: Task) -> dict[str, Any]:
+def with_flags(flags: dict[str, str], task: Task, flat: dict[str, Any]) -> Config:
+    """The configuration that flags make over these fields.
+
+    Raises:
+        Refused: a flag names no field, or its value is wrong.
+    """
+    from train import config as configuration
+
+    own = {f"task.{name}": hint for name, hint in _settings_types(task).items()}
+    known = {name: info.annotation for name, info in configuration.fields().items()} | own
+    for name in flags:
+        if name not in known:
+            hint = nearest(name, known, f"; the settings of this task: {', '.join(own)}" if own else "")
+            raise Refused(f"unknown field --{name}{hint or '; this task has no settings of its own'}")
+    with configuration.of_settings("Settings"):
+        values = {name: configuration.parse_value(name, known[name], text) for name, text in flags.items()}
+    config = configuration.build(configuration.layer(values, task.Settings, "", flat), task.Settings)
+    if config.data.root:
+        config.data.root = str(Path(config.data.root).absolute())
+    return config
+
+
+def _settings_types(task: Task) -> dict[str, Any]:
     import typing
+
+    from train import config as configuration
 
     if task.Settings is None:
         return {}
     with configuration.of_settings(f"Settings in {task.file}"):
         hints = typing.get_type_hints(task.Settings, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(task.Settings)}
-
-
-def parsed(flags: dict[str, str], own: dict[str, Any], task: Task) -> dict[str, Any]:
-    known = {name: info.annotation for name, info in configuration.fields().items()} | own
-    for name in flags:
-        if name not in known:
-            from train.errors import nearest
-
-            hint = nearest(name, known, f"; the settings of this task: {', '.join(own)}" if own else "")
-            raise Refused(f"unknown field --{name}{hint or '; this task has no settings of its own'}")
-    with configuration.of_settings("Settings"):
-        return {name: configuration.parse_value(name, known[name], text) for name, text in flags.items()}

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 from train.errors import Refused
+from train.gpus import seen_here
 from train.launcher import provenance
+from train.launcher.request import LaunchRequest
 from train.run.record import Record
 from train.run.run_folder import Run
 
@@ -23,45 +26,64 @@ COPY = "script.py"
 """In the run folder."""
 
 
-def taken(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """A script's text for the run folder, and what run.json says of it.
+def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, str | bytes], dict[str, Any], list[str]]:
+    """Check a script and its limits, of a new run or of one that is resumed.
+
+    Returns:
+        What is written into the run folder, fields of run.json, and warnings.
 
     Raises:
-        Refused: it is no file that can be read.
+        Refused: the file cannot be read, or a field is not of scripts.
     """
+    watch = _watch_flags(launch.flags)
+    if run is not None:
+        record = run.read()
+        watch = (record.get("watch") or {}) | watch
+        if not launch.script:
+            return {}, {"watch": watch}, warnings(run, record)
+    path = Path(launch.script[0]).absolute()
     try:
         text = path.read_bytes()
     except OSError as error:
         reason = error.strerror if path.exists() else "there is no such file"
         raise Refused(f"--script {path}: {reason}") from None
-    script = path.absolute()
-    return text, {"script": str(script), "script_imports": provenance.digests(script, script.resolve().parent)}
+    imports = provenance.digests(path, path.resolve().parent)
+    fields = {"watch": watch, "script": str(path), "script_imports": imports}
+    if run is None:
+        fields |= {"script_arguments": launch.script[1:], "cwd": os.getcwd()}
+        fields["versions"] = provenance.versions(seen_here())
+    return {COPY: text}, fields, []
 
 
-def replace(run: Run, path: Path) -> dict[str, Any]:
-    """Let a run go on with another script; the copy of the one before stays beside. Returns what run.json says of it.
+def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
+    """The limits of a script's run, as `--watch.NAME VALUE` gives them.
 
     Raises:
-        Refused: it is no file that can be read, or the run folder cannot be written.
+        Refused: another field, or no such value.
     """
-    text, record = taken(path)
-    copy = run.folder / COPY
-    partial = copy.with_name(f".{COPY}.{os.getpid()}")
-    try:
-        if copy.exists() and copy.read_bytes() != text:
-            number = len(run.read()["attempts"])
-            copy.rename(copy.with_name(f"script.until-attempt-{number}.py"))
-        partial.write_bytes(text)
-        partial.replace(copy)
-    except OSError as error:
-        raise Refused(f"cannot write {copy}: {error.strerror}; change its owner or mode, or free space") from None
-    return record
+    from train import config
+
+    for name in flags:
+        if not name.startswith("watch."):
+            raise Refused(f"--{name}: a script has no configuration fields but watch.*")
+    known = config.fields()
+    return {
+        name.removeprefix("watch."): config.parse_value(name, known[name].annotation, text)
+        for name, text in flags.items()
+    }
+
+
+def keep_copy(run: Run) -> None:
+    """Copy the copy of a script that another one takes the place of."""
+    number = len(run.read()["attempts"])
+    if (run.folder / COPY).exists():
+        shutil.copyfile(run.folder / COPY, run.folder / f"script.until-attempt-{number}.py")
 
 
 def differs(run: Run, record: Record) -> str:
     """How the script differs from the one that the run was started with: 'has changed', 'is gone', or ''."""
     copy = run.folder / COPY
-    if not copy.is_file():  # put away by somebody: there is the original alone
+    if not copy.is_file():  # removed from the run folder: there is the original alone
         return ""
     try:
         return "" if Path(record["script"]).read_bytes() == copy.read_bytes() else "has changed since"

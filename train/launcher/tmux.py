@@ -19,13 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from train import hashing, module_runner
 from train.errors import Refused
+from train.launcher.request import LaunchRequest
 from train.run import environment, folders
 from train.run.run_folder import Run
 from train.run.states import KEEPER, NOW
@@ -39,64 +39,6 @@ _PATIENCE = 20.0
 
 class Cancelled(Refused):
     """The caller has withdrawn the launch request."""
-
-
-@dataclasses.dataclass
-class LaunchRequest:
-    """What the process inside tmux is to do. Everything is plain, to be written as JSON."""
-
-    kind: str
-    """new, script or resume"""
-    runs: str
-    name: str
-    request: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """With new: a request.Request without its ranks."""
-    flags: dict[str, str] = dataclasses.field(default_factory=dict)
-    """With resume: the fields that change. With script: its watch.*."""
-    script: list[str] = dataclasses.field(default_factory=list)
-    """With script: the file and its arguments. With resume: the file that takes the place of the run's copy."""
-    nproc: str | None = None
-    gpus: str | None = None
-    max_restarts: int | None = None
-    visible: str | None = None
-    """CUDA_VISIBLE_DEVICES where it was typed; None: not set, or nobody typed it."""
-    cluster: dict[str, Any] | None = None
-    """On several machines: nodes.Settings. With resume: None leaves them as they are, {} goes on on this one alone."""
-    queued: bool = False
-    """With new: the folder is there already, for an engine of a cluster was to start the run; see cluster/agent.py."""
-    submission: str | None = None
-    """With new: which submission the run is of."""
-    by_keeper: bool = False
-    """With resume: nobody asked for it, so it must still be wanted when the run's lock is held."""
-
-
-def runs_of_node(
-    runs: Path, name: str, cluster: dict[str, Any] | None, flags: dict[str, str], config_file: str | None
-) -> Path:
-    """Where a node keeps its part of a new run, given --runs: node 0 there; another one too, unless all share it.
-
-    Raises:
-        Refused: another node of the run has its folder where node 0's is to be.
-    """
-    from train.config import SPREAD
-
-    if not cluster:
-        return runs
-    there = folders.record_of(runs, name).get("cluster")
-    other = there["node"] if there and there["rendezvous"] == cluster["rendezvous"] else None
-    if cluster["node"] == 0:
-        if other:
-            raise Refused(
-                f"{runs / name} is that of node {other}; where machines share --runs, launch node 0 first, or "
-                "give each a --runs of its own"
-            )
-        return runs
-    strategy = flags.get("parallel.strategy")
-    if strategy is None and config_file is not None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a check will say what is wrong with it
-            strategy = tomllib.loads(Path(config_file).read_text(encoding="utf-8")).get("parallel", {}).get("strategy")
-    is_shared = strategy in SPREAD or other == 0
-    return folders.of_node(runs, cluster["node"]) if is_shared else runs
 
 
 def tmux(runs: Path, *arguments: str) -> list[str]:

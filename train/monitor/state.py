@@ -109,7 +109,7 @@ class Engines:
         name, at = record["submitted"]["engine"], record["submitted"].get("at")
         place = self._places.setdefault((name, at), _EngineStatus(name, at))
         place.ask_if_due()
-        return jobs.judged(record, place.jobs if place.asked > changed else None)
+        return jobs.with_job_status(record, place.jobs if place.asked > changed else None)
 
     def wait(self, seconds: float) -> None:
         """Until those that are being asked have answered, at most so long."""

@@ -55,13 +55,13 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_atomically(path: Path, text: str, durable: bool = True) -> None:
-    """Replace a file as a whole: a reader sees the old text or the new one, a crash leaves one of them."""
+def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
+    """Replace a file as a whole: a reader sees the old content or the new one, a crash leaves one of them."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if path.name in PRIVATE else 0o666)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

@@ -157,11 +157,7 @@ def fill(run: Run, files: dict[str, str | bytes], record: dict[str, Any]) -> Non
     run.json comes last: a folder that is not complete is filled anew.
     """
     for file, content in files.items():
-        path = run.folder / file
-        if isinstance(content, str):
-            write_atomically(path, content)
-        else:
-            path.write_bytes(content)
+        write_atomically(run.folder / file, content)
     run.update(**record)
 
 

@@ -66,7 +66,7 @@ def _watch_job(run: Run, view: View, rank: int) -> Record:
     is_elsewhere, since = engine.logs(run, rank) is not None, ""
     show_change = _Changes(lambda text: screen.say(f"train: {text}"))
     while True:
-        record, is_over = jobs.settled(run, show_change)
+        record, is_over = jobs.poll(run, show_change)
         if not is_over:
             attempts = record.get("attempts") or []
             which = f", attempt {len(attempts)}" if record["state"] == states.RUNNING and len(attempts) > 1 else ""

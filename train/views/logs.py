@@ -37,7 +37,7 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
         return _print_files(run, rank, attempt, go_on)
     command = jobs.engine_of(record).logs(run, rank)
     if command is None:
-        while go_on and jobs.shown(run, lambda _: None)["state"] == states.QUEUED:
+        while go_on and jobs.status(run, lambda _: None)["state"] == states.QUEUED:
             time.sleep(_ASK_EVERY)
         return _print_files(_of_rank(run, rank), rank, attempt, go_on)
     if attempt is not None:
@@ -51,7 +51,7 @@ def print_log(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
 
 def _of_rank(run: Run, rank: int) -> Run:
     """The folder with the logs of that rank: its node's."""
-    found = [one for one in (run, *jobs.others(run)) if any(one.folder.glob(f"logs/attempt-*/rank{rank}.log"))]
+    found = [one for one in (run, *jobs.other_nodes(run)) if any(one.folder.glob(f"logs/attempt-*/rank{rank}.log"))]
     return found[0] if found else run
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.tasks import TASKS
 from tests.train.conftest import PATIENCE, Station
 from train.cluster.engine import JobStatus, seconds_of
-from train.cluster.jobs import judged
+from train.cluster.jobs import with_job_status
 from train.launcher import control
 from train.run import folders
 
@@ -37,7 +37,7 @@ WAITS, RUNS = JobStatus("queued", "job 7 is pending (Priority)"), JobStatus("run
 )
 def test_a_state_is_what_folder_and_engine_say(state: str, job: JobStatus | None, effective: str, words: str) -> None:
     taken = {"submission": "x", "submitted": {"engine": "slurm", "at": None}}
-    seen = judged({"name": "a", "state": state, "reason": "as it was", **taken}, {"x": job} if job else {})
+    seen = with_job_status({"name": "a", "state": state, "reason": "as it was", **taken}, {"x": job} if job else {})
     assert seen["state"] == effective
     assert words in seen["reason"]
 

@@ -141,7 +141,10 @@ def loss(model, batch):
     return model(batch[0]).mean() ** 2
 """
     task = station.folder / "task.py"
-    for evaluation, wanted, words in (("None", "loss", "evaluation set"), ("made", "f1", "no function metrics")):
+    for evaluation, wanted, words in (
+        ("None", "loss", "evaluation set"),
+        ("made", "f1", "no evaluation gives f1; there are: loss"),
+    ):
         task.write_text(text.format(evaluation=evaluation))
         with pytest.raises(Refused, match=words):
             prepare(Request(str(task), {"checkpoint.best": wanted, "cpu_threads": "1", "steps": "1"}))

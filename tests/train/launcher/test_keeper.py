@@ -18,6 +18,7 @@ from tests.waiting import eventually
 from train.errors import Refused
 from train.launcher import agent, control, tmux
 from train.launcher.keeper import _age
+from train.launcher.request import LaunchRequest
 from train.run import folders, run_folder, states
 from train.supervise import forks
 
@@ -106,7 +107,7 @@ def test_what_is_wrong_with_one_run_concerns_no_other(station: Station) -> None:
     assert not station.run("hangs").alive()
     station.ok("stop", "mine")  # it has been, and now it is its user who wants it so
     with pytest.raises(Refused, match="stopped by its user"):
-        tmux.start(tmux.LaunchRequest(kind="resume", runs=str(station.runs), name="mine", by_keeper=True))
+        tmux.start(LaunchRequest(kind="resume", runs=str(station.runs), name="mine", by_keeper=True))
 
 
 @pytest.mark.minutes
@@ -154,7 +155,7 @@ def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station:
     before = run.read()
     assert station.ok("keeper", "--once").stderr == ""
     with pytest.raises(Refused, match="handed to an engine"):
-        tmux.start(tmux.LaunchRequest(kind="resume", runs=str(station.runs), name="queued", by_keeper=True))
+        tmux.start(LaunchRequest(kind="resume", runs=str(station.runs), name="queued", by_keeper=True))
     assert run.read() == before and not run.alive()
 
 
@@ -176,7 +177,7 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
         return True
 
     with pytest.raises(Refused, match="given up"):
-        tmux.start(tmux.LaunchRequest(kind="resume", runs=str(station.runs), name="a", by_keeper=True), is_answered)
+        tmux.start(LaunchRequest(kind="resume", runs=str(station.runs), name="a", by_keeper=True), is_answered)
     record = station.run("a").shown()
     assert (record["state"], record["stopped_by"]) == ("stopped", "keeper") and control.resumable(station.run("a"))
 
@@ -197,7 +198,7 @@ def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
     run = folders.create(tmp_path, "a", {}, {"world_size": 1, "state": states.STOPPED, "stopped_by": "user"})
     lock = run.acquire()
     assert lock is not None
-    agent._undo(tmux.LaunchRequest(kind="resume", runs=str(tmp_path), name="a", by_keeper=by_keeper), run, lock)
+    agent._undo(LaunchRequest(kind="resume", runs=str(tmp_path), name="a", by_keeper=by_keeper), run, lock)
     assert control.resumable(run) is is_taken_up and not run.alive()
 
 

@@ -236,15 +236,16 @@ def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(shared_station: Station) -
     station.ok("stop", name, "--now")
 
 
-def test_a_run_whose_folder_takes_no_request_is_stopped_all_the_same(shared_station: Station) -> None:
+def test_where_a_folder_takes_no_request_stop_says_how_else(shared_station: Station) -> None:
     station, name = shared_station, "full"
     station.ok("launch", "slow.py", "--name", name, *LONG)
     station.wait(name, lambda record: record["step"] >= 3 and bool(record["pids"].get("ranks")), "its ranks")
     (station.runs / name / "stop").mkdir()  # what no file can take the place of
-    done = station("stop", name)
-    assert done.returncode == 0, done
+    done, agent = station("stop", name), station.record(name)["pids"]["agent"]
+    assert done.returncode == 2 and f"kill {agent}\n" in done.stderr and done.stderr.count("\n") == 1, done
+    (station.runs / name / "stop").rmdir()
+    station.ok("stop", name)
     record = station.run(name).shown()
-    assert not station.run(name).alive()
     assert (record["state"], record["stopped_by"]) == (states.STOPPED, "user")
     assert station.run(name).steps_saved()[:1] == [record["step"]]
 
