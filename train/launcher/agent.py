@@ -43,7 +43,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, _leave)  # until the run is there, when create_run.py lets the terminal go
     launch = LaunchRequest(**content["launch"])
     try:
-        opened = open_run(launch, environment.keep(content["env"]), content["zygote"])
+        opened = open_run(launch, environment.keep(content["env"]))
     except BaseException as error:
         sys.exit(_fail(desk, error))
     if not _answer(desk, {"warnings": opened.warnings}):
@@ -86,10 +86,8 @@ def _fail(desk: Path, error: BaseException) -> int:
 
 def error_line(error: BaseException) -> str:
     """What is not foreseen, in a line; its traceback goes to the terminal."""
-    from train.supervise.forks import CheckFailed, described
+    from train.supervise.forks import described
 
-    if isinstance(error, CheckFailed):  # printed where it was raised
-        return str(error)
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
     return described(error)

@@ -40,22 +40,16 @@ class OpenedRun:
     """On node 0 of several: where the others come to."""
 
 
-def open_run(
-    launch: LaunchRequest, saved: environment.SavedEnvironment, early: Mapping[str, str] | None = None
-) -> OpenedRun:
+def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
     """Check the request, create or find its run, take the lock. The zygote of its ranks imports meanwhile.
-
-    Args:
-        early: the zygote that was started early for it; see forks.EarlyZygote.
 
     Raises:
         Refused: it cannot be carried out; nothing has been created or changed.
-        CheckFailed: the same, for a reason that is not foreseen.
     """
     runs = Path(launch.runs)
     if launch.kind == "resume":
-        return _reopen(launch, folders.find(runs, launch.name), saved, early)
-    zygote = zygote_for(launch.kind == "script", early)
+        return _reopen(launch, folders.find(runs, launch.name), saved)
+    zygote = zygote_for(launch.kind == "script")
     check = check_script if launch.kind == "script" else check_new
     ranks, visible, files, record = _checked(zygote, check, launch)
     choose_gpus.see(visible)
@@ -80,9 +74,9 @@ def open_run(
     return OpenedRun(run, lock, ranks, zygote, saved.warnings, listening)
 
 
-def zygote_for(is_script: bool, early: Mapping[str, str] | None = None) -> Zygote:
+def zygote_for(is_script: bool) -> Zygote:
     """A zygote for a run in this folder and environment."""
-    return acquire(hashing.fixed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS), early)
+    return acquire(hashing.fixed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS))
 
 
 def _checked(zygote: Zygote, check: Callable[..., Any], launch: LaunchRequest) -> Any:
@@ -147,9 +141,7 @@ def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _reopen(
-    launch: LaunchRequest, run: Run, saved: environment.SavedEnvironment, early: Mapping[str, str] | None
-) -> OpenedRun:
+def _reopen(launch: LaunchRequest, run: Run, saved: environment.SavedEnvironment) -> OpenedRun:
     lock = run.acquire(patience=10.0 if run.read().get("state") in CODES else 1.0)
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -160,7 +152,7 @@ def _reopen(
         here = Path.cwd()
         if record.get("cwd") and Path(record["cwd"]).is_dir():
             os.chdir(record["cwd"])
-        zygote = zygote_for(bool(record.get("script")), early)
+        zygote = zygote_for(bool(record.get("script")))
         changes: dict[str, Any] = {"tmux_session": session_of(run.name)}
         if record.get("script"):
             changes["watch"] = (record.get("watch") or {}) | _watch_flags(launch.flags)

@@ -22,7 +22,7 @@ from train.run.run_folder import Lock, Run
 from train.signals import POLITE, StopRequest, leave
 from train.supervise.attempts import Supervisor, alone
 from train.supervise.decide import LaunchMode
-from train.supervise.forks import CHECKS, CheckFailed
+from train.supervise.forks import CHECKS
 from train.supervise.ranks import Ranks
 
 
@@ -39,10 +39,7 @@ def run(runs: Path, name: str | None, request: Request, spawn: int | None) -> in
     request.ranks = spawn or 1
     asked = {key: value for key, value in vars(request).items() if key != "nodes"}
     zygote = zygote_for(is_script=False)
-    try:
-        files, record, stem = zygote.call(f"{__name__}:prepared", asked, after=CHECKS[-1])
-    except CheckFailed as error:
-        raise Refused(error) from None
+    files, record, stem = zygote.call(f"{__name__}:prepared", asked, after=CHECKS[-1])
     made = folders.create(runs, name or folders.fresh_name(runs, stem), _with_environment(files), record)
     lock = made.acquire()
     assert lock is not None  # a folder that has just been made
