@@ -26,7 +26,7 @@ from train.errors import Refused, may_pass, one_line
 from train.supervise import zygote as server
 from train.supervise.zygote import LIBRARIES, OFF, SIGNALS, called, lender_socket, peer, receive, send
 
-__all__ = ["CHECKS", "OFF", "RANKS", "SCRIPT", "Zygote", "acquire", "start_lender"]
+__all__ = ["CHECKS", "OFF", "RANKS", "SCRIPT", "Zygote", "acquire", "lives", "start_lender"]
 
 CHECKS = ("torch", "train.launcher.checks")
 """What a task is checked with, and none of torch's compiler."""
@@ -39,6 +39,8 @@ RANKS = (
 """What ranks of a task need besides; the last of them when all others are there."""
 SCRIPT = ("torch.distributed",)
 """What the ranks of a script meet at needs."""
+_EARLY = (CHECKS[0], RANKS[0])
+"""What the lender of a launch imports: its fork imports the rest, while it has the request checked."""
 _IMPORTING = 120.0
 """Seconds within which a lender answers: it may still import."""
 _ENDING = 2.0
@@ -318,7 +320,7 @@ _early: list[subprocess.Popen[bytes]] = []
 def starting_early() -> Iterator[None]:
     """Let a lender import while a launch still reads its arguments, unless one is there."""
     with contextlib.suppress(OSError):  # no room for it: the launch says so, or needs none
-        process = start_lender(hashing.fixed(os.environ))
+        process = start_lender(hashing.fixed(os.environ), _EARLY)
         if process is not None:
             _early.append(process)
     try:
