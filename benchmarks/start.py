@@ -115,7 +115,7 @@ def _held_warm() -> Iterator[dict[str, str]]:
         process = forks.start_lender(environ)
         assert process is not None
         try:
-            forks.acquire(environ, (), patience=PATIENCE).close()  # once all is imported
+            forks.acquire(environ, ()).close()  # once all is imported
             yield environment
         finally:
             process.kill()

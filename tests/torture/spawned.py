@@ -23,8 +23,7 @@ from train.run import outcome, states
 from train.run.run_folder import Run
 from train.supervise import attempts, decide
 from train.supervise.decide import Facts, LaunchMode
-from train.supervise.forks import CHECKS, RANKS, Zygote, acquire
-from train.supervise.health import lives
+from train.supervise.forks import CHECKS, RANKS, Zygote, acquire, lives
 from train.supervise.ranks import Ranks
 
 

@@ -25,7 +25,6 @@ from train import hashing
 from train.supervise import forks
 from train.supervise.zygote import LIBRARIES, READ_AT_LOADING, SIGNALS
 
-ROOT = Path(__file__).parents[2]
 IMPORTS = (*LIBRARIES, *forks.CHECKS, *forks.RANKS, "pytest", "tests.train.forks")
 _held: dict[str, str] = {}
 
@@ -36,7 +35,7 @@ def held_warm(environment: Mapping[str, str]) -> dict[str, str]:
         folder = tempfile.mkdtemp(prefix="train-tests-")  # short: the name of a socket has little room
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         found = {"TMPDIR": folder, forks.OFF: "on"}
-        process = forks.start_lender(hashing.fixed({**environment, **found}), IMPORTS, ROOT)
+        process = forks.start_lender(hashing.fixed({**environment, **found}), IMPORTS)
         assert process is not None and process.stdin is not None
         atexit.register(process.kill)
         _held.update(found)
@@ -45,7 +44,7 @@ def held_warm(environment: Mapping[str, str]) -> dict[str, str]:
 
 def zygote(environment: Mapping[str, str]) -> forks.Zygote:
     """A zygote from that lender, in the current folder."""
-    return forks.acquire(hashing.fixed({**environment, **held_warm(environment)}), IMPORTS, patience=240.0)
+    return forks.acquire(hashing.fixed({**environment, **held_warm(environment)}), IMPORTS)
 
 
 def fits(environ: Mapping[str, str]) -> bool:
@@ -76,7 +75,7 @@ def train(
                 if time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired(command, patience, _text(out), _text(err))
         finally:
-            made.kill()
+            made.close()
         return subprocess.CompletedProcess(command, ended[pid], _text(out), _text(err))
 
 

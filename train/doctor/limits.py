@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from train.doctor.finding import Finding, ok, problem
 from train.doctor.machine import Machine
 from train.format import size
-from train.supervise.memory import chain
+from train.supervise.memory import limits
 
 MB, GB = 2**20, 2**30
 _LEAST_SHARED = 256 * MB
@@ -59,7 +59,7 @@ def _memory(machine: Machine) -> Finding:
         is_mine = hard == resource.RLIM_INFINITY  # else only root can raise it
         remedy = "ulimit -v unlimited" if is_mine else "sudo prlimit --as=unlimited --pid $$"
         return problem("memory", f"{size(soft)} of addresses a process (ulimit -v): {need}", remedy)
-    limit = min((group.limit for group in chain() if group.limit), default=None)
+    limit = min(limits().values(), default=None)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = min(limit or total, total)
     where = "of this container or control group" if most < total else "of this machine"

@@ -43,7 +43,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, _leave)  # until the run is there, when create_run.py lets the terminal go
     launch = LaunchRequest(**content["launch"])
     try:
-        opened = open_run(launch, environment.keep(content["env"]), content["zygote"])
+        opened = open_run(launch, environment.keep(content["env"]))
     except BaseException as error:
         _answer(desk, {"refused": error_line(error)})
         sys.exit(EXIT_REFUSED if isinstance(error, Refused) else 1)
@@ -77,9 +77,9 @@ def _leave(number: int, frame: object) -> None:
 
 def error_line(error: BaseException) -> str:
     """Why a request cannot be carried out; the traceback of what is not foreseen goes to the terminal."""
-    from train.supervise.forks import CheckFailed, described
+    from train.supervise.forks import described
 
-    if isinstance(error, (Refused, CheckFailed)):  # the latter is printed where it was raised
+    if isinstance(error, Refused):
         return str(error)
     with contextlib.suppress(OSError):
         traceback.print_exception(error)

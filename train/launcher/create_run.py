@@ -53,34 +53,28 @@ class CheckedLaunch:
     warnings: list[str]
 
 
-def open_run(
-    launch: LaunchRequest, saved: environment.SavedEnvironment, early: Mapping[str, str] | None = None
-) -> OpenedRun:
+def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
     """Check the request, create or find its run, take the lock. The zygote of its ranks imports meanwhile.
-
-    Args:
-        early: the zygote that was started early for it; see forks.EarlyZygote.
 
     Raises:
         Refused: it cannot be carried out; nothing has been created or changed.
-        CheckFailed: the same, for a reason that is not foreseen.
     """
     if launch.kind != "resume":
-        return _create(launch, saved, early)
+        return _create(launch, saved)
     run = folders.find(Path(launch.runs), launch.name)
     lock = run.acquire(patience=10.0 if run.read().get("state") in CODES else 1.0)
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
     try:
-        return _reopen(launch, run, lock, saved, early)
+        return _reopen(launch, run, lock, saved)
     except BaseException:
         lock.release()
         raise
 
 
-def _create(launch: LaunchRequest, saved: environment.SavedEnvironment, early: Mapping[str, str] | None) -> OpenedRun:
+def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
     runs = Path(launch.runs)
-    zygote, checked = check_in_fork(launch, launch.kind == "script", early)
+    zygote, checked = check_in_fork(launch, launch.kind == "script")
     _outlive_terminal()
     choose_gpus.see(checked.visible)
     listening = _listen(launch.cluster)
@@ -97,15 +91,13 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment, early: M
     return OpenedRun(run, lock, checked.ranks, zygote, saved.warnings, listening)
 
 
-def _reopen(
-    launch: LaunchRequest, run: Run, lock: Lock, saved: environment.SavedEnvironment, early: Mapping[str, str] | None
-) -> OpenedRun:
+def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.SavedEnvironment) -> OpenedRun:
     record = run.read()
     if launch.by_keeper:
         _check_still_wanted(run, record)
     if record.get("cwd") and Path(record["cwd"]).is_dir():
         os.chdir(record["cwd"])
-    zygote, checked = check_in_fork(launch, bool(record.get("script")), early)
+    zygote, checked = check_in_fork(launch, bool(record.get("script")))
     _outlive_terminal()
     choose_gpus.see(checked.visible)
     cluster = _cluster_of(launch, record)
@@ -130,17 +122,14 @@ def _reopen(
     return OpenedRun(run, lock, checked.ranks, zygote, checked.warnings, listening)
 
 
-def check_in_fork(
-    launch: LaunchRequest, is_script: bool = False, early: Mapping[str, str] | None = None
-) -> tuple[Zygote, CheckedLaunch]:
+def check_in_fork(launch: LaunchRequest, is_script: bool = False) -> tuple[Zygote, CheckedLaunch]:
     """Check a request in a fork, so that what a task's own code does there is not done here. Also returns the zygote of
     that fork and of the run's ranks.
 
     Raises:
         Refused: it cannot be carried out.
-        CheckFailed: the same, for a reason that is not foreseen.
     """
-    zygote = acquire(hashing.fixed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS), early)
+    zygote = acquire(hashing.fixed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS))
     after = SCRIPT[-1] if is_script else CHECKS[-1]
     return zygote, zygote.call(f"{__name__}:check", dataclasses.asdict(launch), after=after)
 

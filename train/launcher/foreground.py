@@ -22,7 +22,6 @@ from train.run.run_folder import Lock, Run
 from train.signals import POLITE, StopRequest, leave
 from train.supervise.attempts import Supervisor, alone
 from train.supervise.decide import LaunchMode
-from train.supervise.forks import CheckFailed
 from train.supervise.ranks import Ranks
 
 
@@ -40,10 +39,7 @@ def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None
             raise Refused("--spawn starts ranks of its own, and torchrun has started this one; leave out --spawn")
         return _under_torchrun(runs, name, Request(**request))
     launch = LaunchRequest("new", str(runs), name or "", request, nproc=str(spawn or 1))
-    try:
-        zygote, checked = check_in_fork(launch)
-    except CheckFailed as error:
-        raise Refused(error) from None
+    zygote, checked = check_in_fork(launch)
     name = name or folders.fresh_name(runs, Path(request["task"]).stem)
     made = folders.create(runs, name, _with_environment(checked.files), checked.record)
     lock = made.acquire()

@@ -115,14 +115,12 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
     """
     runs, session = Path(launch.runs), session_of(launch.name)
     tmux(runs)  # refuses before there is anything to clear away
-    early = forks.take_early_zygote()
-    desk = early.path.parent if early is not None else Path(tempfile.mkdtemp(prefix="train-launch-"))
+    desk = Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
     try:
         launch.visible = None if launch.by_keeper else os.environ.get("CUDA_VISIBLE_DEVICES")
         environ, differences = _environment(launch)
-        zygote = early.as_json() if early is not None else None
-        content = {"launch": dataclasses.asdict(launch), "env": environ, "cwd": os.getcwd(), "zygote": zygote}
+        content = {"launch": dataclasses.asdict(launch), "env": environ, "cwd": os.getcwd()}
         request = desk / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
@@ -146,8 +144,7 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
                 _end_session(runs, session)
                 desk = _withdraw(desk, launch)
             shutil.rmtree(desk, ignore_errors=True)
-            if early is not None:
-                early.end()
+            forks.end_early()
 
 
 def _environment(launch: LaunchRequest) -> tuple[dict[str, str], list[str]]:

@@ -222,9 +222,8 @@ class Supervisor:
         ranks = self.ranks
         ranks.start(attempt)
         watch = health.of(self.run, attempt, [rank_env.rank for rank_env in ranks.rank_envs], ranks.end_peer)
-        self._kills.among(ranks.pids)
         note_at, is_asked = 0.0, False
-        while not ranks.wait():
+        while True:
             self.hear()
             self.follow(watch)
             if self._kills.is_due and len(ranks.living) == ranks.count:
@@ -238,6 +237,8 @@ class Supervisor:
                 is_asked = True
             watch.look(ranks.living, ranks.pids, ranks.exits, self.stop.asked)
             self.show()
+            if ranks.wait():
+                break
         self._hang = watch.hang
         watch.close()
 

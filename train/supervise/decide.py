@@ -146,7 +146,6 @@ class Decision:
     """What else run.json is to have."""
     rank: int | None = None
     """The one that died first; run.json keeps its last lines."""
-    recurs: bool = False
     again: bool = False
     """Whether the run is to be begun again."""
     wait: float = 0.0
@@ -198,24 +197,21 @@ def _decide(facts: Facts) -> Decision:
     if asked and asked.twice:
         saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
         return dataclasses.replace(_stopped(facts, asked, f"{states.TWICE}; {saved}"), code=EXIT_INTERRUPTED)
-    is_quiet = not facts.exits and first_fault(facts.outcomes) is None
+    is_quiet = not (facts.exits or facts.hang) and first_fault(facts.outcomes) is None
     if is_quiet and asked:
         return _stopped(facts, asked, _how_stopped(facts, asked, None))
     if is_quiet and facts.is_script:
         return Decision(states.FINISHED, states.FINISHED, reason="", code=EXIT_FINISHED)
     death = who_died(facts)
     if facts.mode is LaunchMode.TORCHRUN:
-        return Decision("died", None, str(death), rank=death.rank, recurs=death.recurs)
+        return Decision("died", None, str(death), rank=death.rank)
     fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.mode is not LaunchMode.LAUNCHED)
     if asked and (facts.is_script or not fails):
         return _stopped(facts, asked, _how_stopped(facts, asked, death))
     if facts.mode is LaunchMode.LAUNCHED:
         return _restarted_or_not(facts, death)
     if fails:
-        return Decision(
-            states.FAILED, states.FAILED, death.reason, death.reason,
-            rank=death.rank, recurs=death.recurs, message=death.reason,
-        )  # fmt: skip
+        return Decision(states.FAILED, states.FAILED, death.reason, death.reason, rank=death.rank, message=death.reason)
     reason = f"{death.reason}; continue with: train resume {facts.name}"
     return Decision("died", None, reason, reason, rank=death.rank, message=reason)
 
@@ -231,7 +227,7 @@ def _as_reported(facts: Facts, reported: Outcome) -> Decision:
         others = "; this node has left, the run is not over" if facts.leaves else ""
         decision = _stopped(facts, asked, f"stopped after step {reported.step} ({asked.text}){others}")
         return dataclasses.replace(decision, figures=reported.figures | {"step": reported.step})
-    return Decision(states.FAILED, states.FAILED, reported.reason, reported.reason, recurs=reported.recurs)
+    return Decision(states.FAILED, states.FAILED, reported.reason, reported.reason)
 
 
 def _stopped(facts: Facts, asked: Asked, reason: str) -> Decision:
@@ -258,7 +254,7 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
     """Whether an agent begins a run again that died so; what it ends as otherwise."""
     why = str(death)
     deaths = 1 if facts.progress else facts.deaths + 1
-    decision = Decision("died", None, why, rank=death.rank, recurs=death.recurs, deaths=deaths)
+    decision = Decision("died", None, why, rank=death.rank, deaths=deaths)
     if death.recurs:
         return dataclasses.replace(decision, state=states.FAILED, reason=why)
     if death.lacks_gpu:  # interrupted: whoever resumes it finds out when there are GPUs again
@@ -315,7 +311,7 @@ def _of_task(facts: Facts) -> Death:
     if first is not None:
         whose = "" if facts.ranks == 1 and facts.mode is LaunchMode.FOREGROUND else f"rank {first.rank}: "
         is_busy = diagnose.is_busy(first.reason)
-        lacks_gpu = diagnose.is_of_missing_gpu(first.reason)
+        lacks_gpu = diagnose.NO_GPU in first.reason
         return Death(whose + first.reason, first.recurs, first.rank, is_busy, is_raised=True, lacks_gpu=lacks_gpu)
     if facts.exits:
         rank, code = min(facts.exits.items())
@@ -375,11 +371,6 @@ def how_stopped(failures: dict[int, int]) -> str:
         return "the script was killed"
     if codes == {-signal.SIGTERM}:
         return "the script died of SIGTERM, for it does not handle it"
-    if codes:
-        return f"the script ended by itself on SIGTERM, with {exit_words(sorted(codes)[-1])}"
-    return "the script ended by itself on SIGTERM, with code 0"
-
-
-def exit_words(code: int) -> str:
-    """An exit code as text."""
-    return f"code {code}" if code >= 0 else signal.Signals(-code).name
+    code = max(codes, default=0)
+    how = f"code {code}" if code >= 0 else signal.Signals(-code).name
+    return f"the script ended by itself on SIGTERM, with {how}"

@@ -72,11 +72,6 @@ def is_of_others(text: str) -> bool:
     return any(word in text for word in OF_OTHERS) and not any(word in text for word in _OF_PROGRAM)
 
 
-def is_of_missing_gpu(text: str) -> bool:
-    """Whether a message says that there is no GPU any more: starting again helps no more until there is one."""
-    return NO_GPU in text
-
-
 def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause | None:
     """What the end of a log says about a process that exited with this code; None: nothing that is certain.
 
@@ -92,24 +87,16 @@ def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause 
         return None
     chain = _uncaught(lines, noise) if code > 0 else []
     message = "\n".join(chain) if chain else "\n".join(lines[-_LAST:])
-    what = one_line(
-        chain[-1] if chain else next((line for line in reversed(lines[-_LAST:]) if _tells(line)), lines[-1])
-    )[:400]
-    if _BUSY.search(message) and not memory.is_refused(message):
-        return Cause(what, False)
+    telling = chain or [line for line in lines[-_LAST:] if is_busy(line) or memory.is_refused(line)] or lines
+    what = one_line(telling[-1])[:400]
     if memory.is_refused(message):
         return Cause(f"out of memory ({what}): {limit or memory.refused_at()}; {memory.ADVICE}", True)
+    if is_busy(message):
+        return Cause(what, False)
     if chain:
         return Cause(what, not any(map(_is_passing, chain)))
-    if code == 2 and any(line.startswith("usage:") for line in lines[-_LAST:]):  # argparse
-        return Cause(what, True)
-    if code == 2 and "can't open file" in lines[-1]:
-        return Cause(what, True)
-    return None
-
-
-def _tells(line: str) -> bool:
-    return is_busy(line) or memory.is_refused(line)
+    is_argparse = any(line.startswith("usage:") for line in lines[-_LAST:])
+    return Cause(what, True) if code == 2 and (is_argparse or "can't open file" in lines[-1]) else None
 
 
 def _is_passing(raised: str) -> bool:

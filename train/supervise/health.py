@@ -31,6 +31,8 @@ _GRACE = 3.0
 """The same where it has failed: they may be about to say why."""
 _ENDING = 10.0
 """The same where it has ended by itself, for example before it had met the others, who still wait for it."""
+_WRITING = 1.0
+"""Seconds in which ranks that hang write down what they are doing."""
 _SCRIPT_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the peers of a script's rank that has failed."""
 LEAST_MINUTES = 5.0
@@ -40,8 +42,8 @@ TIMES_SLOWEST = 20
 _STOOD_STILL = 10.0
 """Seconds without a look after which this process stood still, and the ranks with it: a container that is paused,
 a machine that sleeps. They have no silence to explain."""
-_PATIENCE = 20.0
-"""Seconds that py-spy has for a process."""
+_SPYING = 20.0
+"""Seconds that py-spy has for the ranks of a script."""
 SCRIPT_MINUTES = 30.0
 """How long a script may show no sign of life, unless watch.hang_minutes says otherwise."""
 _LOOK_EVERY = 2.0
@@ -59,138 +61,76 @@ def of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> TaskHealth |
 
 
 class TaskHealth:
-    """Ends ranks that show no sign of life, and peers of one that is gone."""
+    """Ends ranks that show no sign of life, and peers of one that is gone.
+
+    `watch.hang_minutes` is how long ranks may show none between two steps: None takes the larger of LEAST_MINUTES and
+    TIMES_SLOWEST times the slowest gap seen in this attempt; 0 never finds a hang. Starting, with its first step and
+    compilation, and saving have an allowance of their own, `watch.start_minutes`.
+    """
 
     def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
         self.hang = ""
-        self._kill, self._logs = kill, logs
+        self._logs, self._ranks, self._kill = logs, tuple(ranks), kill
         limits = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")).get("watch", {})
-        start = float(limits.get("start_minutes", 30.0))
-        self._watch = HangDetector(logs, ranks, limits.get("hang_minutes"), start)
-        self._dead_since: float | None = None
-        self._patience = _GRACE
+        self._hang_minutes: float | None = limits.get("hang_minutes")
+        self._start_minutes = float(limits.get("start_minutes", 30.0))
+        self._seen: tuple[Beat | None, ...] = ()
+        self._at = self._looked = time.monotonic()
+        self._slowest = 0.0
+        self._end_at: float | None = None
+        """When those that still live are killed; None: they are not."""
 
     def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         if not living:
             return
-        if self._dead_since is None and self._watch.dead(started):
-            self._note_death(_GRACE)
+        beats = tuple(heartbeat.read(self._logs / f"rank{rank}.beat") for rank in self._ranks)
+        gone = [beat for pid, beat in zip(started, beats, strict=False) if pid not in living]
+        # by SIGABRT ranks end themselves, as NCCL's watchdog does, and may not have been the first
+        if any(code < 0 and code != -signal.SIGABRT for code in exits.values()):
+            self._end_in(_KILLED)
+        elif any(beat is None or beat.phase != heartbeat.ENDING for beat in gone):
+            self._end_in(_GRACE)
         elif exits:
-            self._note_death(_ENDING)
-        if _were_killed(exits):
-            self._patience = _KILLED
-        self.hang = self.hang or self._watch.hangs() or ""
-        is_written = not self.hang or self._watch.dump(living)
-        if self.hang and self._dead_since is None and is_written:
-            self._dead_since = 0.0
+            self._end_in(_ENDING)
+        elif not self.is_ending and (hang := self._hangs(beats)):
+            self.hang = hang
+            self._ask_for_stacks(living)
+            self._end_in(_WRITING)
         # torchrun alone would give peers that wait for the dead 30 seconds
-        if self._dead_since is not None and is_written and time.monotonic() - self._dead_since > self._patience:
+        if self._end_at is not None and time.monotonic() > self._end_at:
             for pid in living:
                 self._kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
         """The ranks of another machine are dead: end these, as if it were one of theirs."""
-        self._note_death(_GRACE)
+        self._end_in(_GRACE)
 
-    def _note_death(self, patience: float) -> None:
-        if self._dead_since is None:
-            self._dead_since, self._patience = time.monotonic(), patience
+    def _end_in(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self._end_at = at if self._end_at is None else min(self._end_at, at)
 
     @property
     def is_ending(self) -> bool:
-        return self._dead_since is not None
+        return self._end_at is not None
 
-    def close(self) -> None:
-        for path in self._logs.glob("*.stack.txt"):
-            with contextlib.suppress(OSError):
-                if not path.stat().st_size:
-                    path.unlink()
-
-
-def _were_killed(exits: Mapping[int, int]) -> bool:
-    """Whether a rank was ended by a signal from elsewhere. By SIGABRT ranks end themselves, as NCCL's watchdog does,
-    and may not have been the first."""
-    return any(code < 0 and code != -signal.SIGABRT for code in exits.values())
-
-
-class ScriptHealth:
-    """Ends a script that neither speaks nor computes, and writes down what it was doing."""
-
-    def __init__(self, logs: Path, minutes: float, kill: Kill = os.kill) -> None:
-        self.hang = ""
-        self._kill, self._logs, self._detector = kill, logs, ScriptHangDetector(logs, minutes)
-        self._asked_at: float | None = None
-
-    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
-        heartbeat.sign(self._logs)
-        if exits and living:
-            self._end_peers(living)
-        if self.hang or is_stopping or not living:  # one that was asked to stop may take its time
-            return
-        self.hang = self._detector.hangs(living) or ""
-        if self.hang:
-            for rank, pid in by_rank(living).items():
-                stack_of(pid, self._logs / f"rank{rank}.stack.txt")
-            end(living)
-
-    def _end_peers(self, living: list[int]) -> None:
-        """Ask the peers of a rank that has failed to end, as torchrun does; kill those that do not."""
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
-            for pid in living:
-                self._kill(pid, signal.SIGTERM)
-        elif time.monotonic() - self._asked_at > _SCRIPT_GRACE:
-            end(living)
-
-    is_ending = False
-
-    def end(self) -> None:
-        """Only a task's ranks are on several machines."""
-
-    def close(self) -> None:
-        """Its stacks stay."""
-
-
-class HangDetector:
-    """The signs of life of one attempt's ranks.
-
-    `hang_minutes` is how long ranks may show none between two steps: None takes the larger of LEAST_MINUTES and
-    TIMES_SLOWEST times the slowest gap seen in this attempt; 0 never finds a hang. Starting, with its first step and
-    compilation, and saving have an allowance of their own, `start_minutes`.
-    """
-
-    def __init__(self, logs: Path, ranks: Iterable[int], hang_minutes: float | None, start_minutes: float) -> None:
-        self._logs, self._ranks = logs, tuple(ranks)
-        self._hang, self._start = hang_minutes, start_minutes
-        self._seen: tuple[Beat | None, ...] = ()
-        self._at = self._looked = time.monotonic()
-        self._slowest = 0.0
-        self._stacks: dict[int, Stack] | None = None
-        """Of the ranks, those that are not written yet; None: nobody has asked for them."""
-        self._asked_until = 0.0
-
-    def beats(self) -> tuple[Beat | None, ...]:
-        """The last sign of life of every rank."""
-        return tuple(heartbeat.read(self._logs / f"rank{rank}.beat") for rank in self._ranks)
-
-    def hangs(self) -> str | None:
-        """What hangs, as a reason, or None."""
-        beats, now = self.beats(), time.monotonic()
+    def _hangs(self, beats: tuple[Beat | None, ...]) -> str:
+        """What hangs, as a reason; '' if nothing."""
+        now = time.monotonic()
         if now - self._looked > _STOOD_STILL:
             self._at = now
         self._looked = now
         silent = now - self._at
         if beats != self._seen:
-            if self._is_routine(self._seen) and self._is_routine(beats):
+            if _is_routine(self._seen) and _is_routine(beats):
                 self._slowest = max(self._slowest, silent)
             self._seen, self._at = beats, now
-            return None
+            return ""
         allowed = 60 * self._allowed(beats)
         if not allowed or silent <= allowed:
-            return None
+            return ""
         if not self._can_write():  # nor can the ranks: that is no sign of a hang, and they may train on
             self._at = now
-            return None
+            return ""
         behind = min((beat for beat in beats if beat), key=lambda beat: (beat.step, beat.count), default=None)
         doing = f" {heartbeat.NAMES[behind.phase]} after step {behind.step}" if behind else " starting"
         return f"no progress for {silent:.0f} s while{doing}; stacks of the ranks: {self._logs.name}/rank*.stack.txt"
@@ -204,136 +144,101 @@ class HangDetector:
             return False
         return True
 
-    def _is_routine(self, beats: tuple[Beat | None, ...]) -> bool:
-        return bool(beats) and all(b and b.phase in (heartbeat.TRAINING, heartbeat.EVALUATING) for b in beats)
-
     def _allowed(self, beats: tuple[Beat | None, ...]) -> float:
-        if self._hang == 0:
+        if self._hang_minutes == 0:
             return 0.0
-        if not self._is_routine(beats):
-            return self._start
-        if self._hang is not None:
-            return self._hang
+        if not _is_routine(beats):
+            return self._start_minutes
+        if self._hang_minutes is not None:
+            return self._hang_minutes
         return max(LEAST_MINUTES, TIMES_SLOWEST * self._slowest / 60)
 
-    def dead(self, started: list[int]) -> bool:
-        """Whether a rank is gone that was not ending: of those that have shown a sign of life, or of `started`."""
-        beats = [beat for beat in self.beats() if beat and beat.pid]
-        silent = set(started) - {beat.pid for beat in beats}  # still importing
-        mortal = silent | {beat.pid for beat in beats if beat.phase != heartbeat.ENDING}
-        return not all(map(lives, mortal))
-
-    def dump(self, living: Iterable[int]) -> bool:
-        """Write down what every rank is doing: py-spy where it is there and allowed, faulthandler otherwise.
-
-        It takes a while, and an agent that says nothing meanwhile is taken for gone. Returns whether it is done; to be
-        called until then.
-
-        Args:
-            living: ids of the ranks that live. Another's process is not looked into, nor ended by SIGQUIT.
-        """
-        if self._stacks is None:
-            beats = zip(self._ranks, self.beats(), strict=True)
-            lives = {rank: beat.pid for rank, beat in beats if beat and beat.pid in living}
-            self._stacks = {rank: Stack(pid, self._logs / f"rank{rank}.stack.txt") for rank, pid in lives.items()}
-        for rank, stack in list(self._stacks.items()):
-            is_there = stack.is_there()
-            if is_there is None:
-                continue
-            del self._stacks[rank]
-            if not is_there and stack.pid in living:
-                self._ask(rank, stack.pid)
-        return not self._stacks and time.monotonic() > self._asked_until
-
-    def _ask(self, rank: int, pid: int) -> None:
-        """Let a rank write down itself what it is doing."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGQUIT)  # its handler appends to the same file: see worker.py
-        # NCCL's flight recorder writes its trace when something is written into this pipe
-        pipe = self._logs / f"nccl-rank{rank}.pipe"
-        with contextlib.suppress(OSError):
-            fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-            os.write(fd, b"1\n")
-            os.close(fd)
-        self._asked_until = time.monotonic() + 1.0  # handlers write while they still can
-
-
-class Stack:
-    """What a process is doing, on its way into a file: py-spy writes it."""
-
-    def __init__(self, pid: int, target: Path) -> None:
-        self.pid, self._target, self._until = pid, target, time.monotonic() + _PATIENCE
-        self._output = os.fdopen(os.memfd_create("stack"), "w+b")
-        self._spy: subprocess.Popen[bytes] | None = None
-        spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-        if spy is not None:
-            command, null = [spy, "dump", "--pid", str(pid)], subprocess.DEVNULL
+    def _ask_for_stacks(self, living: list[int]) -> None:
+        """Let ranks write down what they are doing: by faulthandler (worker.py), and by NCCL's flight recorder."""
+        for pid in living:
+            self._kill(pid, signal.SIGQUIT)
+        for rank in self._ranks:  # the recorder writes its trace when something is written into this pipe
             with contextlib.suppress(OSError):
-                self._spy = subprocess.Popen(command, stdin=null, stdout=self._output, stderr=null)
+                fd = os.open(self._logs / f"nccl-rank{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+                os.write(fd, b"1\n")
+                os.close(fd)
 
-    def is_there(self) -> bool | None:
-        """Whether it is written. False: py-spy is not there, not allowed, or too slow. None: not yet."""
-        if self._spy is not None and self._spy.poll() is None:
-            if time.monotonic() < self._until:
-                return None
-            self._spy.kill()
-            self._spy.wait()
-        with self._output, contextlib.suppress(OSError):
-            self._output.seek(0)
-            if self._spy is not None and self._spy.returncode == 0:
-                self._target.write_bytes(self._output.read())
-                return True
-        return False
+    def close(self) -> None:
+        _remove_empty_stacks(self._logs)
 
 
-def stack_of(pid: int, target: Path) -> bool:
-    """Write what a process is doing into a file, by py-spy. False where that is not there or not allowed."""
-    stack = Stack(pid, target)
-    while (is_there := stack.is_there()) is None:
-        time.sleep(0.05)
-    return is_there
+def _is_routine(beats: tuple[Beat | None, ...]) -> bool:
+    return bool(beats) and all(b and b.phase in (heartbeat.TRAINING, heartbeat.EVALUATING) for b in beats)
 
 
-def lives(pid: int) -> bool:
-    """Whether this process has not ended, reaped or not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+def _remove_empty_stacks(logs: Path) -> None:
+    for path in logs.glob("*.stack.txt"):
+        with contextlib.suppress(OSError):
+            if not path.stat().st_size:
+                path.unlink()
 
 
-class ScriptHangDetector:
-    """The signs of life of one attempt of a script.
+class ScriptHealth:
+    """Ends a script that neither writes nor computes, and writes down what it was doing.
 
     Args:
         logs: where the ranks' output goes.
-        minutes: without any sign before it counts as a hang; 0: never.
+        minutes: without any sign of life before it counts as a hang; 0: never.
     """
 
-    def __init__(self, logs: Path, minutes: float) -> None:
-        self._logs, self._allowed = logs, 60 * minutes
+    def __init__(self, logs: Path, minutes: float, kill: Kill = os.kill) -> None:
+        self.hang = ""
+        self._logs, self._allowed, self._kill = logs, 60 * minutes, kill
         self._at = self._looked = time.monotonic()
         self._output: tuple[tuple[str, int], ...] = ()
         self._used: dict[tuple[int, float], float] = {}
+        self._asked_at: float | None = None
 
-    def hangs(self, ranks: list[int]) -> str | None:
-        """What hangs, as a reason, or None.
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
+        heartbeat.sign(self._logs)
+        if exits and living:
+            self._end_peers(living)
+        if self.hang or is_stopping or not living:  # one that was asked to stop may take its time
+            return
+        self.hang = self._hangs(living)
+        if self.hang:
+            self._write_stacks({rank: pid for rank, pid in enumerate(started) if pid in living})
+            for pid in living:
+                self._kill(pid, signal.SIGKILL)
+
+    def _end_peers(self, living: list[int]) -> None:
+        """Ask the peers of a rank that has failed to end, as torchrun does; kill those that do not."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            for pid in living:
+                self._kill(pid, signal.SIGTERM)
+        elif time.monotonic() - self._asked_at > _SCRIPT_GRACE:
+            for pid in living:
+                self._kill(pid, signal.SIGKILL)
+
+    is_ending = False
+
+    def end(self) -> None:
+        """Only a task's ranks are on several machines."""
+
+    def _hangs(self, ranks: list[int]) -> str:
+        """What hangs, as a reason; '' if nothing.
 
         Args:
             ranks: process ids.
         """
         now = time.monotonic()
         if not self._allowed or now - self._looked < min(_LOOK_EVERY, self._allowed / 4):
-            return None
+            return ""
         self._looked = now
         output, used = self._written(), _cpu_seconds(ranks)
         spent = sum(max(seconds - self._used.get(key, 0.0), 0.0) for key, seconds in used.items())
         if not self._used or output != self._output or spent > _SHARE * (now - self._at) + 0.05:
             self._output, self._used, self._at = output, used, now
-            return None
+            return ""
         silent = now - self._at
         if silent <= self._allowed:
-            return None
+            return ""
         stacks = f"{self._logs.name}/rank*.stack.txt"
         return f"no output and no use of the CPU for {silent:.0f} s; stacks of the ranks: {stacks}"
 
@@ -341,6 +246,25 @@ class ScriptHangDetector:
         with contextlib.suppress(OSError):
             return tuple(sorted((path.name, path.stat().st_size) for path in self._logs.glob("rank*.log")))
         return ()
+
+    def _write_stacks(self, pids: Mapping[int, int]) -> None:
+        """Write what each of these ranks is doing into a file, by py-spy where it is there and allowed."""
+        spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+        spies, null = [], subprocess.DEVNULL
+        for rank, pid in pids.items():
+            with contextlib.suppress(OSError), (self._logs / f"rank{rank}.stack.txt").open("wb") as file:
+                command = [spy or "py-spy", "dump", "--pid", str(pid)]
+                spies.append(subprocess.Popen(command, stdin=null, stdout=file, stderr=null))
+        until = time.monotonic() + _SPYING
+        for process in spies:
+            try:
+                process.wait(max(until - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def close(self) -> None:
+        _remove_empty_stacks(self._logs)
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:
@@ -363,19 +287,3 @@ def _cpu_seconds(pids: list[int]) -> dict[tuple[int, float], float]:
                 times.user + times.system + times.children_user + times.children_system
             )
     return seconds
-
-
-def by_rank(pids: list[int]) -> dict[int, int]:
-    """The rank of each of these processes, by its environment from torchrun."""
-    ranks = {}
-    for pid in pids:
-        with contextlib.suppress(psutil.Error, KeyError, ValueError):
-            ranks[int(psutil.Process(pid).environ()["RANK"])] = pid
-    return ranks
-
-
-def end(pids: list[int]) -> None:
-    """Kill these processes and all that they have started: one that is left would hold the run's lock."""
-    for process in family(pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Out of memory: whether the kernel has killed for it, at which limit, and what to do. Imports no torch.
 
 The kernel kills with a plain SIGKILL; only `memory.events` of a control group (cgroup version 2) tells why. The doctor
-reads limits by this module on hosts whose Python may be 3.8: `chain` and `size` must run there.
+reads limits by this module on hosts whose Python may be 3.8: `limits` and `size` must run there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from train.format import UNITS, size
@@ -37,19 +36,8 @@ _LOOK_EVERY = 30.0
 """Seconds between two looks at the counters: in so long who was killed is gone, and its death was noticed."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """A control group at one moment."""
-
-    folder: Path
-    limit: int | None
-    """Bytes that its processes may take; None: no limit."""
-    kills: int
-    """How many of its processes the kernel has killed for lack of memory."""
-
-
-def chain(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> list[Group]:
-    """The control group of a process and those around it, as far as they can be seen; none without version 2.
+def group(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> Path | None:
+    """The control group of a process, as its folder; None without version 2.
 
     Args:
         process: its folder in /proc.
@@ -58,67 +46,48 @@ def chain(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")
     try:
         lines = (process / "cgroup").read_text().splitlines()
     except OSError:
-        return []
+        return None
     path = next((line[3:] for line in lines if line.startswith("0::")), None)
     if path is None or not (top / "cgroup.controllers").exists():
-        return []
-    folder = top / path.lstrip("/")
-    if ".." in path or not folder.is_dir():  # of a container that sees its own group alone
-        folder = top
-    groups = [_look(folder)]
-    while folder != top:
-        folder = folder.parent
-        groups.append(_look(folder))
-    return groups
-
-
-def _look(folder: Path) -> Group:
-    kills = _counters(folder / "memory.events").get("oom_kill", 0)
-    return Group(folder, _number(folder / "memory.max"), kills)
-
-
-def _counters(path: Path) -> dict[str, int]:
-    try:
-        pairs = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
         return None
-    return int(text) if text.isdecimal() else None  # `max` is no limit
+    folder = top / path.lstrip("/")
+    # a container sees its own group alone
+    return folder if ".." not in path and folder.is_dir() else top
+
+
+def limits(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> dict[Path, int]:
+    """The bytes that the control group of a process, and those around it, may take, where there is a limit."""
+    folder, found = group(process, top), {}
+    for one in [folder, *folder.parents] if folder is not None else []:
+        with contextlib.suppress(OSError, ValueError):  # `max` is no limit
+            found[one] = int((one / "memory.max").read_text())
+        if one == top:
+            break
+    return found
+
+
+def _counter(path: Path, name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0
 
 
 class Kills:
-    """Counts the kernel's kills for lack of memory in the control groups of processes, in the last seconds.
+    """Counts the kernel's kills for lack of memory in the control group of a process, in the last seconds.
 
     A group may have many others in it, as that of a container has, and a run may take days: what was killed on another
     day says nothing of who dies now. So the beginning moves on while all is well.
-
-    Args:
-        process: whose group is counted in from the start, as its folder in /proc.
-        top: where control groups are mounted.
     """
 
     def __init__(self, process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> None:
-        self._top = top
-        self._looks: list[dict[Path, int]] = [{}]
+        self._place, self._group = (process, top), group(process, top)
+        self._before = self._last = self._count()
         self._looked = time.monotonic()
-        self._add(process)
 
-    def _add(self, process: Path) -> None:
-        for group in chain(process, self._top)[:1]:
-            for look in self._looks:
-                look.setdefault(group.folder, group.kills)
-
-    def among(self, pids: Iterable[int]) -> None:
-        """Count in the groups of processes that may live in others than this one."""
-        for pid in pids:
-            self._add(Path("/proc") / str(pid))
+    def _count(self) -> int:
+        return _counter(self._group / "memory.events", "oom_kill") if self._group is not None else 0
 
     @property
     def is_due(self) -> bool:
@@ -130,25 +99,19 @@ class Kills:
 
         Before the last one: a kill that this look finds may be one whose death is not noticed yet.
         """
-        self._looks = [self._looks[-1], {folder: _look(folder).kills for folder in self._looks[-1]}]
-        self._looked = time.monotonic()
+        self._before, self._last, self._looked = self._last, self._count(), time.monotonic()
 
     def limit(self) -> str | None:
         """The limit at which there was a kill, as text, or None if there was none."""
-        for folder, before in self._looks[0].items():
-            if _look(folder).kills > before:
-                around = [folder, *(parent for parent in folder.parents if parent.is_relative_to(self._top))]
-                return _least([_look(one) for one in around])
-        return None
+        return _least(limits(*self._place)) if self._count() > self._before else None
 
 
-def _least(groups: list[Group]) -> str:
+def _least(limited: Mapping[Path, int]) -> str:
     """The least limit of control groups, else the machine's memory, as text."""
-    limited = [group for group in groups if group.limit]
     if not limited:
         return f"the {size(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))} of this machine"
-    least = min(limited, key=lambda group: group.limit or 0)
-    return f"the limit of {size(least.limit or 0)} of its container or control group ({least.folder})"
+    least, folder = min((limit, folder) for folder, limit in limited.items())
+    return f"the limit of {size(least)} of its container or control group ({folder})"
 
 
 def refused_at() -> str:
@@ -157,17 +120,17 @@ def refused_at() -> str:
         soft = resource.getrlimit(number)[0]
         if soft != resource.RLIM_INFINITY:
             return f"the limit of {size(soft)} a process ({name})"
-    return _least(chain())
+    return _least(limits())
 
 
 def left(process: Path = Path("/proc/self"), top: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of memory that a process can still get, by its control groups and by the machine's own count."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for group in chain(process, top):
-        if group.limit:  # files that it keeps in memory can be given back at once
-            files = _counters(group.folder / "memory.stat").get("inactive_file", 0)
-            free.append(max(group.limit - (_number(group.folder / "memory.current") or 0) + files, 0))
+    for folder, limit in limits(process, top).items():
+        files = _counter(folder / "memory.stat", "inactive_file")  # kept in memory, and given back at once
+        with contextlib.suppress(OSError):
+            free.append(max(limit - int((folder / "memory.current").read_text()) + files, 0))
     return min(free, default=2**60)
 
 

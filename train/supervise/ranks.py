@@ -228,7 +228,7 @@ class Ranks:
 
     def end_at_once(self) -> None:
         """Kill them with all that they have started, whatever they, or the zygote, wait for."""
-        self._zygote.kill()
+        self._zygote.close()
 
     @property
     def copied(self) -> int:

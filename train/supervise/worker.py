@@ -248,19 +248,10 @@ def _meet(host: str, port: int, files: list[int]) -> Any:
     return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, use_libuv=False, **own)
 
 
-def log_of(logs: Path, rank: int) -> Path:
-    """The file that a rank of an attempt writes to."""
-    return logs / f"rank{rank}.log"
-
-
-class _LogFile(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A disk that fails: the line stands on the terminal, and a page of traceback for each would hide it."""
-
-
 def keep_log(logs: Path, rank: int) -> None:
     """Write this process's lines into the log of its rank too."""
-    handler = _LogFile(log_of(logs, rank), encoding="utf-8")
+    logging.raiseExceptions = False  # where the disk fails a line stands on the terminal, without a traceback for each
+    handler = logging.FileHandler(logs / f"rank{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
 

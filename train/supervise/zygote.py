@@ -1,13 +1,14 @@
 """A process that has imported what ranks need, and forks them: a start, or a restart, pays no import of torch.
 
-    python -P …/train/supervise/zygote.py PLAN         a server; PLAN is JSON: see forks.py
+    python -P …/train/supervise/zygote.py PLAN         a server; PLAN is JSON: see `main`
 
 The process that supervises a run (the agent) asks it over a socket to fork a function, and hears when a fork has
 ended. The zygote computes nothing, starts no thread and touches no GPU, so a fork of it is a clean process. It ends
 when the other end of its socket is closed, and kills what it has forked: no rank outlives its agent.
 
-A lender is one that `train keeper` holds: it has imported the libraries, and a fork of it becomes the zygote of each
-process that asks. It serves only those that are like it in all that matters when libraries are loaded (`digest`).
+A lender has imported the libraries, and a fork of it becomes the zygote of each process that connects. `train keeper`
+holds one, and `train launch` while it starts a run. It serves only those that are like it in all that matters when
+libraries are loaded (`digest`).
 
 Nothing of this package is imported here before it is known whose zygote this is: a checkout may be edited while a
 lender lives. How one is asked for, and asked, is in forks.py.
@@ -49,6 +50,8 @@ READ_AT_LOADING = (
     "TORCH", "PYTORCH", "TRITON_", "MALLOC_", "GLIBC_", "LANG", "LC_", "HOME",
 )  # fmt: skip
 """How variables begin that Python and libraries read when they are loaded."""
+OFF = "TRAIN_WARM"
+"""A variable: set to `off`, nothing is borrowed from the keeper's lender, and the keeper holds none."""
 _BLAS = "OPENBLAS_NUM_THREADS"
 """What NumPy's OpenBLAS reads as it is loaded: else it starts a thread a core, here and again in each rank."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -104,6 +107,7 @@ def digest(environ: Mapping[str, str]) -> str:
     """Equal for two processes that are alike in all that matters when libraries are loaded, in these environments."""
     parts = [sys.executable, sys.version, sys.prefix, str(os.getuid()), str(os.getgid()), str(sorted(os.getgroups()))]
     parts += [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(READ_AT_LOADING)]
+    parts.append(f"{OFF} {environ.get(OFF) == 'off'}")
     for folder in sys.path:
         if folder.endswith(("site-packages", "dist-packages")):  # a package that comes or goes changes it
             with contextlib.suppress(OSError):
@@ -126,67 +130,61 @@ def called(name: str) -> Callable[..., Any]:
     return found
 
 
-class _Server:
-    """Serves the process at the other end of a socket, once there is one."""
+def _lend(door: socket.socket, imports: Sequence[str]) -> socket.socket | None:
+    """Be a lender until its standard input is closed, or a fork would lack what a new process has; then returns None.
 
-    def __init__(self, plan: dict[str, Any]) -> None:
-        self._door: socket.socket | None = socket.socket(fileno=plan["fd"])
-        self._line: socket.socket | None = None
-        self._lends: str = plan.get("lends", "")
-        self._imports = deque(plan.get("imports", ()))
-        self._environ = dict(os.environ)
+    Returns in a fork, for each process that comes, the socket to serve it by.
+    """
+    environ = dict(os.environ)
+    own = digest(environ)
+    os.environ.setdefault(_BLAS, "1")
+    for name in imports:  # first: a fork is to have them all
+        if select.select([0], [], [], 0)[0]:
+            break
+        _import(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
+    while True:
+        watched: list[Any] = [0, door]
+        ready = select.select(watched, [], [], 5.0)[0]
+        if 0 in ready or _unclean() or digest(environ) != own:
+            break
+        if door in ready:
+            line, _ = door.accept()
+            if peer(line) == os.getuid() and os.fork() == 0:
+                door.close()
+                os.setsid()
+                return line
+            line.close()
+    with contextlib.suppress(OSError):
+        Path(door.getsockname()).unlink()
+    return None
+
+
+class _Server:
+    """Serves the process at the other end of a socket."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._imports: deque[str] = deque()
         self._forks: set[int] = set()
         self._woken = _wake_on_death()
-        self.is_fork = False
-        if not self._door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            self._line, self._door = self._door, None
-        os.environ.setdefault(_BLAS, "1")
-        if "root" in plan:
-            _take_package(plan["root"])
 
     def serve(self) -> None:
-        """Until the other end is closed, or the process that started this one has gone before there was one."""
-        while not self._is_outdated():
-            watched: list[Any] = [self._woken, self._line] if self._line else [self._woken, 0, self._door]
-            if self._lends and self._imports:  # a fork is to have them all
-                watched.pop()
-            ready = select.select(watched, [], [], 0 if self._imports else 5.0)[0]
+        """Until the other end is closed."""
+        while True:
+            watched: list[Any] = [self._woken, self._line]
+            ready = select.select(watched, [], [], 0 if self._imports else None)[0]
             if self._woken in ready:
                 self._reap()
-            if self._line is None and 0 in ready:
-                return
-            if self._line is not None and self._line in ready:
-                heard = receive(self._line)
-                if heard is None:
+            if self._line in ready:
+                received = receive(self._line)
+                if received is None:
                     return
-                self._obey(*heard)
-            elif self._line is None and self._door in ready:
-                self._accept()
-            elif not ready and self._imports:
-                self._import(self._imports.popleft())
-
-    def _is_outdated(self) -> bool:
-        """Whether a lender has other packages than a process that is started now."""
-        return bool(self._lends) and lender_socket(self._environ) != Path(self._lends)
-
-    def _accept(self) -> None:
-        """Serve the process that has come; a lender has a fork do so, which is a zygote like any other."""
-        assert self._door is not None
-        line, _ = self._door.accept()
-        with contextlib.ExitStack() as stack:
-            stack.callback(line.close)
-            if peer(line) != os.getuid() or (self._lends and os.fork() != 0):
-                return
-            stack.pop_all()
-        self._door.close()
-        if self._lends:
-            os.setsid()
-            os.close(self._woken)
-            self._woken, self.is_fork, self._lends = _wake_on_death(), True, ""
-        self._line, self._door = line, None
+                self._obey(*received)
+            elif not ready:
+                _import(self._imports.popleft())
 
     def _obey(self, message: dict[str, Any], files: list[int]) -> None:
-        assert self._line is not None
         if "root" in message:
             self._enter(message)
             send(self._line, {"serves": os.getpid()})
@@ -195,7 +193,7 @@ class _Server:
                 os.kill(message["signal"], message["number"])
         else:
             while message["after"] in self._imports:
-                self._import(self._imports.popleft())
+                _import(self._imports.popleft())
             made = self._fork(message, files)
             for fd in files:
                 os.close(fd)
@@ -203,27 +201,14 @@ class _Server:
 
     def _enter(self, message: dict[str, Any]) -> None:
         """Take over what the other process is like."""
-        self._environ = message["environ"]
         os.environ.clear()
-        os.environ.update({_BLAS: "1", **self._environ})
+        os.environ.update({_BLAS: "1", **message["environ"]})
         os.umask(message["umask"])
         os.chdir(message["cwd"])
         time.tzset()
         tempfile.tempdir = None
         _take_package(message["root"])["add_current_folder"]()
         self._imports = deque(name for name in message["imports"] if name not in sys.modules)
-
-    def _import(self, name: str) -> None:
-        """Import a module. One that cannot be imported is again by the fork that needs it, which says why.
-
-        What imports leave is not garbage, and looking for that takes a sixth of their time; frozen, it is not looked at
-        again, nor copied by a fork for having been looked at.
-        """
-        gc.disable()
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-        gc.freeze()
-        gc.enable()
 
     def _fork(self, message: dict[str, Any], files: list[int]) -> dict[str, Any]:
         if unclean := _unclean():
@@ -253,12 +238,11 @@ class _Server:
             for number in (*SIGNALS, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            assert self._line is not None
             for fd in (self._line.detach(), self._woken):
                 os.close(fd)
             _take_standard_files(files)
             os.environ.clear()
-            os.environ.update(self._environ if message["environ"] is None else message["environ"])
+            os.environ.update(message["environ"])
             called(message["call"])(*message["arguments"], files)
             code = 0
         except SystemExit as end:
@@ -276,17 +260,15 @@ class _Server:
         """Report forks that have ended, and kill what is left in their sessions."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1 << 12)
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                pid = ended.si_pid
-                if pid in self._forks:
-                    with contextlib.suppress(OSError):
-                        os.killpg(pid, signal.SIGKILL)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                if pid in self._forks and self._line is not None:
-                    with contextlib.suppress(OSError):
-                        send(self._line, {"ended": pid, "code": code})
-                self._forks.discard(pid)
+        for pid in list(self._forks):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self._forks.discard(pid)
+            with contextlib.suppress(OSError):
+                send(self._line, {"ended": pid, "code": code})
 
     def end(self) -> None:
         """Kill all that was forked."""
@@ -303,6 +285,19 @@ def _wake_on_death() -> int:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     return woken
+
+
+def _import(name: str) -> None:
+    """Import a module. One that cannot be imported is again by the fork that needs it, which says why.
+
+    What imports leave is not garbage, and looking for that takes a sixth of their time; frozen, it is not looked at
+    again, nor copied by a fork for having been looked at.
+    """
+    gc.disable()
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
 
 
 def _take_package(root: str) -> dict[str, Any]:
@@ -343,16 +338,26 @@ def _name_process() -> None:
 
 
 def main() -> None:
-    """Be the server that the first argument describes."""
+    """Be the server that the first argument describes.
+
+    It has `fd`, a socket: connected, or of a lender listening; and `lends`, what a lender imports, else null.
+    """
     for number in SIGNALS:  # meant for ranks: Slurm sends them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
     _name_process()  # before the environment changes, by which it finds the place of the name
-    server = _Server(json.loads(sys.argv[1]))
+    plan = json.loads(sys.argv[1])
+    line: socket.socket | None = socket.socket(fileno=plan["fd"])
+    if line is not None and plan["lends"] is not None:
+        line = _lend(line, plan["lends"])
+    if line is None:
+        return
+    os.environ.setdefault(_BLAS, "1")
+    server = _Server(line)
     try:
         server.serve()
     finally:
         server.end()
-        if server.is_fork:  # what libraries clear away at an exit is the lender's
+        if plan["lends"] is not None:  # what libraries clear away at an exit is the lender's
             os._exit(0)
 
 

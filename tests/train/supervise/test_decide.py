@@ -79,7 +79,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("saved before the second Ctrl-C", facts(FOREGROUND, (stopped,), asked=TWICE),
      {"state": "stopped", "reason": "stopped after step 5 (SIGINT)", "code": 75}),
     ("all ranks meet a loss that is nan", facts(LAUNCHED, (nan, nan_1)),
-     {"end": "failed", "state": "failed", "reason": nan.reason, "recurs": True, "message": "", "code": 3}),
+     {"end": "failed", "state": "failed", "reason": nan.reason, "message": "", "code": 3}),
     ("rank 0 is refused before it met the others", facts(LAUNCHED, (refused,), exits={0: 1}),
      {"end": "failed", "state": "failed", "reason": refused.reason}),
 
@@ -121,7 +121,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("no restarts, but saved", facts(LAUNCHED, exits={0: KILL}, max_restarts=0, progress=True),
      {"state": None, "reason": "rank 0 died of SIGKILL; no restarts are left", "again": False, "code": 3}),
     ("an exception of the task", facts(LAUNCHED, (died(1, "ValueError: bad", True), died(0, LOST, False, 0.5))),
-     {"end": "died", "state": "failed", "reason": "rank 1: ValueError: bad", "rank": 1, "recurs": True}),
+     {"end": "died", "state": "failed", "reason": "rank 1: ValueError: bad", "rank": 1}),
     ("a failure of one rank alone", facts(LAUNCHED, (nan_1, died(0, LOST, False)), exits={1: 1}),
      {"state": "failed", "reason": "rank 1: the loss is nan at step 3"}),
     ("a disk that did not answer", facts(LAUNCHED, (died(0, "OSError: [Errno 5] I/O", False),), exits={0: 1}),
@@ -138,7 +138,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
      {"why": "rank 1 exited with code 7; see: train logs a --rank 1", "again": True}),
     ("nobody says anything", facts(LAUNCHED), {"why": "the ranks ended without saying how", "again": True}),
     ("killed for memory", facts(LAUNCHED, exits={1: KILL}, killed_at="the 2 GiB of this machine"),
-     {"state": "failed", "recurs": True,
+     {"state": "failed",
       "reason": f"out of memory: rank 1 was killed at the 2 GiB of this machine; {memory.ADVICE}{CHECK}"}),
     ("its loader killed for memory",
      facts(LAUNCHED, (died(0, LOADER, False),), exits={0: 1}, logs={0: LOADER}, killed_at="1 GiB"),
@@ -188,9 +188,9 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("a script dies again and again", of_script(exits={0: KILL}, deaths=3),
      {"state": "failed", "reason": "died 4 times before it had run 10 minutes: rank 0 died of SIGKILL"}),
     ("memory is refused to a script", of_script(exits={0: ABRT}, logs={0: REFUSED_MEMORY}),
-     {"state": "failed", "recurs": True,
+     {"state": "failed",
       "reason": f"rank 0: out of memory (what(): std::bad_alloc): 8 GiB; {memory.ADVICE} (died of SIGABRT){CHECK}"}),
-    ("a hang of a script", of_script(exits={0: KILL}, hang="no output"), {"why": "no output", "again": True}),
+    ("a hang of a script", of_script(hang="no output"), {"why": "no output", "again": True}),
 ]  # fmt: skip
 
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import struct
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.train.conftest import PATIENCE, Station
-from train.run import heartbeat
-from train.supervise.health import HangDetector
+from tests.train.conftest import Station
 
 FIELDS = (
     "--steps", 40, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
@@ -81,44 +74,6 @@ def test_hang_minutes_0_never_ends_a_run(station: Station) -> None:
     station.wait("a", stands_still, "a rank that stands still")
     station.ok("stop", "a", "--now")
     assert [attempt["end"] for attempt in station.record("a")["attempts"]] == ["stopped"]
-
-
-def test_who_looks_after_ranks_is_kept_by_no_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that says nothing for 10 s is taken for gone by those of other machines."""
-    spy = tmp_path / "py-spy"
-    spy.write_text("#!/bin/sh\nwhile [ ! -e go ]; do sleep 0.01; done\necho here\n")
-    spy.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("py-spy was not waited for"))
-    for rank in range(2):
-        heartbeat.Heart(tmp_path / f"rank{rank}.beat").beat(heartbeat.TRAINING, 1)
-    watch, begun = HangDetector(tmp_path, range(2), None, 1.0), time.monotonic()
-    alive = [os.getpid()]
-    assert not watch.dump(alive) and not watch.dump(alive) and time.monotonic() - begun < 5
-    (tmp_path / "go").touch()
-    while not watch.dump(alive):
-        assert time.monotonic() - begun < PATIENCE
-        time.sleep(0.01)
-    assert [(tmp_path / f"rank{rank}.stack.txt").read_text() for rank in range(2)] == ["here\n"] * 2
-
-
-def test_who_has_got_the_id_of_a_rank_that_has_ended_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGQUIT, which asks a rank for its stack, ends who does not expect it."""
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    other = subprocess.Popen(["/bin/sleep", "1000"])
-    (tmp_path / "rank1.beat").write_bytes(struct.pack("<qqqq", other.pid, heartbeat.ENDING, 1, 1))
-    watch = HangDetector(tmp_path, [1], None, 1.0)
-    while not watch.dump(living=[]):
-        time.sleep(0.01)
-    with pytest.raises(subprocess.TimeoutExpired):
-        other.wait(1)
-    assert not list(tmp_path.glob("*.stack.txt"))
-    other.kill()
-    other.wait()
 
 
 ALONE = """

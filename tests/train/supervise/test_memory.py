@@ -40,12 +40,9 @@ def died_of_memory(kills: memory.Kills) -> bool:
 
 
 def test_the_groups_around_a_process_and_what_they_leave(tmp_path: Path, process: Path) -> None:
-    killed(tmp_path, 2)
     slice_ = tmp_path / "user.slice"
-    groups = memory.chain(process, tmp_path)
-    assert [(group.folder, group.limit, group.kills) for group in groups] == [
-        (slice_ / "run", None, 2), (slice_, 600 * MIB, 0), (tmp_path, None, 0),
-    ]  # fmt: skip
+    assert memory.group(process, tmp_path) == slice_ / "run"
+    assert memory.limits(process, tmp_path) == {slice_: 600 * MIB}
     assert memory.left(process, tmp_path) == 400 * MIB
     (slice_ / "memory.max").write_text("max\n")
     assert memory.left(process, tmp_path) > 400 * MIB, "the machine's own"
@@ -55,12 +52,12 @@ def test_the_groups_around_a_process_and_what_they_leave(tmp_path: Path, process
 def test_a_container_sees_its_own_group_alone(tmp_path: Path, process: Path, path: str) -> None:
     (tmp_path / "memory.max").write_text(str(100 * MIB))
     (process / "cgroup").write_text(f"0::{path}\n")
-    assert memory.chain(process, tmp_path) == [memory.Group(tmp_path, 100 * MIB, 0)]
+    assert memory.limits(process, tmp_path) == {tmp_path: 100 * MIB}
 
 
 def test_without_version_2_nothing_is_known(tmp_path: Path, process: Path) -> None:
     (process / "cgroup").write_text("4:memory:/docker/abc\n")
-    assert memory.chain(process, tmp_path) == [] and memory.Kills(process, tmp_path).limit() is None
+    assert memory.limits(process, tmp_path) == {} and memory.Kills(process, tmp_path).limit() is None
 
 
 def test_a_kill_of_long_ago_is_not_why_a_rank_dies_now(tmp_path: Path, process: Path) -> None:
