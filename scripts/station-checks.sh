@@ -102,13 +102,16 @@ check_limits() {
 }
 
 check_settings() {
-    local bind key data network
+    local bind key data name network
     check_form GPUS all 'all|none|[1-9][0-9]*|([0-9]+,)+[0-9]*' "all, none, a count such as 2, or ids such as 0,1 (a single id: 2,)"
     bind=$(setting BIND_ADDRESS 127.0.0.1)
     if [ "$bind" != 0.0.0.0 ] && [ "$bind" != '[::]' ] && command -v ip >/dev/null; then
         [[ " $(ip -o addr show | awk '{ sub("/.*", "", $4); print ($3 == "inet6") ? "[" $4 "]" : $4 }' | tr '\n' ' ')" == *" $bind "* ]] ||
             die "BIND_ADDRESS=$bind is no address of this machine: 127.0.0.1 for this machine only, 0.0.0.0 for the network, IPv6 as in [::1]"
     fi
+    for name in JUPYTER_PORT SSH_PORT; do
+        [[ $(setting "$name" 2222) =~ ^[1-9][0-9]{0,4}$ && $(setting "$name" 2222) -le 65535 ]] || die "$name=$(setting "$name"): it is a port from 1 to 65535"
+    done
     [ "$(setting JUPYTER_PORT 8888)" != "$(setting SSH_PORT 2222)" ] || die "JUPYTER_PORT and SSH_PORT are the same port"
     check_form PROTECT_CHECKOUT true 'true|false' "true or false"
     check_form STATION_EXPORTER on 'on|off' "on or off"
@@ -153,6 +156,13 @@ check_runs() {
     [ "$free" -ge "$(setting MIN_FREE_MB 500)" ] ||
         die "the disk with $runs has $free MB left, less than MIN_FREE_MB=$(setting MIN_FREE_MB 500): free some or lower it"
     [ "$(disk_free .)" -gt 0 ] || die "the disk with $PWD is full: free some"
+}
+# Before a first build: it takes 6 GB for the image, as much while its layers are made, and the base.
+check_engine_disk() {
+    local folder
+    folder=$(docker info -f '{{.DockerRootDir}}' 2>/dev/null)
+    [ -z "$(docker image ls --quiet trainstation)" ] && [ -d "$folder" ] || return 0 # an engine elsewhere
+    [ "$(disk_free "$folder")" -ge 9000 ] || die "the engine's disk has $(disk_free "$folder") MB left, and building the image takes 9000: docker system df shows what may go"
 }
 disk_free() { df -Pm "$1" | awk 'NR == 2 {print $4}'; }
 # Succeeds where a container gets NVIDIA devices from this engine; else prints why not. It is the engine that counts,

@@ -162,7 +162,7 @@ up() { # [rebuild ARGUMENTS…]
     choose_ports
     choose_host_name
     choose_mode
-    if find_image && [ $# = 0 ]; then needs_build=""; else needs_build=yes; fi
+    if find_image && [ $# = 0 ]; then needs_build=""; else check_engine_disk; needs_build=yes; fi
     make_missing_files
     remember_identity
     warn_of_credentials
