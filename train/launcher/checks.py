@@ -186,7 +186,7 @@ def _device(config: Config, local: int, run: Run | None) -> torch.device:
         if run is None:
             raise
         on_cpu = f"to continue on the CPU, with other bits: train resume {run.name} --device cpu"
-        raise Refused(f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; {on_cpu}") from None
+        raise NoGPU(f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; {on_cpu}") from None
 
 
 def _files(request: Request, task: Task, config: Config, found: _Checked) -> dict[str, str | bytes]:

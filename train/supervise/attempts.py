@@ -47,6 +47,19 @@ def rest(run: Run, state: str, reason: str, by: str | None = None) -> None:
     run.update(state=state, reason=reason, stopped_by=by, ended=ended)
 
 
+def wait(run: Run, reason: str) -> None:
+    """Write down that a run waits for other machines."""
+    run.note(state=states.RUNNING, reason=reason, ended=None)
+
+
+def end_waiting(run: Run, decision: Decision) -> None:
+    """Write down an end that came while a run waited for other machines, and no rank lived here."""
+    values: dict[str, Any] = {**decision.figures, "reason": decision.reason, "stopped_by": decision.stopped_by}
+    if decision.state is not None:
+        values["state"] = decision.state
+    run.update(**values, ended=run_folder.now())
+
+
 def write(run: Run, attempt: int, decision: Decision) -> None:
     """Carry a decision into run.json.
 

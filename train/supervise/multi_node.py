@@ -10,10 +10,10 @@ from typing import Any
 
 from train import signals
 from train.errors import EXIT_STOPPED, Refused
-from train.run import run_folder, states
+from train.run import states
 from train.run.run_folder import Run
 from train.supervise import decide, health
-from train.supervise.attempts import Supervisor, asked_by, newest, pids
+from train.supervise.attempts import Supervisor, asked_by, end_waiting, newest, pids, wait
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode
 from train.supervise.nodes import Nodes
 from train.supervise.ranks import Ranks
@@ -49,12 +49,13 @@ class MultiNodeSupervisor(Supervisor):
             waits = nodes.waiting_for()
             decision = self._end_of_waiting(waits, time.monotonic() > until)
             if decision is not None:
-                self._rest(decision)
+                end_waiting(self.run, decision)
+                self.say(decision.reason or f"{self.run.name} has {decision.state}")
                 return decision
             if waits != message:
                 message = waits
                 self.say(waits)
-                self.run.note(state=states.RUNNING, reason=waits, ended=None)
+                wait(self.run, waits)
             self.show()
             time.sleep(0.02)
         nodes.take_over()
@@ -80,14 +81,6 @@ class MultiNodeSupervisor(Supervisor):
             reason = f"gave up after {minutes} of {waits}; go on with: train resume {self.run.name}"
             return Decision("died", None, reason, reason)
         return nodes.end
-
-    def _rest(self, decision: Decision) -> None:
-        """Write down an end that came while no ranks lived here."""
-        values: dict[str, Any] = {**decision.figures, "reason": decision.reason, "stopped_by": decision.stopped_by}
-        if decision.state is not None:
-            values["state"] = decision.state
-        self.run.update(**values, ended=run_folder.now())
-        self.say(decision.reason or f"{self.run.name} has {decision.state}")
 
     def begin(self) -> int:
         """Record a new attempt, of which node 0 says what it continues after. Returns its number."""

@@ -156,7 +156,10 @@ def _lend(door: socket.socket, imports: Sequence[str]) -> socket.socket | None:
                 return line
             line.close()
     with contextlib.suppress(OSError):
-        Path(door.getsockname()).unlink()
+        place = Path(door.getsockname())
+        place.unlink()
+        with contextlib.suppress(OSError):  # another lender is there
+            place.parent.rmdir()
     return None
 
 

@@ -138,8 +138,8 @@ def test_which_names_read_like_secrets(name: str, expected: bool) -> None:
     ("name", "value", "expected"),
     [
         ("HF_TOKEN", "abc", True), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1", False), ("A", "http://u:p@h", True),
-        ("GOOGLE_APPLICATION_CREDENTIALS", "/etc/passwd", False), ("AWS_SECRET_ACCESS_KEY", "/ab0/c.d", True), ("A", "hf_0123456789abcdefgh", True),
-        ("A", "/datasets/key", False), ("KEY", "/8cQ+w==", True),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/etc/passwd", False), ("A", "hf_0123456789abcdefgh", True),
+        ("A", "/datasets/key", False), ("KEY", "/8cQ+w==", True), ("AWS_SECRET_ACCESS_KEY", "/ab0/c.d", True),
     ],
 )  # fmt: skip
 def test_which_variables_tell_a_secret(name: str, value: str, expected: bool) -> None:
