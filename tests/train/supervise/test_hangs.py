@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.train.conftest import Station
+from tests.waiting import eventually
 
 FIELDS = (
     "--steps", 40, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
@@ -16,10 +16,12 @@ FIELDS = (
 )  # fmt: skip
 
 
-def stands_still(record: dict[str, Any]) -> bool:
-    """Whether a rank does: found below its agent, for it may stop with the record in its hands, where pids belong."""
-    below = psutil.Process(record["pids"]["agent"]).children(recursive=True) if record["pids"] else []
-    return any(process.status() == psutil.STATUS_STOPPED for process in below)
+def stands_still(station: Station) -> bool:
+    """Whether a rank does: found by its folder, for it may stop with the record in its hands, where pids belong."""
+    return any(
+        process.info["status"] == psutil.STATUS_STOPPED and process.info["cwd"] == str(station.folder)
+        for process in psutil.process_iter(["cwd", "status"])
+    )
 
 
 def test_a_rank_that_stands_still_is_noticed_its_stacks_are_kept_and_the_run_goes_on(station: Station) -> None:
@@ -71,7 +73,7 @@ def test_a_run_that_is_frozen_with_its_agent_hangs_no_more_when_it_is_let_go(sta
 def test_hang_minutes_0_never_ends_a_run(station: Station) -> None:
     env = {"TRAIN_FAULT": "step@0:10:stop"}
     station.ok("launch", "digits", "--name", "a", *FIELDS, "--watch.hang_minutes", 0, env=env)
-    station.wait("a", stands_still, "a rank that stands still")
+    eventually("a rank stands still", lambda: stands_still(station))
     station.ok("stop", "a", "--now")
     assert [attempt["end"] for attempt in station.record("a")["attempts"]] == ["stopped"]
 
