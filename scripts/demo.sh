@@ -42,7 +42,7 @@ type -P train >/dev/null || activate=$'\n  . .venv/bin/activate             puts
 cat <<EOT
 
 test accuracy  $accuracy
-checkpoint     ${checkpoints[-1]}
+checkpoint     ${checkpoints[${#checkpoints[@]} - 1]}
 weights        $runs/$name/model.safetensors
 curves         $runs/$name/plot.png
 

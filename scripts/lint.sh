@@ -20,7 +20,7 @@ check() {
 check_shell() {
     local files file
     mapfile -t files < <(git ls-files --cached --others --exclude-standard -- ':!*.sbatch' | while IFS= read -r file; do
-        head -n 1 -- "$file" 2>/dev/null | grep -qaE '^#!.*[/ ](ba|da)?sh( |$)|^# shellcheck shell=' && printf '%s\n' "$file"
+        [[ $file == *.sh ]] || head -n 1 -- "$file" 2>/dev/null | grep -qaE '^#!.*[/ ](ba|da)?sh( |$)|^# shellcheck shell=' && printf '%s\n' "$file"
     done)
     shellcheck -x "${files[@]}" && echo "All ${#files[@]} shell files are clean."
 }

@@ -64,7 +64,9 @@ check_place() {
 # check_folder NAME FOLDER: where the protection is or was lifted, dev could replace a folder of the checkout, ./runs for one;
 # so a link in it is not followed: it could lead to the host's root.
 check_folder() {
-    local path=${2#"$PWD"/}
+    local path=$2
+    while [[ $path == *//* ]]; do path=${path//\/\//\/}; done
+    path=${path%/} path=${path#"$PWD"/}
     while [[ $path != /* && $path != . ]]; do
         [ ! -L "$path" ] || die "$path is a link to $(readlink "$path"): name that folder itself in .env, as $1, if it is what you mean"
         path=$(dirname -- "$path")

@@ -79,7 +79,7 @@ choose_host_name() {
 reachable() { case $1 in 0.0.0.0 | '') printf 127.0.0.1 ;; '[::]' | ::) printf ::1 ;; *) printf '%s' "${1//[\[\]]/}" ;; esac; }
 # Does another program, or another station, listen where this port would be published?
 busy() {
-    [ -z "$id" ] || ! docker port "$id" | grep -q ":$1$" || return 1
+    [ -z "$id" ] || [[ $'\n'$(docker port "$id")$'\n' != *":$1"$'\n'* ]] || return 1
     (exec 3<>"/dev/tcp/$(reachable "$(setting BIND_ADDRESS 127.0.0.1)")/$1") 2>/dev/null
 }
 who_has() {

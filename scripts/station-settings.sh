@@ -39,7 +39,7 @@ check_own_files() {
     [[ $PWD != *[\'\"\\\$%\`[:cntrl:]]* ]] || die "the path of this checkout holds a quote, a backslash, \$, % or \`: move it to one without"
     found=$(find .env .secrets -maxdepth 1 -type l 2>/dev/null | head -n 1) || :
     [ -z "$found" ] || die "$found is a link, which is not followed: put the file itself there, or remove it (rm $found)"
-    found=$(find .env .secrets -maxdepth 1 ! -type d \( ! -type f -o -links +1 \) 2>/dev/null | head -n 1) || :
+    found=$(find .env .secrets -maxdepth 1 \( -path .secrets ! -type d -o ! -path .secrets \( ! -type f -o -links +1 \) \) 2>/dev/null | head -n 1) || :
     [ -z "$found" ] || die "$found is no file, or known under another name too (a hard link), which is not trusted: make it anew with cp and mv, or remove it"
 }
 
@@ -50,8 +50,10 @@ as_owner() {
     uid=$(owner_of .) gid=$(group_of .)
     if [ "$(id -u)" != 0 ] || [ "$uid" = 0 ]; then
         "$@"
-    else
+    elif command -v setpriv >/dev/null; then
         setpriv --reuid="$uid" --regid="$gid" --clear-groups -- "$@"
+    else
+        sudo -n -u "#$uid" -g "#$gid" -- "$@"
     fi
 }
 

@@ -198,12 +198,14 @@ TEXT
 # Address and port of a service as the running container has them, whatever the settings say by now.
 where() {
     local at
-    at=$(docker port "$id" "$1" | head -n 1)
+    at=$(docker port "$id" "$1" 2>/dev/null) || die "the station publishes no port now: make logs says why"
+    at=${at%%$'\n'*}
     say "$(reachable "${at%:*}") ${at##*:}"
 }
 url() {
-    local host port token
-    read -r host port < <(where 8888)
+    local at host port token
+    at=$(where 8888) || exit
+    read -r host port <<<"$at"
     token=$(as_owner cat .secrets/jupyter_token 2>/dev/null) || token=""
     [[ $token =~ ^[A-Za-z0-9_-]{16,}$ ]] || die ".secrets/jupyter_token holds no token, or is not yours to read: make down up makes one"
     # A name of its own, for browsers send cookies to every port of a host: another station's page would get this one's.
@@ -213,8 +215,9 @@ url() {
 
 # One line to paste, in any shell. The station's host key is fetched through the engine, so ssh has nothing to ask.
 ssh_command() { # sets ssh_words
-    local port host key known=UserKnownHostsFile=$PWD/.secrets/known_hosts
-    read -r host port < <(where 2222)
+    local at port host key known=UserKnownHostsFile=$PWD/.secrets/known_hosts
+    at=$(where 2222) || exit
+    read -r host port <<<"$at"
     key=$(docker exec "$id" cut -d' ' -f1,2 /etc/trainstation/hostkeys/ssh_host_ed25519_key.pub) || key=""
     [[ $key =~ ^ssh-ed25519\ [A-Za-z0-9+/=]+$ ]] || die "the station has no host key yet: make status says how it is"
     [ "$(as_owner cat .secrets/known_hosts 2>/dev/null)" = "[$host]:$port $key" ] || secret known_hosts <<<"[$host]:$port $key"
