@@ -76,8 +76,9 @@ def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
 def keep_copy(run: Run) -> None:
     """Copy the copy of a script that another one takes the place of."""
     number = len(run.read()["attempts"])
-    if (run.folder / COPY).exists():
-        shutil.copyfile(run.folder / COPY, run.folder / f"script.until-attempt-{number}.py")
+    earlier = run.folder / f"script.until-attempt-{number}.py"
+    if (run.folder / COPY).exists() and not earlier.exists():  # else a resume that began no attempt was here before
+        shutil.copyfile(run.folder / COPY, earlier)
 
 
 def differs(run: Run, record: Record) -> str:

@@ -203,8 +203,7 @@ class ScriptHealth:
         self.hang = self._hangs(living)
         if self.hang:
             self._write_stacks({rank: pid for rank, pid in enumerate(started) if pid in living})
-            for pid in living:
-                self._kill(pid, signal.SIGKILL)
+            self._kill_all(living)
 
     def _end_peers(self, living: list[int]) -> None:
         """Ask the peers of a rank that has failed to end, as torchrun does; kill those that do not."""
@@ -213,8 +212,16 @@ class ScriptHealth:
             for pid in living:
                 self._kill(pid, signal.SIGTERM)
         elif time.monotonic() - self._asked_at > _SCRIPT_GRACE:
-            for pid in living:
-                self._kill(pid, signal.SIGKILL)
+            self._kill_all(living)
+
+    def _kill_all(self, living: list[int]) -> None:
+        """Kill these ranks and all that they have started: one that is left would hold the run's lock."""
+        for process in family(living):
+            with contextlib.suppress(psutil.Error):
+                if process.pid not in living:
+                    process.kill()
+        for pid in living:
+            self._kill(pid, signal.SIGKILL)
 
     is_ending = False
 

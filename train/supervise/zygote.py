@@ -135,8 +135,8 @@ def _lend(door: socket.socket, imports: Sequence[str]) -> socket.socket | None:
 
     Returns in a fork, for each process that comes, the socket to serve it by.
     """
-    environ = dict(os.environ)
-    own = digest(environ)
+    environ, place = dict(os.environ), Path(door.getsockname())
+    own, inode = digest(environ), place.stat().st_ino
     os.environ.setdefault(_BLAS, "1")
     for name in imports:  # first: a fork is to have them all
         if select.select([0], [], [], 0)[0]:
@@ -155,11 +155,10 @@ def _lend(door: socket.socket, imports: Sequence[str]) -> socket.socket | None:
                 os.setsid()
                 return line
             line.close()
-    with contextlib.suppress(OSError):
-        place = Path(door.getsockname())
-        place.unlink()
-        with contextlib.suppress(OSError):  # another lender is there
-            place.parent.rmdir()
+    with contextlib.suppress(OSError):  # another lender may be there
+        if place.stat().st_ino == inode:
+            place.unlink()
+        place.parent.rmdir()
     return None
 
 
