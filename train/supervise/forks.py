@@ -32,7 +32,7 @@ CHECKS = ("torch", "train.launcher.checks")
 """What a task is checked with, and none of torch's compiler."""
 RANKS = (
     "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",
-    "torch.utils.tensorboard", "train.trainer.finish", "train.trainer.train", "train.trainer.setup",
+    "torch.utils.tensorboard", "train.trainer.train", "train.trainer.setup",
     "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered", "train.parallel.single",
     "threadpoolctl", "setproctitle", "train.supervise.worker",
 )  # fmt: skip
