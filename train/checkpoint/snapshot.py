@@ -40,6 +40,8 @@ _SPEED = 1e9
 """Bytes in a second: the first estimate of what a copy costs."""
 _SLACK = 1 << 16
 """Bytes by which the pickled part of a state may grow with its numbers."""
+_AT_ONCE = 1 << 26
+"""Bytes up to which memory is reserved without a thread, in some hundredths of a second."""
 _PATIENCE = 10.0
 """Seconds to wait at the end for a copy that is under way: a device may hang."""
 
@@ -254,7 +256,7 @@ class Snapshots:
         if not self.buffers.holds(size):  # else it is that of the attempt before
             self._say(f"snapshots in memory: 2 x {format.size(size)}" + (" for each rank" if self.is_sharded else ""))
         self.cost = size / _SPEED
-        if self._world.device.type == "cpu":
+        if size <= _AT_ONCE and self._world.device.type == "cpu":
             self._reserve(size)
         else:
             self._start(self._reserve, size)

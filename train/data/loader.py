@@ -12,6 +12,7 @@ import signal
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from train.data.fetch import Bad, gatherer
 from train.data.plan import MicroBatch
 from train.data.seeding import owned
 from train.data.to_device import AsyncCopies, OnDevice, pinned, prepared
+from train.errors import Refused
 from train.signals import POLITE
 
 _DYING = 1.0
@@ -83,11 +85,16 @@ class Loader:
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
             made_by: the task's function that made the data sets; random generators in its file are seeded too.
             skipped: called with samples that cannot be read, which are left out; None raises what the first one raised.
+
+        Raises:
+            Refused: a file that is open here cannot be opened by workers too.
         """
         self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
         self._on_device = on_device
         self._own = owned(on_device, made_by) if on_device is not None else []
         self._copies = AsyncCopies(device) if device.type == "cuda" else None
+        if workers:
+            _check_files()
         self._sampler = _Sampler()
         skips = skipped is not None
         self._fetching = _Fetching([gatherer(each, collate, skips, made_by) for each in (train_set, eval_set)])
@@ -221,10 +228,31 @@ def _begin_worker(_: int, rank: int) -> None:
     if os.getppid() != rank:  # it was killed before the line above
         os.kill(os.getpid(), signal.SIGKILL)
     for fd in _open_files():
-        own = os.open(f"/proc/self/fd/{fd}", fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE | os.O_CLOEXEC)
-        os.lseek(own, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+        own = _opened_again(fd)
         os.dup2(own, fd, inheritable=False)
         os.close(own)
+
+
+def _check_files() -> None:
+    """See that workers can open this process's files anew.
+
+    Raises:
+        Refused: they cannot; the message names the file.
+    """
+    for fd in _open_files():
+        try:
+            os.close(_opened_again(fd))
+        except OSError as error:
+            raise Refused(
+                f"{Path(f'/proc/self/fd/{fd}').readlink()} is open here and cannot be opened by loader processes "
+                f"({error.strerror}); open it in __getitem__ instead of datasets(), or use --data.workers 0"
+            ) from None
+
+
+def _opened_again(fd: int) -> int:
+    own = os.open(f"/proc/self/fd/{fd}", fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE | os.O_CLOEXEC)
+    os.lseek(own, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+    return own
 
 
 def _open_files() -> list[int]:

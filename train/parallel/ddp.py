@@ -121,7 +121,8 @@ class DDP(BaseStrategy):
     def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
         if value is None:
             if stats is not None:
-                self._pass_without_data(stats)
+                with self.communication.waiting():  # nothing of this rank's is computed
+                    self._pass_without_data(stats)
             return
         # DDP takes the mean over the ranks; weights are made for a sum
         root, gradient = self._root(value, weight * self.world.size)

@@ -184,7 +184,7 @@ class Ordered(BaseStrategy):
         if self._made[place] is not None:
             raise TrainingFailed(
                 "a backward pass makes the gradient of a parameter in parts, which ordered sums cannot take; "
-                "use checkpoint(…, use_reentrant=False), or --parallel.reduce fast"
+                "use checkpoint(…, use_reentrant=False), or a new run with --parallel.reduce fast"
             )
         self._add(place, parameter.grad)
         parameter.grad = None

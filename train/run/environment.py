@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,8 +57,8 @@ _PASSWORD_WITHIN = re.compile(
 """Values with a password in an address, or named as such."""
 _NO_SECRET = re.compile(r"(NCCL|UCX)_.*")
 """Settings of libraries that take no secret: a PKEY of theirs is a partition of InfiniBand."""
-_PLAIN = re.compile(r"|[01]|(?i:true|false|yes|no|on|off)")
-"""Values that are none, whatever the name: HF_HUB_DISABLE_IMPLICIT_TOKEN=1."""
+_PLAIN = re.compile(r"|[01]|(?i:true|false|yes|no|on|off)|(/[\w.@-]+){2,}")
+"""Values that are none, whatever the name: HF_HUB_DISABLE_IMPLICIT_TOKEN=1, or where a file with credentials lies."""
 _NAMES = 12
 """So many names a warning lists."""
 _WEIGHTY = ("PYTHON", "LD_", "PATH", "CUDA", "NVIDIA", "NCCL", "TORCH", "OMP", "MKL", "HF_")
@@ -92,15 +91,14 @@ def is_secret(name: str) -> bool:
 
 def tells_secret(name: str, value: str) -> bool:
     """Whether a variable reads like a secret, or has one in its value: a token, or an address with a password."""
-    is_path = value.startswith("/") and os.path.exists(value)  # noqa: PTH110 (a long text is no error)
-    is_meant = is_secret(name) and not (is_path or _PLAIN.fullmatch(value))
+    is_meant = is_secret(name) and not _PLAIN.fullmatch(value)
     return is_meant or bool(_SECRET_VALUE.search(value) or _PASSWORD_WITHIN.search(value))
 
 
 def keep(environment: Mapping[str, str]) -> SavedEnvironment:
-    """The part of an environment that may be saved."""
+    """The part of an environment that may be saved: nothing under a name that reads like a secret, whatever it is."""
     usual = {name: value for name, value in sorted(environment.items()) if not _is_of_session(name, value)}
-    withheld = [name for name, value in usual.items() if tells_secret(name, value)]
+    withheld = [name for name, value in usual.items() if is_secret(name) or tells_secret(name, value)]
     return SavedEnvironment({name: value for name, value in usual.items() if name not in withheld}, withheld)
 
 

@@ -74,20 +74,6 @@ def locate(name: str) -> Path:
     raise Refused(f"there is no task {name}{hint} (built in: {', '.join(BUILT_IN)})")
 
 
-def data_root(config: Any) -> Path:
-    """The folder of the data set that a built-in task reads.
-
-    Raises:
-        Refused: none is given, or there is none.
-    """
-    if not config.data.root:
-        raise Refused("this task reads a data set: give its folder with --data.root")
-    root = Path(config.data.root)
-    if not root.is_dir():
-        raise Refused(f"--data.root {root}: there is no such folder")
-    return root
-
-
 def setting_names(file: Path) -> list[str]:
     """The fields of a task's Settings, read off its source, for an import may take long. [] where that fails."""
     try:

@@ -39,6 +39,8 @@ PARTS = {
     "unknown": ("not told apart", "Nobody has measured what this was."),
 }  # fmt: skip
 """Every part: its name, and what is in it."""
+_TRAINING = ("compute", "communication", "data")
+"""What steps are made of."""
 _REMEDIES = {
     "communication": (
         0.3, "give each rank more to compute (a larger batch_size, fewer ranks), and see what the links give: train "
@@ -170,6 +172,7 @@ def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next
     """
     own = dict.fromkeys(PARTS, 0.0)
     times, left = measured(attempt), seconds
+    begin, to = attempt.get("from_step"), attempt.get("to_step")
     if times is None:
         own["unknown"], left = seconds, 0.0
     else:
@@ -181,7 +184,14 @@ def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next
         for part, value in noted.items():  # at most what there was: the marks are of another process, and clock
             own[part] = min(max(value, 0.0), left)
             left -= own[part]
-    begin, to = attempt.get("from_step"), attempt.get("to_step")
+        steps = sum(own[part] for part in _TRAINING)
+        made = times["step"] - (begin or 0)
+        if end not in ("finished", "stopped") and to is not None and made > 0 and steps:
+            # steps that it made after it last noted its times took as long as those before, if there was time
+            later = min(left, max(to - times["step"], 0) * steps / made)
+            for part in _TRAINING:
+                own[part] *= 1 + later / steps
+            left -= later
     if next_from is not None and begin is not None and to is not None and to > max(next_from, begin):
         _lose(found, own, to - max(next_from, begin), to - begin)
     own["lost" if end == "died" else "unknown" if not end else "start"] += left
@@ -191,7 +201,7 @@ def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next
 
 def _lose(found: TimeSpent, own: dict[str, float], steps: int, made: int) -> None:
     """Move the time of the last steps of an attempt, by their share, to what is lost."""
-    for part in ("compute", "communication", "data", "unknown"):  # what steps are made of
+    for part in (*_TRAINING, "unknown"):
         lost = own[part] * steps / made
         own[part] -= lost
         own["lost"] += lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 
 from train.data.loader import Loader
 from train.data.plan import Plan, Sharing, micro_batches_of
+from train.errors import Refused
 
 COUNT, SIZE = 512, 3000
 ROWS = np.random.default_rng(0).integers(0, 256, (COUNT, SIZE), dtype=np.uint8)
@@ -67,6 +69,14 @@ def test_workers_do_not_move_each_others_place_in_an_open_file(kind: str, tmp_pa
                 assert np.array_equal(row.numpy(), ROWS[index])
                 seen += 1
         assert seen == 2 * COUNT
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may open everything")
+def test_a_file_that_workers_may_not_open_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    dataset = Rows("sqlite", tmp_path)
+    (tmp_path / "rows.sqlite").chmod(0)
+    with pytest.raises(Refused, match=r"rows\.sqlite .* open it in __getitem__"):
+        Loader(dataset, None, None, 2, torch.device("cpu"), None)
 
 
 def test_the_lock_of_a_run_stays_held_by_its_workers(tmp_path: Path) -> None:

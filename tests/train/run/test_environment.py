@@ -26,7 +26,7 @@ while not pathlib.Path("done").exists():
 """
 WITHHELD = {
     "WANDB_API_KEY": "k" * 20, "MY_PASSWORD": "hunter2", "PLAIN": "hf_" + "a" * 30, "STORE": "s3://me:hunter3@host/b",
-    "https_proxy": "http://u:hunter4@proxy:3128",
+    "https_proxy": "http://u:hunter4@proxy:3128", "AWS_SECRET_ACCESS_KEY": "/ab0/hunter5",
 }  # fmt: skip
 KEPT = {"DATA": "/some/where", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -138,8 +138,8 @@ def test_which_names_read_like_secrets(name: str, expected: bool) -> None:
     ("name", "value", "expected"),
     [
         ("HF_TOKEN", "abc", True), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1", False), ("A", "http://u:p@h", True),
-        ("GOOGLE_APPLICATION_CREDENTIALS", "/etc/passwd", False), ("A", "hf_0123456789abcdefgh", True),
-        ("A", "/datasets/key", False), ("KEY", "/8cQ+w==", True), ("AWS_SECRET_ACCESS_KEY", "/ab0/c.d", True),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/datasets/key.json", False), ("A", "hf_0123456789abcdefgh", True),
+        ("A", "/datasets/key", False), ("KEY", "/8cQ+w==", True),
     ],
 )  # fmt: skip
 def test_which_variables_tell_a_secret(name: str, value: str, expected: bool) -> None:
