@@ -127,7 +127,7 @@ class Nodes:
 
     def look(self) -> None:
         """Take in what others publish. To be called several times a second."""
-        self._rendezvous.looked = time.monotonic()
+        self._rendezvous.look()
         if self.round is None and self._rendezvous.is_lost:
             if not self.settings.node:
                 raise Refused(f"the rendezvous at {self.settings.rendezvous} has failed: {self._rendezvous.problem}")
@@ -370,7 +370,7 @@ class Nodes:
         while not self.settings.node and self._rendezvous.own.get("end") and time.monotonic() < until:
             if all(public.get("knows") for public in self._living().values()):
                 break
-            self._rendezvous.looked = time.monotonic()
+            self._rendezvous.look()
             time.sleep(0.05)
         self._rendezvous.flush()
         self._rendezvous.close()

@@ -96,7 +96,7 @@ class Rendezvous:
         self.rank_socket: socket.socket | None = None
         """On node 0: where the ranks of the round meet."""
         self.looked = time.monotonic()
-        """When the supervisor looked last. For the supervisor."""
+        """When the supervisor looked last."""
         self._least, self._most, self._listening = int(hello["least"]), int(hello["most"]), listening
         self._bound_to = listening.getsockname()[0] if listening is not None else ""
         self._problem_with, self._has_failed, self._is_closed = problem_with, False, False
@@ -124,6 +124,15 @@ class Rendezvous:
         """Whether a node gives signs of life, as the process with this id. The others see those of node 0 alone."""
         (seen, _), at = self._seen.get(node, (("", 0.0), 0.0))
         return seen == id and time.monotonic() - at < LOST
+
+    def look(self) -> None:
+        """To be called by the supervisor, several times a second. One that stood still, as on a machine that was
+        suspended, has not listened meanwhile: it waits for new signs of life before it calls others gone."""
+        now = time.monotonic()
+        if now - self.looked > LOST / 2:
+            self._heard = now
+            self._seen = {node: (mark, now) for node, (mark, _) in list(self._seen.items())}
+        self.looked = now
 
     def publish(self, **values: Any) -> None:
         """Change what this node publishes."""

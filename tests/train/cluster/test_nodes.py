@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import time
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone
 from tests.train.conftest import Station
 from tests.waiting import eventually
 from train.run import station as stations
+from train.supervise.rendezvous import LOST
 
 
 @pytest.mark.minutes
@@ -58,21 +60,39 @@ def test_a_rank_and_whole_nodes_are_killed_and_nothing_is_lost(machines: Machine
     assert all(one["from_step"] for one in attempts[1:])  # the first machine had a copy in memory
 
 
+def suspend(machines: Machines, name: str, node: int) -> list[psutil.Process]:
+    """Let a node stand still. Returns its processes, in the order in which they are to go on."""
+    pids = machines.stations[node].record(name)["pids"]
+    agent = psutil.Process(pids["agent"])
+    stopped = [agent, *map(psutil.Process, pids["ranks"])]
+    if (parent := agent.parent()) is not None and "tmux" in parent.name():
+        stopped.insert(0, parent)  # it would let its child go on at once
+    for process in stopped:
+        process.suspend()
+    return stopped[::-1]
+
+
 @pytest.mark.minutes
 def test_a_node_that_stands_still_is_given_up_and_comes_back(machines: Machines, like_alone: Any) -> None:
     machines.launch_all("a", "--steps", 900)
     machines.stations[0].wait_for_step("a", 100)
-    pids = machines.stations[1].record("a")["pids"]
-    agent = psutil.Process(pids["agent"])
-    stopped = [agent, *map(psutil.Process, pids["ranks"])]
-    if (parent := agent.parent()) is not None and "tmux" in parent.name():  # the agent started cold
-        stopped.insert(0, parent)  # it would let its child go on at once
-    for process in stopped:
-        process.suspend()
+    stopped = suspend(machines, "a", 1)
     machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
-    for process in reversed(stopped):
+    for process in stopped:
         process.resume()
     like_alone(machines, "a", 2, 900)
+
+
+@pytest.mark.minutes
+def test_nodes_that_all_stand_still_for_a_while_go_on(machines: Machines) -> None:
+    machines.launch_all("a", "--steps", 1200)
+    machines.stations[0].wait_for_step("a", 60)
+    stopped = [suspend(machines, "a", node) for node in (1, 0)]  # node 0 answers until the others ask no more
+    time.sleep(LOST + 5)
+    for process in itertools.chain(*reversed(stopped)):
+        process.resume()
+    for record in machines.ends("a"):
+        assert record["state"] == "finished" and len(record["attempts"]) == 1, record["attempts"]
 
 
 @pytest.mark.minutes

@@ -25,7 +25,7 @@ def test_both_nodes_write_one_checkpoint_and_a_killed_rank_goes_on_from_parts_in
     os.kill(shared.stations[1].record("a")["pids"]["ranks"][0], signal.SIGKILL)
     like_alone(shared, "a", 2, 400, *FSDP)
     attempts = [station.record("a")["attempts"] for station in shared.stations]
-    assert [len(each) for each in attempts] == [2, 2]
+    assert [len(each) for each in attempts] == [2, 2], attempts
     assert attempts[0][1]["from_step"] == attempts[1][1]["from_step"] > 0  # no checkpoint was there to begin from
     last = shared.stations[0].run("a").checkpoint(400)
     manifests.verify(last)
