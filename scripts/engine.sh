@@ -62,7 +62,11 @@ if ! command -v dockerd >/dev/null; then
     [ "$(cat /sys/module/apparmor/parameters/enabled 2>/dev/null)" = Y ] && needed+=(apparmor)
     # A machine with no init system may have mounted no control groups.
     mountpoint -q /sys/fs/cgroup || needed+=(cgroupfs-mount)
-    install_packages "${needed[@]}"
+    if [ ! -e /etc/docker/daemon.json ]; then # else a systemctl daemon-reload takes GPUs from running containers
+        mkdir -p /etc/docker
+        echo '{"exec-opts": ["native.cgroupdriver=cgroupfs"]}' >/etc/docker/daemon.json
+    fi
+    install_packages "${needed[@]}" # which starts the engine
 fi
 if ! have_compose || ! have_buildx; then
     if [ "${VERSION_CODENAME:-}" = bookworm ]; then

@@ -187,3 +187,16 @@ engine_gives_gpus() {
     esac
     return 1
 }
+
+# Where systemd keeps the control groups, its daemon-reload writes their rules of devices anew, and knows the GPUs only by
+# links in /dev/char: naming device nodes to the engine does not help (NVIDIA/nvidia-container-toolkit#48).
+keep_gpus() {
+    local links="nvidia-ctk system create-dev-char-symlinks --create-all"
+    [ "$(docker info -f '{{.CgroupDriver}}')" = systemd ] || return 0
+    ! grep -q nvidia <<<"$(readlink /dev/char/* 2>/dev/null)" || return 0
+    if [ "$(id -u)" = 0 ] && $links >/dev/null 2>&1; then
+        say "GPUs: linked in /dev/char, so that a systemctl daemon-reload takes none from the station; make up again after a boot"
+    else
+        say "warning: a systemctl daemon-reload on this machine takes the GPUs from a running station. To prevent it until the next boot: sudo $links; for good: {\"exec-opts\": [\"native.cgroupdriver=cgroupfs\"]} in /etc/docker/daemon.json, and restart the engine"
+    fi
+}

@@ -67,8 +67,7 @@ choose_mode() {
             *) ids=0; for ((first = 1; first < gpus; first++)); do ids+=,$first; done ;;
         esac
         say "GPU: the engine hands out NVIDIA devices${gpus:+ (GPUS=$gpus)}"
-        [ "$(docker info -f '{{.CgroupDriver}}')" != systemd ] ||
-            say "warning: a systemctl daemon-reload on this machine takes the GPUs from a running station. To prevent it: {\"exec-opts\": [\"native.cgroupdriver=cgroupfs\"]} in /etc/docker/daemon.json, and restart the engine"
+        keep_gpus
         if [ "$ids" != all ]; then
             devices="{deploy: {resources: {reservations: {devices: !override [{driver: nvidia, device_ids: [\"${ids//,/\",\"}\"], capabilities: [gpu]}]}}}}"
             devices="{services: {station: $devices, second: $devices, dcgm-exporter: $devices}}"

@@ -134,6 +134,37 @@ def test_the_engine_is_asked_for_exactly_these(gpu_station: Station, engine: Eng
         gpu_station.make("down")
 
 
+BY_SYSTEMD = """#!/bin/sh
+[ "$*" != "info -f {{.CgroupDriver}}" ] || exec echo systemd
+exec {docker} "$@"
+"""
+LINKS = """#!/bin/sh
+echo "$@" >>{record}
+[ ! -e {record}.fails ]
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_gpus_are_linked_against_a_daemon_reload_or_it_says_how(
+    gpu_station: Station, tmp_path: Path, fails: bool
+) -> None:
+    record = tmp_path / "record"
+    for name, script in (("docker", BY_SYSTEMD), ("nvidia-ctk", LINKS)):
+        (tmp_path / name).write_text(script.format(docker=shutil.which("docker"), record=record))
+        (tmp_path / name).chmod(0o755)
+    if fails:
+        Path(f"{record}.fails").touch()
+    gpu_station.settings["GPUS"] = ""
+    gpu_station.settings["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    try:
+        printed = gpu_station.make("up").stdout
+        assert record.read_text() == "system create-dev-char-symlinks --create-all\n"
+        assert ("native.cgroupdriver=cgroupfs" in printed) == fails == ("GPUs: linked" not in printed)
+    finally:
+        del gpu_station.settings["PATH"]
+        gpu_station.make("down")
+
+
 # The toolkit's place is taken by an image with CUDA 12.1's own assembler, from its Python package, and a compiler that
 # only knows its version: NVIDIA's image cannot be had everywhere, and is 8 GB.
 TOOLKIT = """
