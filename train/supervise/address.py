@@ -163,16 +163,4 @@ def interfaces(to: str, port: int, environ: Mapping[str, str], reached: str = ""
     if not name:
         return "", {}
     wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    cards = infiniband()
-    if cards and name != "lo":
-        wanted["NCCL_IB_HCA"] = f"={','.join(cards)}"
     return name, {key: value for key, value in wanted.items() if not environ.get(key)}
-
-
-def infiniband(root: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """The active ports of InfiniBand, as NCCL_IB_HCA has them: card:port (sysfs-class-infiniband)."""
-    return sorted(
-        f"{port.parents[1].name}:{port.name}"
-        for port in root.glob("*/ports/*")
-        if "ACTIVE" in _read(f"{port}/state") and _read(f"{port}/link_layer").strip() == "InfiniBand"
-    )

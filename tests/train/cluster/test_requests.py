@@ -109,16 +109,6 @@ def test_a_name_that_is_127_0_1_1_on_its_own_machine_is_not_the_way_to_others(mo
     assert address.interfaces(*place, {})[0] == "lo"  # both nodes are on this machine
 
 
-def test_ports_of_infiniband_are_those_that_are_active(tmp_path: Path) -> None:
-    for card, state, layer in (("mlx5_0", "4: ACTIVE", "InfiniBand"), ("mlx5_1", "1: DOWN", "InfiniBand"),
-                               ("mlx5_2", "4: ACTIVE", "Ethernet")):  # fmt: skip
-        port = tmp_path / card / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(state)
-        (port / "link_layer").write_text(layer)
-    assert address.infiniband(tmp_path) == ["mlx5_0:1"]
-
-
 def test_the_rooms_code_needs_no_torch() -> None:
     text = "import sys, train.supervise.nodes, train.supervise.rendezvous; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
