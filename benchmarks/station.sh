@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures the station on this machine, without a GPU: size, build, start. Prints the table of docs/benchmarks.md.
 #
-#     scripts/bench-station.sh
+#     benchmarks/station.sh
 #
 # It runs under a project name and on ports of its own, and takes away what it made, the image excepted.
 set -euo pipefail
