@@ -164,7 +164,7 @@ def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: di
         for key, file in (("config_file", content["config_file"]), ("copy", content["task_copy"])):
             launch.request[key] = str(beside / file) if file else None
         return launch
-    if control.nothing_left(run, content["changes"], None):
+    if control.nothing_left(run, content["changes"]):
         return None
     launch.kind, launch.flags = "resume", content["changes"]
     return launch

@@ -7,7 +7,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands.offers import file_names
 from train.commands.options import add_name, add_nodes, add_ranks, follow, nodes_of, warn
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused
@@ -20,8 +19,6 @@ def add_arguments(parser: Parser) -> None:
     add_nodes(parser)
     add_name(parser, nargs="?")
     add("--all", action="store_true", help="every run of this station that was interrupted, or stopped by a signal")
-    text = "of a script's run: from now on this file, not the copy in its folder"
-    add("--script", metavar="FILE", help=text, offer=file_names("py"))
     parser.takes_fields = True
 
 
@@ -33,10 +30,8 @@ def run(options: Namespace, runs: Path) -> int:
     number("max-restarts", options.max_restarts)
     if (options.name is None) == (not options.all):
         raise Refused("give the NAME of a run, or --all; train ls lists the runs")
-    if options.all and (options.follow or options.flags or options.nnodes is not None or options.script is not None):
-        raise Refused("--all takes neither --follow nor --script nor fields; resume that run by its name")
-    if options.script is not None and not Path(options.script).is_file():
-        raise Refused(f"--script {options.script}: there is no such file")
+    if options.all and (options.follow or options.flags or options.nnodes is not None):
+        raise Refused("--all takes neither --follow nor fields; resume that run by its name")
     if not options.all:
         begun = _resume(options, runs, options.name)
         return follow(begun, options.name) if begun is not None and options.follow else EXIT_FINISHED
@@ -80,7 +75,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
         screen.say(f"train: {said}")
         screen.say(name, sys.stdout)
         return runs
-    said = nothing_left(run, options.flags, options.script)
+    said = nothing_left(run, options.flags)
     if said:
         screen.say(said)
         return None
@@ -92,7 +87,6 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
         cluster=cluster,
         max_restarts=number("max-restarts", options.max_restarts),
-        script=[str(Path(options.script).absolute())] if options.script is not None else [],
     )  # fmt: skip
     warn(tmux.start(launch))
     screen.say(name, sys.stdout)
@@ -101,7 +95,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
 
 def _check_submitted(options: Namespace, name: str) -> None:
     """Refuse to change the shape in which the run was handed to an engine."""
-    for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts", "script"):
+    for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts"):
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")
             raise Refused(

@@ -129,11 +129,15 @@ def keep(opened: Any, stop: StopRequest) -> int:
         with contextlib.suppress(OSError):
             view.say(text)
 
+    def command() -> list[str]:
+        for line in script.warnings(record):
+            say(line)
+        return script.command(record)
+
     try:
         settings = settings_of(record)
         nodes = Nodes(run, opened.ranks, settings, opened.listening) if settings is not None else None
-        command = (lambda: script.command(run, record)) if is_script else None
-        ranks = Ranks(run, opened.lock, opened.ranks, opened.zygote, nodes, command)
+        ranks = Ranks(run, opened.lock, opened.ranks, opened.zygote, nodes, command if is_script else None)
         if nodes is not None:
             code = MultiNodeSupervisor(run, ranks, stop, show, say, nodes).keep()
         else:

@@ -252,9 +252,9 @@ def _edited(run: Run, record: Record) -> list[str]:
     source = record.get("task_source")
     if source and provenance.digest(Path(source)) not in ("", record.get("task_sha256")):
         lines.append(f"{source} has changed since; {run.name} goes on with its own copy")
-    changed = provenance.changed(record.get("task_imports"), "task")
+    changed = provenance.changed(record.get("task_imports"))
     if changed:
-        lines.append(f"{changed}; no copy was kept, so {run.name} goes on with it as it is now")
+        lines.append(f"{changed}, imported by the task, changed since; {run.name} goes on with it as it is now")
     return lines
 
 

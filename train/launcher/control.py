@@ -42,20 +42,17 @@ def is_kept_elsewhere(record: Record) -> bool:
     return bool(record.get("submitted") or record.get("submission") or is_elsewhere)
 
 
-def nothing_left(run: Run, flags: dict[str, str], script: str | None) -> str:
+def nothing_left(run: Run, flags: dict[str, str]) -> str:
     """What to say instead of resuming a run that has finished, unless these fields give it more to do; '' otherwise.
 
     Raises:
-        Refused: it is running, or a finished script is to be replaced.
+        Refused: it is running.
     """
     if run.state() == states.RUNNING:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
     if run.state() != states.FINISHED or {"epochs", "steps"} & set(flags):
         return ""
-    is_script = bool(run.read().get("script"))
-    if script is not None and is_script:
-        raise Refused(f"{run.name} has finished already; a new run: train launch --script {script}")
-    more = "" if is_script else f"; for more: train resume {run.name} --epochs N"
+    more = "" if run.read().get("script") else f"; for more: train resume {run.name} --epochs N"
     return f"{run.name} has finished already{more}"
 
 

@@ -114,8 +114,6 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     if not launch.by_keeper:  # what holds from now on, for the keeper too
         saved = environment.after(environment.read(run.folder), saved)
         files = {environment.FILE: environment.to_json(saved), **files}
-    if script.COPY in files:
-        script.keep_copy(run)
     with _together(run, [*files]):
         for name, content in files.items():
             durable.write_atomically(run.folder / name, content)
@@ -168,7 +166,7 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     record = run.read() if run is not None else None
     ranks, visible = choose_gpus.choose(launch)
     if launch.kind == "script" or (record and record.get("script")):
-        return CheckedLaunch(ranks, visible, *script.check(launch, run))
+        return CheckedLaunch(ranks, visible, {}, *script.check(launch, run))
     from train import config as configuration
     from train.launcher.checks import prepare, prepare_resume
 
@@ -176,8 +174,6 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     if run is None:
         prepared = prepare(Request(**launch.request, ranks=ranks, nodes=nodes))
         return CheckedLaunch(ranks, visible, prepared.files, prepared.record, [])
-    if launch.script:
-        raise Refused(f"--script is for runs of scripts; {run.name} trains a task, and goes on with its own copy")
     _, config, warnings = prepare_resume(run, launch.flags, ranks, nodes)
     files: dict[str, str | bytes] = {"config.toml": configuration.to_toml(config)} if launch.flags else {}
     return CheckedLaunch(ranks, visible, files, {}, warnings)

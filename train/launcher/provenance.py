@@ -1,6 +1,7 @@
 """What a run was made with: versions, the commit, and the files that a user's own task or script imports.
 
-A run keeps no copy of those files, for a package is more than its files; their digests tell when they have changed.
+A run keeps no copy of those files, nor of a script, for a package is more than its files; their digests tell when they
+have changed.
 """
 
 from __future__ import annotations
@@ -29,17 +30,13 @@ def digests(file: Path, beside: Path) -> dict[str, str]:
     return {str(path): digest(path) for path in _imported(file, beside)}
 
 
-def changed(known: dict[str, str] | None, by: str) -> str:
-    """Which of these files are not what they were, as the beginning of a sentence; '' where all are.
-
-    Args:
-        by: what imports them.
-    """
+def changed(known: dict[str, str] | None) -> str:
+    """Which of these files are not what they were, as the beginning of a sentence; '' where all are."""
     found = [path for path, before in (known or {}).items() if digest(Path(path)) != before]
     if not found:
         return ""
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{', '.join(found[:3])}{more}, imported by the {by}, changed since"
+    return f"{', '.join(found[:3])}{more}"
 
 
 def _imported(script: Path, beside: Path) -> list[Path]:

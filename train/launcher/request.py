@@ -51,7 +51,7 @@ class LaunchRequest:
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
     """With resume: the fields that change. With script: its watch.*."""
     script: list[str] = dataclasses.field(default_factory=list)
-    """With script: the file and its arguments. With resume: the file that takes the place of the run's copy."""
+    """With script: the file and its arguments."""
     nproc: str | None = None
     gpus: str | None = None
     max_restarts: int | None = None

@@ -1,17 +1,8 @@
-"""Programs of users' own: their copies, whether they have changed since, what is executed. Imports no torch.
-
-An edited script must not slip into a run by itself: people edit a file while a run of it trains, and a rank that dies
-at night would come back as something else. So each attempt runs the file where it lies while it is the one that the
-run was started with, and otherwise the copy in the run folder, in the original's place (see saved_script.py). `resume
---script FILE` is how a user takes the edited one. Modules that it imports are not copied, for a package is more than
-its files; a change is reported.
-"""
+"""Programs of users' own, which run where they lie: their checks, and which of their files have changed. No torch."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +13,15 @@ from train.launcher.request import LaunchRequest
 from train.run.record import Record
 from train.run.run_folder import Run
 
-COPY = "script.py"
-"""In the run folder."""
+AFTER_STOP = "starts it again: it goes on from what it has saved by itself, if it has"
+"""What `train resume` does to a script that was stopped."""
 
 
-def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, str | bytes], dict[str, Any], list[str]]:
+def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[str]]:
     """Check a script and its limits, of a new run or of one that is resumed.
 
     Returns:
-        What is written into the run folder, fields of run.json, and warnings.
+        Fields of run.json, and warnings.
 
     Raises:
         Refused: the file cannot be read, or a field is not of scripts.
@@ -38,21 +29,24 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, str | bytes
     watch = _watch_flags(launch.flags)
     if run is not None:
         record = run.read()
-        watch = (record.get("watch") or {}) | watch
-        if not launch.script:
-            return {}, {"watch": watch}, warnings(run, record)
+        _check_readable(Path(record["script"]))
+        return {"watch": (record.get("watch") or {}) | watch}, warnings(record)
     path = Path(launch.script[0]).absolute()
+    _check_readable(path)
+    files = {str(path): provenance.digest(path)} | provenance.digests(path, path.resolve().parent)
+    fields = {
+        "watch": watch, "script": str(path), "script_arguments": launch.script[1:], "script_files": files,
+        "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),
+    }  # fmt: skip
+    return fields, []
+
+
+def _check_readable(path: Path) -> None:
     try:
-        text = path.read_bytes()
+        path.open("rb").close()
     except OSError as error:
         reason = error.strerror if path.exists() else "there is no such file"
         raise Refused(f"--script {path}: {reason}") from None
-    imports = provenance.digests(path, path.resolve().parent)
-    fields = {"watch": watch, "script": str(path), "script_imports": imports}
-    if run is None:
-        fields |= {"script_arguments": launch.script[1:], "cwd": os.getcwd()}
-        fields["versions"] = provenance.versions(seen_here())
-    return {COPY: text}, fields, []
 
 
 def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
@@ -73,46 +67,12 @@ def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def keep_copy(run: Run) -> None:
-    """Copy the copy of a script that another one takes the place of."""
-    number = len(run.read()["attempts"])
-    earlier = run.folder / f"script.until-attempt-{number}.py"
-    if (run.folder / COPY).exists() and not earlier.exists():  # else a resume that began no attempt was here before
-        shutil.copyfile(run.folder / COPY, earlier)
+def warnings(record: Record) -> list[str]:
+    """Warnings about the script when it is started again."""
+    changed = provenance.changed(record.get("script_files"))
+    return [f"{changed} changed since {record['name']} was launched; it runs as it is now"] if changed else []
 
 
-def differs(run: Run, record: Record) -> str:
-    """How the script differs from the one that the run was started with: 'has changed', 'is gone', or ''."""
-    copy = run.folder / COPY
-    if not copy.is_file():  # removed from the run folder: there is the original alone
-        return ""
-    try:
-        return "" if Path(record["script"]).read_bytes() == copy.read_bytes() else "has changed since"
-    except OSError:
-        return "is gone"
-
-
-def warnings(run: Run, record: Record) -> list[str]:
-    """Warnings about the script when a run continues."""
-    lines = []
-    how = differs(run, record)
-    if how:
-        path = shlex.quote(record["script"])
-        other = "" if how == "is gone" else f"; for the one of now: train resume {run.name} --script {path}"
-        lines.append(f"{record['script']} {how}; {run.name} goes on with its own copy{other}")
-    changed = provenance.changed(record.get("script_imports"), "script")
-    if changed:
-        lines.append(f"{changed}; no copy was kept, so {run.name} runs with it as it is now")
-    return lines
-
-
-def command(run: Run, record: Record) -> list[str]:
-    """What follows `python -u`: the script where it lies, or its copy in its place."""
-    script, arguments = record["script"], record["script_arguments"]
-    if differs(run, record):
-        return ["-P", str(Path(__file__).with_name("saved_script.py")), str(run.folder / COPY), script, *arguments]
-    return [script, *arguments]
-
-
-AFTER_STOP = "starts it again: it goes on from what it has saved by itself, if it has"
-"""What `train resume` does to a script that was stopped."""
+def command(record: Record) -> list[str]:
+    """What follows `python -u`."""
+    return [record["script"], *record["script_arguments"]]

@@ -130,7 +130,7 @@ class Record(TypedDict):
     script: NotRequired[str]
     """Where it lay; of a run that executes a script."""
     script_arguments: NotRequired[list[str]]
-    script_imports: NotRequired[dict[str, str]]
+    script_files: NotRequired[dict[str, str]]
     watch: NotRequired[dict[str, Any]]
 
     cluster: NotRequired[Cluster | None]

@@ -107,7 +107,7 @@ def _record(**values: Any) -> Callable[[Run], Run]:
         lambda run: Run(run.folder.rename(run.folder.with_name("renamed"))),
         lambda run: Run(shutil.copytree(run.folder, run.folder.with_name("copied"))),
         lambda run: Run(shutil.copytree(run.folder.parent, run.folder.parents[1] / "moved") / run.name),
-        *map(_edit, ("task.py", "config.toml", "script.py", environment.FILE)),
+        *map(_edit, ("task.py", "config.toml", environment.FILE)),
         *(_record(**{key: "/other"}) for key in ("task", "task_source", "script", "cwd")),
         _record(script_arguments=["/other"]),
         _record(station_digest=None),

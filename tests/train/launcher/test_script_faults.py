@@ -16,9 +16,7 @@ import pytest
 
 from tests.train.conftest import PATIENCE, Station
 from tests.train.tiers import later
-from train.launcher.script import warnings
 from train.run import states
-from train.run.run_folder import Run
 
 QUICK = ["--max-restarts", 2]
 
@@ -168,66 +166,33 @@ def test_logs_show_bars_folded_and_say_which_attempt_is_shown(station: Station) 
     assert station("logs", "a", "--attempt", "some").returncode == 2
 
 
-EDITED = """
-import beside, multiprocessing, inspect
-def helper(): return {answer}
-def say(line): print(line, flush=True)
-if __name__ == "__main__":
-    here = os.path.dirname(os.path.abspath(__file__))
-    say(f"{{helper()}} {{beside.word}} {{open(here + '/data.txt').read()}} {{sys.argv[1:]}}")
-    say(inspect.getsource(helper).strip())
-    with multiprocessing.get_context("spawn").Pool(1) as pool: say(f"pool {{pool.apply(helper)}}")
-    while not os.path.exists(here + "/done"): time.sleep(0.05)
-"""
-
-
-def test_an_edited_script_goes_on_with_its_copy_and_that_is_said(station: Station) -> None:
-    write(station, EDITED.format(answer=1))
-    for name, text in (("beside.py", "word = 'old'"), ("data.txt", "data")):
-        (station.folder / name).write_text(text)
+def test_an_edited_script_runs_as_it_is_now_and_that_is_said(station: Station) -> None:
+    text = "import beside\nprint({}, beside.word, sys.argv[1:], flush=True)\ntime.sleep(1000 if attempt < 3 else 0)"
+    path, beside = write(station, text.format(1)), station.folder / "beside.py"
+    beside.write_text("word = 'old'")
     station.ok("launch", "--script", "script.py", "--name", "a", "--", "x")
-    wait_for_words(station, 1, "pool")
-    write(station, EDITED.format(answer=2))
+    wait_for_words(station, 1, "1 old ['x']")
+    write(station, text.format(2))
     station.wait("a", lambda record: (record.get("pids") or {}).get("ranks"), "the rank's process id")
-    rank = station.record("a")["pids"]["ranks"][0]
-    os.kill(rank, signal.SIGKILL)  # a death at night: nobody has asked for the edited one
-    wait_for_words(station, 2, "pool")
-    expected = "1 old data ['x']\ndef helper(): return 1\npool 1\n"
-    assert station.ok("logs", "a").stdout == expected
+    os.kill(station.record("a")["pids"]["ranks"][0], signal.SIGKILL)
+    wait_for_words(station, 2, "2 old ['x']")
     station.ok("stop", "a", "--now")
-    (station.folder / "beside.py").write_text("word = 'new'")
+    beside.write_text("word = 'new'")
     said = station.ok("resume", "a").stderr
-    assert "script.py has changed since; a goes on with its own copy" in said and "beside.py" in said
-    wait_for_words(station, 3, "pool")
-    assert station.ok("logs", "a").stdout == expected.replace("old", "new")
-    station.ok("stop", "a", "--now")
-    assert "script.py" not in station.ok("resume", "a", "--script", "script.py").stderr
-    (station.folder / "done").touch()
+    assert f"{path}, {beside} changed since a was launched; it runs as it is now" in said
     assert station.wait_for_end("a")["state"] == states.FINISHED
-    assert "pool 2" in station.ok("logs", "a").stdout
-    assert "return 1" in (station.runs / "a" / "script.until-attempt-3.py").read_text()
-    assert "return 2" in (station.runs / "a" / "script.py").read_text()
+    assert "2 new ['x']" in station.ok("logs", "a").stdout
 
 
-def test_the_path_of_a_script_is_quoted_where_it_stands_in_a_command(tmp_path: Path) -> None:
-    script = tmp_path / "a b; reboot.py"
-    script.write_text("new")
-    made = Run(tmp_path / "a")
-    made.folder.mkdir()
-    (made.folder / "script.py").write_text("old")
-    (said,) = warnings(made, {"script": str(script)})
-    assert said.endswith(f"train resume a --script '{script}'")
-
-
-def test_a_script_that_is_gone_goes_on_with_its_copy(station: Station) -> None:
-    path = write(station, "print('attempt', attempt, __file__)\nif attempt == 1: time.sleep(1000)")
+def test_a_script_that_is_gone_is_refused(station: Station) -> None:
+    path = write(station, "print('up', flush=True)\ntime.sleep(1000)")
     station.ok("launch", "--script", "script.py", "--name", "a")
-    station.wait("a", lambda _: "attempt 1" in station.logs("a"), "its start")
+    wait_for_words(station, 1, "up")
     station.ok("stop", "a", "--now")
     path.unlink()
-    assert "is gone; a goes on with its own copy" in station.ok("resume", "a").stderr
-    assert station.wait_for_end("a")["state"] == states.FINISHED
-    assert station.ok("logs", "a").stdout == f"attempt 2 {path}\n"
+    done = station("resume", "a")
+    assert (done.returncode, done.stderr) == (2, f"train: --script {path}: there is no such file\n")
+    assert station.record("a")["state"] == states.STOPPED
 
 
 @pytest.mark.parametrize(
@@ -237,7 +202,6 @@ def test_a_script_that_is_gone_goes_on_with_its_copy(station: Station) -> None:
         (["launch", "--script", "script.py", "--watch.hang_minutes", "soon"], "--watch.hang_minutes soon"),
         (["launch", "--script", "script.py", "--watch.healthy_minutes", "0"], "--watch.healthy_minutes 0"),
         (["launch", "--script", "nowhere.py"], "no such file"),
-        (["resume", "nobody", "--script", "nowhere.py"], "no such file"),
     ],
 )
 def test_wrong_requests_get_one_line(station: Station, arguments: list[str], words: str) -> None:
@@ -344,9 +308,7 @@ def test_memory_that_a_limit_of_the_process_refuses_is_called_so(station: Statio
     assert "out of memory" in str(record["reason"]) and "MemoryError" in str(record["reason"])
 
 
-def test_a_finished_script_is_told_so_and_another_file_is_not_passed_over(station: Station) -> None:
+def test_a_finished_script_is_told_so(station: Station) -> None:
     write(station, "pass")
     station.ok("launch", "--script", "script.py", "--name", "a", "--follow")
     assert station.ok("resume", "a").stderr == "a has finished already\n"
-    done = station("resume", "a", "--script", "script.py")
-    assert done.returncode == 2 and "a new run: train launch --script script.py" in done.stderr
