@@ -25,7 +25,10 @@ from train import hashing
 from train.supervise import forks
 from train.supervise.zygote import LIBRARIES, READ_AT_LOADING, SIGNALS
 
-IMPORTS = (*LIBRARIES, *forks.CHECKS, *forks.RANKS, "pytest", "tests.train.forks")
+IMPORTS = (
+    *LIBRARIES, *forks.CHECKS, *forks.RANKS, "torchvision.datasets", "torchvision.models", "torchvision.transforms.v2",
+    "matplotlib.figure", "rich.table", "pytest", "tests.train.forks",
+)  # fmt: skip
 _held: dict[str, str] = {}
 
 

@@ -237,7 +237,7 @@ def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(shared_station: Station) -
 
 
 def test_where_a_folder_takes_no_request_stop_says_how_else(shared_station: Station) -> None:
-    station, name = shared_station, "full"
+    station, name = shared_station, "no-request"
     station.ok("launch", "slow.py", "--name", name, *LONG)
     station.wait(name, lambda record: record["step"] >= 3 and bool(record["pids"].get("ranks")), "its ranks")
     (station.runs / name / "stop").mkdir()  # what no file can take the place of

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.torch import load_file
 
+from tests.train.tiers import later
+
 if TYPE_CHECKING:
     from conftest import Station
 
@@ -78,7 +80,7 @@ def ways(shared_station: Station) -> Station:
     return shared_station
 
 
-@pytest.mark.parametrize("way", ["whole", "part"])
+@pytest.mark.parametrize("way", ["whole", *later("part")])
 def test_a_wrapper_that_gives_weights_other_names_is_refused(way: str, ways: Station) -> None:
     done = ways("run", f"compiled_{way}.py", "--name", "never", *FLAGS)
     assert done.returncode == 2 and "is wrapped by torch.compile" in done.stderr, done.stderr
