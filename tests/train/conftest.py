@@ -100,8 +100,7 @@ class Station:
     def environment(self) -> dict[str, str]:
         # of the tests' own surroundings, what would change how a run behaves is kept out, and what torch sets as it is
         # imported here: beside another environment no lender is found, and each command would import it anew
-        of_torch = ("TORCHINDUCTOR_", "KMP_", "TORCH_DISABLE_SHARE_")
-        others = ("TRAIN_", "TORCHELASTIC", "PYTEST_", "COLUMNS", "LINES", *of_torch)
+        others = ("TRAIN_", "TORCHELASTIC", "PYTEST_", "COLUMNS", "LINES", "TORCHINDUCTOR_", "TORCH_DISABLE_SHARE_")
         outer = {key: value for key, value in os.environ.items() if not key.startswith(others)}
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
