@@ -135,7 +135,7 @@ def test_the_engine_is_asked_for_exactly_these(gpu_station: Station, engine: Eng
 
 
 BY_SYSTEMD = """#!/bin/sh
-[ "$*" != "info -f {{.CgroupDriver}}" ] || exec echo systemd
+[ "$*" != "info -f {{{{.CgroupDriver}}}}" ] || exec echo systemd
 exec {docker} "$@"
 """
 LINKS = """#!/bin/sh
