@@ -31,7 +31,7 @@ MINUTES, MINUTES_FOR_RANKS = 8.0, 4.0
 PATIENCE = 180.0
 """Seconds after which a case hangs; the longest takes a minute on one H100, by estimate."""
 MOST = 4
-"""GPUs, however many there are: dp takes all that it sees."""
+"""GPUs, however many there are: enough for two copies of a model on two each."""
 DISK = 8 * 10**9
 """Bytes that runs need at a time: the largest are three checkpoints of 1.5 GB and one that is being written."""
 LEFT_OUT = 3

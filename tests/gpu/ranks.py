@@ -6,21 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from tests.gpu.exact import FLAGS, compare
 from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, new_run, train_forked
 from train.bench import collective
-from train.config import Config
-from train.parallel.precision import Precision
-from train.parallel.single import DataParallel
-from train.parallel.world import World
 
 
 def part(scale: Scale) -> Iterator[Case]:
-    """ddp, fsdp, hsdp, ordered sums and dp on as many ranks as there are GPUs."""
+    """ddp, fsdp, hsdp, and ordered sums on as many ranks as there are GPUs."""
     if scale.is_gpu and scale.gpus < 2:
-        what = "ddp, fsdp, hsdp, ordered sums over NCCL; dp"
+        what = "ddp, fsdp, hsdp, ordered sums over NCCL"
         yield Case(what, Row, (what, "they need two GPUs or more; here is one", UNCHECKED))
         return
     ranks = scale.gpus if scale.is_gpu else 2
@@ -42,10 +37,9 @@ def part(scale: Scale) -> Iterator[Case]:
         yield Case(what, compare, (scale, "gpt", what, flags | own, ranks))
     yield Case(f"all-reduce, {ranks} ranks", _collective, (scale, ranks))
     if not scale.is_gpu:
-        yield Case("everything over NCCL; dp", Row, ("everything over NCCL; dp", "it needs GPUs", UNCHECKED))
+        yield Case("everything over NCCL", Row, ("everything over NCCL", "it needs GPUs", UNCHECKED))
         return
     yield Case(f"ordered: 1 and {ranks} ranks", _ordered_on_one, (scale, flags | ways["ordered"], ranks))
-    yield Case(f"dp on {ranks} GPUs: the type of each replica", _types, (ranks,))
 
 
 def _collective(scale: Scale, ranks: int) -> Row:
@@ -68,33 +62,3 @@ def _ordered_on_one(scale: Scale, flags: dict[str, Any], ranks: int) -> Row:
             digests.append(train_forked(run, count).get("weights_sha256"))
     is_equal = digests[0] is not None and digests[0] == digests[1]
     return Row(what, "equal" if is_equal else str(digests), OK if is_equal else FAILED, "equal digests")
-
-
-def _types(gpus: int) -> Row:
-    """In each precision every replica of dp, which is a thread of its own, computes in the type of the run."""
-    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    wrong = []
-    for precision, kind in expected.items():
-        seen = _seen(precision, gpus)
-        if seen != {(gpu, kind) for gpu in range(gpus)}:
-            wrong.append(f"{precision}: {sorted(seen, key=str)}")
-    what = f"dp on {gpus} GPUs: the type of each replica"
-    return Row(what, "; ".join(wrong) or "the run's", FAILED if wrong else OK)
-
-
-def _seen(precision: str, gpus: int) -> set[tuple[int, torch.dtype]]:
-    """The GPUs that made a part of a forward's output, each with the type that it made."""
-    device, seen = torch.device("cuda", 0), set[tuple[int, torch.dtype]]()
-    arithmetic = Precision(precision, device)
-    strategy = DataParallel(World(0, 1, 0, device), Config(), arithmetic)
-    model = nn.Sequential(nn.Linear(8, 8))
-    strategy.place(model)
-
-    def look(_: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        seen.add((output.get_device(), output.dtype))
-
-    model[0].register_forward_hook(look)  # replicas share it
-    with arithmetic.autocast():
-        value = strategy.compute(lambda replicas: replicas(torch.ones(4 * gpus, 8, device=device)).float().mean())
-    strategy.backward(value, 1.0, None)
-    return seen

@@ -75,7 +75,7 @@ def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]
     task, config = resolve(Request(asked.task, asked.flags, asked.config_file, asked.init))
     ranks = asked.nodes * asked.nproc
     device = torch.device("cuda" if asked.gpus_per_node else "cpu")
-    check_ranks(config, asked.nproc, range(asked.nodes, asked.nodes + 1), device)
+    check_ranks(config, asked.nproc, range(asked.nodes, asked.nodes + 1))
     check_micro_batches(config, ranks)
     files: dict[str, str | bytes] = {}
     if not task.is_built_in:

@@ -74,10 +74,9 @@ SPREAD = ("fsdp", "hsdp")
 
 @dataclass(config=_STRICT)
 class Parallel:
-    strategy: Changeable[Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp"]] = "auto"
+    strategy: Changeable[Literal["auto", "single", "ddp", "fsdp", "hsdp"]] = "auto"
     """How the model is spread. auto: ddp on several ranks, single on one. ddp: a copy on every rank; fsdp: parameters,
-    gradients and optimizer state in parts; hsdp: fsdp in groups of shard_size ranks; dp: nn.DataParallel, one process
-    for all GPUs (for comparison)."""
+    gradients and optimizer state in parts; hsdp: fsdp in groups of shard_size ranks."""
     reduce: Literal["fast", "ordered"] = "fast"
     """How gradients are added. fast: as is quickest; ordered: in one order, so that any number of ranks, and a run that
     changes it, ends with the same bits (single and ddp; give micro_batch_size and cpu_threads)."""

@@ -151,7 +151,7 @@ def _check(
     cards = gpus.seen_here() if device.type == "cuda" else []
     check_kernels(cards)
     precision = Precision(config.precision, device)
-    check_ranks(config, local, nodes, device)
+    check_ranks(config, local, nodes)
     wandb.check(config.log.wandb)
     if run is None:
         _cut_batch(config, ranks)
@@ -300,7 +300,7 @@ def _checked_model(task: Task, config: Config, ranks: int, precision: Precision)
     return model
 
 
-def check_ranks(config: Config, local: int, nodes: range, device: torch.device) -> None:
+def check_ranks(config: Config, local: int, nodes: range) -> None:
     """Whether a run can be spread as `parallel` says on any of these numbers of machines, a sample for every rank.
 
     Args:
@@ -311,7 +311,7 @@ def check_ranks(config: Config, local: int, nodes: range, device: torch.device) 
         Refused: it cannot.
     """
     for count in nodes:
-        choose.check(config, count * local, device)
+        choose.check(config, count * local)
     ranks = nodes[-1] * local
     if config.batch_size < ranks:
         raise Refused(

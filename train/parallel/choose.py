@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def resolve(config: Config, size: int) -> str:
     """The strategy that a configuration means for so many ranks; one rank has none to spread a model over."""
     name = config.parallel.strategy
-    if name == "dp" or size > 1:
-        return "ddp" if name == "auto" else name
-    return "single"
+    if size == 1:
+        return "single"
+    return "ddp" if name == "auto" else name
 
 
 def shards(config: Config, size: int) -> bool:
@@ -31,26 +31,15 @@ def shards(config: Config, size: int) -> bool:
     return resolve(config, size) in SPREAD
 
 
-def check(config: Config, size: int, device: torch.device) -> None:
-    """Whether so many ranks on such a device can train as `parallel` says.
+def check(config: Config, size: int) -> None:
+    """Whether so many ranks can train as `parallel` says.
 
     Raises:
         Refused: they cannot; the message says what to change.
     """
     parallel, name = config.parallel, config.parallel.strategy
-    if name in ("single", "dp") and size > 1:
-        instead = (
-            "use ddp or leave it out" if name == "single" else "it is one process for all GPUs; use --nproc 1, or ddp"
-        )
-        raise Refused(f"--parallel.strategy {name} is for one rank, not {size}; {instead}")
-    if name == "dp" and device.type != "cuda":
-        raise Refused("--parallel.strategy dp (nn.DataParallel) needs GPUs; on a CPU use --nproc N with ddp")
-    if name == "dp" and (config.compile or parallel.recompute):
-        what = "compile" if config.compile else "parallel.recompute"
-        raise Refused(
-            f"--parallel.strategy dp copies the model to each GPU in every forward, which --{what} does not follow; "
-            "use --parallel.strategy ddp, or leave it out"
-        )
+    if name == "single" and size > 1:
+        raise Refused(f"--parallel.strategy single is for one rank, not {size}; use ddp or leave it out")
     if parallel.reduce == "ordered":
         _check_ordered(config)
     if config.data.leaves_out and shards(config, size):
@@ -100,7 +89,7 @@ def check_model(model: torch.nn.Module, size: int, device: torch.device) -> None
 
 def _check_ordered(config: Config) -> None:
     name = config.parallel.strategy
-    if name in ("dp", *SPREAD):
+    if name in SPREAD:
         raise Refused(
             f"--parallel.reduce ordered is for single and ddp: {name} adds gradients in an order of its own; "
             "use --parallel.strategy ddp, or --parallel.reduce fast"
@@ -117,9 +106,9 @@ def make(world: World, config: Config, precision: Precision) -> Strategy:
     from train.parallel.ddp import DDP
     from train.parallel.fsdp import FSDP
     from train.parallel.ordered import Ordered
-    from train.parallel.single import DataParallel, Single
+    from train.parallel.strategy import Strategy
 
     if config.parallel.reduce == "ordered":
         return Ordered(world, config, precision)
-    strategies = {"single": Single, "dp": DataParallel, "ddp": DDP, "fsdp": FSDP, "hsdp": FSDP}
+    strategies = {"single": Strategy, "ddp": DDP, "fsdp": FSDP, "hsdp": FSDP}
     return strategies[resolve(config, world.size)](world, config, precision)

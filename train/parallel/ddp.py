@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.errors import TrainingFailed
-from train.parallel.strategy import STEP_STATS, BaseStrategy
+from train.parallel.strategy import STEP_STATS, Strategy
 from train.parallel.torch_private import after_gradients
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
@@ -80,7 +80,7 @@ def _unused(names: list[str]) -> TrainingFailed:
     )
 
 
-class DDP(BaseStrategy):
+class DDP(Strategy):
     """DDP over several ranks."""
 
     def take(self, model: nn.Module) -> None:

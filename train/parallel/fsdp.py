@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train.errors import Refused, TrainingFailed
-from train.parallel.strategy import BaseStrategy
+from train.parallel.strategy import Strategy
 from train.parallel.torch_private import set_group_timeout
 from train.parallel.wrap_units import units
 
@@ -48,7 +48,7 @@ def check(model: nn.Module, wrap: str) -> None:
             )
 
 
-class FSDP(BaseStrategy):
+class FSDP(Strategy):
     """fsdp and hsdp."""
 
     measures_communication = False

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from train.data.plan import share
 from train.errors import TrainingFailed
 from train.parallel.overlap import OverlappedSums, flatten_as, pair_levels, view_as
-from train.parallel.strategy import BaseStrategy
+from train.parallel.strategy import Strategy
 from train.parallel.torch_private import add_all_, copy_all
 
 Node = tuple[int, int]
@@ -123,7 +123,7 @@ def _span(numbers: range) -> Node:
     return (numbers.start, numbers.stop)
 
 
-class Ordered(BaseStrategy):
+class Ordered(Strategy):
     """Copies of the model on one or several ranks, whose gradients are added in the order of the tree."""
 
     is_ordered = True

@@ -12,8 +12,8 @@ The loop knows no strategy by name. A step is, on every rank, the same number of
     strategy.finish_gradients(optimizer, clip_grad_norm, scale)
     strategy.update(optimizer)
 
-To add a strategy: a file beside this one with a class that has these methods (`BaseStrategy` holds what most share),
-its name in `parallel.strategy` (config/schema.py), and a line in choose.py.
+To add a strategy: a file beside this one with a subclass of `Strategy`, its name in `parallel.strategy`
+(config/schema.py), and a line in choose.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,83 +40,37 @@ STEP_STATS = ("loss", "count", "stop", "save", "counted", "copy")
 to stop, want to save, and have a loss that counts by itself, and whether to copy the state."""
 
 
-class Strategy(Protocol):
-    """How a model is spread. All methods but `micro_batch` and `update` are collectives: all ranks call them alike."""
+_NOTHING = contextlib.nullcontext()
+
+
+class Strategy:
+    """How a model is spread; as it stands, on one rank: a base for others, with weights of gradients, loss scaling,
+    clipping and buffers that follow rank 0's.
+
+    All methods but `micro_batch` and `update` are collectives: all ranks call them alike.
+    """
 
     module: nn.Module
     """The model itself, under its own names: what is evaluated and saved."""
-    is_ordered: bool
-    """Whether gradients are added in one order, whatever the number of ranks."""
     stats_dtype: torch.dtype
     """Of the tensors that carry STEP_STATS."""
-    communication: DeviceTimer
-    """The seconds in which this rank waits for communication and computes nothing meanwhile. Waiting for a slower rank
-    is part of it: it cannot be separated from the network."""
-    measures_communication: bool
-    """Whether all of that can be separated from computing."""
+    is_ordered = False
+    """Whether gradients are added in one order, whatever the number of ranks."""
+    measures_communication = True
+    """Whether all the time in which this rank waits for communication can be separated from computing."""
+
+    def __init__(self, world: World, config: Config, precision: Precision) -> None:
+        self.world, self.config, self.precision = world, config, precision
+        self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.communication = DeviceTimer(world.device)
+        """The seconds in which this rank waits for communication and computes nothing meanwhile. Waiting for a slower
+        rank is part of it: it cannot be separated from the network."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Take the model, on the CPU and with its first weights. Before an optimizer is made, or a state read.
 
         Returns what an optimizer is to be made for: the model, perhaps with other parameters.
         """
-
-    def start(self) -> None:
-        """Make ready for the first step, with the weights that it begins with."""
-
-    def begin(self, micros: int) -> None:
-        """Make ready for a step of so many micro batches, over all ranks."""
-
-    def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """To be entered around the forward and backward of a micro batch; is it the last of this rank's step?"""
-
-    def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:
-        """The value of a training loss, which may use the model as it likes: call it, or any of its methods."""
-
-    def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
-        """Add the gradient of the scalar `value` times `weight`; with stats, of shape (n,), it is the last.
-
-        Without a value, for a micro batch none of whose samples can be read, take part with gradients of zero.
-        """
-
-    def reduce(self, stats: Tensor) -> Tensor:
-        """After the last backward of a step: gradients are sums over all ranks now. Returns the sums of the stats.
-
-        What it returns may be the tensor that it was given; that one is not changed, for it serves the next step too.
-        """
-
-    def finish_gradients(
-        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scale: Tensor | None = None
-    ) -> None:
-        """Multiply gradients with a scalar, clip them to a global 2-norm, where given, and broadcast rank 0's buffers.
-
-        The last method of a step that waits for other ranks.
-        """
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the step of the optimizer, and clear the gradients. No collective."""
-
-    def not_finite(self) -> str:
-        """The name of a parameter with a value that is not finite, on every rank alike; '' where all are."""
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-class BaseStrategy:
-    """What most strategies share: weights of gradients, loss scaling, clipping, buffers that follow rank 0's."""
-
-    is_ordered = False
-    measures_communication = True
-    stats_dtype: torch.dtype
-    module: nn.Module
-
-    def __init__(self, world: World, config: Config, precision: Precision) -> None:
-        self.world, self.config, self.precision = world, config, precision
-        self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
-        self.communication = DeviceTimer(world.device)
-
-    def place(self, model: nn.Module) -> nn.Module:
         self.take(model.to(self.world.device))
         return model
 
@@ -136,16 +90,19 @@ class BaseStrategy:
         self.stats_dtype = torch.float64 if doubles else torch.float32
 
     def start(self) -> None:
+        """Make ready for the first step, with the weights that it begins with."""
         if self.precision.scaler is not None:  # else a rank whose first micro batch cannot be read never scales
             self.precision.scaler.scale(torch.zeros((), device=self.world.device))
 
     def begin(self, micros: int) -> None:
-        pass
+        """Make ready for a step of so many micro batches, over all ranks."""
 
     def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """To be entered around the forward and backward of a micro batch; is it the last of this rank's step?"""
         return _NOTHING
 
     def compute(self, loss: Callable[[nn.Module], Tensor]) -> Tensor:
+        """The value of a training loss, which may use the model as it likes: call it, or any of its methods."""
         return loss(self.module)
 
     def _root(self, value: Tensor, weight: float) -> tuple[Tensor, Tensor]:
@@ -159,6 +116,10 @@ class BaseStrategy:
         return (value if scaler is None else scaler.scale(value)), gradient
 
     def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
+        """Add the gradient of the scalar `value` times `weight`; with stats, of shape (n,), it is the last.
+
+        Without a value, for a micro batch none of whose samples can be read, take part with gradients of zero.
+        """
         if value is not None:
             torch_private.backward(*self._root(value, weight))
             return
@@ -168,6 +129,10 @@ class BaseStrategy:
                 parameter.grad = torch.zeros_like(parameter)
 
     def reduce(self, stats: Tensor) -> Tensor:
+        """After the last backward of a step: gradients are sums over all ranks now. Returns the sums of the stats.
+
+        What it returns may be the tensor that it was given; that one is not changed, for it serves the next step too.
+        """
         if self.world.size == 1:
             return stats
         with self.communication.waiting():
@@ -176,6 +141,10 @@ class BaseStrategy:
     def finish_gradients(
         self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scale: Tensor | None = None
     ) -> None:
+        """Multiply gradients with a scalar, clip them to a global 2-norm, where given, and broadcast rank 0's buffers.
+
+        The last method of a step that waits for other ranks.
+        """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise TrainingFailed(
                 "a parameter that was frozen when the model was made is to be trained now, and its gradients would be "
@@ -194,6 +163,7 @@ class BaseStrategy:
         self._broadcast_buffers()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the step of the optimizer, and clear the gradients. No collective."""
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.step(optimizer)
@@ -254,6 +224,7 @@ class BaseStrategy:
             parameter.grad = None
 
     def not_finite(self) -> str:
+        """The name of a parameter with a value that is not finite, on every rank alike; '' where all are."""
         bad = torch.stack([~torch.isfinite(local(parameter)).all() for parameter in self.trainable])
         found = self.world.add(bad.to(torch.float32)).tolist()  # one reduction, one wait
         return next((name for (name, _), count in zip(self._named, found, strict=True) if count), "")

@@ -108,7 +108,7 @@ def set_up(
     config = build.config_of(run, task)
     arithmetic.fix(config)
     device = pick_device(config, rank_env.local_size, rank_env.local_rank)
-    choose.check(config, rank_env.size, device)  # with several machines their sum was not known before
+    choose.check(config, rank_env.size)  # with several machines their sum was not known before
     precision = Precision(config.precision, device)
     loader, plan, evaluation = _data(run, task, config, precision)
     held.callback(loader.close)

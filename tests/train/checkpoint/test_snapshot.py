@@ -17,7 +17,7 @@ from train.checkpoint.buffers import Buffers, SnapshotMemory, begin_of_tensors
 from train.checkpoint.snapshot import Snapshots
 from train.config import Config
 from train.parallel.precision import Precision
-from train.parallel.strategy import BaseStrategy
+from train.parallel.strategy import Strategy
 from train.parallel.world import World
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ class OneRank:
         self.precision, self.world = Precision("fp32", CPU), World(0, 1, 0, CPU)
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, amsgrad=True)
-        strategy = BaseStrategy(self.world, Config(), self.precision)
+        strategy = Strategy(self.world, Config(), self.precision)
         strategy.take(self.model)
         self.strategy, self.buffers, self.fingerprint = strategy, Buffers(address), fingerprint
         self.done, self.lag, self.is_written = 0, 0, True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from train.errors import Refused
 from train.launcher.checks import prepare
 from train.launcher.request import Request
 from train.parallel.precision import Precision
-from train.parallel.single import as_here
-from train.parallel.strategy import BaseStrategy
+from train.parallel.strategy import Strategy
 from train.parallel.world import World
 
 
@@ -57,7 +55,7 @@ def test_a_rank_that_has_scaled_no_loss_yet_takes_part_in_a_step_that_scales() -
     """Of fp16: a rank of whose first micro batch not a sample could be read."""
     made = Precision("fp32", torch.device("cpu"))
     made.scaler = torch.amp.GradScaler("cpu")
-    strategy, model = BaseStrategy(World(0, 1, 0, torch.device("cpu")), Config(), made), torch.nn.Linear(2, 2)
+    strategy, model = Strategy(World(0, 1, 0, torch.device("cpu")), Config(), made), torch.nn.Linear(2, 2)
     strategy.place(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.start()
@@ -100,32 +98,6 @@ def test_autocast_holds_inside_a_forward_pass_and_ends_with_it(name: str, inside
     with made.autocast():
         assert layer(torch.ones(1, 2)).dtype == inside
     assert layer(torch.ones(1, 2)).dtype == torch.float32
-
-
-def test_a_thread_of_dp_computes_in_the_type_of_the_run_and_not_in_that_of_a_new_thread() -> None:
-    """With the CPU's types in exchanged parts: of a new thread it is bf16 there, on a GPU fp16."""
-    layer, seen = torch.nn.Linear(2, 2), []
-
-    def in_threads(expected: torch.dtype) -> None:
-        replicas = as_here([layer, layer], "cpu")
-        # so does torch's: it knows whether, and not in what
-        is_on = torch.is_autocast_enabled("cpu")
-
-        def work(replica: Any) -> None:
-            with torch.autocast("cpu", enabled=is_on):
-                seen.append((replica(torch.ones(1, 2)).dtype, torch.get_autocast_dtype("cpu")))
-
-        threads = [threading.Thread(target=work, args=(replica,)) for replica in replicas]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert seen == [(expected, torch.bfloat16)] * 2
-        seen.clear()
-
-    with torch.autocast("cpu", dtype=torch.float16):
-        in_threads(torch.float16)
-    in_threads(torch.float32)
 
 
 def test_the_loss_of_a_model_that_is_float64_by_itself_is_not_rounded_to_float32(engine: Any, tmp_path: Path) -> None:

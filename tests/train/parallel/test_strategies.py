@@ -355,8 +355,6 @@ def test_a_resume_that_this_model_cannot_do_is_refused_before_a_rank_begins(
     ("ranks", "flags", "words"),
     [
         (2, {"parallel.strategy": "fsdp", "parallel.reduce": "ordered"}, "adds gradients in an order of its own"),
-        (2, {"parallel.strategy": "dp"}, "is for one rank"),
-        (1, {"parallel.strategy": "dp"}, "needs GPUs"),
         (3, {"parallel.strategy": "hsdp", "parallel.shard_size": "2"}, "does not divide the 3 ranks"),
         (2, {"parallel.strategy": "hsdp"}, "needs --parallel.shard_size"),
         (2, {"parallel.strategy": "fsdp", "parallel.shard_size": "2"}, "is for --parallel.strategy hsdp"),
