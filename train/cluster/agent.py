@@ -26,7 +26,7 @@ from train import screen
 from train.cluster import engine
 from train.cluster.jobs import merge_flags
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
-from train.launcher import agent, choose_gpus, control
+from train.launcher import agent, control, ranks_and_gpus
 from train.launcher.create_run import open_run
 from train.launcher.request import LaunchRequest
 from train.run import environment, folders, run_folder, states
@@ -155,7 +155,7 @@ def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: di
     record = run.read() if (run.folder / "run.json").exists() else None
     launch = LaunchRequest(
         kind="new", runs=str(run.folder.parent), name=run.name, nproc=str(content["nproc"]), cluster=cluster,
-        max_restarts=content["max_restarts"], visible=os.environ.get(choose_gpus.VISIBLE), queued=record is not None,
+        max_restarts=content["max_restarts"], visible=os.environ.get(ranks_and_gpus.VISIBLE), queued=record is not None,
         submission=content["id"],
     )  # fmt: skip
     if record is None or record["total_steps"] is None:  # no agent has come so far as to check it

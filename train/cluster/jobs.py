@@ -67,14 +67,11 @@ def submit(asked: Submission) -> str:
 
 def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]]:
     """The files that every node reads and what run.json is to have, once task, fields and sizes are checked."""
-    import torch
-
     from train.launcher.checks import check_micro_batches, check_ranks
     from train.launcher.request import Request, resolve
 
     task, config = resolve(Request(asked.task, asked.flags, asked.config_file, asked.init))
     ranks = asked.nodes * asked.nproc
-    device = torch.device("cuda" if asked.gpus_per_node else "cpu")
     check_ranks(config, asked.nproc, range(asked.nodes, asked.nodes + 1))
     check_micro_batches(config, ranks)
     files: dict[str, str | bytes] = {}

@@ -13,7 +13,7 @@ from train import screen
 from train.commands.offers import checkpoint_steps, file_names, run_names, task_names, words
 from train.commands.parser import Parser, number
 from train.errors import Refused, whole
-from train.supervise import WAIT_MINUTES
+from train.supervise.node_timeouts import WAIT_MINUTES
 
 MOST_NODES = 10_000
 _LONGEST_WAIT = 1e6

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.commands.options import add_task, check_now, request_of
 from train.commands.parser import Parser, number
-from train.launcher.choose_gpus import MOST_RANKS
+from train.launcher.ranks_and_gpus import MOST_RANKS
 
 
 def add_arguments(parser: Parser) -> None:

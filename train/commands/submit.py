@@ -12,9 +12,9 @@ from train.commands.offers import words
 from train.commands.options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
-from train.launcher.choose_gpus import MOST_RANKS
-from train.supervise import WAIT_MINUTES
+from train.launcher.ranks_and_gpus import MOST_RANKS
 from train.supervise.attempts import MAX_RESTARTS
+from train.supervise.node_timeouts import WAIT_MINUTES
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from train import hashing
 from train.errors import Refused
-from train.launcher import choose_gpus, control, script
+from train.launcher import control, ranks_and_gpus, script
 from train.launcher.request import ALONE, LaunchRequest, Request
 from train.launcher.tmux import session_of
 from train.run import durable, environment, folders, states, station
@@ -78,7 +78,7 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     runs = Path(launch.runs)
     zygote, checked = check_in_fork(launch, launch.kind == "script")
     _outlive_terminal()
-    choose_gpus.see(checked.visible)
+    ranks_and_gpus.see(checked.visible)
     listening = _listen(launch.cluster)
     restarts = MAX_RESTARTS if launch.max_restarts is None else launch.max_restarts
     record = checked.record | _placement(launch, checked, _cluster_of(launch, None))
@@ -101,7 +101,7 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
         os.chdir(record["cwd"])
     zygote, checked = check_in_fork(launch, bool(record.get("script")))
     _outlive_terminal()
-    choose_gpus.see(checked.visible)
+    ranks_and_gpus.see(checked.visible)
     cluster = _cluster_of(launch, record)
     listening = _listen(cluster)
     changes = checked.record | _placement(launch, checked, cluster)
@@ -164,7 +164,7 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     launch = LaunchRequest(**given)
     run = Run(Path(launch.runs) / launch.name) if launch.kind == "resume" else None
     record = run.read() if run is not None else None
-    ranks, visible = choose_gpus.choose(launch)
+    ranks, visible = ranks_and_gpus.choose(launch)
     if launch.kind == "script" or (record and record.get("script")):
         return CheckedLaunch(ranks, visible, {}, *script.check(launch, run))
     from train import config as configuration

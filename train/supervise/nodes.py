@@ -24,19 +24,13 @@ from train.run import station
 from train.run.durable import write_atomically
 from train.run.record import Record
 from train.run.run_folder import Run
-from train.supervise import WAIT_MINUTES, address, node_checks
+from train.supervise import address, node_checks
 from train.supervise.address import Place
 from train.supervise.decide import Asked, Decision, Facts, decide
 from train.supervise.node_checks import name_of
 from train.supervise.node_reports import decision_of, is_bad, merged, of_rank_0, report_of
+from train.supervise.node_timeouts import JOINING, LINGER, SEES, WAIT_MINUTES
 from train.supervise.rendezvous import Public, Rendezvous, Round
-
-_LINGER = 60.0
-"""Seconds for which node 0, when its run has ended, waits for a node that does not know it yet."""
-_JOINING = 15.0
-"""Seconds after which a node that has not begun the attempt with the others is gone."""
-_SEES = 10.0
-"""Seconds in which a folder that machines share shows what another one has written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +90,7 @@ class Nodes:
         problem = node_checks.difference(zero["hello"], self._hello)
         if problem or not node_checks.is_spread(self._hello):
             return problem
-        until = time.monotonic() + _SEES
+        until = time.monotonic() + SEES
         while not node_checks.sees_folder(self.run.folder, zero["id"]):
             if time.monotonic() > until:
                 return (
@@ -252,8 +246,8 @@ class Nodes:
         if self.settings.node:
             return self._rendezvous.is_lost or not self._rendezvous.lives(0, node["id"])
         if not self._rendezvous.lives(node["node"], node["id"]):
-            return time.monotonic() - self._began > _JOINING or public.get("id") != node["id"]
-        return public.get("round") != self.round.id and time.monotonic() - self._began > _JOINING
+            return time.monotonic() - self._began > JOINING or public.get("id") != node["id"]
+        return public.get("round") != self.round.id and time.monotonic() - self._began > JOINING
 
     @property
     def came(self) -> str:
@@ -366,7 +360,7 @@ class Nodes:
     def leave(self) -> None:
         """This node has written down how its run ended. Node 0 stays until all others that live know it, too."""
         self._rendezvous.publish(knows=True)
-        until = time.monotonic() + _LINGER
+        until = time.monotonic() + LINGER
         while not self.settings.node and self._rendezvous.own.get("end") and time.monotonic() < until:
             if all(public.get("knows") for public in self._living().values()):
                 break

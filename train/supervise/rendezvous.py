@@ -24,25 +24,22 @@ from typing import Any
 from train.errors import Refused, one_line
 from train.supervise.address import Place, own_side, resolve
 from train.supervise.node_checks import name_of
+from train.supervise.node_timeouts import (
+    BEAT,
+    CLOCKS,
+    HUNG,
+    KEEP_ALIVE,
+    KEEP_ALIVE_MISSED,
+    LAST_CALL,
+    LOST,
+    MEETING,
+    PROOF,
+)
 
-LOST = 10.0
-"""Seconds without a sign of life after which a node is gone."""
-HUNG = 120.0
-"""Seconds without a look of its supervisor after which a node gives no more signs of life: its disk hangs, maybe."""
-_LAST_CALL = 8
-"""Seconds that a round which could begin with fewer nodes waits for more."""
 _EVERY = 0.2
 """Seconds between two looks at what others publish."""
-_BEAT = 1.0
-"""Seconds between two signs of life."""
-_PROOF = 4.0
-"""Seconds in which a node whose rank another one wants shows that it lives."""
 _AGAIN = 0.5
 """Seconds between two tries to reach node 0."""
-_MEETING = 30.0
-"""Seconds that the nodes of a round have to say who they are."""
-_CLOCKS = 5.0
-"""Seconds by which clocks may differ: torch's rendezvous compares the times of day of different machines."""
 
 _left: list[Any] = []
 """torch's handlers of connections that are over."""
@@ -117,7 +114,7 @@ class Rendezvous:
         """Whether node 0 was reached, and does not answer any more; on node 0: whether its store has failed."""
         if self._has_failed or not self.node:
             return self._has_failed
-        since = self._heard if self._handler is not None else self._reached + _MEETING
+        since = self._heard if self._handler is not None else self._reached + MEETING
         return time.monotonic() - since > LOST
 
     def lives(self, node: int, id: str) -> bool:
@@ -225,7 +222,7 @@ class Rendezvous:
             time.sleep(0.05)
             zero = self._wait_for(self._store, "node/0")
         apart = time.time() - zero["beat"]
-        if abs(apart) > _CLOCKS:
+        if abs(apart) > CLOCKS:
             how = f"{abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of node 0"
             self.refused = f"the clock of {name_of(self.own['hello'])} is {how}; set it"
         else:
@@ -244,7 +241,7 @@ class Rendezvous:
         if holder == self.id:
             return ""
         before = self._read(key)
-        time.sleep(_PROOF)
+        time.sleep(PROOF)
         now = self._read(key)
         if now is None or now == before:
             taken = self._store.compare_set(claim, holder, self.id).decode() == self.id
@@ -281,17 +278,18 @@ class Rendezvous:
                     raise RendezvousConnectionError("this node has left")
 
         timeout = dynamic_rendezvous.RendezvousTimeout(
-            join=datetime.timedelta(days=365), last_call=datetime.timedelta(seconds=_LAST_CALL)
+            join=datetime.timedelta(days=365), last_call=datetime.timedelta(seconds=LAST_CALL)
         )  # whoever supervises knows how long to wait
         return dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
             run, self._store, Backend(self._store, run), self._least, self._most,
-            local_addr=self.id, timeout=timeout, keep_alive_interval=2, keep_alive_max_attempt=6,
+            local_addr=self.id, timeout=timeout, keep_alive_interval=KEEP_ALIVE,
+            keep_alive_max_attempt=KEEP_ALIVE_MISSED,
         )  # fmt: skip
 
     def _exchange(self) -> None:
         """Publish what is new here, and read what others have published."""
         now = time.monotonic()
-        if now - self._beat > _BEAT and now - self.looked < HUNG:
+        if now - self._beat > BEAT and now - self.looked < HUNG:
             self._beat, self._sent = now, {}
         own = self.own
         if own != self._sent:
@@ -362,7 +360,7 @@ class Rendezvous:
 
     def _wait_for(self, store: Any, key: str) -> Public:
         """A value of the store, once it is there. Not by its blocking call, which keeps other threads out."""
-        until = time.monotonic() + _MEETING
+        until = time.monotonic() + MEETING
         while not store.check([key]):
             if time.monotonic() > until or self._is_closed:
                 raise TimeoutError(key)

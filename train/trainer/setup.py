@@ -34,7 +34,7 @@ from train.run.run_folder import Run
 from train.signals import StopRequest
 from train.tasks import Task
 from train.trainer import arithmetic, build
-from train.trainer.events import Events
+from train.trainer.due import Due
 from train.trainer.load import ResumeState, load_newest
 from train.trainer.loggers.loggers import Loggers, Skipped
 from train.trainer.optimizer import make_optimizer
@@ -57,7 +57,7 @@ class Job:
     plan: Plan
     evaluation: Plan | None
     """The plan of the evaluation set, if there is one."""
-    events: Events
+    due: Due
     saver: Saver
     snapshots: Snapshots
     loggers: Loggers
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def total_steps(self) -> int:
-        return self.events.total_steps
+        return self.due.total_steps
 
     @functools.cached_property
     def sharing(self) -> Sharing:
@@ -124,10 +124,10 @@ def set_up(
     start = load_newest(run, home, world, snapshots, model, optimizer, precision)
     faults.here("loaded")
     arithmetic.compile_as_asked(model, config)
-    events = Events.of(config, plan, build.total_steps(config, plan), evaluation is not None)
+    due = Due.of(config, plan, build.total_steps(config, plan), evaluation is not None)
     last = world.on_first(lambda: metrics.last_evaluation(run))
     evaluated = last["step"] if last is not None else -1
-    loggers = Loggers(run, world, config, events.total_steps, start.step, bar and world.is_first)
+    loggers = Loggers(run, world, config, due.total_steps, start.step, bar and world.is_first)
     held.callback(loggers.close)
 
     def saved(step: int) -> None:
@@ -139,7 +139,7 @@ def set_up(
     snapshots.attach(strategy, optimizer, precision, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
     job = Job(
-        run, task, config, world, precision, strategy, optimizer, loader, plan, evaluation, events, saver, snapshots,
+        run, task, config, world, precision, strategy, optimizer, loader, plan, evaluation, due, saver, snapshots,
         loggers, stop, heart, evaluated, start.saved,
     )  # fmt: skip
     if world.is_lead:

@@ -15,7 +15,7 @@ from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone
 from tests.train.conftest import Station
 from tests.waiting import eventually
 from train.run import station as stations
-from train.supervise.rendezvous import LOST
+from train.supervise.node_timeouts import LOST
 
 
 @pytest.mark.minutes

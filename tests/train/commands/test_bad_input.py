@@ -478,7 +478,7 @@ def test_what_the_process_inside_tmux_refuses_reaches_launch_and_leaves_nothing(
 @pytest.mark.parametrize("nproc", ["0", "-1", "1.5", "two", "4097", "", "\u0663"])
 def test_a_number_of_ranks_must_be_one(nproc: str) -> None:
     from train.errors import Refused
-    from train.launcher.choose_gpus import count_ranks
+    from train.launcher.ranks_and_gpus import count_ranks
 
     with pytest.raises(Refused, match="--nproc"):
         count_ranks(nproc, None, cpu_only=True)
@@ -487,14 +487,14 @@ def test_a_number_of_ranks_must_be_one(nproc: str) -> None:
 @pytest.mark.parametrize("gpus", ["0", "-1", "x", "", ",", "0,0", "0,x", "1", "0,", "2,", "\u0661"])
 def test_gpus_that_are_not_here_or_no_gpus_at_all_are_refused(gpus: str) -> None:
     from train.errors import Refused
-    from train.launcher.choose_gpus import count_ranks
+    from train.launcher.ranks_and_gpus import count_ranks
 
     with pytest.raises(Refused, match="--gpus"):
         count_ranks(None, gpus, cpu_only=True)
 
 
 def test_auto_means_one_rank_where_there_is_no_gpu() -> None:
-    from train.launcher.choose_gpus import count_ranks
+    from train.launcher.ranks_and_gpus import count_ranks
 
     assert count_ranks("auto", None, cpu_only=True) == (1, None)
     assert count_ranks(None, None, cpu_only=True) == (1, None)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from train.trainer.events import Events, SaveClock
+from train.trainer.due import Due, SaveClock
 
 
 @pytest.mark.parametrize("save_every", [None, 1, 3, 7])
@@ -14,13 +14,13 @@ from train.trainer.events import Events, SaveClock
 def test_a_save_is_missing_where_one_of_the_steps_since_the_newest_saves(
     save_every: int | None, evaluate_every: float, saves_evaluations: bool
 ) -> None:
-    events = Events(20, evaluate_every, save_every, saves_evaluations)
+    due = Due(20, evaluate_every, save_every, saves_evaluations)
     saves = {step for step in range(1, 21) if save_every and step % save_every == 0} | {20}
     if saves_evaluations:
-        saves |= {step for step in range(1, 21) if events.evaluates(step)}
-    assert {step for step in range(21) if events.saves(step)} == saves
+        saves |= {step for step in range(1, 21) if due.evaluates(step)}
+    assert {step for step in range(21) if due.saves(step)} == saves
     for saved, step in itertools.product(range(21), repeat=2):
-        assert events.misses_save(saved, step) == any(saved < one <= step for one in saves), (saved, step)
+        assert due.misses_save(saved, step) == any(saved < one <= step for one in saves), (saved, step)
 
 
 def test_a_clock_counts_what_has_passed_before() -> None:

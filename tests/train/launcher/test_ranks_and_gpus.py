@@ -14,7 +14,7 @@ from train import config, gpus
 from train.errors import Refused
 from train.gpus import Card
 from train.launcher import create_run
-from train.launcher.choose_gpus import again, choose, count_ranks, see
+from train.launcher.ranks_and_gpus import again, choose, count_ranks, see
 from train.launcher.request import LaunchRequest
 from train.parallel.devices import pick_device, take_device
 from train.run import environment, folders

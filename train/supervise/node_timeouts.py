@@ -1,0 +1,28 @@
+"""How long the nodes of a run wait for each other, and when one counts as gone. In seconds, but for WAIT_MINUTES."""
+
+WAIT_MINUTES = 30.0
+"""Default of --wait-minutes: how long a node waits for the others."""
+BEAT = 1.0
+"""Between two signs of life."""
+LOST = 10.0
+"""Without a sign of life a node is gone."""
+KEEP_ALIVE = 2
+"""Between two of torch's own signs of life, by which its rendezvous knows who is in a round."""
+KEEP_ALIVE_MISSED = int(LOST / KEEP_ALIVE) + 1
+"""Of those in a row, after which its rendezvous drops a node: not before LOST, or both would disagree."""
+JOINING = KEEP_ALIVE * KEEP_ALIVE_MISSED + 3.0
+"""A node that has not begun the attempt with the others is gone: torch's rendezvous must have had time to drop it."""
+HUNG = 120.0
+"""Without a look of its supervisor a node gives no more signs of life: its disk hangs, maybe."""
+LAST_CALL = 8
+"""A round which could begin with fewer nodes waits for more."""
+MEETING = 30.0
+"""The nodes of a round have to say who they are."""
+PROOF = 4.0
+"""In which a node whose rank another one wants shows that it lives."""
+CLOCKS = 5.0
+"""By which clocks may differ: torch's rendezvous compares the times of day of different machines."""
+SEES = 10.0
+"""In which a folder that machines share shows what another one has written."""
+LINGER = 60.0
+"""For which node 0, when its run has ended, waits for a node that does not know it yet."""
