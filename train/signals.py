@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NoReturn
 
 POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -33,12 +33,8 @@ class StopRequest:
         """How, in words."""
         self.now = False
         """Whether nothing is to be saved."""
-        self.at_once = False
-        """Whether Ctrl-C was typed twice in a foreground run, and nothing is to be waited for."""
         self.interrupts = 0
         """How often Ctrl-C was typed."""
-        self.on_interrupt: Callable[[int], None] | None = None
-        """Called by the handler at each Ctrl-C, with their number."""
         self._interrupted = -_SAME
         for number in signals:
             signal.signal(number, self.note)
@@ -50,8 +46,6 @@ class StopRequest:
         self.ask(SIGNAL, signal.Signals(number).name)
         if is_new:
             self._interrupted = time.monotonic()
-            if self.on_interrupt is not None:
-                self.on_interrupt(self.interrupts)
 
     def ask(self, by: str, reason: str, now: bool = False) -> None:
         """Ask for a stop. Who asks last is who has asked, but for what must be at once."""

@@ -25,7 +25,7 @@ Way = Callable[[World], Callable[[], None]]
 """Makes the step of a way on a rank."""
 Blocks = dict[str, list[float]]
 """The seconds of each block, by way."""
-_PRELOAD = ("torch", "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered", "train.parallel.single")
+_PRELOAD = ("torch", "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered")
 """What ranks find loaded, where a server forks them."""
 
 

@@ -17,8 +17,6 @@ BY = {POLITE: signals.USER, NOW: signals.USER, KEEPER: signals.KEEPER, PLACED: s
 """Who makes each request: run.json's `stopped_by`."""
 REFUSED = "refused"
 """The field of run.json of a failed run whose other machines refused this one."""
-TWICE = "stopped at once (Ctrl-C twice)"
-"""How the reason begins where a user did not wait for a foreground run to save."""
 INTERRUPTED = "interrupted"
 """Effective only: recorded as running, but no process of the run is alive."""
 COPY = "copy"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from train import faults, screen, signals
-from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, Refused, one_line
+from train.errors import EXIT_FAILED, Refused, one_line
 from train.run import outcome, run_folder, states
 from train.run.outcome import Outcome
 from train.run.progress_lines import fold
@@ -32,8 +32,6 @@ MAX_RESTARTS = 3
 """Default of --max-restarts: deaths in a row without a new checkpoint after which a run is not started again."""
 _AGAIN = 1.0
 """Seconds between two attempts to note who the ranks are."""
-_RECORDING = 3.0
-"""Seconds that writing down the end may take after a second Ctrl-C: a disk that hangs keeps no user waiting."""
 _TAIL = 1 << 16
 """Bytes at the end of a log that are read: a progress bar fills much of it."""
 
@@ -122,7 +120,7 @@ def _say(text: str) -> None:
 
 
 def asked_by(stop: signals.StopRequest) -> Asked | None:
-    return Asked(stop.by, stop.reason, stop.now, stop.at_once) if stop.asked or stop.at_once else None
+    return Asked(stop.by, stop.reason, stop.now) if stop.asked else None
 
 
 def _hear(run: Run, stop: signals.StopRequest, is_for_all: bool = False) -> None:
@@ -141,10 +139,6 @@ def pids(ranks: list[int]) -> dict[str, Any]:
     return {"agent": os.getpid(), "ranks": ranks}
 
 
-class _EndAtOnce(BaseException):
-    """Ctrl-C was typed twice. Raised by a signal handler, so that nothing is waited for."""
-
-
 @dataclasses.dataclass
 class Supervisor:
     """Keeps the ranks of one run alive until it ends."""
@@ -160,6 +154,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._attempt, self._from_step, self._began, self._hang = 0, 0, 0.0, ""
+        self._is_interrupted = False
         self._kills = memory.Kills()
         self._decision: Decision | None = None
 
@@ -172,14 +167,8 @@ class Supervisor:
         with contextlib.suppress(ValueError):  # ranks will say what is wrong with it
             faults.arm(os.environ.get("TRAIN_FAULT"), rank=-1)
         self.run.clear_stop()
-        self.stop.on_interrupt = self._on_interrupt
-        try:
-            with self._suspended_together():
-                decision = self._run_attempts()
-        except _EndAtOnce:
-            return self._end_at_once()
-        finally:
-            self.stop.on_interrupt = None
+        with self._suspended_together():
+            decision = self._run_attempts()
         self.run.clear_stop()
         return decision.code
 
@@ -256,9 +245,14 @@ class Supervisor:
         watch.close()
 
     def hear(self) -> None:
-        """Take in what was asked for by file, or by Ctrl-C twice in the attached terminal."""
-        if self.mode is LaunchMode.LAUNCHED and self.stop.interrupts > 1 and not self.stop.now:
-            self.stop.ask(signals.CTRL_C, states.WHO[states.NOW], now=True)
+        """Take in what was asked for by file, or by Ctrl-C: the first lets the run save and stop, a second ends it."""
+        if self.stop.interrupts and not self._is_interrupted and self.mode is LaunchMode.FOREGROUND:
+            self._is_interrupted = True
+            below_bar = "\n" if os.isatty(2) else ""
+            with contextlib.suppress(OSError):
+                os.write(2, f"{below_bar}{self.run.name}: stopping after this step; again: at once\n".encode())
+        if self.stop.interrupts > 1 and not self.stop.now:
+            self.stop.ask(signals.CTRL_C, "Ctrl-C twice", now=True)
         _hear(self.run, self.stop, is_for_all=self.leaves)
 
     def _wait(self, seconds: float) -> None:
@@ -327,8 +321,6 @@ class Supervisor:
         """The step that a start now would continue after: from the disk or from memory."""
         return max(newest(self.run), self.ranks.copied)
 
-    # --- Ctrl-C in a foreground run: the first one stops it after the step, the second one ends it at once
-
     @contextlib.contextmanager
     def _suspended_together(self) -> Iterator[None]:
         """Let Ctrl-Z in a foreground run stop the ranks, too, which have sessions of their own."""
@@ -346,34 +338,6 @@ class Supervisor:
             yield
         finally:
             signal.signal(signal.SIGTSTP, before)
-
-    def _on_interrupt(self, times: int) -> None:
-        """Called by the signal handler."""
-        if self.mode is not LaunchMode.FOREGROUND:
-            return
-        if times > 1:
-            self.stop.at_once, self.stop.on_interrupt = True, None
-            raise _EndAtOnce
-        below_bar = "\n" if os.isatty(2) else ""
-        os.write(2, f"{below_bar}{self.run.name}: stopping after this step; again: at once\n".encode())
-
-    def _end_at_once(self) -> int:
-        """Kill everything and write down the end, whatever hangs. Returns the exit code."""
-        saved = newest(self.run)
-        self.ranks.end_at_once()
-        ending = threading.Thread(target=self._record_end_at_once, daemon=True)
-        ending.start()
-        ending.join(_RECORDING)
-        if self._decision is not None and self._decision.code != EXIT_INTERRUPTED:
-            return self._decision.code  # it had just come to its end
-        then = f"continues after step {saved}" if saved else "starts at step 1"
-        self.say(f"{self.run.name} was ended at once, without saving; train resume {self.run.name} {then}")
-        return EXIT_INTERRUPTED
-
-    def _record_end_at_once(self) -> None:
-        with contextlib.suppress(OSError, Refused):
-            self._decide_and_write(0)
-            self.run.clear_stop()
 
 
 def tail(logs: Path, rank: int) -> str:

@@ -59,8 +59,6 @@ class Asked:
     """What run.json's reason says of it."""
     now: bool = False
     """Without saving."""
-    twice: bool = False
-    """By a second Ctrl-C, which waits for nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +192,8 @@ def _decide(facts: Facts) -> Decision:
         return _as_reported(facts, reported)
     if facts.lost and not asked:  # whatever the others say: a run has ended when all its nodes know how
         return _restarted_or_not(facts, Death(f"{facts.lost} is gone", False, None))
-    if asked and asked.twice:
-        saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
-        return dataclasses.replace(_stopped(facts, asked, f"{states.TWICE}; {saved}"), code=EXIT_INTERRUPTED)
+    if asked and asked.now and asked.by == signals.CTRL_C and facts.mode is LaunchMode.FOREGROUND:
+        return _ended_at_once(facts, asked)
     is_quiet = not (facts.exits or facts.hang) and first_fault(facts.outcomes) is None
     if is_quiet and asked:
         return _stopped(facts, asked, _how_stopped(facts, asked, None))
@@ -231,8 +228,16 @@ def _as_reported(facts: Facts, reported: Outcome) -> Decision:
 
 
 def _stopped(facts: Facts, asked: Asked, reason: str) -> Decision:
-    by = signals.CTRL_C if asked.twice else asked.by
-    return Decision(states.STOPPED, states.STOPPED, reason, reason, stopped_by=by, code=EXIT_STOPPED)
+    return Decision(states.STOPPED, states.STOPPED, reason, reason, stopped_by=asked.by, code=EXIT_STOPPED)
+
+
+def _ended_at_once(facts: Facts, asked: Asked) -> Decision:
+    """By a second Ctrl-C in a foreground run."""
+    saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
+    then = f"continues after step {facts.saved}" if facts.saved else "starts at step 1"
+    message = f"{facts.name} was ended at once, without saving; train resume {facts.name} {then}"
+    decision = _stopped(facts, asked, f"stopped at once ({asked.text}); {saved}")
+    return dataclasses.replace(decision, message=message, code=EXIT_INTERRUPTED)
 
 
 def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:

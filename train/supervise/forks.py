@@ -33,7 +33,7 @@ CHECKS = ("torch", "train.launcher.checks")
 RANKS = (
     "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",
     "torch.utils.tensorboard", "train.trainer.train", "train.trainer.setup",
-    "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered", "train.parallel.single",
+    "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered",
     "threadpoolctl", "setproctitle", "train.supervise.worker",
 )  # fmt: skip
 """What ranks of a task need besides; the last of them when all others are there."""

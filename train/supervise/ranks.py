@@ -226,10 +226,6 @@ class Ranks:
         self._signalled |= {rank for rank, other in self._pids.items() if other == pid}
         self._zygote.signal(pid, number)
 
-    def end_at_once(self) -> None:
-        """Kill them with all that they have started, whatever they, or the zygote, wait for."""
-        self._zygote.close()
-
     @property
     def copied(self) -> int:
         """The newest step whose state all ranks have copied into memory; 0: none."""

@@ -21,7 +21,7 @@ USER = Asked(signals.USER, "train stop")
 USER_NOW = Asked(signals.USER, "train stop --now", now=True)
 OF_KEEPER = Asked(signals.KEEPER, "the keeper")
 TERMINATED = Asked(signals.SIGNAL, "SIGTERM")
-TWICE = Asked(signals.SIGNAL, "SIGINT", twice=True)
+TWICE = Asked(signals.CTRL_C, "Ctrl-C twice", now=True)
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 TRACEBACK = 'Traceback (most recent call last):\n  File "script.py", line 3, in <module>\n    main()\n'
@@ -77,7 +77,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("the keeper leaves", facts(LAUNCHED, (stopped,), asked=OF_KEEPER),
      {"reason": "stopped after step 5 (the keeper)", "stopped_by": "keeper"}),
     ("saved before the second Ctrl-C", facts(FOREGROUND, (stopped,), asked=TWICE),
-     {"state": "stopped", "reason": "stopped after step 5 (SIGINT)", "code": 75}),
+     {"state": "stopped", "reason": "stopped after step 5 (Ctrl-C twice)", "code": 75}),
     ("all ranks meet a loss that is nan", facts(LAUNCHED, (nan, nan_1)),
      {"end": "failed", "state": "failed", "reason": nan.reason, "message": "", "code": 3}),
     ("rank 0 is refused before it met the others", facts(LAUNCHED, (refused,), exits={0: 1}),
@@ -102,7 +102,8 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
     ("stop --now of a torchrun", facts(TORCHRUN, asked=USER_NOW),
      {"state": "stopped", "reason": "stopped at once (train stop --now)"}),
     ("Ctrl-C twice", facts(FOREGROUND, (died(0, LOST, False),), asked=TWICE, exits={0: 1}, saved=4),
-     {"end": "stopped", "state": "stopped", "stopped_by": "ctrl-c", "code": 130, "message": "",
+     {"end": "stopped", "state": "stopped", "stopped_by": "ctrl-c", "code": 130,
+      "message": "a was ended at once, without saving; train resume a continues after step 4",
       "reason": "stopped at once (Ctrl-C twice); the last checkpoint is of step 4"}),
     ("Ctrl-C twice, nothing saved", facts(FOREGROUND, asked=TWICE),
      {"reason": "stopped at once (Ctrl-C twice); there is no checkpoint", "code": 130}),
