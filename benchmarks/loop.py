@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 
 from benchmarks import command, small
 from train import hashing
-from train.bench.turns import silently
 from train.errors import EXIT_FINISHED
 from train.launcher import checks
 from train.launcher.request import Request
@@ -76,7 +75,7 @@ def bench(folder: Path, model: str, times: int) -> str:
     if model not in SUBJECTS:
         raise SystemExit(f"--model {model}: choose one of {', '.join(SUBJECTS)}")
     subject = SUBJECTS[model]
-    silently(forkserver.ensure_running)  # its lines are no figures
+    _silently(forkserver.ensure_running)  # its lines are no figures
     there = {way: make for way, (package, make) in _TRAINERS.items() if importlib.util.find_spec(package)}
     found: dict[str, list[Cost]] = {way: [] for way in (TENSORS, LOADER, TRAIN, *there)}
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as place:
@@ -99,6 +98,18 @@ def bench(folder: Path, model: str, times: int) -> str:
     if missing:
         lines.append(f"\nnot installed here: {', '.join(missing)}")
     return "\n".join(lines)
+
+
+def _silently(start: Callable[[], None]) -> None:
+    """Start a server of processes that has nothing to speak to, nor have they."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        start()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def _cost(folder: Path, subject: Subject, way: str, turn: int) -> Cost:

@@ -54,18 +54,6 @@ def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times
         return dict(json.loads((Path(name) / "blocks.json").read_text()))
 
 
-def silently(start: Callable[[], None]) -> None:
-    """Start a server of processes that has nothing to speak to, nor have they."""
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        start()
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
-
-
 def quartiles(seconds: list[float], plain: list[float]) -> list[float]:
     """The three of the ratios of blocks to those of the same turn."""
     ratios = [one / other for one, other in zip(seconds, plain, strict=True)]

@@ -212,11 +212,6 @@ def _job_of(run: Run) -> JobStatus | None:
     """
     record = run.read()
     name = record["submitted"]["engine"]
-    if number := dict(record["submitted"]).get("job"):
-        raise Refused(
-            f"{run.name} was handed to {name} by an earlier version, as job {number}: end that there, remove "
-            f"{run.folder}, and submit it anew"
-        )
     try:
         job = engine_of(record).jobs(record["submitted"].get("at")).get(str(record.get("submission")))
     except Refused as error:

@@ -32,15 +32,14 @@ class Beat:
 
 
 class Heart:
-    """A rank's side, which writes; without a path it does nothing."""
+    """A rank's side, which writes."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._count, self._pid = 0, os.getpid()
         self.step = 0
         self._fd = -1
-        if path is not None:
-            with contextlib.suppress(OSError):
-                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with contextlib.suppress(OSError):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self.beat(STARTING, 0)
 
     def beat(self, phase: int, step: int) -> None:

@@ -54,10 +54,6 @@ class Lock:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def free(self) -> None:
-        """Unlock it for every process that holds it; none of them may touch the run afterwards."""
-        fcntl.flock(self.fd, fcntl.LOCK_UN)
-
     def release(self) -> None:
         """Close our copy; the lock is free once every process that inherited it has done so or died."""
         if self.fd >= 0:
@@ -99,8 +95,6 @@ class Run:
         except (ValueError, TypeError, RecursionError) as error:
             why = f" ({error})" if type(error) is ValueError else ""
             raise Refused(f"{path} is damaged{why}; repair it or remove the run with: train rm {self.name}") from None
-        if record["state"] == states.STOPPED and not record["stopped_by"]:
-            record["stopped_by"] = signals.USER  # of an earlier release: the keeper leaves it alone
         return record
 
     def read_config(self) -> dict[str, Any]:
