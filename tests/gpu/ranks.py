@@ -39,7 +39,7 @@ def part(scale: Scale) -> Iterator[Case]:
     if not scale.is_gpu:
         yield Case("everything over NCCL", Row, ("everything over NCCL", "it needs GPUs", UNCHECKED))
         return
-    yield Case(f"ordered: 1 and {ranks} ranks", _ordered_on_one, (scale, flags | ways["ordered"], ranks))
+    yield Case(f"ordered: 1 and {ranks} ranks", ordered_on_one, (scale, flags | ways["ordered"], ranks))
 
 
 def _collective(scale: Scale, ranks: int) -> Row:
@@ -51,7 +51,7 @@ def _collective(scale: Scale, ranks: int) -> Row:
     return Row(f"all-reduce, {ranks} ranks", found, figures={"bus_gb_per_s": bus, "copy_gb_per_s": copied})
 
 
-def _ordered_on_one(scale: Scale, flags: dict[str, Any], ranks: int) -> Row:
+def ordered_on_one(scale: Scale, flags: dict[str, Any], ranks: int) -> Row:
     what = f"ordered: 1 and {ranks} ranks"
     kinds = {torch.cuda.get_device_name(index) for index in range(ranks)}
     if len(kinds) > 1:

@@ -217,13 +217,13 @@ def test_a_host_that_waits_for_a_held_device_and_a_copy_that_waits_are_seen(
 
 
 def test_ddp_of_one_rank_is_that_of_a_run_of_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    used, forward = list[object](), ddp._Parallel.forward
+    used, forward = list[object](), ddp.Parallel.forward
 
-    def seen(one: ddp._Parallel, *arguments: Any) -> Any:
+    def seen(one: ddp.Parallel, *arguments: Any) -> Any:
         used.append(one)
         return forward(one, *arguments)
 
-    monkeypatch.setattr(ddp._Parallel, "forward", seen)
+    monkeypatch.setattr(ddp.Parallel, "forward", seen)
     cases = {case.what.partition(": ")[2]: case for case in steps.part(Scale("cpu", True, 0, tmp_path))}
     (row,) = cases[f"gpt, bf16, {steps.DDP}"].rows()
     assert row.verdict == UNCHECKED and len(used) > steps.LAST
@@ -238,7 +238,7 @@ def test_hsdp_of_less_than_four_ranks_is_not_said_to_be_ok(scale: Scale, gpus: i
 
 def test_ordered_sums_on_cards_of_two_kinds_are_not_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", ["H100", "T4"].__getitem__)
-    row = ranks._ordered_on_one(Scale("cuda", False, 2, tmp_path), {}, 2)
+    row = ranks.ordered_on_one(Scale("cuda", False, 2, tmp_path), {}, 2)
     assert row.verdict == UNCHECKED and "here are H100 and T4" in row.found
 
 
@@ -265,7 +265,7 @@ def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
         (exact, "compare"), (ranks, "compare"), (steps, "_unwatched"), (speed, "_ours"), (speed, "_theirs"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, note)
-    for name in ("_collective", "_ordered_on_one", "_types"):
+    for name in ("_collective", "ordered_on_one"):
         monkeypatch.setattr(ranks, name, lambda *_: Row("", ""))
     monkeypatch.setattr(steps, "_on_cpu", lambda _: Row("", ""))
     monkeypatch.setattr(exact, "no_compiler", lambda _: "")

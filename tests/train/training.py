@@ -64,7 +64,7 @@ class Engine:
         texts = {key: str(value) for key, value in merged.items() if value is not None}
         prepared = checks.prepare(Request(str(task), texts, ranks=ranks))
         made = folders.create(self.station.runs, name, prepared.files, prepared.record)
-        return self._train(made, ranks, script)
+        return self.train_run(made, ranks, script)
 
     def resume(self, name: str, ranks: int = 1, script: Iterable[str] = (), **flags: Any) -> dict[str, Any]:
         """Go on with a run on so many ranks; its effective record."""
@@ -73,9 +73,9 @@ class Engine:
         _, config, _ = checks.prepare_resume(run, texts, ranks)
         if texts:
             changes.apply(run, config)
-        return self._train(run, ranks, script)
+        return self.train_run(run, ranks, script)
 
-    def _train(self, run: run_folder.Run, ranks: int, script: Iterable[str]) -> dict[str, Any]:
+    def train_run(self, run: run_folder.Run, ranks: int, script: Iterable[str]) -> dict[str, Any]:
         (run.folder / "script").write_text("\n".join(script))
         lock = run.acquire()
         assert lock is not None, f"{run.name} is alive"

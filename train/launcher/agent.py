@@ -48,7 +48,7 @@ def main() -> None:
         _answer(desk, {"refused": error_line(error)})
         sys.exit(EXIT_REFUSED if isinstance(error, Refused) else 1)
     if not _answer(desk, {"warnings": opened.warnings}):
-        _undo(launch, opened.run, opened.lock)
+        undo(launch, opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
     leave(keep(opened, stop))
 
@@ -95,7 +95,7 @@ def _answer(desk: Path, answer: dict[str, Any]) -> bool:
     return True
 
 
-def _undo(launch: Any, run: Run, lock: Lock) -> None:
+def undo(launch: Any, run: Run, lock: Lock) -> None:
     """Clear away a run whose launch was withdrawn; rest one whose resume was."""
     from train.supervise import attempts
 

@@ -134,13 +134,13 @@ def main() -> None:
     except Exception as error:
         code, message = 1, where(error, task.file)
         text = one_line(f"{type(error).__name__}: {error}")
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or memory.is_refused(text) or _is_full(text):
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or memory.is_refused(text) or is_full(text):
             code, message = _FULL, text
     print(message, file=sys.stderr)
     leave(code)  # peers may be gone, and an orderly end would wait for them
 
 
-def _is_full(text: str) -> bool:
+def is_full(text: str) -> bool:
     """Whether a library says in its own way that a GPU is full: NCCL, cuBLAS, Triton; and torch of cuDNN, whose
     engines it tries one after the other, and passes over those whose workspace it does not get (Conv_v8.cpp)."""
     return any(phrase in text for phrase in ("out of memory", "ALLOC_FAILED", "unable to find an engine"))

@@ -80,7 +80,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     code = 1
     try:
         request.ranks, request.nodes = shape(rank_env)
-        made, _held = _open_under_torchrun(runs, name, request)
+        made, _held = open_under_torchrun(runs, name, request)
         stop = StopRequest()
 
         def rank(attempt: int) -> Outcome:
@@ -128,7 +128,7 @@ def _job_of(run: Run) -> str | None:
     return None
 
 
-def _open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
+def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
     """Create the run, or find it again when torchrun has restarted us."""
     from train.launcher.checks import prepare
 

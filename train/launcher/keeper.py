@@ -162,7 +162,7 @@ def _look_after(run: Run, tell: _Log, ended: threading.Event, wait: _Wait) -> No
 def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None:
     record = run.read()
     # between its creation and its first attempt a run has no process for a moment
-    is_stillborn = record["state"] == states.CREATED and not run.alive() and _age(run, record) > 30
+    is_stillborn = record["state"] == states.CREATED and not run.alive() and age(run, record) > 30
     is_stillborn &= not control.is_kept_elsewhere(record)
     is_wanted = (station.has_started(run.folder, record) or None) if is_stillborn else control.resumable(run)
     if is_wanted is None:
@@ -193,7 +193,7 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
     tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")
 
 
-def _age(run: Run, record: Record) -> float:
+def age(run: Run, record: Record) -> float:
     """Seconds since a run was created; by its file, where the record was damaged."""
     created = run_folder.seconds_of(record.get("created"))
     return time.time() - ((run.folder / "run.json").stat().st_mtime if created is None else created)

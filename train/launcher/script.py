@@ -29,10 +29,10 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[
     watch = _watch_flags(launch.flags)
     if run is not None:
         record = run.read()
-        _check_readable(Path(record["script"]))
+        _check_readable(Path(record["script"]), f"{run.name} runs", "; put it back")
         return {"watch": (record.get("watch") or {}) | watch}, warnings(record)
     path = Path(launch.script[0]).absolute()
-    _check_readable(path)
+    _check_readable(path, "--script")
     files = {str(path): provenance.digest(path)} | provenance.digests(path, path.resolve().parent)
     fields = {
         "watch": watch, "script": str(path), "script_arguments": launch.script[1:], "script_files": files,
@@ -41,12 +41,12 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[
     return fields, []
 
 
-def _check_readable(path: Path) -> None:
+def _check_readable(path: Path, what: str, remedy: str = "") -> None:
     try:
         path.open("rb").close()
     except OSError as error:
         reason = error.strerror if path.exists() else "there is no such file"
-        raise Refused(f"--script {path}: {reason}") from None
+        raise Refused(f"{what} {path}: {reason}{remedy}") from None
 
 
 def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:

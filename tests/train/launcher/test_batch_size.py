@@ -78,7 +78,7 @@ def loss(model, batch):
     ],
 )
 def test_a_full_gpu_is_known_by_what_libraries_say_of_it(said: str, is_full: bool) -> None:
-    assert batch_size._is_full(said) is is_full
+    assert batch_size.is_full(said) is is_full
 
 
 @pytest.fixture(scope="module")

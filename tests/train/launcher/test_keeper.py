@@ -17,7 +17,7 @@ from tests.train.conftest import PATIENCE, Station
 from tests.waiting import eventually
 from train.errors import Refused
 from train.launcher import agent, control, tmux
-from train.launcher.keeper import _age
+from train.launcher.keeper import age
 from train.launcher.request import LaunchRequest
 from train.run import folders, run_folder, states
 from train.supervise import forks
@@ -198,7 +198,7 @@ def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
     run = folders.create(tmp_path, "a", {}, {"world_size": 1, "state": states.STOPPED, "stopped_by": "user"})
     lock = run.acquire()
     assert lock is not None
-    agent._undo(LaunchRequest(kind="resume", runs=str(tmp_path), name="a", by_keeper=by_keeper), run, lock)
+    agent.undo(LaunchRequest(kind="resume", runs=str(tmp_path), name="a", by_keeper=by_keeper), run, lock)
     assert control.resumable(run) is is_taken_up and not run.alive()
 
 
@@ -207,7 +207,7 @@ def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path, damage
     run = folders.create(tmp_path, "a", {}, {"world_size": 1})
     made = run.folder / "run.json"
     os.utime(made, (made.stat().st_atime, made.stat().st_mtime - 100))
-    assert _age(run, {"created": damaged}) > 99
+    assert age(run, {"created": damaged}) > 99
     attempt = {"number": 1, "started": damaged, "ended": damaged}
     record = run.read() | {"script": "a.py", "attempts": [attempt], "kept": {"step": 0, "times": 1}}
     assert control.count_of(run, record)["times"] == 2

@@ -143,7 +143,7 @@ def test_a_restart_of_torchrun_finds_its_run_beside_a_damaged_one(
     damaged = folders.create(tmp_path, "a", {}, {})
     (damaged.folder / "run.json").write_text("{")
     ours = folders.create(tmp_path, "b", {}, {"torchelastic": f"job/{os.getppid()}"})
-    found, lock = foreground._open_under_torchrun(tmp_path, None, Request("digits", {}))
+    found, lock = foreground.open_under_torchrun(tmp_path, None, Request("digits", {}))
     lock.release()
     assert found.folder == ours.folder
 

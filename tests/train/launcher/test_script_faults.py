@@ -191,7 +191,7 @@ def test_a_script_that_is_gone_is_refused(station: Station) -> None:
     station.ok("stop", "a", "--now")
     path.unlink()
     done = station("resume", "a")
-    assert (done.returncode, done.stderr) == (2, f"train: --script {path}: there is no such file\n")
+    assert (done.returncode, done.stderr) == (2, f"train: a runs {path}: there is no such file; put it back\n")
     assert station.record("a")["state"] == states.STOPPED
 
 

@@ -80,7 +80,7 @@ def test_auto_is_settled_again_when_a_resume_asks_for_it(engine: Engine, stopped
 
 def test_ranks_that_find_no_gpu_leave_the_run_to_be_resumed(engine: Engine, stopped: str) -> None:
     run = engine.station.run(stopped)
-    record = engine._train(run, 1, ())
+    record = engine.train_run(run, 1, ())
     assert record["state"] == "interrupted"
     end = read_all(run.logs(len(record["attempts"])))[0]
     assert end.kind is Kind.DIED and not end.recurs and "No CUDA GPUs are available" in end.reason
