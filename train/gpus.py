@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -96,32 +97,15 @@ def cards() -> list[Card]:
     return found
 
 
-def seen(all_: list[Card], visible: str | None, order: str | None = None) -> list[Card]:
-    """Those of a machine's cards that a process may see, in its order; all of them where that is not known.
+def seen_here() -> list[Card]:
+    """The cards that CUDA_VISIBLE_DEVICES names, in its order, by number or UUID; all of them where it names none.
 
     A slice's UUID (MIG-…) does not name its card, and in another order than NVML's no number does.
-
-    Args:
-        all_: in NVML's order.
-        visible, order: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; None: not set.
     """
-    found = []
-    for name in map(str.strip, (visible or "").split(",")):
-        if name.startswith("GPU-"):  # its first characters are enough
-            fits = [card for card in all_ if card.uuid.startswith(name)]
-        elif name.isdecimal() and order in (None, BY_BUS):
-            fits = [card for number, card in enumerate(all_) if name == str(number)]
-        else:
-            return all_
-        if len(fits) != 1:  # here CUDA stops reading
-            break
-        found += fits
-    return found or all_
-
-
-def seen_here() -> list[Card]:
-    """The cards that this process may see."""
-    return seen(cards(), os.environ.get(VISIBLE), os.environ.get(ORDER))
+    every, names = cards(), os.environ.get(VISIBLE, "").replace(" ", "").split(",")
+    by_number = os.environ.get(ORDER, BY_BUS) == BY_BUS
+    known = {card.uuid: card for card in every} | {str(n): card for n, card in enumerate(every) if by_number}
+    return [known[name] for name in names if name in known] or every
 
 
 def process_of(number: int, lock: Path, processes: dict[int, float]) -> int | None:
@@ -137,11 +121,10 @@ def process_of(number: int, lock: Path, processes: dict[int, float]) -> int | No
         processes: by process ids of the host.
     """
     for pid in processes if sees_host_ids() else ():
-        with contextlib.suppress(OSError):
-            mark, folder = lock.stat(), Path("/proc") / str(pid)
-            lines = (folder / "status").read_text(errors="replace").splitlines()
-            numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
-            if numbers[-1:] == [str(number)] and any(_is_same(file, mark) for file in (folder / "fd").iterdir()):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            folder = Path("/proc") / str(pid)
+            is_its = re.search(rf"^NSpid:.*\s{number}$", (folder / "status").read_text(errors="replace"), re.MULTILINE)
+            if is_its and any(file.samefile(lock) for file in (folder / "fd").iterdir()):
                 return pid
     return None
 
@@ -150,12 +133,6 @@ def sees_host_ids() -> bool:
     """Whether process ids here are the host's: its namespace has a number of its own (PROC_PID_INIT_INO)."""
     with contextlib.suppress(OSError):
         return Path("/proc/self/ns/pid").stat().st_ino == 0xEFFFFFFC
-    return False
-
-
-def _is_same(file: Path, mark: os.stat_result) -> bool:
-    with contextlib.suppress(OSError):  # closed meanwhile
-        return os.path.samestat(file.stat(), mark)
     return False
 
 
@@ -217,7 +194,8 @@ class Gpus:
         if nvml is None or handle is None:
             return gpu
         try:
-            gpu.memory_used, gpu.memory_size = _memory(nvml, handle)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            gpu.memory_used, gpu.memory_size = float(memory.used), float(memory.total)
         except Exception as error:  # one without a number is not NVML's: the library itself does not work
             if getattr(error, "value", 999) in _NO_ANSWER:
                 return gpu
@@ -241,27 +219,6 @@ class Gpus:
                 if process.usedGpuMemory:
                     gpu.processes[int(process.pid)] = float(process.usedGpuMemory)
         return gpu
-
-
-def _memory(nvml: Any, handle: Any) -> tuple[float | None, float | None]:
-    """Bytes that are taken, and all. Of a GPU that is cut into parts (MIG) a container may ask only the parts.
-
-    Raises:
-        NVMLError: it does not say; one that shares the machine's memory has none of its own to tell of, and is well.
-    """
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return float(memory.used), float(memory.total)
-    except nvml.NVMLError as error:
-        if error.value != nvml.NVML_ERROR_NO_PERMISSION:
-            raise
-    parts = []
-    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        with contextlib.suppress(nvml.NVMLError):  # there are fewer than there could be
-            parts.append(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)))
-    if not parts:
-        return None, None
-    return float(sum(part.used for part in parts)), float(sum(part.total for part in parts))
 
 
 def _asked(ask: Callable[[], Any]) -> float | None:

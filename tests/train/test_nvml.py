@@ -27,19 +27,22 @@ ALL = [OLD, NEW, OTHER]
         ("1", None, [NEW]),
         (" 2, 0", "PCI_BUS_ID", [OTHER, OLD]),
         ("1", "FASTEST_FIRST", ALL),  # whose number that is, NVML does not say
-        ("1,7,2", None, [NEW]),  # CUDA reads up to the first that there is not
         ("GPU-8932f937-bbbb", "FASTEST_FIRST", [NEW]),
-        ("GPU-89aa,GPU-1f0e2d3c-aaaa", None, [OTHER, OLD]),
-        ("GPU-89", None, ALL),  # of two cards
+        ("GPU-89aaf937-cccc,GPU-1f0e2d3c-aaaa", None, [OTHER, OLD]),
         ("MIG-5c89852c-d268-c3f3", None, ALL),
         ("MIG-GPU-8932f937-bbbb/1/0", None, ALL),
         ("-1", None, ALL),
     ],
 )
 def test_only_the_cards_that_a_run_may_see_are_looked_at(
-    visible: str | None, order: str | None, found: list[Card]
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, order: str | None, found: list[Card]
 ) -> None:
-    assert gpus.seen(ALL, visible, order) == found
+    monkeypatch.setattr(gpus, "cards", lambda: ALL)
+    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert gpus.seen_here() == found
 
 
 @pytest.mark.skipif(not gpus.sees_host_ids(), reason="process ids here are not the host's")

@@ -1,13 +1,13 @@
 /* Stands for NVIDIA's driver where there is none: a libnvidia-ml.so.1 that tells what the file $NVML_STAND_IN says, a
  * line a GPU: uuid answers use memory_used memory_size celsius slowdown milliwatts limit corrected uncorrected reasons
  * pid bytes. Read anew at each question, so that a test can change it; "answers" 0 is a GPU that fell off the bus, 2 one
- * that is cut into two (MIG) seen from a container, which may not ask for the memory of the whole. */
+ * that is cut into parts (MIG) seen from a container, which may not ask for the memory of the whole. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, LOST = 15 };
+enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, INSUFFICIENT_SIZE = 7, LOST = 15 };
 struct gpu {
     char uuid[96];
     unsigned answers, use;
@@ -65,24 +65,12 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned number, void **handle)
 int nvmlDeviceGetUUID(void *h, char *text, unsigned room) { ASK(h); snprintf(text, room, "%s", gpu.uuid); return OK; }
 int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) { ASK(h); *major = 9, *minor = 0; return OK; }
 int nvmlDeviceGetName(void *h, char *text, unsigned room) { ASK(h); snprintf(text, room, "Stand-in \"A\""); return OK; }
-#define PART 1000 /* added to the handle of a GPU, once for each of its parts */
-int nvmlDeviceGetMaxMigDeviceCount(void *h, unsigned *n) { ASK(h); *n = gpu.answers == 2 ? 7 : 0; return OK; }
-int nvmlDeviceGetMigDeviceHandleByIndex(void *h, unsigned index, void **part)
-{
-    ASK(h);
-    if (gpu.answers != 2 || index > 1)
-        return NOT_FOUND;
-    *part = (void *)((size_t)h + PART * (index + 1));
-    return OK;
-}
 int nvmlDeviceGetMemoryInfo(void *h, unsigned long long *m)
 {
     if (getenv("NVML_HANGS") && !access(getenv("NVML_HANGS"), F_OK))
         pause();
-    ASK((size_t)h % PART);
-    if ((size_t)h > PART)
-        gpu.size /= 2, gpu.used /= 2;
-    else if (gpu.answers == 2)
+    ASK(h);
+    if (gpu.answers == 2)
         return NO_PERMISSION;
     m[0] = gpu.size, m[1] = gpu.size - gpu.used, m[2] = gpu.used;
     return OK;

@@ -248,8 +248,7 @@ def test_a_gpu_that_is_cut_into_parts_is_up(tmp_path: Path, exporters: Callable[
     gpus.write(1, answers=0)
     exporter = exporters(tmp_path / "none", env=gpus.env)
     assert exporter.of("train_gpu_up", gpu="0") == 1
-    assert exporter.of("train_gpu_memory_used_bytes", gpu="0") == 10 << 30  # of its parts together
-    assert exporter.of("train_gpu_memory_size_bytes", gpu="0") == 80 << 30
+    assert exporter.of("train_gpu_memory_used_bytes", gpu="0") is None
     assert exporter.of("train_gpu_up", gpu="1") != 1
 
 
