@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
 import re
@@ -30,34 +29,25 @@ def open_what_is_closed() -> None:
     """Open /dev/null as standard input, output or error where the caller closed it. Else the next file that is opened
     would get its number, and what is printed."""
     for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is not None:
-            continue
-        try:
-            os.fstat(fd)
-        except OSError:  # else something has taken it already
+        if getattr(sys, name) is None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free: this one
-        setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
 
 @contextlib.contextmanager
 def results_alone() -> Iterator[None]:
     """Send what a user's own code prints to standard error, for standard output is for results.
 
-    File descriptor 1 is replaced, so output of C libraries and of programs that it starts goes there too.
+    File descriptor 1 is replaced, so output of programs that it starts goes there too.
     """
-    saved = -1
-    with contextlib.suppress(OSError):  # one of the two is closed
-        sys.stdout.flush()
-        saved = os.dup(1)
-        os.dup2(2, 1)
+    saved = os.dup(1)
+    os.dup2(2, 1)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
+        yield
     finally:
-        if saved >= 0:
-            ctypes.CDLL(None).fflush(None)  # what C has not written yet
-            os.dup2(saved, 1)
-            os.close(saved)
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def width(stream: IO[str]) -> int | None:
