@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from argparse import SUPPRESS
-from pathlib import Path
 from typing import NoReturn
 
 from train.commands import COMMANDS
@@ -28,7 +27,7 @@ def answer() -> NoReturn:
     else:
         parser = parser_of(line[at])
         parser.set_defaults(runs=folder)
-        _prepare(parser, line[at + 1 :])
+        _add_twins(parser)
         os.environ["_ARGCOMPLETE"] = str(at + 1)
     argcomplete.autocomplete(parser, always_complete_options=False, default_completer=SuppressCompleter())
     raise SystemExit(1)  # not reached: argcomplete exits
@@ -45,16 +44,8 @@ def _command(line: list[str], begin: int) -> tuple[int | None, str | None]:
     return at if at < len(line) and line[at] in COMMANDS else None, folder
 
 
-def _prepare(parser: Parser, line: list[str]) -> None:
-    """Let argparse see what only our own parsing knows: the settings of the task named here, and - for _ in flags."""
-    from train.tasks import BUILT_IN, locate, setting_names
-
-    if parser.takes_fields:
-        task = next(
-            (word for word in line if word in BUILT_IN or (word.endswith(".py") and Path(word).is_file())), None
-        )
-        for name in setting_names(locate(task)) if task else []:
-            parser.add_setting(f"task.{name}")
+def _add_twins(parser: Parser) -> None:
+    """Let argparse see what only our own parsing knows: - for _ in flags."""
     for name, action in list(parser.flags.items()):
         for twin in {name, name.replace("_", "-")} - {option.lstrip("-") for option in action.option_strings}:
             does = "store_true" if action.nargs == 0 else "store"

@@ -66,10 +66,6 @@ class Parser(argparse.ArgumentParser):
             )
             self._known(action, words(*choices) if choices else None)
 
-    def add_setting(self, name: str) -> Action:
-        """Take a setting of a task, `task.NAME`, which only the task itself knows."""
-        return self.add_argument(f"--{name}", action=_Field, help="a setting of the task")
-
     def flag(self, name: str) -> Action:
         """The flag of this name, given without the dashes before it.
 
@@ -78,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         """
         plain = name.replace("-", "_")
         if plain not in self.flags and self.takes_fields and plain.startswith("task."):
-            self.add_setting(plain)
+            self.add_argument(f"--{plain}", action=_Field, help="a setting, which only the task itself knows")
         if plain not in self.flags:
             known = [action.option_strings[-1][2:] for action in self.flags.values()]
             raise Refused(f"unknown flag --{plain}{nearest(plain, known, f'; see: {self.prog} --help')}")

@@ -12,7 +12,6 @@ batch there before loss and metrics get it: from bytes to floating point numbers
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
 import importlib.util
@@ -72,17 +71,6 @@ def locate(name: str) -> Path:
         )
     hint = nearest(name, BUILT_IN, "; a file of your own is given by its path, for example ./my_task.py")
     raise Refused(f"there is no task {name}{hint} (built in: {', '.join(BUILT_IN)})")
-
-
-def setting_names(file: Path) -> list[str]:
-    """The fields of a task's Settings, read off its source, for an import may take long. [] where that fails."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return []
-    owners = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings"]
-    parts = [part.target for owner in owners for part in owner.body if isinstance(part, ast.AnnAssign)]
-    return [target.id for target in parts if isinstance(target, ast.Name)]
 
 
 def load(name: str, file: Path | None = None, beside: Path | None = None) -> Task:

@@ -26,17 +26,6 @@ for line; do
     (IFS=$'\\t'; printf '%s\\n' "${COMPREPLY[*]}")
 done
 """
-TASK = """
-from dataclasses import dataclass
-
-raise RuntimeError("nobody needs to run this to know its settings")
-
-@dataclass
-class Settings:
-    width: int = 3
-    way_of_it: str = "x"
-    depth: int = 1
-"""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folders.create(folder / runs, name, {}, {"world_size": 1})
     for step in (20, 40):
         (folder / f"runs/alpha/checkpoints/step-{step:08}").mkdir(parents=True)
-    (folder / "mine.py").write_text(TASK)
-    for name in ("notes.txt", "some.toml", "w.pt", "w.safetensors"):
+    for name in ("mine.py", "notes.txt", "some.toml", "w.pt", "w.safetensors"):
         (folder / name).touch()
     (folder / "bin").mkdir()
     modules = {"train": "train", "register-python-argcomplete": "argcomplete.scripts.register_python_argcomplete"}
@@ -81,9 +69,6 @@ OFFERED = {
     "train run digits --clip_grad_norm ": {"none"},
     "train run digits --max": set(),
     "train launch digits --max": {"--max-restarts"},
-    "train launch mine.py --task.w": {"--task.width", "--task.way_of_it"},
-    "train launch mine.py --task.width 3 --task.way-of-it 4 --task.d": {"--task.depth"},
-    "train run digits --task.": {f"--task.{name}" for name in ("width", "dropout", "shift")},
     "train run --config ": {"some.toml", "bin/", "elsewhere/", "runs/"},
     "train run --init w.": {"w.pt", "w.safetensors"},
     "train ls --state ": {"created", "queued", "running", "stopped", "interrupted", "copy", "failed", "finished"},
@@ -119,11 +104,3 @@ def offered(place: Path) -> dict[str, set[str]]:
 @pytest.mark.parametrize("line", OFFERED)
 def test_tab_offers_what_may_come_next(offered: dict[str, set[str]], line: str) -> None:
     assert offered[line] == OFFERED[line]
-
-
-def test_the_settings_of_a_task_are_read_without_running_it(tmp_path: Path) -> None:
-    file = tmp_path / "task.py"
-    for text, names in ((TASK, ["width", "way_of_it", "depth"]), ("Settings = 5", []), ("def (", []), ("\0", [])):
-        file.write_text(text)
-        assert tasks.setting_names(file) == names
-    assert tasks.setting_names(tmp_path / "missing.py") == []
