@@ -13,7 +13,7 @@ from typing import Any
 from train.run import heartbeat
 from train.run.record import Attempt, Record, Times
 from train.run.run_folder import Run, seconds_of
-from train.run.states import COPY, INTERRUPTED, RUNNING
+from train.run.states import COPY, CREATED, INTERRUPTED, RUNNING
 
 PARTS = {
     "compute": ("computing", "Forward, backward and optimizer, and what the engine does between them."),
@@ -67,16 +67,19 @@ _SHORT = 60.0
 class TimeSpent:
     """Where the time went."""
 
-    whole: float = 0.0
-    """Seconds from the creation to the end, or to now."""
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    """Seconds by the names of PARTS; together `whole`."""
+    """Seconds by the names of PARTS."""
     again: float = 0.0
     """Of what is lost: steps that were made again."""
     redone: int = 0
     """How many they were."""
     notes: list[str] = field(default_factory=list)
     """What a reader must know of these figures."""
+
+    @property
+    def whole(self) -> float:
+        """Seconds from the creation to the end, or to now."""
+        return sum(self.parts.values())
 
     def as_json(self) -> dict[str, Any]:
         """For JSON."""
@@ -106,60 +109,42 @@ def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent
         now, seen: seconds since the epoch: this moment, and the last sign of life of an interrupted run.
         saved: the step of the newest checkpoint.
     """
-    attempts = record["attempts"]
-    line = _Marks(seconds_of(record.get("created") or (attempts[0].get("started") if attempts else None)))
-    found = line.spent
-    is_script, before = bool(record.get("script")), ""
+    attempts, found, before = record["attempts"], TimeSpent(), ""
+    parts, clock = found.parts, _Clock(seconds_of(record.get("created")))
     for place, attempt in enumerate(attempts):
         is_last = place == len(attempts) - 1
-        away = "start" if not before else "lost" if before == "died" else "idle"
-        line.to(seconds_of(attempt.get("started")), away)
+        lives = is_last and record["state"] == RUNNING
         back = "lost" if before == "died" else "start"
-        if attempt.get("ready"):
-            line.to(seconds_of(attempt["ready"]), back)
+        parts[back if before in ("", "died") else "idle"] += clock.to(seconds_of(attempt.get("started")))
+        parts[back] += clock.to(seconds_of(attempt.get("ready")))
         ends = seconds_of(attempt.get("ended"))
-        if not attempt.get("ended") and is_last:
-            ends = now if record["state"] in (RUNNING, "created") else seen
-        before = attempt.get("end") or ("" if record["state"] == RUNNING and is_last else "died")
-        seconds = line.to(ends, None)
+        if is_last and not attempt.get("ended"):
+            ends = now if record["state"] in (RUNNING, CREATED) else seen
+        seconds = clock.to(ends)
+        before = attempt.get("end") or ("" if lives else "died")
         if attempt.get("ready"):
             next_from = saved if is_last else attempts[place + 1].get("from_step")
-            lives = is_last and record["state"] == RUNNING
             _training(found, attempt, seconds, before, None if lives or before == "finished" else next_from)
-        elif is_script:
-            found.parts["unknown"] += seconds
         else:
-            found.parts["lost" if before == "died" else "start"] += seconds
-    if attempts:
-        line.to(seconds_of(record.get("ended")), "start" if before in ("finished", "stopped", "failed") else "lost")
-    else:
-        line.to(now if record["state"] == "created" else seconds_of(record.get("ended")), "start")
-    found.whole = line.length
+            parts["unknown" if record.get("script") else "lost" if before == "died" else "start"] += seconds
+    ended = now if record["state"] == CREATED and not attempts else seconds_of(record.get("ended"))
+    parts["start" if before != "died" else "lost"] += clock.to(ended)
     found.notes += _notes(record, attempts)
     return found
 
 
-class _Marks:
-    """Goes through the time from mark to mark, never backwards, and adds each piece to a part."""
+class _Clock:
+    """Goes through the time from mark to mark, never backwards."""
 
     def __init__(self, begin: float | None) -> None:
-        self.spent = TimeSpent()
-        self._begin = self._at = begin
+        self._at = begin
 
-    @property
-    def length(self) -> float:
-        return 0.0 if self._at is None or self._begin is None else self._at - self._begin
-
-    def to(self, at: float | None, part: str | None) -> float:
-        """Move to a mark and add the seconds since the last one to this part, if one is named. Returns them."""
-        if at is None:
+    def to(self, mark: float | None) -> float:
+        """Move to a mark, if there is one. Returns the seconds since the last one."""
+        if mark is None:
             return 0.0
-        if self._at is None:
-            self._begin = self._at = at
-        seconds = max(at - self._at, 0.0)
-        self._at += seconds
-        if part is not None:
-            self.spent.parts[part] += seconds
+        seconds = 0.0 if self._at is None else max(mark - self._at, 0.0)
+        self._at = mark if self._at is None else self._at + seconds
         return seconds
 
 
@@ -184,29 +169,17 @@ def _training(found: TimeSpent, attempt: Attempt, seconds: float, end: str, next
         for part, value in noted.items():  # at most what there was: the marks are of another process, and clock
             own[part] = min(max(value, 0.0), left)
             left -= own[part]
-        steps = sum(own[part] for part in _TRAINING)
-        made = times["step"] - (begin or 0)
-        if end not in ("finished", "stopped") and to is not None and made > 0 and steps:
-            # steps that it made after it last noted its times took as long as those before, if there was time
-            later = min(left, max(to - times["step"], 0) * steps / made)
-            for part in _TRAINING:
-                own[part] *= 1 + later / steps
-            left -= later
     if next_from is not None and begin is not None and to is not None and to > max(next_from, begin):
-        _lose(found, own, to - max(next_from, begin), to - begin)
+        redone = to - max(next_from, begin)
+        found.redone += redone
+        for part in (*_TRAINING, "unknown"):
+            lost = own[part] * redone / (to - begin)
+            own[part] -= lost
+            own["lost"] += lost
+            found.again += lost
     own["lost" if end == "died" else "unknown" if not end else "start"] += left
     for part, value in own.items():
         found.parts[part] += value
-
-
-def _lose(found: TimeSpent, own: dict[str, float], steps: int, made: int) -> None:
-    """Move the time of the last steps of an attempt, by their share, to what is lost."""
-    for part in (*_TRAINING, "unknown"):
-        lost = own[part] * steps / made
-        own[part] -= lost
-        own["lost"] += lost
-        found.again += lost
-    found.redone += steps
 
 
 def measured(attempt: Attempt) -> Times | None:
@@ -228,10 +201,8 @@ def _notes(record: Record, attempts: list[Attempt]) -> list[str]:
         notes.append("communication is not told apart from computing here: fsdp, hsdp and dp do both at once")
     if record["state"] in (INTERRUPTED, COPY):
         notes.append("interrupted: told up to its last sign of life; a resume may find newer steps in memory")
-    if record["state"] in (RUNNING, "created"):
+    if record["state"] in (RUNNING, CREATED):
         notes.append("not ended yet: told up to now")
-    if not record.get("created"):
-        notes.append("when it was created is not known: told from its first attempt")
     return notes
 
 
