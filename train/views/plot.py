@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from train import screen
 from train.errors import Refused, shortened
@@ -44,13 +44,6 @@ _LABEL = 70
 """Letters, at most, beside an axis."""
 
 
-class Measure(NamedTuple):
-    """A metric of the evaluations: the steps after which it was measured, and its values."""
-
-    steps: array[float]
-    values: array[float]
-
-
 @dataclasses.dataclass
 class Curves:
     """The lines of one run, and how it is drawn. nan, which leaves a gap, stands for a figure that a line lacks.
@@ -60,8 +53,6 @@ class Curves:
 
     name: str
     colour: Any
-    prefix: str = ""
-    """Of its labels, where there are several runs."""
     verdict: str = ""
     """On waiting for data, if training had reason for one."""
     own: str = ""
@@ -72,7 +63,8 @@ class Curves:
         default_factory=lambda: {name: array("d") for name in _TRAINING}
     )
     """LOSS, LR, SPEED, WAIT and STEP of each training line, in the units of metrics.Training."""
-    evaluations: dict[str, Measure] = dataclasses.field(default_factory=dict)
+    evaluations: dict[str, tuple[array[float], array[float]]] = dataclasses.field(default_factory=dict)
+    """What they measured, by name: the steps after which they did, and the values."""
 
     def read(self, run: Run) -> Curves:
         """Fill in the lines of metrics.jsonl. Raises OSError where they cannot be read."""
@@ -80,9 +72,9 @@ class Curves:
             step: float = line["step"]
             if metrics.is_evaluation(line):
                 for name, value in line["eval"].items():
-                    measure = self.evaluations.setdefault(screen.printable(name), Measure(array("d"), array("d")))
-                    measure.steps.append(step)
-                    measure.values.append(_drawable(value))
+                    steps, values = self.evaluations.setdefault(screen.printable(name), (array("d"), array("d")))
+                    steps.append(step)
+                    values.append(_drawable(value))
             else:
                 self.steps.append(step)
                 for name, column in self.training.items():
@@ -96,9 +88,8 @@ class Curves:
 
         # a line speaks for the steps since the one before
         made = np.diff(np.asarray(self.steps), prepend=0.0).clip(min=0.0)
-        waited, elapsed = (np.asarray(self.training[name]) * made for name in (WAIT, STEP))
-        known = np.isfinite(waited) & np.isfinite(elapsed)
-        return float(np.clip(waited[known].sum() / max(elapsed[known].sum(), 1e-12), 0.0, 1.0))
+        waited, elapsed = (float(np.nansum(np.asarray(self.training[name]) * made)) for name in (WAIT, STEP))
+        return min(max(waited / max(elapsed, 1e-12), 0.0), 1.0)
 
     def values(self, panel: str) -> Figures:
         """The figures of the training lines for a panel."""
@@ -125,8 +116,7 @@ def plot(runs: list[Run], target: Path) -> None:
     drawn = []
     for number, run in enumerate(runs):
         name = screen.printable(run.name)
-        prefix = f"{name}  " if len(runs) > 1 else ""
-        curves = Curves(name, _colour(number, len(runs)), prefix, screen.printable(verdict(run)), own[number])
+        curves = Curves(name, _colour(number, len(runs)), screen.printable(verdict(run)), own[number])
         drawn.append(curves.read(run))
     empty = [curves.name for curves in drawn if not curves.steps]
     if empty:
@@ -165,48 +155,38 @@ def measures(drawn: Iterable[Curves]) -> list[str]:
 
 
 def _figure(drawn: list[Curves]) -> Any:
-    """The panels above each other, over the same steps."""
+    """The panels above each other, over the same steps; on top the run's name, or which colour is whose."""
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
     # an accuracy beside the loss when the task has one
     measured = measures(drawn)
     panels = [LOSS, *(f"eval {name}" for name in measured[:MOST_MEASURES]), LR, SPEED, WAIT]
-    height = 2.3 * len(panels) + 0.6
-    figure, axes = plt.subplots(len(panels), 1, figsize=(9, height), sharex=True)
+    labels = [f"{curves.name}   {curves.own}".rstrip() for curves in drawn]
+    columns = 1 if max(map(len, labels)) > 45 else 2 if max(map(len, labels)) > 25 else 3
+    size = (9, 2.3 * len(panels) + 0.6 + 0.19 * math.ceil(len(drawn) / columns))
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, layout="constrained")
     for axis, panel in zip(axes, panels, strict=True):
         draw(axis, drawn, panel)
     left_out = len(measured) - MOST_MEASURES
     axes[-1].set_xlabel("step" if left_out <= 0 else f"step\n{left_out} more figures of evaluations are not drawn")
-    top = _head(figure, drawn, height)
-    figure.tight_layout(rect=(0, 0, 1, top))
-    figure.align_ylabels(axes)
-    return figure
-
-
-def _head(figure: Any, drawn: list[Curves], height: float) -> float:
-    """What stands above the panels: the run's name, or which colour is whose. Returns where the panels may begin."""
     if len(drawn) == 1:
         figure.suptitle(drawn[0].name, fontsize=11)
-        return 1.0
-    from matplotlib.lines import Line2D
-
-    labels = [f"{curves.name}   {curves.own}".rstrip() for curves in drawn]
-    columns = 1 if max(map(len, labels)) > 45 else 2 if max(map(len, labels)) > 25 else 3
-    handles = [Line2D([], [], color=curves.colour, linewidth=2.5) for curves in drawn]
-    inches = 0.19 * math.ceil(len(drawn) / columns) + 0.1
-    figure.set_size_inches(9, height + inches)
-    figure.legend(handles, labels, loc="upper left", ncols=columns, fontsize=8.5, frameon=False)
-    return 1 - inches / (height + inches)
+    else:
+        handles = [Line2D([], [], color=curves.colour, linewidth=2.5) for curves in drawn]
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=8.5, frameon=False)
+    figure.align_ylabels(axes)
+    return figure
 
 
 def draw(axis: Any, drawn: list[Curves], panel: str) -> None:
     """One panel: a figure of the training lines, or, as `eval NAME`, one of the evaluations."""
     measure = panel.removeprefix("eval ") if panel.startswith("eval ") else None
     for curves in drawn:
-        if measure is not None:
-            _draw_measure(axis, curves, measure)
-        else:
+        if measure is None:
             _draw_training(axis, curves, panel, is_alone=len(drawn) == 1)
+        elif measure in curves.evaluations:  # else another run's task has this one
+            axis.plot(*_thinned(*curves.evaluations[measure]), color=curves.colour, marker="o", markersize=3)
     axis.set_ylabel(shortened(measure, _LABEL) if measure is not None else TITLES[panel], fontsize=9)
     axis.grid(alpha=0.25)
     axis.margins(x=0.02)
@@ -215,54 +195,42 @@ def draw(axis: Any, drawn: list[Curves], panel: str) -> None:
     if panel in _FROM_ZERO:
         axis.set_ylim(bottom=0)
     if panel == WAIT:
-        verdicts = [f"{curves.prefix}{curves.verdict.split(' (')[0]}" for curves in drawn if curves.verdict]
-        axis.set_title("\n".join(verdicts), fontsize=8, loc="left")
-    if panel == LOSS or (panel == WAIT and 1 < len(drawn) <= _FEW):
+        said = [f"{_whose(curves, drawn)}{curves.verdict.split(' (')[0]}" for curves in drawn if curves.verdict]
+        axis.set_title("\n".join(said), fontsize=8, loc="left")
+    if panel in (LOSS, WAIT):
         _explain(axis, drawn, panel)
-    elif panel == WAIT and len(drawn) == 1:
-        share = f"{drawn[0].waiting:.0%} of the time"
-        axis.text(0.99, 0.97, share, transform=axis.transAxes, fontsize=8, ha="right", va="top")
+
+
+def _whose(curves: Curves, drawn: list[Curves]) -> str:
+    return f"{curves.name}  " if len(drawn) > 1 else ""
 
 
 def _explain(axis: Any, drawn: list[Curves], panel: str) -> None:
-    """A legend inside a panel: of one run its lines, of several what a line and a dot stand for."""
-    if panel == WAIT or len(drawn) == 1:
-        axis.legend(fontsize=8, frameon=False)
-        return
+    """A legend inside a panel: what lines and dots stand for, or how much each run has waited."""
     from matplotlib.lines import Line2D
 
-    kinds = [Line2D([], [], color="grey"), Line2D([], [], color="grey", marker="o", markersize=3, linestyle="--")]
-    names = ["training", "evaluation"]
-    count = 2 if any(curves.evaluations for curves in drawn) else 1
-    axis.legend(kinds[:count], names[:count], fontsize=8, frameon=False)
-
-
-def _draw_measure(axis: Any, curves: Curves, name: str) -> None:
-    """A figure that evaluations measured."""
-    measure = curves.evaluations.get(name)
-    if measure is not None:  # else another run's task has this one
-        axis.plot(*_thinned(*measure), color=curves.colour, marker="o", markersize=3)
+    if panel == LOSS:
+        handles = [Line2D([], [], color="grey"), Line2D([], [], color="grey", marker="o", markersize=3)]
+        labels = ["training", "evaluation"][: 1 + any(LOSS in curves.evaluations for curves in drawn)]
+    else:
+        handles = [Line2D([], [], color=curves.colour) for curves in drawn[:_FEW]]
+        labels = [f"{_whose(curves, drawn)}{curves.waiting:.0%} of the time" for curves in drawn[:_FEW]]
+    axis.legend(handles[: len(labels)], labels, fontsize=8, frameon=False)
 
 
 def _draw_training(axis: Any, curves: Curves, panel: str, is_alone: bool) -> None:
     """A figure of the training lines; beside the loss that of the evaluations."""
-    is_loss = panel == LOSS
     steps: Any = curves.steps
     values = curves.values(panel)
-    label = "training" if is_loss else f"{curves.prefix}{curves.waiting:.0%} of the time" if panel == WAIT else None
     is_noisy = panel != LR and len(values) > _MANY
     if is_noisy:
         axis.plot(*_thinned(steps, values), color=curves.colour, alpha=0.3 if is_alone else 0.15, linewidth=0.7)
         steps, values = _means(steps, values)
-    strength = 0.55 if is_loss and is_alone and not is_noisy else 1
-    axis.plot(*_thinned(steps, values), color=curves.colour, alpha=strength, linewidth=1.3, label=label)
-    measure = curves.evaluations.get(LOSS) if is_loss else None
-    if measure is not None:
-        style = "-" if is_alone else "--"
-        axis.plot(
-            *_thinned(*measure), style, marker="o", color=curves.colour, markersize=3, label="evaluation",
-            linewidth=1.3 if is_alone else 0.9,
-        )  # fmt: skip
+    strength = 0.55 if panel == LOSS and is_alone and not is_noisy else 1
+    axis.plot(*_thinned(steps, values), color=curves.colour, alpha=strength, linewidth=1.3)
+    if panel == LOSS and LOSS in curves.evaluations:
+        measure = _thinned(*curves.evaluations[LOSS])
+        axis.plot(*measure, "-" if is_alone else "--", marker="o", color=curves.colour, markersize=3, linewidth=1)
 
 
 def _means(steps: Any, values: Figures) -> tuple[Figures, Figures]:
