@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from train import screen
 from train.format import figures
@@ -14,15 +15,49 @@ from train.run.run_folder import Run
 from train.screen import Bar
 
 
+class LogTail:
+    """Prints what comes to the log of a rank.
+
+    Of lines that are drawn again and again their last state is printed; a terminal that follows sees them drawn.
+
+    Args:
+        every: seconds between two lines about one that is still drawn; None: nobody follows, and it is printed once.
+    """
+
+    def __init__(self, path: Path, stream: TextIO, every: float | None = EVERY) -> None:
+        self.path, self._stream, self._at = path, stream, 0
+        self._folding = None if every is not None and stream.isatty() else Folding(every)
+
+    def update(self) -> None:
+        """Print what has come since the last time."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self._at)
+            text = None
+            while text != b"":  # the folding is given that, too: it may be time for a line about what is drawn
+                text = file.read(1 << 16)
+                self._put(self._folding.feed(text) if self._folding else text)
+            self._at = file.tell()
+
+    def end(self) -> None:
+        """Print the rest, and what is left of a line that nothing more comes to."""
+        self.update()
+        left = self._folding.end() if self._folding else b""
+        self._put(left + b"\n" if left and not left.endswith(b"\n") else left)
+
+    def _put(self, text: bytes) -> None:
+        if text:
+            self._stream.buffer.write(text)
+            self._stream.buffer.flush()
+
+
 class View:
     """Draws what is new in a run folder since it last looked: on a terminal a bar, elsewhere a line an evaluation."""
 
-    def __init__(self, run: Run, stream: IO[str], show_log: bool = False) -> None:
+    def __init__(self, run: Run, stream: TextIO, show_log: bool = False) -> None:
         self.run, self.stream, self.show_log = run, stream, show_log
         self._bar: Bar | None = None
         self._metrics = metrics.Tail(run)
-        self._log: tuple[Path, int] | None = None
-        self._folding = Folding(EVERY)
+        self._log: LogTail | None = None
 
     def update(self, record: Record) -> None:
         """Show the record's progress."""
@@ -47,40 +82,17 @@ class View:
             screen.say(text, self.stream)
 
     def close(self) -> None:
-        self._end_log()
+        if self._log is not None:
+            self._log.end()
         if self._bar is not None:
             self._bar.close()
 
     def _show_log(self, record: Record) -> None:
-        attempts = record.get("attempts") or []
-        if not attempts:
+        if not record.get("attempts"):
             return
-        path = self.run.logs(attempts[-1]["number"]) / "rank0.log"
-        if self._log is None or self._log[0] != path:
-            self._read_log()  # what came to the one before since the last look
-            self._end_log()
-            self._log = (path, 0)
-        self._read_log()
-
-    def _read_log(self) -> None:
-        if self._log is None:
-            return
-        path, at = self._log
-        try:
-            with path.open("rb") as file:
-                file.seek(at)
-                text = file.read()
-        except OSError:
-            return
-        self._log = (path, at + len(text))
-        self._put(text if self.stream.isatty() else self._folding.feed(text))
-
-    def _put(self, text: bytes) -> None:
-        if text:
-            self.stream.write(text.decode(errors="replace"))
-            self.stream.flush()
-
-    def _end_log(self) -> None:
-        """Show what is left of a line that nothing more comes to."""
-        left = self._folding.end()
-        self._put(left + b"\n" if left and not left.endswith(b"\n") else left)
+        path = self.run.logs(record["attempts"][-1]["number"]) / "rank0.log"
+        if self._log is None or self._log.path != path:
+            if self._log is not None:
+                self._log.end()
+            self._log = LogTail(path, self.stream)
+        self._log.update()

@@ -10,8 +10,9 @@ from train import screen
 from train.cluster import jobs
 from train.cluster.engine import call
 from train.errors import EXIT_FINISHED, Refused
+from train.launcher.progress import LogTail
 from train.run import states
-from train.run.progress_lines import EVERY, Folding
+from train.run.progress_lines import EVERY
 from train.run.run_folder import Run
 from train.views.follow import follow
 
@@ -110,21 +111,8 @@ def _refuse(run: Run, attempt: int, rank: int) -> None:
 
 def _print(run: Run, path: Path, attempt: int, go_on: bool) -> None:
     """Print a log to its end; with `go_on`, until its attempt is over."""
-    drawn = go_on and sys.stdout.isatty()
-    folding = Folding(EVERY if go_on else None)
-    with path.open("rb") as file:
-        while True:
-            over = not go_on or _last(run) > attempt or not run.alive()
-            while text := file.read(1 << 16):
-                _write(text if drawn else folding.feed(text))
-            if over:  # seen before the last look: nothing has come since
-                break
-            _write(b"" if drawn else folding.feed(b""))
-            time.sleep(0.2)
-    _write(b"" if drawn else folding.end())
-
-
-def _write(text: bytes) -> None:
-    if text:
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
+    tail = LogTail(path, sys.stdout, EVERY if go_on else None)
+    while go_on and _last(run) <= attempt and run.alive():
+        tail.update()
+        time.sleep(0.2)
+    tail.end()
