@@ -7,14 +7,12 @@ from argparse import SUPPRESS
 from typing import NoReturn
 
 from train.commands import COMMANDS
-from train.commands.offers import folder_names
 from train.commands.parser import Parser, parser_of
 
 
 def answer() -> NoReturn:
     """Write what may stand at the cursor, and exit: the shell has started this process for nothing else."""
     import argcomplete
-    from argcomplete.completers import SuppressCompleter
 
     begin = int(os.environ["_ARGCOMPLETE"])  # where our own arguments begin on the line
     line = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
@@ -22,14 +20,14 @@ def answer() -> NoReturn:
     if at is None:
         parser = Parser(prog="train")
         parser.add_argument("--version", action="store_true", help="the version")
-        parser.add_argument("--runs", help="where run folders live", offer=folder_names)
+        parser.add_argument("--runs", help="where run folders live")
         parser.add_argument("command", offer=lambda **_: COMMANDS)
     else:
         parser = parser_of(line[at])
         parser.set_defaults(runs=folder)
         _add_twins(parser)
         os.environ["_ARGCOMPLETE"] = str(at + 1)
-    argcomplete.autocomplete(parser, always_complete_options=False, default_completer=SuppressCompleter())
+    argcomplete.autocomplete(parser, always_complete_options=False)
     raise SystemExit(1)  # not reached: argcomplete exits
 
 

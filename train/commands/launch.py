@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands.offers import file_names, words
+from train.commands.offers import words
 from train.commands.options import add_nodes, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
@@ -17,8 +17,7 @@ def add_arguments(parser: Parser) -> None:
     add_task(parser, nargs="?")
     add_ranks(parser)
     add_nodes(parser)
-    text = "launch this torchrun program instead of a TASK; its arguments after --"
-    add("--script", metavar="FILE", help=text, offer=file_names("py"))
+    add("--script", metavar="FILE", help="launch this torchrun program instead of a TASK; its arguments after --")
     add("arguments", nargs="*", metavar="-- ARGS", help="arguments of --script", offer=words())
     parser.rest = "script"
     parser.takes_fields = True

@@ -1,4 +1,4 @@
-"""What a shell offers for the value of an argument; see completion.py."""
+"""What a shell offers for the value of an argument, where that is no file; see completion.py."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def _folder(parsed_args: Namespace) -> Path:
 
 def task_names(prefix: str, **_: Any) -> list[str]:
     """The tasks that come with the package, and Python files."""
+    from argcomplete.completers import FilesCompleter
+
     from train.tasks import BUILT_IN
 
-    return [*BUILT_IN, *file_names("py")(prefix=prefix)]
+    return [*BUILT_IN, *FilesCompleter(("py",))(prefix)]
 
 
 def checkpoint_steps(parsed_args: Namespace, **_: Any) -> list[str]:
@@ -38,22 +40,6 @@ def checkpoint_steps(parsed_args: Namespace, **_: Any) -> list[str]:
 
     name = getattr(parsed_args, "name", None)
     return ["best", *map(str, Run(_folder(parsed_args) / name).steps_saved() if name else [])]
-
-
-def file_names(*suffixes: str) -> Offer:
-    """Files with these suffixes, or any; folders to go on in."""
-
-    def offer(prefix: str, **_: Any) -> list[str]:
-        from argcomplete.completers import FilesCompleter
-
-        return FilesCompleter(suffixes)(prefix)
-
-    return offer
-
-
-def folder_names(prefix: str, **_: Any) -> list[str]:
-    """Folders."""
-    return [path for path in file_names()(prefix=prefix) if path.endswith("/")]
 
 
 def words(*choices: str) -> Offer:

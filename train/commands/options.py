@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train import screen
-from train.commands.offers import checkpoint_steps, file_names, run_names, task_names, words
+from train.commands.offers import checkpoint_steps, run_names, task_names, words
 from train.commands.parser import Parser, number
 from train.errors import Refused, whole
 from train.supervise.node_timeouts import WAIT_MINUTES
@@ -37,10 +37,8 @@ def add_task(parser: Parser, **kwargs: Any) -> None:
     text = "digits, images, text, fake, or the path of a Python file"
     add("task", metavar="TASK", help=text, offer=task_names, **kwargs)
     add("--name", help="name of the run; default: the task and the time")
-    text = "TOML file with fields; flags win over it"
-    add("--config", metavar="FILE", help=text, offer=file_names("toml"))
-    text = "start from exported weights (.safetensors or .pt)"
-    add("--init", metavar="FILE", help=text, offer=file_names("safetensors", "pt"))
+    add("--config", metavar="FILE", help="TOML file with fields; flags win over it")
+    add("--init", metavar="FILE", help="start from exported weights (.safetensors or .pt)")
 
 
 def add_ranks(parser: Parser) -> None:
@@ -134,8 +132,7 @@ def add_checkpoint(parser: Parser) -> None:
 def add_target(parser: Parser, *suffixes: str, required: bool = True) -> None:
     """The file to write."""
     text = f"the file to write: {', '.join(suffixes[:-1])} or {suffixes[-1]}"
-    files = file_names(*(suffix.lstrip(".") for suffix in suffixes))
-    parser.add_argument("--to", metavar="FILE", required=required, help=text, offer=files)
+    parser.add_argument("--to", metavar="FILE", required=required, help=text)
 
 
 def request_of(options: Namespace) -> dict[str, Any]:

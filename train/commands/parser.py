@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from train.commands import COMMANDS
-from train.commands.offers import folder_names, words
+from train.commands.offers import words
 from train.errors import Refused, is_whole, nearest, one_line, whole
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ def parser_of(command: str) -> Parser:
     summary = COMMANDS[command]
     parser = Parser(prog=f"train {command}", description=f"{summary[0].upper()}{summary[1:]}.")
     importlib.import_module(f"train.commands.{command}").add_arguments(parser)
-    parser.add_argument(
-        "--runs", metavar="DIR", help="where run folders live; default: $TRAIN_RUNS, else ./runs", offer=folder_names
-    )
+    parser.add_argument("--runs", metavar="DIR", help="where run folders live; default: $TRAIN_RUNS, else ./runs")
     if parser.takes_fields:
         parser.add_fields()
     return parser

@@ -69,7 +69,7 @@ OFFERED = {
     "train run digits --clip_grad_norm ": {"none"},
     "train run digits --max": set(),
     "train launch digits --max": {"--max-restarts"},
-    "train run --config ": {"some.toml", "bin/", "elsewhere/", "runs/"},
+    "train run --config so": {"some.toml"},
     "train run --init w.": {"w.pt", "w.safetensors"},
     "train ls --state ": {"created", "queued", "running", "stopped", "interrupted", "copy", "failed", "finished"},
     "train submit digits --on ": {"slurm", "kubernetes"},
