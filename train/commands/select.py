@@ -61,31 +61,27 @@ def chosen(
             if state not in states.ALL:
                 raise Refused(f"--state {state}: {_choices(state, states.ALL)}")
         records = [record for record in records if record.get("state") in among]
-    if order not in (None, *ORDERS):
-        raise Refused(f"--sort {order}: {_choices(str(order), ORDERS)}")
-    by_age = order in (None, "created")
-    if by_age and limit is not None:
-        records = records[len(records) - min(limit, len(records)) :]
-    ordered = sorted(records, key=lambda record: _key(record, order or "created"))
-    if reverse:
-        known = [record for record in ordered if _key(record, order or "created")[0] == 0]
-        ordered = known[::-1] + ordered[len(known) :]
-    return ordered if limit is None or by_age else ordered[:limit]
+    if order is not None and order not in ORDERS:
+        raise Refused(f"--sort {order}: {_choices(order, ORDERS)}")
+    if order in (None, "created"):
+        records = records[-limit if limit else 0 :]
+        return records[::-1] if reverse else records
+    known = sorted((record for record in records if _key(record, order) is not None), key=lambda one: _key(one, order))
+    unknown = [record for record in records if _key(record, order) is None]
+    return [*(known[::-1] if reverse else known), *unknown][:limit]
 
 
 def _choices(given: str, choices: tuple[str, ...]) -> str:
     return f"must be one of {', '.join(choices)}{nearest(given, choices)}"
 
 
-def _key(record: Record, order: str) -> tuple[int, Any]:
-    """What to sort by: 0 and the value, or 1 where there is none."""
+def _key(record: Record, order: str) -> Any:
+    """What to sort by; None where a run has no such thing."""
     if order == "name":
-        return 0, record["name"]
+        return record["name"]
     if order == "state":
-        return 0, states.ALL.index(record["state"]) if record["state"] in states.ALL else len(states.ALL)
+        return states.ALL.index(record["state"]) if record["state"] in states.ALL else len(states.ALL)
     if order == "step":
-        return (0, -record["step"]) if record.get("total_steps") else (1, 0)
-    if order == "loss":  # of the last evaluation, else of the last step shown
-        loss = (record.get("metrics") or {}).get("loss", record.get("loss"))
-        return (0, loss) if loss is not None and math.isfinite(loss) else (1, 0.0)
-    return 0, 0  # created: they come in this order
+        return -record["step"] if record.get("total_steps") else None
+    loss = (record.get("metrics") or {}).get("loss", record.get("loss"))  # of the last evaluation, else the last step
+    return loss if loss is not None and math.isfinite(loss) else None
