@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from train import screen
 from train.cluster.engine import ENGINES, Submission, engine, seconds_of
@@ -15,8 +15,6 @@ from train.errors import EXIT_FINISHED, Refused
 from train.launcher.ranks_and_gpus import MOST_RANKS
 from train.supervise.attempts import MAX_RESTARTS
 from train.supervise.node_timeouts import WAIT_MINUTES
-
-T = TypeVar("T")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,8 +30,9 @@ def add_arguments(parser: Parser) -> None:
     add("--cpus-per-task", metavar="N", help="CPUs for each node's ranks together")
     add("--mem", metavar="SIZE", help="memory of each node, as 64G")
     add("--container", metavar="IMAGE", help="the image that each node runs in")
-    add("--wait-minutes", metavar="M", help="how long a node waits for the others (30)")
-    add("--max-restarts", metavar="K", help="deaths in a row without a new checkpoint before giving up (3)")
+    add("--wait-minutes", metavar="M", default=str(WAIT_MINUTES), help="how long a node waits for the others (30)")
+    text = "deaths in a row without a new checkpoint before giving up (3)"
+    add("--max-restarts", metavar="K", default=str(MAX_RESTARTS), help=text)
     add("--dry-run", action="store_true", help="print what the engine would be given; create nothing")
     add("--follow", action="store_true", help="show how it stands and its log, and exit as the run does: 0, 3 or 75")
     for name in ENGINES:
@@ -78,19 +77,15 @@ def _submission(options: Namespace, runs: Path) -> Submission:
         **request,
         nodes=number("nodes", options.nodes, 1, MOST_NODES) or 1,
         seconds=seconds_of(options.time) if options.time is not None else None,
-        warn=_or(number("warn", options.warn, 1), 120),
+        warn=number("warn", options.warn, 1) or 120,
         cpus=number("cpus-per-task", options.cpus_per_task, 1),
         memory=options.mem,
         image=options.container,
-        wait_minutes=wait_minutes(_or(options.wait_minutes, str(WAIT_MINUTES))),
-        max_restarts=_or(number("max-restarts", options.max_restarts), MAX_RESTARTS),
+        wait_minutes=wait_minutes(options.wait_minutes),
+        max_restarts=number("max-restarts", options.max_restarts) or 0,
         own=_own(options),
         is_dry=options.dry_run,
     )
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
 
 
 def _own(options: Namespace) -> dict[str, Any]:
