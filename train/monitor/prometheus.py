@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import errno
 import functools
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -288,16 +286,9 @@ def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:
     prometheus_client.ProcessCollector(registry=registry)
     try:
         server, thread = prometheus_client.start_http_server(port, address, registry)
-    except (socket.gaierror, UnicodeError):
-        raise Refused(
-            f"--address {address}: no such address; 127.0.0.1 is this machine, 0.0.0.0 every way in"
-        ) from None
-    except PermissionError:
-        raise Refused(f"--port {port}: ports below 1024 are root's; give another --port") from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise Refused(f"--port {port} is taken on {address}; give another --port") from None
-        raise Refused(f"--address {address}: {error.strerror}; hostname -I lists this machine's") from None
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "no such address"
+        raise Refused(f"--address {address} --port {port}: {why}; give another address or port") from None
     host = str(server.server_address[0])
     shown = f"[{host}]" if ":" in host else host
     print(f"figures of {runs} on http://{shown}:{port}/metrics", flush=True)
