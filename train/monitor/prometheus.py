@@ -170,9 +170,6 @@ class Collector(prometheus_client.registry.Collector):
             figures.add("train_exporter_look_duration_seconds", time.perf_counter() - begun)
             return figures.families()
 
-    def describe(self) -> Iterable[Metric]:
-        return []  # what there is depends on the moment; without this the library would look once before it serves
-
     def _try(self, what: str, do: Callable[[], None]) -> None:
         try:
             do()
