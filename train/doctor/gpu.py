@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from train.doctor import packages
 from train.doctor.finding import Finding, not_applicable, ok, problem, warning
-from train.doctor.machine import TIMED_OUT, Machine, Output
+from train.doctor.machine import Machine, Output
 
 DRIVER = 525
 """The oldest that runs PyTorch's CUDA 12 libraries (CUDA compatibility guide, minor version compatibility), and that
@@ -84,15 +84,13 @@ def _no_answer(machine: Machine, output: Output | None) -> Finding:
         return problem(name, seen, f"{_AGAIN}  # on the host, where make doctor tells how to prevent it")
     if "version mismatch" in message:
         return problem(name, f"the driver was upgraded under a running kernel: {message}", "sudo reboot")
-    if output.code == TIMED_OUT:
-        return problem(name, f"the driver hangs: {message}", "sudo dmesg | grep -i -e xid -e nvrm")
     if "communicate with the NVIDIA driver" in message or (output.code == 9 and not message):  # codes: nvidia-smi(1)
         return problem(
             name, f"the driver is not loaded: {message or 'nvidia-smi exits with 9'}", "sudo modprobe nvidia"
         )
-    if "No devices were found" in message or "GPU is lost" in message or output.code == 15:
-        return problem(name, f"fallen off the bus: {message}", "sudo dmesg | grep -i -e xid -e nvrm")
-    return problem(name, f"nvidia-smi fails ({output.code}): {message or 'without a word'}", "nvidia-smi")
+    # a card that has fallen off the bus, a driver that hangs: the kernel's log says more
+    seen = f"nvidia-smi fails ({output.code}): {message or 'without a word'}"
+    return problem(name, seen, "sudo dmesg | grep -i -e xid -e nvrm")
 
 
 def _count(machine: Machine, gpus: list[SmiGpu]) -> Finding:

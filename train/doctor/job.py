@@ -130,9 +130,8 @@ def _facts(place: JobRank) -> dict[str, Any]:
 def _answer(place: JobRank, store: dist.Store) -> int:
     """What ranks other than the first do."""
     with contextlib.suppress(dist.DistError, RuntimeError):
-        store.get("go")
+        backend = store.get("go").decode()
         store.set(f"clock/{place.rank}", repr(time.time()))
-        backend = store.get("backend").decode()
         if backend:
             store.set(f"sums/{place.rank}", json.dumps(_reduce(place, store, backend)))
         store.get("over")
@@ -145,32 +144,28 @@ def _ask(place: JobRank, store: dist.Store) -> Iterator[Finding]:
     if missing:
         names = ", ".join(map(str, missing))
         seen = f"{len(facts)} of {place.size} have come in {place.deadline:.0f} s; missing: rank {names}"
-        store.set("go", "1")
-        store.set("backend", "")
+        store.set("go", "")
         yield problem("ranks", seen, f"train doctor --rendezvous {place.address}:{place.port}  # on their machines")
         return
     hosts = sorted({fact["host"] for fact in facts.values()})
     yield ok("ranks", f"{place.size} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {', '.join(hosts)}")
     yield from _same(facts)
+    backend = "nccl" if all(fact["gpu"] for fact in facts.values()) else "gloo"
+    store.set("go", backend)
     yield _clocks(place, store, facts)
-    yield from _sums(place, store, facts)
+    yield from _sums(place, store, facts, backend)
 
 
 def _collect(
     place: JobRank, store: dist.Store, what: str, read: Callable[[bytes], Any]
 ) -> tuple[dict[int, Any], list[int]]:
-    """What each rank answers within the deadline for all of them, and which ranks do not.
-
-    Past the deadline each that is left is still looked for, so that one that does not come takes no time from others.
-    """
+    """What each rank answers within the deadline for all of them, and which ranks do not."""
     until, found, missing = time.monotonic() + place.deadline, {}, []
     for rank in range(place.size):
-        key, left = f"{what}/{rank}", until - time.monotonic()
+        key = f"{what}/{rank}"
+        left = max(until - time.monotonic(), 0.01)  # one that does not come takes no time from those that have
         try:
-            if left > 0.01:  # to the store a time that rounds to no millisecond is no limit
-                store.wait([key], datetime.timedelta(seconds=left))
-            elif not store.check([key]):  # type: ignore[attr-defined]  # torch's stub lacks it
-                raise dist.DistStoreError
+            store.wait([key], datetime.timedelta(seconds=left))
             found[rank] = read(store.get(key))
         except (dist.DistError, RuntimeError):
             missing.append(rank)
@@ -203,7 +198,6 @@ def _same(facts: Facts) -> Iterator[Finding]:
 
 def _clocks(place: JobRank, store: dist.Store, facts: Facts) -> Finding:
     """Every rank reads its clock between `go` and its answer: one whose time lies outside of that is off."""
-    store.set("go", "1")
     mine = time.time()
     store.set("clock/0", repr(mine))
 
@@ -222,10 +216,8 @@ def _clocks(place: JobRank, store: dist.Store, facts: Facts) -> Finding:
     return ok("clocks", f"within {abs(skews[worst]):.2f} s")
 
 
-def _sums(place: JobRank, store: dist.Store, facts: Facts) -> Iterator[Finding]:
+def _sums(place: JobRank, store: dist.Store, facts: Facts, backend: str) -> Iterator[Finding]:
     """A real all-reduce over all ranks."""
-    backend = "nccl" if all(fact["gpu"] for fact in facts.values()) else "gloo"
-    store.set("backend", backend)
     mine = _reduce(place, store, backend)
     store.set("sums/0", json.dumps(mine))
     answers, missing = _collect(place, store, "sums", json.loads)

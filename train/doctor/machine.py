@@ -17,7 +17,7 @@ from pathlib import Path
 
 _PATIENCE = 8.0
 """Seconds that a program may take: one that asks a driver which hangs must not hang us."""
-TIMED_OUT = 124
+_TIMED_OUT = 124
 """The exit code of one that took longer, as timeout(1) has it."""
 
 
@@ -81,8 +81,8 @@ class Machine:
             with contextlib.suppress(OSError):
                 process.kill()
             # not waited for, as subprocess.run would: what a driver holds in the kernel does not even die
-            process.returncode = TIMED_OUT
-            return Output(TIMED_OUT, "", f"{command[0]} has not answered for {_PATIENCE:.0f} s")
+            process.returncode = _TIMED_OUT
+            return Output(_TIMED_OUT, "", f"{command[0]} has not answered for {_PATIENCE:.0f} s")
         return Output(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
     @property
