@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 from train import screen
 from train.commands.offers import checkpoint_steps, run_names, task_names, words
-from train.commands.parser import Parser, number
+from train.commands.parser import Parser, decimal, number
 from train.errors import Refused, whole
 from train.supervise.node_timeouts import WAIT_MINUTES
 
@@ -97,13 +96,7 @@ def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dic
 
 def wait_minutes(text: str) -> float:
     """The number of --wait-minutes."""
-    try:
-        wait = float(text)
-    except ValueError:
-        wait = math.nan
-    if not 0 < wait <= _LONGEST_WAIT:
-        raise Refused(f"--wait-minutes {text}: must be a number of minutes above 0 and at most {_LONGEST_WAIT:.0f}")
-    return wait
+    return decimal("wait-minutes", text, 0.001, _LONGEST_WAIT)
 
 
 def _range(text: str) -> tuple[int, int]:

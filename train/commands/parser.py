@@ -7,6 +7,7 @@ a blank or =, stands anywhere, is never abbreviated, and the last one wins.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 from argparse import SUPPRESS, Action, Namespace
@@ -169,3 +170,15 @@ def number(option: str, text: str | None, least: int = 0, most: int = 10**9) -> 
     if whole(text) > most:
         raise Refused(f"--{option} {text}: must be a whole number of at most {most}")
     return whole(text)
+
+
+def decimal(option: str, text: str, least: float, most: float) -> float:
+    """A number given to an option, which may have a fraction.
+
+    Raises:
+        Refused: it is none, too small or too large.
+    """
+    with contextlib.suppress(ValueError):
+        if least <= float(text) <= most:
+            return float(text)
+    raise Refused(f"--{option} {text}: must be a number from {least:g} to {most:g}")

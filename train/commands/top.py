@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.commands.options import add_names
-from train.commands.parser import Parser
-from train.errors import EXIT_FINISHED, Refused
+from train.commands.parser import Parser, decimal
+from train.errors import EXIT_FINISHED
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from train.monitor.top import Page
 
-_EVERY = 2.0
-"""Seconds between two looks."""
 _PATIENCE = 5.0
 """Seconds that a cluster has to say how its runs stand, where the page is printed once."""
 
@@ -32,7 +30,7 @@ _PATIENCE = 5.0
 def add_arguments(parser: Parser) -> None:
     """Which runs, and how often."""
     add_names(parser, "*")
-    parser.add_argument("--every", metavar="SECONDS", help=f"between two looks ({_EVERY:.0f})")
+    parser.add_argument("--every", metavar="SECONDS", default="2", help="between two looks (2)")
     parser.add_argument("--once", action="store_true", help="print the page once, as without a terminal")
 
 
@@ -41,7 +39,7 @@ def run(options: Namespace, runs: Path) -> int:
     from train.commands import select as chosen
     from train.monitor.top import Page
 
-    every = _seconds(options.every)
+    every = decimal("every", options.every, 0.1, 3600)
     names = [found.name for found in chosen.matching(runs, options.names)] if options.names else []
     page = Page(runs, names)
     if options.once or not _is_redrawn():
@@ -57,14 +55,6 @@ def _is_redrawn() -> bool:
     """Whether there is a terminal that can take away what it has shown: rich draws nothing at all on any other."""
     is_able = os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
     return is_able and sys.stdout.isatty() and sys.stdin.isatty()
-
-
-def _seconds(text: str | None) -> float:
-    with contextlib.suppress(ValueError):
-        seconds = _EVERY if text is None else float(text)
-        if 0.1 <= seconds <= 3600:
-            return seconds
-    raise Refused(f"--every {text}: give seconds between 0.1 and 3600")
 
 
 def _live(page: Page, every: float) -> None:
