@@ -8,6 +8,7 @@ about, the most recent of the others, and the ranks of each.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import prometheus_client
+import psutil
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -234,8 +236,7 @@ class Collector(prometheus_client.registry.Collector):
         found = state.ranks(run, record)
         figures.add("train_run_last_progress_timestamp_seconds", state.moved(record, found), run.name)
         if not record.get("script"):
-            doing = heartbeat.NAMES[state.phase(found)]
-            figures.one_of("train_run_phase", doing, heartbeat.NAMES, run.name)
+            figures.one_of("train_run_phase", state.doing(found), heartbeat.NAMES, run.name)
         for rank in found:
             if rank.beat is None:
                 continue
@@ -244,9 +245,9 @@ class Collector(prometheus_client.registry.Collector):
             figures.add("train_rank_last_beat_timestamp_seconds", rank.beaten or None, *labels)
             on_gpus = process_of(rank.beat.pid, run.folder / "lock", taken)
             figures.add("train_rank_gpu_memory_bytes", None if on_gpus is None else taken[on_gpus], *labels)
-            process = state.process(record, rank)
-            if process is not None:
-                figures.add("train_rank_resident_memory_bytes", state.resident(process), *labels)
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if process := state.process(record, rank):
+                    figures.add("train_rank_resident_memory_bytes", process.memory_info().rss, *labels)
 
     def _add_gpus(self, figures: Figures) -> None:
         self._last_gpus = self._gpus.read()

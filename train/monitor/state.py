@@ -191,15 +191,13 @@ def is_at_work(record: Record) -> bool:
 
 def progress(run: Run, record: Record) -> Progress:
     """How far a run is. Of one that has ended the speed is left out."""
-    line: Any = metrics.last_training(run) if is_alive(record) else None
-    line = line or {}
-    step, total = record["step"], record.get("total_steps")
-    if is_alive(record) and (logs := last_logs(run, record)):
-        step = max(step, heartbeat.reached(logs))
-    step_time, waited = line.get("step_time"), line.get("data_wait")
-    loss = line.get("loss")
+    line: Any = (metrics.last_training(run) if is_alive(record) else None) or {}
+    logs = last_logs(run, record) if is_alive(record) else None
+    step = max(record["step"], heartbeat.reached(logs)) if logs else record["step"]
+    step_time, waited, loss = line.get("step_time"), line.get("data_wait"), line.get("loss")
     return Progress(
-        step=step, total=total, loss=record.get("loss") if loss is None else loss, rate=line.get("lr"),
+        step=step, total=record.get("total_steps"), loss=record.get("loss") if loss is None else loss,
+        rate=line.get("lr"),
         samples_per_s=line.get("samples_per_s"), step_time=step_time, memory=line.get("memory"),
         waits=min(waited / step_time, 1.0) if waited is not None and step_time else None,
     )  # fmt: skip
@@ -244,11 +242,12 @@ def moved(record: Record, found: list[Rank]) -> float | None:
     return max(last, run_folder.seconds_of(record["attempts"][-1]["started"]) or 0.0) or None
 
 
-def phase(found: list[Rank]) -> int:
-    """What a run does: of its ranks the one that is behind tells (heartbeat.NAMES)."""
+def doing(found: list[Rank]) -> str:
+    """What a run does, one of heartbeat.NAMES: of its ranks the one that is behind tells."""
     beats = [rank.beat for rank in found if rank.beat is not None]
     behind = min(beats, key=lambda beat: (beat.step, beat.count), default=None)
-    return behind.phase if behind is not None and 0 <= behind.phase < len(heartbeat.NAMES) else heartbeat.STARTING
+    phase = behind.phase if behind is not None else heartbeat.STARTING
+    return heartbeat.NAMES[phase if 0 <= phase < len(heartbeat.NAMES) else heartbeat.STARTING]
 
 
 def process(record: Record, rank: Rank) -> Any:
@@ -269,15 +268,6 @@ def saved(run: Run) -> tuple[int, float] | None:
     for step in run.steps_saved():
         with contextlib.suppress(OSError):
             return step, run.checkpoint(step).stat().st_mtime
-    return None
-
-
-def resident(process: Any) -> float | None:
-    """Bytes of memory of a process."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        return float(process.memory_info().rss)
     return None
 
 

@@ -15,7 +15,7 @@ from train.cluster import jobs
 from train.errors import one_line
 from train.gpus import Gpus, GpuState, process_of
 from train.monitor import state
-from train.run import heartbeat, states
+from train.run import states
 from train.run.record import Record
 from train.run.run_folder import Run
 
@@ -96,8 +96,7 @@ class Page:
         visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
         run, lines = Run(self.runs / record["name"]), []
         for place, rank in enumerate(state.ranks(run, record)):  # its place on this machine
-            doing = heartbeat.NAMES[state.phase([rank])]
-            what = f"{doing:<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
+            what = f"{state.doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
             card = cards.get(visible[place]) if place < len(visible) else None
             gpu = _use_by(rank, run, card) if card is not None and record.get("device") == "cuda" else ""
             lines.append(f"  rank {rank.number:<3} {what} {self._taken(state.process(record, rank))}{gpu}")
