@@ -36,7 +36,7 @@ def _checks(**_: object) -> list[str]:
 def run(options: Namespace, runs: Path) -> int:
     """Check, print a line a check. 1 if there is a problem."""
     from train.doctor import finding
-    from train.doctor.examine import chosen, examine, names
+    from train.doctor.examine import chosen, examine
     from train.doctor.machine import Machine
     from train.supervise import address
 
@@ -45,7 +45,7 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused(f"--{'nproc' if ranks else 'timeout'} is for --job; give both, or neither")
     try:
         place = address.parse(options.rendezvous) if options.rendezvous is not None else None
-        only = names(options.only) if options.only is not None else []
+        only = [name.strip() for name in options.only.split(",")] if options.only is not None else []
         chosen([], only)  # a name that is none is refused at once
     except ValueError as error:
         raise Refused(error) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import pwd
 import shlex
 import tempfile
 import time
@@ -46,13 +45,6 @@ def _nearest(folder: Path) -> Path:
     return folder
 
 
-def name_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
 def _owner(machine: Machine, runs: Path, place: Path) -> Finding:
     """Whether whoever asks may write there; a container and its host know people by number."""
     name = "folder of runs"
@@ -66,7 +58,7 @@ def _owner(machine: Machine, runs: Path, place: Path) -> Finding:
         return problem(name, f"{place} is mounted read-only", remedy)
     mine, theirs = os.geteuid(), place.stat().st_uid
     if not os.access(str(place), os.W_OK | os.X_OK):
-        seen = f"{place} belongs to {name_of(theirs)} (UID {theirs}); {name_of(mine)} (UID {mine}) may not write there"
+        seen = f"{place} belongs to UID {theirs}; UID {mine} may not write there"
         return problem(name, seen, f"sudo chown -R {mine}:{os.getegid()} {shlex.quote(str(place))}")
     return ok(name, f"{runs}, {'of UID ' + str(theirs) if place == runs.absolute() else 'to be made in ' + str(place)}")
 

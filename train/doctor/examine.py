@@ -20,18 +20,6 @@ NAMES = (
 """Every check there is; which of them say something depends on the machine."""
 
 
-def names(text: str) -> list[str]:
-    """The names in an option: 'shared memory,memory'.
-
-    Raises:
-        ValueError: there is none.
-    """
-    only = [name.strip() for name in text.split(",") if name.strip()]
-    if not only:
-        raise ValueError(f"--only names no check; there are: {', '.join(NAMES)}")
-    return only
-
-
 def chosen(findings: list[Finding], only: list[str]) -> list[Finding]:
     """Those of these names, in the order of the names.
 

@@ -72,14 +72,13 @@ def _knock(address: str, port: int) -> int:
 def _port(place: Place, address: str, here: bool, code: int) -> Finding:
     """Whether a connection to the port is answered; `code` is its errno."""
     name = "rendezvous port"
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if code == 0 and here:
         seen = f"{place.port} on this machine is taken: by node 0 of the run, or by another program"
         return warning(name, seen, f"sudo ss -ltnp sport = :{place.port}")
     if code == 0:
         return ok(name, f"{place.port} answers")
     if code == errno.ECONNREFUSED and here:
-        return _free(name, family, address, place.port)
+        return ok(name, f"{place.port} is free, for node 0 to listen on")
     if code == errno.ECONNREFUSED:
         seen = f"{place.port} at {address}: nobody listens (yet): node 0 is not started, or its firewall rejects"
         return warning(name, seen, f"ssh {place.host} ss -ltn sport = :{place.port}")
@@ -90,17 +89,6 @@ def _port(place: Place, address: str, here: bool, code: int) -> Finding:
     )
     seen = f"{place.port} at {address}: {words}: a firewall drops it, or the machine is down"
     return problem(name, seen, f"sudo iptables -I INPUT -p tcp --dport {place.port} -j ACCEPT  # on {place.host}")
-
-
-def _free(name: str, family: int, address: str, port: int) -> Finding:
-    """Whether node 0, which is to be here, may listen there: a silent port may still be taken, or root's."""
-    with socket.socket(family, socket.SOCK_STREAM) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind((address, port))
-        except OSError as error:
-            return problem(name, f"{port} cannot be had: {error.strerror}", "train launch … --rendezvous HOST:29400")
-    return ok(name, f"{port} is free, for node 0 to listen on")
 
 
 def _interface(machine: Machine, interface: str, source: str, address: str) -> Finding:
