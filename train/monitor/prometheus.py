@@ -183,10 +183,8 @@ class Collector(prometheus_client.registry.Collector):
                 log.warning("cannot look at %s", screen.printable(line))
 
     def _add_disk(self, figures: Figures) -> None:
-        folder = self._runs.folder
-        while not folder.exists() and folder != folder.parent:  # before the first run there is no folder
-            folder = folder.parent
-        disk = os.statvfs(folder)
+        folder = self._runs.folder  # there is none before the first run
+        disk = os.statvfs(next(each for each in (folder, *folder.parents) if each.exists()))
         figures.add("train_runs_disk_free_bytes", disk.f_bavail * disk.f_frsize)
         figures.add("train_runs_disk_size_bytes", disk.f_blocks * disk.f_frsize)
 

@@ -122,18 +122,10 @@ def plot(runs: list[Run], target: Path) -> None:
     if empty:
         raise Refused(f"{', '.join(empty)} has no metrics to plot yet; see: train logs {empty[0]}")
 
-    import matplotlib
+    from matplotlib import rc_context
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context({"text.parse_math": False}):  # a $ in a name is a $
-        figure = _figure(drawn)
-        try:
-            with published(target) as partial:
-                figure.savefig(partial, dpi=120)
-        finally:
-            plt.close(figure)
+    with rc_context({"text.parse_math": False}), published(target) as partial:  # a $ in a name is a $
+        _figure(drawn).savefig(partial, dpi=120)
 
 
 def verdict(run: Run) -> str:
@@ -156,7 +148,7 @@ def measures(drawn: Iterable[Curves]) -> list[str]:
 
 def _figure(drawn: list[Curves]) -> Any:
     """The panels above each other, over the same steps; on top the run's name, or which colour is whose."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     # an accuracy beside the loss when the task has one
@@ -165,7 +157,8 @@ def _figure(drawn: list[Curves]) -> Any:
     labels = [f"{curves.name}   {curves.own}".rstrip() for curves in drawn]
     columns = 1 if max(map(len, labels)) > 45 else 2 if max(map(len, labels)) > 25 else 3
     size = (9, 2.3 * len(panels) + 0.6 + 0.19 * math.ceil(len(drawn) / columns))
-    figure, axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, layout="constrained")
+    figure = Figure(size, layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True)
     for axis, panel in zip(axes, panels, strict=True):
         draw(axis, drawn, panel)
     left_out = len(measured) - MOST_MEASURES
