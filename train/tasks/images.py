@@ -19,7 +19,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from train.config import Count
-from train.data.images import (
+from train.data.image_files import (
     Augment,
     ChooseCrop,
     CropTransform,

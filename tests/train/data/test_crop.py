@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.transforms import CenterCrop, Compose, RandomHorizontalFlip, RandomResizedCrop, Resize
 
 from train.bench.input import scene
-from train.data.images import Crop, CropTransform, ImageReader, centre_crop, random_crop, resize_into
+from train.data.image_files import Crop, CropTransform, ImageReader, centre_crop, random_crop, resize_into
 
 DRAWS = 20_000
 

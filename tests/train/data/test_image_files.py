@@ -15,7 +15,7 @@ from torchvision.datasets import ImageFolder
 
 from train.bench.input import paint
 from train.data.fetch import Bad, fetcher
-from train.data.images import (
+from train.data.image_files import (
     Crop,
     ImageFiles,
     ImageItems,
