@@ -23,8 +23,6 @@ Pixels = npt.NDArray[np.uint8]
 """(height, width, 3) or, of a square to be filled, (3, size, size)."""
 _PIXELS = 178_956_970
 """A JPEG of more pixels is left to Pillow, which takes it for a decompression bomb."""
-_SCRATCH = 1 << 24
-"""Bytes of a decoded image up to which memory is used again: fresh memory costs a tenth of decoding."""
 AREA, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 """Of a random crop: its share of the image and width over height, from where; and draws until one fits.
 
@@ -110,65 +108,56 @@ def resize_into(square: Pixels, image: Pixels, crop: Crop) -> None:
     np.copyto(square, (part[:, ::-1] if crop.is_mirrored else part).transpose(2, 0, 1))
 
 
-class ImageReader:
-    """Reads image files at the resolution that a crop needs. Each read overwrites the pixels of the one before."""
+def read_image(path: str, choose: ChooseCrop) -> tuple[Pixels, Crop]:
+    """An image file as RGB pixels of 8 bits, at the resolution that its crop needs, and the crop in them.
 
-    def __init__(self) -> None:
-        self._scratch = np.empty(0, np.uint8)
+    JPEG is decoded at reduced size where the crop is still large enough then.
 
-    def read(self, path: str, choose: ChooseCrop) -> tuple[Pixels, Crop]:
-        """An image file as RGB pixels of 8 bits, valid until the next read, and the crop in them.
+    Args:
+        choose: called once, with the file's width and height.
 
-        JPEG is decoded at reduced size where the crop is still large enough then.
+    Raises:
+        TrainingFailed: it is no image, or a damaged one; the message begins with its path.
+        OSError: the disk or the network does not give it out, which may pass.
+    """
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            content = file.read()
+        if not content:
+            raise ValueError("the file is empty")
+        return _decoded(content, choose)
+    except Exception as error:
+        if passes(error):
+            raise
+        reason = one_line(error.strerror if isinstance(error, OSError) and error.strerror else error)
+        if reason.startswith("cannot identify image"):
+            reason = "this is no image, or its beginning is damaged"
+        raise TrainingFailed(f"{path}: {reason}") from error
 
-        Args:
-            choose: called once, with the file's width and height.
 
-        Raises:
-            TrainingFailed: it is no image, or a damaged one; the message begins with its path.
-            OSError: the disk or the network does not give it out, which may pass.
-        """
-        try:
-            with open(path, "rb") as file:  # noqa: PTH123
-                content = file.read()
-            if not content:
-                raise ValueError("the file is empty")
-            return self._decoded(content, choose)
-        except Exception as error:
-            if passes(error):
-                raise
-            reason = one_line(error.strerror if isinstance(error, OSError) and error.strerror else error)
-            if reason.startswith("cannot identify image"):
-                reason = "this is no image, or its beginning is damaged"
-            raise TrainingFailed(f"{path}: {reason}") from error
+def _decoded(content: bytes, choose: ChooseCrop) -> tuple[Pixels, Crop]:
+    from PIL import Image
 
-    def _decoded(self, content: bytes, choose: ChooseCrop) -> tuple[Pixels, Crop]:
-        from PIL import Image
+    size, crop = _plain_jpeg(content), None
+    if size is not None:
+        crop = choose(*size)
+        found = _reduced(content, crop, *size)
+        if found is not None:
+            return found
+    with Image.open(io.BytesIO(content)) as image:
+        pixels = rgb_pixels(image)
+    return pixels, crop or choose(pixels.shape[1], pixels.shape[0])
 
-        size, crop = _plain_jpeg(content), None
-        if size is not None:
-            crop = choose(*size)
-            found = self._reduced(content, crop, *size)
-            if found is not None:
-                return found
-        with Image.open(io.BytesIO(content)) as image:
-            pixels = rgb_pixels(image)
-        return pixels, crop or choose(pixels.shape[1], pixels.shape[0])
 
-    def _reduced(self, content: bytes, crop: Crop, width: int, height: int) -> tuple[Pixels, Crop] | None:
-        import simplejpeg
+def _reduced(content: bytes, crop: Crop, width: int, height: int) -> tuple[Pixels, Crop] | None:
+    import simplejpeg
 
-        by = crop.reduction
-        across, down = -(-width // by), -(-height // by)
-        size = 3 * across * down
-        if self._scratch.size < size <= _SCRATCH:
-            self._scratch = np.empty(size, np.uint8)
-        buffer = self._scratch if size <= self._scratch.size else None
-        try:
-            pixels = simplejpeg.decode_jpeg(content, min_height=down, min_width=across, buffer=buffer)
-        except ValueError:  # perhaps damaged: Pillow's message says more
-            return None
-        return pixels, crop if by == 1 else crop.reduced(by, pixels.shape[1], pixels.shape[0])
+    by = crop.reduction
+    try:
+        pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // by), min_width=-(-width // by))
+    except ValueError:  # perhaps damaged: Pillow's message says more
+        return None
+    return pixels, crop if by == 1 else crop.reduced(by, pixels.shape[1], pixels.shape[0])
 
 
 def _plain_jpeg(content: bytes) -> tuple[int, int] | None:
@@ -236,9 +225,9 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
     def __getitems__(self, indices: list[int]) -> ImageItems:
         """These items; `collate_images` makes the batch of them without a copy."""
         images = _shared_buffer((len(indices), 3, self._size, self._size))
-        reader, rows = ImageReader(), images.numpy()
+        rows = images.numpy()
         for row, index in enumerate(indices):
-            pixels, crop = reader.read(self.samples[index][0], self._choose)
+            pixels, crop = read_image(self.samples[index][0], self._choose)
             resize_into(rows[row], pixels, crop)
             if self._augment is not None:
                 images[row] = self._augment(images[row])

@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.transforms import CenterCrop, Compose, RandomHorizontalFlip, RandomResizedCrop, Resize
 
 from train.bench.input import scene
-from train.data.image_files import Crop, CropTransform, ImageReader, centre_crop, random_crop, resize_into
+from train.data.image_files import Crop, CropTransform, centre_crop, random_crop, read_image, resize_into
 
 DRAWS = 20_000
 
@@ -100,7 +100,6 @@ def test_a_jpeg_that_is_much_larger_than_what_is_seen_of_it_is_decoded_smaller_a
     path = tmp_path / "large.jpg"
     Image.fromarray(scene(0, 2003, 1501)).save(path, quality=90)
     whole = np.asarray(Image.open(path))
-    reader = ImageReader()
     for cut, by in (
         (Crop(0, 0, 2003, 1501, 224, (224, 224)), 2),
         (Crop(101, 57, 1802, 1440, 100, (100, 100)), 4),
@@ -108,7 +107,7 @@ def test_a_jpeg_that_is_much_larger_than_what_is_seen_of_it_is_decoded_smaller_a
         (Crop(101, 57, 1802, 440, 224, (224, 224)), 1),
         (Crop(1, 1, 2002, 1500, 224, (224, 224), is_mirrored=True), 2),
     ):
-        pixels, reduced = reader.read(str(path), lambda width, height, cut=cut: cut)
+        pixels, reduced = read_image(str(path), lambda width, height, cut=cut: cut)
         assert cut.reduction == by and pixels.shape == (-(-1501 // by), -(-2003 // by), 3)
         difference = np.abs(square(pixels, reduced) - square(whole, cut))
         assert difference.max() <= (1 if by == 1 else 24) and difference.mean() < 2.5
@@ -120,7 +119,7 @@ def test_a_picture_of_a_torchvision_data_set_gets_the_same_square(tmp_path: Any)
     random.seed(5)
     by_transform = CropTransform(lambda width, height: random_crop(width, height, 64), 64)(Image.open(path))
     random.seed(5)
-    pixels, cut = ImageReader().read(str(path), lambda width, height: random_crop(width, height, 64))
+    pixels, cut = read_image(str(path), lambda width, height: random_crop(width, height, 64))
     made = np.empty((3, 64, 64), np.uint8)
     resize_into(made, pixels, cut)
     assert by_transform.shape == (3, 64, 64) and np.array_equal(by_transform.numpy(), made)
