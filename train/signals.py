@@ -83,23 +83,8 @@ def end_with_parent(parent: int) -> None:
     """Let the kernel end this process when the one that forked it dies (prctl(2), PR_SET_PDEATHSIG)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it was gone before the line above
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_with_parent(parent: int) -> None:
-    """End this process when the one that started it dies: an orphan must not train on beside its successor.
-
-    The kernel's signal does it at once; it follows the thread that forked, so a watch on the parent's id stands beside.
-    """
-    end_with_parent(parent)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
 def leave(code: int) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import multiprocessing
@@ -24,7 +23,7 @@ from train.data.plan import MicroBatch
 from train.data.seeding import owned
 from train.data.to_device import AsyncCopies, OnDevice, pinned, prepared
 from train.errors import Refused
-from train.signals import POLITE
+from train.signals import POLITE, end_with_parent
 
 _DYING = 1.0
 """Seconds for which a worker whose connection is gone is waited for."""
@@ -223,10 +222,7 @@ def _begin_worker(_: int, rank: int) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    # PR_SET_PDEATHSIG: a killed rank's workers go with it and release the run's lock
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != rank:  # it was killed before the line above
-        os.kill(os.getpid(), signal.SIGKILL)
+    end_with_parent(rank)  # a killed rank's workers go with it and release the run's lock
     for fd in _open_files():
         own = _opened_again(fd)
         os.dup2(own, fd, inheritable=False)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from train import module_runner
 from train.errors import Refused, one_line
-from train.signals import die_with_parent, leave
+from train.signals import end_with_parent, leave
 from train.supervise import memory
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _last_line(file: Path) -> str:
 def main() -> None:
     """Be one rank, whose last line says why it fails."""
     request, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    die_with_parent(request["parent"])
+    end_with_parent(request["parent"])
     memory.lower_than_agent()
     import torch
 
