@@ -162,10 +162,6 @@ class Buffers:
             if held >= step:
                 self.wipe(slot)
 
-    def close(self) -> None:
-        for fd in self._files:
-            os.close(fd)
-
 
 def _head(fd: int) -> Head | None:
     text = os.pread(fd, _HEAD.size + _SEAL.size, 0)

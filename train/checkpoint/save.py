@@ -34,9 +34,6 @@ from train.run.best import best
 from train.run.durable import sync_folder
 from train.run.run_folder import Run
 
-_LOOKS = 16
-"""Steps after which an optimizer without a state is assumed to have none, as plain SGD."""
-
 
 class CannotSave(OSError):
     """This checkpoint could not be written; the ones before are untouched."""
@@ -66,8 +63,7 @@ class Saver:
         self._staging = Staging(writers.rank, writers.size) if staged else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.is_prepared = False
-        self._looks = 0
+        self._is_prepared = False
 
     def close(self) -> None:
         """Free the memory, unless a checkpoint is still being written: it may wait for a peer that is gone."""
@@ -77,14 +73,10 @@ class Saver:
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Allocate memory for copies in the background: the first touch of memory costs more than many copies into it.
 
-        Called after each step until `is_prepared`. Waits until the optimizer has its state: fp16 may skip the first
-        steps, and some never have any.
+        Called after each step. Waits until the optimizer has its state, for fp16 may skip the first steps.
         """
-        self._looks += 1
-        if not optimizer.state and self._looks < _LOOKS:
-            return
-        self.is_prepared = True
-        if self._staging is not None:
+        if self._staging is not None and not self._is_prepared and optimizer.state:
+            self._is_prepared = True
             state = state_of(module, optimizer)
             threading.Thread(target=self._staging.reserve, args=(state,), daemon=True, name="reserve").start()
 

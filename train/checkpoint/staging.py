@@ -146,14 +146,9 @@ class Staging:
         """Of host memory that is held."""
         return len(self._memory.map) if self._memory is not None else 0
 
-    def reserve(self, state: dict[str, Any], device: torch.device | None = None) -> None:
-        """Allocate and touch the memory that a copy of this state needs. From any thread.
-
-        Args:
-            device: the GPU to pin it for; None: where the state lies.
-        """
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Allocate and touch the memory that a copy of this state needs. From any thread."""
         with self._lock:
-            self._device = device
             self._allocate(own_part(state, self._rank, self._size))
 
     def take_device(self) -> None:

@@ -129,8 +129,7 @@ class Loop:
         self.timing.step(samples)
         self.done += 1
         job.heart.beat(heartbeat.TRAINING, self.done)
-        if not job.saver.is_prepared:
-            job.saver.prepare(job.strategy.module, job.optimizer)
+        job.saver.prepare(job.strategy.module, job.optimizer)
         self.readback.put(_Step(self.done, self._logged_rate * factor, samples), sums)
 
     def read_stats(self, everything: bool) -> bool:

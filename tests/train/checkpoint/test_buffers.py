@@ -23,11 +23,10 @@ def memory() -> Iterator[SnapshotMemory]:
 
 
 @pytest.fixture
-def buffers(memory: SnapshotMemory) -> Iterator[Buffers]:
+def buffers(memory: SnapshotMemory) -> Buffers:
     made = Buffers(memory.address)
     made.reserve(SIZE)
-    yield made
-    made.close()
+    return made
 
 
 @pytest.fixture(autouse=True)

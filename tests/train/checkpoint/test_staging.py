@@ -120,7 +120,8 @@ def _pinned(monkeypatch: pytest.MonkeyPatch, code: int) -> tuple[Staging, _Runti
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     staging = Staging()
-    staging.reserve({"weight": torch.ones(2 << 20)}, torch.device("cpu"))
+    staging._device = torch.device("cpu")
+    staging.reserve({"weight": torch.ones(2 << 20)})
     return staging, runtime
 
 
