@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -39,26 +38,11 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
             if target.suffix == ".safetensors":
                 from safetensors.torch import save_file
 
-                save_file(state, partial, metadata={"run": run.name, "step": str(step)})
-                _sort_metadata(partial)
+                # one key: safetensors writes several in random order, and equal weights are to be equal files
+                save_file(state, partial, metadata={"checkpoint": f"{run.name}/{run.checkpoint(step).name}"})
             else:
                 torch.save(state, partial)
     return step
-
-
-def _sort_metadata(file: Path) -> None:
-    """Sort the metadata of a file, so that equal weights give equal files: safetensors writes it in random order.
-
-    A file begins with the length of its header in 8 bytes, little-endian, and the header, in JSON padded by spaces.
-    """
-    with file.open("r+b") as written:
-        size = int.from_bytes(written.read(8), "little")
-        head = json.loads(written.read(size))
-        head["__metadata__"] = dict(sorted(head["__metadata__"].items()))
-        text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode().ljust(size)
-        if len(text) == size:
-            written.seek(8)
-            written.write(text)
 
 
 def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None:
