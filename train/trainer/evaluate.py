@@ -155,7 +155,7 @@ def _warn(bad: Sequence[Bad]) -> None:
         log.warning("warning: left out: %s: %s", one, one.reason)
 
 
-def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tuple[int, int, dict[str, float]]:
+def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]]:
     """Evaluate a checkpoint of a run in this process. Returns its step, the number of samples and the figures.
 
     Raises:
@@ -176,11 +176,10 @@ def evaluate_run(run: Run, step: int | None, workers: int | None = None) -> tupl
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
     plan = build.evaluation_plan(config, len(eval_set))
     world = World(0, 1, 0, device)
-    workers = (config.data.workers or 0) if workers is None else workers
     skipped = _warn if config.data.leaves_out else None
     loader = Loader(
-        None, eval_set, task.collate, workers, device, precision.inputs, skipped, config.channels_last,
-        task.on_device, task.datasets,
+        None, eval_set, task.collate, config.data.workers or 0, device, precision.inputs, skipped,
+        config.channels_last, task.on_device, task.datasets,
     )  # fmt: skip
     with loader, build.refusing(task):
         take_device(device)
