@@ -217,7 +217,6 @@ def _record(request: Request, task: Task, config: Config, samples: int) -> dict[
         "task_sha256": task.sha256,
         "cwd": os.getcwd(),
         "total_steps": build.total_steps(config, plan),
-        "steps_per_epoch": plan.steps_per_epoch,
         "samples": samples,
         "git_revision": provenance.git_revision(),
     }

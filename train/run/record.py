@@ -113,7 +113,6 @@ class Record(TypedDict):
     chosen: NotRequired[list[str]]
     """Fields that the launch has chosen a value for."""
     total_steps: NotRequired[int | None]
-    steps_per_epoch: NotRequired[int]
     samples: NotRequired[int]
     saved_step: NotRequired[int]
     loss: NotRequired[float | None]

@@ -211,7 +211,7 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
     assert config.cpu_threads is not None
     run.note_ready(
         step, mark, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
-        steps_per_epoch=plan.steps_per_epoch, device=str(world.device.type), data_wait="",
+        device=str(world.device.type), data_wait="",
     )  # fmt: skip
     per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
     strategy = choose.resolve(config, world.size)
