@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 
 from train.config.schema import Config
 from train.config.toml import (
-    FieldInfo,
     fields,
     flatten,
     is_optional,
@@ -188,18 +187,3 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
     defaults = {name: info.default for name, info in known.items()}
     names = [name for name in sorted(before.keys() | after.keys()) if not (name in known and known[name].may_change)]
     return [name for name in names if before.get(name, defaults.get(name)) != after.get(name)]
-
-
-def changeable() -> str:
-    """The fields that a resume may change, as a list for people: `log.*` where all of a group may."""
-    groups: dict[str, list[FieldInfo]] = {}
-    for info in fields().values():
-        group, dot, _ = info.name.rpartition(".")
-        groups.setdefault(group + dot, []).append(info)
-    parts = []
-    for group, members in groups.items():
-        if group and all(info.may_change for info in members):
-            parts.append(f"{group}*")
-        else:
-            parts += [info.name for info in members if info.may_change]
-    return ", ".join(parts)

@@ -260,10 +260,10 @@ def _edited(run: Run, record: Record) -> list[str]:
 def _check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
     forbidden = configuration.forbidden_changes(before, after)
     if forbidden:
-        name = forbidden[0]
+        name, may_change = forbidden[0], [field.name for field in configuration.fields().values() if field.may_change]
         raise Refused(
             f"{what}: {name} was {before.get(name)} and is {after.get(name)} now; put it back, or start a new run "
-            f"(a resume may change {configuration.changeable()})"
+            f"(a resume may change {', '.join(may_change)})"
         )
 
 
