@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -71,9 +70,9 @@ class TaskHealth:
     def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
         self.hang = ""
         self._logs, self._ranks, self._kill = logs, tuple(ranks), kill
-        limits = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")).get("watch", {})
-        self._hang_minutes: float | None = limits.get("hang_minutes")
-        self._start_minutes = float(limits.get("start_minutes", 30.0))
+        config = run.read_config()
+        self._hang_minutes: float | None = config.get("watch.hang_minutes")
+        self._start_minutes = float(config.get("watch.start_minutes", 30.0))
         self._seen: tuple[Beat | None, ...] = ()
         self._at = self._looked = time.monotonic()
         self._slowest = 0.0

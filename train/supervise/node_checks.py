@@ -41,7 +41,6 @@ def hello(run: Run, node: int, nproc: int, least: int, most: int) -> dict[str, A
     Raises:
         Refused, OSError, ValueError: the run folder is not whole.
     """
-    import tomllib
     from importlib.metadata import version
 
     from train import config as configuration
@@ -49,7 +48,7 @@ def hello(run: Run, node: int, nproc: int, least: int, most: int) -> dict[str, A
     from train.run import environment
 
     record = run.read()
-    fields = _flat(tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8")))
+    fields = run.read_config()
     chosen = {name: fields[name] for name in record.get("chosen", ()) if name in fields}
     must = {
         "torch": version("torch"),
@@ -65,13 +64,6 @@ def hello(run: Run, node: int, nproc: int, least: int, most: int) -> dict[str, A
         "run": run.name, "node": node, "nproc": nproc, "least": least, "most": most, "chosen": chosen,
         "host": socket.gethostname(), "home": str(run.folder.resolve()), "same": must,
     }  # fmt: skip
-
-
-def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found.update(_flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value})
-    return found
 
 
 WORDS = {

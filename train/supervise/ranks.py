@@ -244,10 +244,10 @@ def snapshot_memory(run: Run, ranks: int) -> SnapshotMemory | None:
     record = run.read()
     if record.get("script") or not int(record.get("max_restarts", 1)):
         return None
-    content = tomllib.loads((run.folder / "config.toml").read_text(encoding="utf-8"))
-    if not content.get("checkpoint", {}).get("snapshots", True):
+    config = run.read_config()
+    if not config.get("checkpoint.snapshots", True):
         return None
-    return SnapshotMemory(ranks if content.get("parallel", {}).get("strategy") in SPREAD else 1)
+    return SnapshotMemory(ranks if config.get("parallel.strategy") in SPREAD else 1)
 
 
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
