@@ -13,8 +13,8 @@ import contextlib
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,14 @@ class Saver:
         writers = world.of_rank_0() if self._of_rank_0 else world
         staged = config.checkpoint.asynchronous and self._writes
         self._staging = Staging(writers.rank, writers.size) if staged else None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, "save")
+        self._busy: Future[None] | None = None
+        """What the thread does: it reserves memory, or writes a checkpoint."""
         self._is_prepared = False
 
     def close(self) -> None:
         """Free the memory, unless a checkpoint is still being written: it may wait for a peer that is gone."""
-        if self._staging is not None and (self._thread is None or not self._thread.is_alive()):
+        if self._staging is not None and (self._busy is None or self._busy.done()):
             self._staging.close()
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -75,10 +76,9 @@ class Saver:
 
         Called after each step. Waits until the optimizer has its state, for fp16 may skip the first steps.
         """
-        if self._staging is not None and not self._is_prepared and optimizer.state:
+        if self._staging is not None and self._busy is None and not self._is_prepared and optimizer.state:
             self._is_prepared = True
-            state = state_of(module, optimizer)
-            threading.Thread(target=self._staging.reserve, args=(state,), daemon=True, name="reserve").start()
+            self._busy = self._pool.submit(self._staging.reserve, state_of(module, optimizer))
 
     def save(self, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
         """Commit a checkpoint of this step, or begin to. A collective: all ranks call it.
@@ -103,15 +103,11 @@ class Saver:
         faults.here("save.staged")
 
         def work() -> None:
-            try:
-                if staging is not None:
-                    staging.take_device()
-                self._commit(step, state, size, facts)
-            except BaseException as error:  # also of a peer's death: this rank has not saved then
-                self._error = error
+            if staging is not None:
+                staging.take_device()
+            self._commit(step, state, size, facts)
 
-        self._thread = threading.Thread(target=work, name="save")
-        self._thread.start()
+        self._busy = self._pool.submit(work)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written.
@@ -120,12 +116,9 @@ class Saver:
             CannotSave: it could not be written; on every rank alike.
             RuntimeError: another rank is gone; whether it was written is unknown.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        busy, self._busy = self._busy, None
+        if busy is not None:
+            busy.result()
 
     def _commit(self, step: int, state: dict[str, Any], size: int, facts: dict[str, Any]) -> None:
         final = self.run.checkpoint(step)

@@ -13,7 +13,6 @@ import dataclasses
 import logging
 import math
 import mmap
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,7 +138,6 @@ class Staging:
         self._memory: PinnedMemory | None = None
         self._device: torch.device | None = None
         """The GPU that the state lies on."""
-        self._lock = threading.Lock()
 
     @property
     def bytes(self) -> int:
@@ -147,9 +145,8 @@ class Staging:
         return len(self._memory.map) if self._memory is not None else 0
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Allocate and touch the memory that a copy of this state needs. From any thread."""
-        with self._lock:
-            self._allocate(own_part(state, self._rank, self._size))
+        """Allocate and touch the memory that a copy of this state needs."""
+        self._allocate(own_part(state, self._rank, self._size))
 
     def take_device(self) -> None:
         """Let this thread use the state's GPU: threads begin on the first one, and would open it."""
@@ -158,19 +155,17 @@ class Staging:
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of this rank's part of the state, which training cannot change. Valid until the next call."""
-        with self._lock:
-            mine = own_part(state, self._rank, self._size)
-            self._allocate(mine)
-            copied = self._copied(mine, iter(self._places))
-            if self._device is not None:
-                torch.cuda.current_stream(self._device).synchronize()
-            return dict(copied)
+        mine = own_part(state, self._rank, self._size)
+        self._allocate(mine)
+        copied = self._copied(mine, iter(self._places))
+        if self._device is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+        return dict(copied)
 
     def close(self) -> None:
         """Free the memory. No copy may be in use."""
-        with self._lock:
-            self._release()
-            self._places = []
+        self._release()
+        self._places = []
 
     def _allocate(self, state: dict[str, Any]) -> None:
         """Give every tensor a place, unless all have theirs."""
