@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import math
@@ -136,41 +137,20 @@ def read_image(path: str, choose: ChooseCrop) -> tuple[Pixels, Crop]:
 
 
 def _decoded(content: bytes, choose: ChooseCrop) -> tuple[Pixels, Crop]:
+    import simplejpeg
     from PIL import Image
 
-    size, crop = _plain_jpeg(content), None
-    if size is not None:
-        crop = choose(*size)
-        found = _reduced(content, crop, *size)
-        if found is not None:
-            return found
+    crop = None
+    with contextlib.suppress(ValueError):  # no JPEG, or a damaged one: Pillow's message says more
+        height, width, space, _ = simplejpeg.decode_jpeg_header(content)
+        if space in ("YCbCr", "Gray", "RGB") and width * height <= _PIXELS:
+            crop = choose(width, height)
+            by = crop.reduction
+            pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // by), min_width=-(-width // by))
+            return pixels, crop if by == 1 else crop.reduced(by, pixels.shape[1], pixels.shape[0])
     with Image.open(io.BytesIO(content)) as image:
         pixels = rgb_pixels(image)
     return pixels, crop or choose(pixels.shape[1], pixels.shape[0])
-
-
-def _reduced(content: bytes, crop: Crop, width: int, height: int) -> tuple[Pixels, Crop] | None:
-    import simplejpeg
-
-    by = crop.reduction
-    try:
-        pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // by), min_width=-(-width // by))
-    except ValueError:  # perhaps damaged: Pillow's message says more
-        return None
-    return pixels, crop if by == 1 else crop.reduced(by, pixels.shape[1], pixels.shape[0])
-
-
-def _plain_jpeg(content: bytes) -> tuple[int, int] | None:
-    """Width and height of a JPEG in a usual colour space; None of anything else."""
-    if not content.startswith(b"\xff\xd8\xff"):
-        return None
-    import simplejpeg
-
-    try:
-        height, width, space, _ = simplejpeg.decode_jpeg_header(content)
-    except ValueError:
-        return None
-    return (width, height) if space in ("YCbCr", "Gray", "RGB") and width * height <= _PIXELS else None
 
 
 def rgb_pixels(image: Any) -> Pixels:
