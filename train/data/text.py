@@ -34,7 +34,7 @@ class Corpus:
         self._paths = [path for path, _, _ in filled]
         self._starts = [start for _, start, _ in filled]
         self._ends = list(itertools.accumulate(stop - start for _, start, stop in filled))
-        self._opened = functools.lru_cache(_OPEN)(_File)
+        self._opened = functools.lru_cache(_OPEN)(functools.partial(open, mode="rb", buffering=0))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -51,28 +51,19 @@ class Corpus:
         while at < stop:
             begin = self._ends[number - 1] if number else 0
             size = min(stop, self._ends[number]) - at
-            part = self._opened(self._paths[number]).read(self._starts[number] + at - begin, size)
+            part = self._read(self._paths[number], self._starts[number] + at - begin, size)
             parts.append(np.frombuffer(part, dtype=np.uint8))
             at, number = at + size, number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.uint8)])
 
-
-class _File:
-    def __init__(self, path: Path) -> None:
-        self.path, self._fd = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def read(self, at: int, size: int) -> bytes:
-        text = os.pread(self._fd, size, at)
+    def _read(self, path: Path, at: int, size: int) -> bytes:
+        text, fd = b"", self._opened(path).fileno()
         while len(text) < size:  # Linux gives at most 2 GB at a time
-            more = os.pread(self._fd, size - len(text), at + len(text))
+            more = os.pread(fd, size - len(text), at + len(text))
             if not more:
-                raise TrainingFailed(f"{self.path} is shorter than it was when the run began; put the data back")
+                raise TrainingFailed(f"{path} is shorter than it was when the run began; put the data back")
             text += more
         return text
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
 
 
 def text_files(folder: Path) -> list[tuple[Path, int]]:
