@@ -117,7 +117,9 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         what = f"{run.folder / 'config.toml'} does not fit its checkpoints"
         _check_changes(manifest["config"], configuration.to_flat(config), what)
         if manifest.get("task_sha256") != task.sha256:
-            raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
+            if not task.is_built_in:
+                raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
+            unused.append(f"the task {task.name} has changed since; {run.name} goes on with it as it is now")
     found = _check(task, config, local, nodes, run, "checkpoint.best" in flags)
     plan = build.plan_of(config, len(found.train_set))
     total = build.total_steps(config, plan)

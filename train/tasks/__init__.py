@@ -73,6 +73,20 @@ def locate(name: str) -> Path:
     raise Refused(f"there is no task {name}{hint} (built in: {', '.join(BUILT_IN)})")
 
 
+def data_root(config: Any) -> Path:
+    """The folder that a built-in task reads.
+
+    Raises:
+        Refused: none is given, or there is no such folder.
+    """
+    if not config.data.root:
+        raise Refused("this task reads files: give their folder with --data.root")
+    root = Path(config.data.root)
+    if not root.is_dir():
+        raise Refused(f"--data.root {root}: there is no such folder")
+    return root
+
+
 def load(name: str, file: Path | None = None, beside: Path | None = None) -> Task:
     """Import a task.
 

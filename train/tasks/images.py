@@ -30,6 +30,7 @@ from train.data.image_files import (
     random_crop,
 )
 from train.errors import Refused, nearest, one_line
+from train.tasks import data_root
 
 DEFAULTS = {
     "epochs": 30,
@@ -58,7 +59,7 @@ class Settings:
 
 
 def datasets(config: Any) -> tuple[Any, Any]:
-    root = _root(config)
+    root = data_root(config)
     size, (varied, augment), plain = config.task.size, *_crops(config)
     if config.data.name:
         transforms = CropTransform(varied, size, augment), CropTransform(plain, size)
@@ -85,17 +86,6 @@ def _folder(root: Path, part: str, size: int, choose: ChooseCrop, augment: Augme
     except FileNotFoundError as error:  # a class folder without an image
         raise Refused(f"--data.root {root}: {one_line(error)}") from None
     return ImageFiles(str(root / part), found.samples, found.classes, size, choose, augment)
-
-
-def _root(config: Any) -> Path:
-    if not config.data.root:
-        raise Refused("this task reads a data set: give its folder with --data.root")
-    root = Path(config.data.root)
-    if not root.is_dir():
-        raise Refused(f"--data.root {root}: there is no such folder")
-    if not any(root.iterdir()):
-        raise Refused(f"--data.root {root}: the folder is empty")
-    return root
 
 
 def _classes_in(folder: Path) -> list[str]:
@@ -202,7 +192,7 @@ def network(name: str, classes: int, size: int = 224) -> nn.Module:
 
 
 def model(config: Any) -> nn.Module:
-    classes = _number_of_classes(str(_root(config)), config.data.name)
+    classes = _number_of_classes(str(data_root(config)), config.data.name)
     return network(config.task.model, classes, config.task.size)
 
 

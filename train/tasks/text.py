@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from train.config import Count, Share
 from train.data.text import Corpus, text_files
 from train.errors import Refused
+from train.tasks import data_root
 
 DEFAULTS = {
     "epochs": 1,
@@ -66,15 +67,6 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
         return block[:-1], block[1:]
 
 
-def _root(config: Any) -> Path:
-    if not config.data.root:
-        raise Refused("this task reads text files: give their folder with --data.root")
-    root = Path(config.data.root)
-    if not root.is_dir():
-        raise Refused(f"--data.root {root}: there is no such folder")
-    return root
-
-
 def _is_split(root: Path) -> bool:
     return (root / "train").is_dir() and (root / "val").is_dir()
 
@@ -83,7 +75,7 @@ def datasets(config: Any) -> tuple[Blocks, Blocks]:
     task = config.task
     if task.width % task.heads:
         raise Refused(f"--task.heads {task.heads}: must divide --task.width {task.width}")
-    root = _root(config)
+    root = data_root(config)
     if _is_split(root):
         parts = [[(path, 0, size) for path, size in text_files(root / part)] for part in ("train", "val")]
     else:
@@ -97,7 +89,7 @@ def datasets(config: Any) -> tuple[Blocks, Blocks]:
 
 def fingerprint(config: Any) -> dict[str, int]:
     """The files that samples are cut from, with their sizes."""
-    root = _root(config)
+    root = data_root(config)
     folders = [root / "train", root / "val"] if _is_split(root) else [root]
     return {str(path.relative_to(root)): size for folder in folders for path, size in text_files(folder)}
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.train.tiers import later
+from train.checkpoint import manifest as manifests
 from train.config import forbidden_changes
 from train.errors import Refused
 from train.launcher import checks
@@ -161,6 +162,17 @@ def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns
     (folder / "task.py").write_text((folder / "task.py").read_text() + "# changed\n")
     with pytest.raises(Refused, match=r"task\.py is not the task"):
         checks.prepare_resume(run, {}, 3)
+
+
+def test_a_run_of_a_built_in_task_goes_on_with_another_version_of_it_and_says_so(engine: Any) -> None:
+    engine.run("builtin", 1, task=Path("digits"), steps=2)
+    run = engine.station.run("builtin")
+    assert not checks.prepare_resume(run, {"steps": "4"}, 1)[2]
+    manifest = manifests.read_manifest(run.checkpoint(2))
+    text = manifests.manifest_text(manifest | {"task_sha256": "of an earlier release"})
+    (run.checkpoint(2) / manifests.MANIFEST).write_text(text)
+    (warning,) = checks.prepare_resume(run, {"steps": "4"}, 1)[2]
+    assert "the task digits has changed since" in warning
 
 
 def test_every_field_that_shapes_the_result_is_protected() -> None:
