@@ -88,10 +88,13 @@ class Loader:
         Raises:
             Refused: a file that is open here cannot be opened by workers too.
         """
-        self._device, self._dtype, self._skipped, self._channels_last = device, dtype, skipped, channels_last
-        self._on_device = on_device
-        self._own = owned(on_device, made_by) if on_device is not None else []
-        self._copies = AsyncCopies(device) if device.type == "cuda" else None
+        self._device, self._skipped = device, skipped
+        own = owned(on_device, made_by) if on_device is not None else []
+        copies = AsyncCopies(device) if device.type == "cuda" else None
+        self._prepared = functools.partial(
+            prepared, device=device, dtype=dtype, channels_last=channels_last, on_device=on_device, own=own,
+            copies=copies,
+        )  # fmt: skip
         if workers:
             _check_files()
         self._sampler = _Sampler()
@@ -140,13 +143,7 @@ class Loader:
                 self._skipped(bad)
                 left_out = np.isin(planned.indices, [one.index for one in bad])
                 micro = planned._replace(indices=planned.indices[~left_out])
-            yield (
-                micro,
-                prepared(
-                    batch, micro.seed, self._device, self._dtype, self._channels_last, self._on_device, self._own,
-                    self._copies,
-                ),
-            )  # fmt: skip
+            yield micro, self._prepared(batch, micro.seed)
 
     def _fetched(self, plan: Iterator[MicroBatch]) -> Iterator[Any]:
         if not self._loader.num_workers:

@@ -75,13 +75,6 @@ def share(rank: int, micros: int, world: int, is_ordered: bool = False) -> range
     return range(rank, micros, world)
 
 
-@functools.lru_cache  # nearly every step has as many micro batches as the one before
-def _computed(rank: int, micros: int, world: int, is_ordered: bool) -> tuple[tuple[int, bool], ...]:
-    own = [(number, False) for number in share(rank, micros, world, is_ordered)]
-    repeated = [(micros - 1, True)] * (math.ceil(micros / world) - len(own))
-    return (*own, *repeated)
-
-
 @dataclass(frozen=True)
 class Sharing:
     """How the micro batches of a step are shared among ranks."""
@@ -91,13 +84,16 @@ class Sharing:
     is_ordered: bool = False
     """Neighbouring ones to each rank, so that it can add up a part of a fixed order by itself."""
 
+    @functools.lru_cache  # noqa: B019 - nearly every step has as many as the one before, and a process few of these
     def computed(self, micros: int) -> tuple[tuple[int, bool], ...]:
         """The numbers of the micro batches that a rank computes in a step of so many, as many as any rank does.
 
         Where it has none left it computes the last one of the step again, with weight 0: each comes with whether it is
         repeated.
         """
-        return _computed(self.rank, micros, self.world, self.is_ordered)
+        own = [(number, False) for number in share(self.rank, micros, self.world, self.is_ordered)]
+        repeated = [(micros - 1, True)] * (math.ceil(micros / self.world) - len(own))
+        return (*own, *repeated)
 
 
 class MicroBatch(NamedTuple):
