@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from train.tasks import Task, load, where
 from train.trainer import arithmetic
 
 T = TypeVar("T")
+_WRAPPERS = re.compile(r"^(_orig_mod\.)?(module\.)?(_orig_mod\.)?")
 _NAMED = 3
 """Differences of the data that are named."""
 
@@ -253,8 +255,8 @@ def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> N
         Refused: names or shapes differ from the model's.
     """
     own = model.state_dict()
-    while state and not own.keys() & state.keys() and (prefix := _prefix(state)):
-        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    if not own.keys() & state.keys():
+        state = {_WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
     for name in sorted(own.keys() ^ state.keys()):
         raise Refused(f"--init {source}: {name} is {'missing in the file' if name in own else 'not in the model'}")
     for name, tensor in state.items():
@@ -263,11 +265,6 @@ def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> N
                 f"--init {source}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(own[name].shape)}"
             )
     model.load_state_dict(state)
-
-
-def _prefix(state: dict[str, Tensor]) -> str:
-    """The prefix that a wrapper adds to every name, or ''."""
-    return next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in state)), "")
 
 
 def plan_of(config: Config, length: int) -> Plan:
