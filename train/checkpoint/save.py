@@ -24,7 +24,7 @@ from torch import nn
 
 from train import faults
 from train.checkpoint.load import reason_of
-from train.checkpoint.manifest import DAMAGED, FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
+from train.checkpoint.manifest import FORMAT, MANIFEST, PARTIAL, clean, manifest_text, set_aside
 from train.checkpoint.staging import Staging
 from train.checkpoint.state import size_of, state_of
 from train.checkpoint.writer import DurableWriter
@@ -94,17 +94,16 @@ class Saver:
         self.wait()
         state = state_of(module, optimizer) if self._writes else {}
         size = size_of(state)  # of all of it, over all ranks
-        staging = self._staging
         if not self.config.checkpoint.asynchronous:
             self._commit(step, state, size, facts)
             return
-        if staging is not None:
-            state = staging.copy(state)
+        if self._staging is not None:
+            state = self._staging.copy(state)
         faults.here("save.staged")
 
         def work() -> None:
-            if staging is not None:
-                staging.take_device()
+            if self.world.device.type == "cuda":
+                torch.cuda.set_device(self.world.device)  # a thread begins on the first one, and would open it
             self._commit(step, state, size, facts)
 
         self._busy = self._pool.submit(work)
@@ -191,12 +190,8 @@ def prune(run: Run, keep: int, metric: str) -> None:
         if step in stay:
             continue
         old = run.checkpoint(step)
-        doomed = old.with_name(f"{PARTIAL}removing-{old.name}")
         with contextlib.suppress(OSError):  # what cannot be removed now is removed by the next start
-            old.rename(doomed)
+            old.rename(old.with_name(f"{PARTIAL}removing-{old.name}"))
             faults.here("prune.renamed")
-            shutil.rmtree(doomed)
-            faults.here("prune.removed")
-    for name in os.listdir(run.checkpoints):
-        if name.startswith(DAMAGED):
-            shutil.rmtree(run.checkpoints / name, ignore_errors=True)
+    clean(run)
+    faults.here("prune.removed")

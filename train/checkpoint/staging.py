@@ -148,11 +148,6 @@ class Staging:
         """Allocate and touch the memory that a copy of this state needs."""
         self._allocate(own_part(state, self._rank, self._size))
 
-    def take_device(self) -> None:
-        """Let this thread use the state's GPU: threads begin on the first one, and would open it."""
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of this rank's part of the state, which training cannot change. Valid until the next call."""
         mine = own_part(state, self._rank, self._size)
