@@ -7,6 +7,7 @@ that one that is missing or fails is named; only then do they meet as training d
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -174,21 +175,12 @@ def _collect(
 
 def _same(facts: Facts) -> Iterator[Finding]:
     """Versions that differ, and the ranks that have them."""
-    different = False
-    for key in _SAME:
-        kinds: dict[str, list[int]] = {}
-        for rank, fact in facts.items():
-            kinds.setdefault(fact[key], []).append(rank)
-        if len(kinds) > 1:
-            different = True
-            most = max(kinds, key=lambda kind: len(kinds[kind]))
-            odd = "; ".join(
-                f"rank {', '.join(map(str, ranks))} ({facts[ranks[0]]['host']}): {kind}"
-                for kind, ranks in kinds.items()
-                if kind != most
-            )
-            remedy = "git pull && make setup  # on each" if key == "code" else "make clean setup  # on each"
-            yield problem(f"same {key}", f"{odd}; the others: {most}", remedy)
+    different = [key for key in _SAME if len({fact[key] for fact in facts.values()}) > 1]
+    for key in different:
+        usual = collections.Counter(fact[key] for fact in facts.values()).most_common(1)[0][0]
+        odd = [f"rank {rank} ({fact['host']}): {fact[key]}" for rank, fact in facts.items() if fact[key] != usual]
+        remedy = "git pull && make setup  # on each" if key == "code" else "make clean setup  # on each"
+        yield problem(f"same {key}", f"{'; '.join(odd)}; the others: {usual}", remedy)
     gpus = sorted({fact["gpu"] or "none" for fact in facts.values()})
     if len(gpus) > 1:
         yield warning("same GPUs", f"the slowest decides: {', '.join(gpus)}", "train launch … --gpus IDS")
@@ -238,6 +230,7 @@ def _sums(place: JobRank, store: dist.Store, facts: Facts, backend: str) -> Iter
 def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
     """Sum numbers over all ranks, check the sums. Returns the error, '' for none, and the seconds by size."""
     seconds: dict[str, float] = {}
+    said = ""
     try:
         device = torch.device("cpu")
         if backend == "nccl":
@@ -257,9 +250,8 @@ def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
                     torch.cuda.synchronize()
                 seconds[str(size)] = time.perf_counter() - began
                 if not bool((numbers == right).all()):
-                    wrong = numbers[numbers != right][0].item()
-                    return {"error": f"a wrong sum: {wrong} instead of {right}", "seconds": seconds}
+                    raise ArithmeticError(f"{numbers[numbers != right][0].item()} instead of {right}")
         dist.destroy_process_group()
     except Exception as error:  # whatever it is, it is what was asked for
-        return {"error": one_line(f"{type(error).__name__}: {error}"), "seconds": seconds}
-    return {"error": "", "seconds": seconds}
+        said = one_line(f"{type(error).__name__}: {error}")
+    return {"error": said, "seconds": seconds}
