@@ -66,6 +66,32 @@ def listing(records: list[Record], runs: Path, is_part: bool = False) -> str:
     return screen.table(rows, screen.width(sys.stdout), spare=(3, 4))
 
 
+def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
+    """What there is to say of a run in a line each: a label, and its value, which may be empty."""
+    submitted: Any = record.get("submitted") or {}
+    sent, found, top = record.get("wandb") or {}, best(run), ""
+    if found is not None:
+        lost = f"; step {found.lost} was better and is not kept: --checkpoint.best {found.metric} does"
+        top = f"step {found.step}, {found.metric} {found.value:.4f}{lost if found.lost else ''}"
+    return [
+        ("task", record.get("script") or record.get("task_source") or record.get("task")),
+        ("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None),
+        ("result", _figures(record)),
+        ("weights", record.get("weights_sha256")),
+        ("submitted", " in ".join(submitted[key] for key in ("engine", "at") if submitted.get(key))),
+        ("ranks", record.get("world_size")),
+        ("host", record.get("host")),
+        ("created", record.get("created")),
+        ("ended", record.get("ended")),
+        ("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())),
+        ("git", record.get("git_revision")),
+        ("folder", run.folder),
+        ("checkpoints", ", ".join(map(str, sorted(run.steps_saved())))),
+        ("best", top),
+        ("wandb", sent.get("problem") or sent.get("url") or sent.get("id")),
+    ]
+
+
 def story(run: Run, record: Record) -> str:
     """What `train show` prints: state, attempts and why each ended, checkpoints, where to look next.
 
@@ -78,27 +104,8 @@ def story(run: Run, record: Record) -> str:
         if value not in (None, "", {}, []):
             lines.append(f"  {label:<12} {value}")
 
-    line("task", record.get("script") or record.get("task_source") or record.get("task"))
-    line("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None)
-    line("result", _figures(record))
-    line("weights", record.get("weights_sha256"))
-    if submitted := record.get("submitted"):
-        line("submitted", submitted["engine"] + (f" in {submitted['at']}" if submitted.get("at") else ""))
-    line("ranks", record.get("world_size"))
-    line("host", record.get("host"))
-    line("created", record.get("created"))
-    line("ended", record.get("ended"))
-    line("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items()))
-    line("git", record.get("git_revision"))
-    line("folder", run.folder)
-    steps = sorted(run.steps_saved())
-    line("checkpoints", ", ".join(map(str, steps)))
-    found = best(run)
-    if found is not None:
-        lost = f"; step {found.lost} was better and is not kept: --checkpoint.best {found.metric} does"
-        line("best", f"step {found.step}, {found.metric} {found.value:.4f}{lost if found.lost else ''}")
-    sent = record.get("wandb") or {}
-    line("wandb", sent.get("problem") or sent.get("url") or sent.get("id"))
+    for label, value in facts(run, record):
+        line(label, value)
     lines += _attempts(record)
     if record.get("script"):
         line("steps redone", "-")  # only the script knows

@@ -17,7 +17,6 @@ from typing import Any
 import train
 from train import screen
 from train.format import duration
-from train.run import best
 from train.run.durable import check_target, published
 from train.run.record import Record
 from train.run.run_folder import Run, now, seconds_of
@@ -97,7 +96,6 @@ def html(run: Run) -> str:
         "figures": drawn(run),
         "settings": settings.listed(run),
         "facts": _facts(run, record),
-        "environment": _environment(record),
         "made": now(),
         "version": train.__version__,
     }
@@ -124,39 +122,15 @@ def parts(account: time_spent.TimeSpent) -> list[dict[str, Any]]:
 
 def _facts(run: Run, record: Record) -> list[tuple[str, Any]]:
     """The table at the top; rows without a value are left out."""
-    steps = f"{record['step']} of {record['total_steps']}" if record.get("total_steps") else None
-    results = ", ".join(f"{name} {settings.shown(value)}" for name, value in dict(record.get("metrics") or {}).items())
-    return [
-        ("task", record.get("script") or record.get("task_source") or record.get("task")),
-        ("step", steps),
-        ("epoch", record.get("epoch") if steps else None),
-        ("result of the last evaluation", results),
-        ("samples", record.get("samples")),
-        ("ranks", record.get("world_size")),
-        ("created", _moment(record.get("created"))),
-        ("ended", _moment(record.get("ended"))),
-        ("weights", record.get("weights_sha256")),
-        ("checkpoints", _checkpoints(run)),
-        ("waiting for data", record.get("data_wait")),
-        ("folder", run.folder),
-    ]
-
-
-def _environment(record: Record) -> list[tuple[str, Any]]:
     hosts = dict.fromkeys(str(one["host"]) for one in (*record["attempts"], record) if one.get("host"))
     return [
-        ("host" if len(hosts) == 1 else "hosts", ", ".join(hosts)),
+        *listing.facts(run, record),
+        ("hosts", ", ".join(hosts) if len(hosts) > 1 else None),
         ("device", record.get("device")),
-        ("git revision", record.get("git_revision")),
+        ("samples", record.get("samples")),
         ("started in", record.get("cwd")),
-        *dict(record.get("versions") or {}).items(),
+        ("waiting for data", record.get("data_wait")),
     ]
-
-
-def _checkpoints(run: Run) -> str:
-    """The steps of the checkpoints that are there, and which is the best."""
-    steps, top = ", ".join(map(str, sorted(run.steps_saved()))), best.best(run)
-    return f"{steps}; the best is {top.step} ({top.metric} {top.value:.4f})" if top else steps
 
 
 def _moment(stamp: Any) -> str:
