@@ -25,10 +25,8 @@ OnDevice = Callable[[Any], Any]
 """From a batch as it was fetched, on the device now, to what loss and metrics get: a task's `on_device`."""
 ASYNC_BYTES = 1 << 20
 """Bytes of a tensor that is copied ahead: a smaller one takes the device less than this takes the host (20 us)."""
-_AHEAD = 2
-"""Batches that are pinned and not yet taken: one is being copied while another waits."""
-_LOOK_EVERY = 0.2
-"""Seconds between two looks at whether the items made ahead are still wanted."""
+_AHEAD = 3
+"""Batches that are pinned and not yet taken."""
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -179,27 +177,20 @@ def ahead(items: Iterator[Any], make: Callable[[Any], T], begin: Callable[[], No
     Args:
         begin: called first in the thread.
     """
-    ready: queue.Queue[tuple[str, Any]] = queue.Queue(_AHEAD)
-    is_over = threading.Event()
-
-    def put(kind: str, value: Any) -> None:
-        while not is_over.is_set():
-            try:
-                ready.put((kind, value), timeout=_LOOK_EVERY)
-                return
-            except queue.Full:
-                pass
+    ready: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    wanted, is_over = threading.Semaphore(_AHEAD - 1), threading.Event()
 
     def work() -> None:
         try:
             begin()
             for item in items:
-                put("item", make(item))
+                ready.put(("item", make(item)))
+                wanted.acquire()
                 if is_over.is_set():
                     return
-            put("end", None)
+            ready.put(("end", None))
         except BaseException as error:
-            put("error", error)
+            ready.put(("error", error))
 
     # daemon: it may wait for a worker that hangs, and is not joined
     threading.Thread(target=work, daemon=True, name="pin").start()
@@ -210,6 +201,8 @@ def ahead(items: Iterator[Any], make: Callable[[Any], T], begin: Callable[[], No
                 return
             if kind == "error":
                 raise value
+            wanted.release()
             yield value
     finally:
         is_over.set()
+        wanted.release()
