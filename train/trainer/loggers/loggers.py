@@ -47,12 +47,12 @@ class Loggers:
         Args:
             done: the step that this attempt continues after.
         """
-        self.run = run
-        self._next_note = 0.0
+        self.run, self._is_lead, self._total_steps = run, world.is_lead, total_steps
+        self._next_note = self._next_line = 0.0
         self._best = config.checkpoint.best  # until an evaluation was held against it
         self._samples = Lines(samples_file(run, world.rank)) if config.log.samples else None
         self._metrics = Lines(run.metrics) if world.is_first else None
-        self._console = Console(run.name, total_steps, done, bar) if world.is_lead else None
+        self._bar = Bar(run.name, total_steps, done, sys.stderr) if bar and has_bar(sys.stderr) else None
         self._wandb = self._start_wandb(config.log.wandb) if world.is_first and config.log.wandb else None
         self._tensorboard: TensorBoard | None = None
         if world.is_first and config.log.tensorboard:
@@ -81,15 +81,18 @@ class Loggers:
 
         The first rank of a machine only.
         """
-        assert self._console is not None
         if self._metrics is not None:
             self._metrics.add(metrics_text(line))
             self._metrics.flush()  # before the state after its step is copied
         if self._tensorboard is not None:
             self._tensorboard.training(line)
         step, epoch, loss, speed = line["step"], line["epoch"], line["loss"], line["samples_per_s"]
-        self._console.show(step, epoch, loss, speed)
         now = time.monotonic()
+        if self._bar is not None:
+            self._bar.show(step, self._total_steps, epoch, loss, speed)
+        elif now >= self._next_line:
+            self._next_line = now + _LINE_EVERY
+            log.info("step %d/%d  epoch %d  loss %.4f  %.0f samples/s", step, self._total_steps, epoch, loss, speed)
         if now >= self._next_note:
             self._next_note = now + _PROGRESS_EVERY
             # on a full disk the next one may get through
@@ -121,13 +124,18 @@ class Loggers:
 
     def times(self, times: Times) -> None:
         """Note where the time of this attempt went."""
-        if self._console is not None:
+        if self._is_lead:
             self.run.note(_with_times(times))
 
     def say(self, text: str) -> None:
         """A line for people, from the first rank of a machine, that does not tear the bar."""
-        if self._console is not None:
-            self._console.say(text)
+        if not self._is_lead:
+            return
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            if self._bar is not None:
+                self._bar.write(text)
+            else:
+                log.info(text)
 
     def is_written(self) -> bool:
         """Whether the disk has taken all of this rank's lines."""
@@ -143,44 +151,10 @@ class Loggers:
 
     def close(self) -> None:
         """Write the rest and remove the bar."""
-        for sink in (self._metrics, self._samples, self._tensorboard, self._wandb, self._console):
+        for sink in (self._metrics, self._samples, self._tensorboard, self._wandb, self._bar):
             if sink is not None:
                 with contextlib.suppress(OSError):
                     sink.close()
-
-
-class Console:
-    """The progress for people: a bar on a terminal, elsewhere a line in the log now and then."""
-
-    def __init__(self, name: str, total_steps: int, done: int, bar: bool) -> None:
-        self.total_steps = total_steps
-        self._bar = Bar(name, total_steps, done, sys.stderr) if bar and has_bar(sys.stderr) else None
-        self._next_line = 0.0
-
-    def show(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
-        """Step and epoch are counted from 1."""
-        if self._bar is not None:
-            self._bar.show(step, self.total_steps, epoch, loss, samples_per_s)
-            return
-        now = time.monotonic()
-        if now >= self._next_line:
-            self._next_line = now + _LINE_EVERY
-            log.info(
-                "step %d/%d  epoch %d  loss %.4f  %.0f samples/s", step, self.total_steps, epoch, loss, samples_per_s
-            )
-
-    def say(self, text: str) -> None:
-        """A line that does not tear the bar."""
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-            if self._bar is not None:
-                self._bar.write(text)
-            else:
-                log.info(text)
-
-    def close(self) -> None:
-        """Leave the bar as it stands."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 class Skipped:
