@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import multiprocessing
@@ -236,6 +237,8 @@ def _check_files() -> None:
         try:
             os.close(_opened_again(fd))
         except OSError as error:
+            if error.errno == errno.EBADF:  # closed meanwhile, by the garbage collector perhaps
+                continue
             raise Refused(
                 f"{Path(f'/proc/self/fd/{fd}').readlink()} is open here and cannot be opened by loader processes "
                 f"({error.strerror}); open it in __getitem__ instead of datasets(), or use --data.workers 0"
