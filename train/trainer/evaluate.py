@@ -46,9 +46,9 @@ def evaluate(
     world: World,
     precision: Precision,
     stream: Iterator[tuple[MicroBatch, Any]],
+    sharing: Sharing,
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
-    sharing: Sharing | None = None,
     show: Callable[[Any], None] = lambda _: None,
 ) -> tuple[dict[str, float], int] | None:
     """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
@@ -60,7 +60,7 @@ def evaluate(
     Args:
         plan: of the evaluation set.
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
-        sharing: which micro batches are this rank's; None: every W-th, from its own number on.
+        sharing: which micro batches are this rank's.
         show: called with the first batch of this rank.
 
     Raises:
@@ -71,7 +71,6 @@ def evaluate(
     rows: dict[int, Row] = {}
     names: list[str] = []
     micros = math.ceil(plan.evaluated / plan.micro_batch_size)
-    sharing = sharing or Sharing(world.rank, world.size)
     generators = owned(module, task.loss, task.metrics)
     try:
         # what an evaluation counts or observes is no part of training: a resume does not repeat it
@@ -183,10 +182,11 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     )  # fmt: skip
     with loader, build.refusing(task):
         take_device(device)
-        stream = loader.batches(evaluation_micro_batches(plan, Sharing()))
+        sharing = Sharing()
+        stream = loader.batches(evaluation_micro_batches(plan, sharing))
         model = arithmetic.lay_out(model, config).to(device)
         arithmetic.compile_as_asked(model, config)
-        evaluated = evaluate(task, model, plan, world, precision, stream)
+        evaluated = evaluate(task, model, plan, world, precision, stream, sharing)
     assert evaluated is not None
     figures, samples = evaluated
     return step, samples, figures

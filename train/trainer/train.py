@@ -193,7 +193,7 @@ class Loop:
         with self.timing.spent("evaluation"):
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._prefetch.batches,
-                lambda: job.stop.asked, beat, job.sharing, job.loggers.evaluated_samples,
+                job.sharing, lambda: job.stop.asked, beat, job.loggers.evaluated_samples,
             )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True
