@@ -95,6 +95,8 @@ class Run:
         except (ValueError, TypeError, RecursionError) as error:
             why = f" ({error})" if type(error) is ValueError else ""
             raise Refused(f"{path} is damaged{why}; repair it or remove the run with: train rm {self.name}") from None
+        if record["state"] == states.STOPPED and not record["stopped_by"]:
+            record["stopped_by"] = signals.USER  # of an earlier release: the keeper leaves it alone
         return record
 
     def read_config(self) -> dict[str, Any]:
