@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ class TensorBoard:
         except ImportError:
             say("warning: no TensorBoard events: the package tensorboard is not installed (--log.tensorboard false)")
             return
+        _silence_writer_thread()
         self._summary = Summary
         hidden_from = min([done + 1, *(line["step"] for line in recent)])
         try:
@@ -151,3 +153,15 @@ def _are_images(tensor: Tensor) -> bool:
         return False
     _, first, height, last = tensor.shape
     return (first in (1, 3) and min(height, last) >= 4) or (last in (1, 3) and min(first, height) >= 4)
+
+
+def _silence_writer_thread() -> None:
+    """Silence the traceback of TensorBoard's thread when the disk fails; `TensorBoard` warns in a line."""
+    otherwise = threading.excepthook
+
+    def hook(happened: threading.ExceptHookArgs) -> None:
+        of_tensorboard = type(happened.thread).__module__.startswith("tensorboard")
+        if not (of_tensorboard and issubclass(happened.exc_type, OSError)):
+            otherwise(happened)
+
+    threading.excepthook = hook
