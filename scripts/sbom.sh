@@ -13,8 +13,8 @@ load_settings
 image=$(docker inspect -f '{{.Config.Image}}' "$(scripts/station.sh id)" 2>/dev/null) || image=$(setting STATION_IMAGE trainstation:runtime)
 made=$(docker image inspect -f '{{.Id}} {{.Created}}' "$image" 2>/dev/null) || die "there is no image $image yet: make up"
 
-case ${1:-list} in
-    list)
+case ${1:-sbom} in
+    sbom)
         mkdir -p build
         # shellcheck disable=SC2086 # its two words
         docker run --rm --interactive --network none --entrypoint /usr/bin/python3 "$image" -I - "$image" $made \
@@ -33,5 +33,5 @@ case ${1:-list} in
         [ -z "$pending" ] || { printf '%s\n' "$pending" "Debian has mended these since $image was built: make rebuild ARGS=--no-cache"; exit 1; }
         echo "$image has every security update of Debian's"
         ;;
-    *) die "usage: scripts/sbom.sh [list|audit]" ;;
+    *) die "usage: scripts/sbom.sh [sbom|audit]" ;;
 esac

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The station from outside: up, down, shell, ssh, ssh-command, logs, url, status, rebuild, clean.
+# The station from outside: up, down, shell, ssh, ssh-command, logs, url, status, rebuild, clean-station.
 # `make up` and its siblings (docker/station.mk) call this; settings are in .env, explained in .env.example.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -275,7 +275,7 @@ case $command in
         say "runs"
         docker exec --user dev "$id" "$as_dev" train ls
         ;;
-    clean)
+    clean-station)
         find_station
         if [ -z "$id$(volumes)" ] || [ -n "$(other_checkout)" ]; then die "this checkout has no station"; fi
         if [ -n "$id" ]; then image=$(docker inspect -f '{{.Config.Image}}' "$id"); else image=$(setting STATION_IMAGE); fi
@@ -283,5 +283,5 @@ case $command in
         [ -z "$image" ] || drop_image "$image"
         say "removed: container, volumes (home folder, host keys), and the image where no other station uses it. Still here: runs, data, .env, .secrets"
         ;;
-    *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|status|clean" ;;
+    *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|status|clean-station" ;;
 esac
