@@ -4,15 +4,13 @@
 
 check_engine() {
     local answer version
-    command -v docker >/dev/null ||
-        die "no Docker here. make engine installs and starts it (Debian, Ubuntu, as root); make demo trains without one"
     answer=$(docker version --format '{{.Server.Version}}' 2>&1) || case $answer in
         *'permission denied'*) die "you may not use the Docker engine: sudo usermod -aG docker $(id -un 2>/dev/null || id -u), then log in again" ;;
         *) die "no Docker engine answers. make engine installs and starts one (Debian, Ubuntu, as root); make demo trains without one" ;;
     esac
-    version=$(docker compose version --short 2>/dev/null) || die "Docker's compose plugin is missing: make engine installs it, as root"
+    version=$(docker compose version --short 2>/dev/null) || version=none
     case ${version#v} in
-        1.* | 2.[0-9].* | 2.1[0-9].* | 2.2[0-3].*) die "docker compose $version is too old, 2.24 or newer is needed: make engine, as root" ;;
+        none | 1.* | 2.[0-9].* | 2.1[0-9].* | 2.2[0-3].*) die "docker compose 2.24 or newer is needed, and here is $version: make engine, as root" ;;
     esac
 }
 
@@ -40,13 +38,24 @@ more_files() {
     done
 }
 check_compose_files() {
-    local file output
+    local file
     while IFS= read -r file; do
         [ -f "$file" ] || die "COMPOSE_FILE names $file, which is not there"
         check_place COMPOSE_FILE "$file"
     done < <(more_files)
-    output=$(compose config --quiet 2>&1) || die "docker compose cannot read the settings: $(tail -n 1 <<<"$output")"
+    config=$(compose config --format json station 2>&1) || die "docker compose cannot read the settings: $(tail -n 1 <<<"$config")"
 }
+# Shared memory is taken from the machine's and is not given back under pressure: it gets half of it at most.
+check_shared_memory() {
+    local memory limit
+    memory=$(docker info -f '{{.MemTotal}}') limit=$(bytes_of mem_limit)
+    [ "${limit:-0}" = 0 ] || [ "$limit" -gt "$memory" ] || memory=$limit
+    [ "$(bytes_of shm_size)" -gt $((memory / 2)) ] || return 0
+    export SHM_SIZE=$((memory / 2097152))m
+    shm_lowered=yes # for remember_identity
+    say "SHM_SIZE is more than half of the memory ($((memory / 1048576)) MB): it becomes $SHM_SIZE, in .env"
+}
+bytes_of() { sed -nE "s/^ *\"$1\": \"([0-9]+)\",?$/\1/p" <<<"$config"; } # of the station, as compose reads them
 
 # check_place NAME PATH: what lies in a folder that is writable inside is dev's to replace, by a link to anywhere; the
 # engine follows it at each start, also where nobody asks make. docker-compose.yml lists those folders.
@@ -76,56 +85,18 @@ check_folder() {
 check_form() { # NAME DEFAULT PATTERN WHAT
     [[ $(setting "$1" "$2") =~ ^($3)$ ]] || die "$1=$(setting "$1" "$2"): it is $4"
 }
-megabytes() { # NAME DEFAULT
-    local value
-    value=$(setting "$1" "$2")
-    value=${value%[bB]}
-    case $value in *[gG]) echo $((${value%?} * 1024)) ;; *) echo "${value%?}" ;; esac
-}
-# Shared memory is taken from the machine's and is not given back under pressure: it gets half of it at most.
-check_limits() {
-    local memory shm most size='[1-9][0-9]{0,7}[gGmM][bB]?'
-    check_form MEMORY 0 "0|$size" "a size such as 64g"
-    check_form SHM_SIZE 16g "$size" "a size such as 16g"
-    check_form CPUS 0 '[0-9]{1,4}([.][0-9]{1,2})?' "a number of processors, such as 1.5"
-    check_form PIDS_LIMIT 32768 '[5-9][0-9]{2}|[1-9][0-9]{3,6}' "a number from 500 on"
-    read -r memory most < <(docker info -f '{{.MemTotal}} {{.NCPU}}')
-    memory=$((memory / 1048576))
-    [ "$(setting CPUS 0 | cut -d. -f1)" -le "$most" ] || die "CPUS=$(setting CPUS): this machine has $most"
-    if [ "$(setting MEMORY 0)" != 0 ]; then
-        [ "$(megabytes MEMORY 0)" -ge 1024 ] || die "MEMORY=$(setting MEMORY): it is 1g or more"
-        [ "$(megabytes MEMORY 0)" -ge "$memory" ] || memory=$(megabytes MEMORY 0)
-    fi
-    shm=$(megabytes SHM_SIZE 16g)
-    [ "$shm" -gt $((memory / 2)) ] || return 0
-    say "SHM_SIZE=$(setting SHM_SIZE 16g) is more than half of the memory ($memory MB): it becomes $((memory / 2))m, in .env"
-    export SHM_SIZE=$((memory / 2))m
-    shm_lowered=yes # for remember_identity
-}
-
 check_settings() {
-    local bind key data name network
+    local bind key data runs
     check_form GPUS all 'all|none|[1-9][0-9]*|([0-9]+,)+[0-9]*' "all, none, a count such as 2, or ids such as 0,1 (a single id: 2,)"
     bind=$(setting BIND_ADDRESS 127.0.0.1)
     if [ "$bind" != 0.0.0.0 ] && [ "$bind" != '[::]' ] && command -v ip >/dev/null; then
         [[ " $(ip -o addr show | awk '{ sub("/.*", "", $4); print ($3 == "inet6") ? "[" $4 "]" : $4 }' | tr '\n' ' ')" == *" $bind "* ]] ||
             die "BIND_ADDRESS=$bind is no address of this machine: 127.0.0.1 for this machine only, 0.0.0.0 for the network, IPv6 as in [::1]"
     fi
-    for name in JUPYTER_PORT SSH_PORT; do
-        [[ $(setting "$name" 2222) =~ ^[1-9][0-9]{0,4}$ && $(setting "$name" 2222) -le 65535 ]] || die "$name=$(setting "$name"): it is a port from 1 to 65535"
-    done
-    [ "$(setting JUPYTER_PORT 8888)" != "$(setting SSH_PORT 2222)" ] || die "JUPYTER_PORT and SSH_PORT are the same port"
     check_form PROTECT_CHECKOUT true 'true|false' "true or false"
     check_form STATION_EXPORTER on 'on|off' "on or off"
-    check_form MIN_FREE_MB 500 '[1-9][0-9]{0,8}' "a number of megabytes"
-    check_limits
-    if wants_monitoring; then
-        [ "$(setting STATION_EXPORTER on)" = on ] || die "COMPOSE_PROFILES=monitoring with STATION_EXPORTER=off: there would be nothing to see; leave one out"
-    fi
-    network=$(setting CLUSTER_NETWORK)
-    [ -n "$network" ] || [ -z "$(setting CLUSTER_ADDRESS)" ] || die "CLUSTER_ADDRESS without a network: set CLUSTER_NETWORK to the one that it is in (docs/clusters.md)"
-    [ -z "$network" ] || docker network inspect -- "$network" >/dev/null 2>&1 ||
-        die "CLUSTER_NETWORK=$network is no network of this engine: docker network ls lists them, docs/clusters.md says how one is made"
+    [ -n "$(setting CLUSTER_NETWORK)" ] || [ -z "$(setting CLUSTER_ADDRESS)" ] ||
+        die "CLUSTER_ADDRESS without a network: set CLUSTER_NETWORK to the one that it is in (docs/clusters.md)"
 
     data=$(expand "$(setting DATASETS_DIR ./datasets)")
     check_folder DATASETS_DIR "$data"
@@ -134,9 +105,7 @@ check_settings() {
     key=$(expand "$(setting SSH_PUBLIC_KEY)")
     if [ -n "$key" ]; then
         check_place SSH_PUBLIC_KEY "$key"
-        [ -r "$key" ] && [ -f "$key" ] || die "SSH_PUBLIC_KEY=$key cannot be read"
-        ! grep -q 'PRIVATE KEY' "$key" || die "SSH_PUBLIC_KEY=$key is a private key: name the file that ends in .pub"
-        [ -n "$(public_keys <"$key")" ] || die "SSH_PUBLIC_KEY=$key holds no public key"
+        [ -n "$(public_keys 2>/dev/null <"$key")" ] || die "SSH_PUBLIC_KEY=$key cannot be read, or holds no public key: name the file that ends in .pub"
     fi
     if [ -n "$(setting CA_BUNDLE)" ]; then
         check_place CA_BUNDLE "$(setting CA_BUNDLE)"
@@ -144,29 +113,11 @@ check_settings() {
     fi
     # Build arguments stay readable in the image's history.
     [[ ! $(setting PIP_INDEX_URL) =~ ://[^/]*@ ]] || die "PIP_INDEX_URL holds a password, which the image's history would show: use an index without one"
-    check_runs
-}
-check_runs() {
-    local runs free
     runs=$(expand "$(setting RUNS_DIR ./runs)")
     check_folder RUNS_DIR "$runs"
     check_place RUNS_DIR "$runs"
     [ ! -e "$runs" ] || [ -d "$runs" ] || die "RUNS_DIR=$runs is no folder"
-    [ -e "$runs" ] || runs=$(dirname "$runs")
-    [ -w "$runs" ] || die "$runs is read-only, or not writable for you: name another folder in RUNS_DIR, or sudo chown -R $(id -u):$(id -g) $runs"
-    free=$(disk_free "$runs")
-    [ "$free" -ge "$(setting MIN_FREE_MB 500)" ] ||
-        die "the disk with $runs has $free MB left, less than MIN_FREE_MB=$(setting MIN_FREE_MB 500): free some or lower it"
-    [ "$(disk_free .)" -gt 0 ] || die "the disk with $PWD is full: free some"
 }
-# Before a first build: it takes 6 GB for the image, as much while its layers are made, and the base.
-check_engine_disk() {
-    local folder
-    folder=$(docker info -f '{{.DockerRootDir}}' 2>/dev/null)
-    [ -z "$(docker image ls --quiet trainstation)" ] && [ -d "$folder" ] || return 0 # an engine elsewhere
-    [ "$(disk_free "$folder")" -ge 9000 ] || die "the engine's disk has $(disk_free "$folder") MB left, and building the image takes 9000: docker system df shows what may go"
-}
-disk_free() { df -Pm "$1" | awk 'NR == 2 {print $4}'; }
 # Succeeds where a container gets NVIDIA devices from this engine; else prints why not. It is the engine that counts,
 # not the machine: a GPU without NVIDIA's container toolkit is of no use in here. An empty image is enough to ask: with
 # devices at hand the engine comes as far as not finding the command.

@@ -18,7 +18,7 @@ die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 mode=""                        # gpu or cpu
 devices=""                     # the devices of a GPU station, as compose wants them: a list, which its file cannot hold
-id="" engine_options="" shm_lowered=""
+id="" engine_options="" config="" shm_lowered=""
 # Every file is named: compose would take others that lie in the checkout before these, and dev can put them there.
 compose_files() {
     printf docker-compose.yml
@@ -115,16 +115,10 @@ warn_of_interruption() {
     [ -z "$runs" ] || say "the station is made anew, for its image or settings have changed: runs are saved first, and the keeper resumes them: ${runs% }"
 }
 
-# Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.
 start() {
-    local output only=() try
+    local output only=()
     ! wants_monitoring || only=(station)
-    for try in 1 2; do
-        if output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1); then return; fi
-        [[ $try${#own_ports[@]} = 14 && $output =~ already\ allocated|already\ in\ use|ports\ are\ not\ available ]] || break
-        choose_ports "$JUPYTER_PORT"
-        remember_identity
-    done
+    output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1) && return
     take_back
     die "the engine did not start the station: $(tail -n 1 <<<"$output" | sed 's/^Error response from daemon: //')"
 }
@@ -149,6 +143,7 @@ up() { # [rebuild ARGUMENTS…]
     check_users
     check_settings
     check_compose_files
+    check_shared_memory
     other=$(other_checkout)
     [ -z "$other" ] || die "COMPOSE_PROJECT_NAME=$project is the name of the station of $other: take another, or leave it out"
     check_no_other
@@ -161,7 +156,7 @@ up() { # [rebuild ARGUMENTS…]
     choose_ports
     choose_host_name
     choose_mode
-    if find_image && [ $# = 0 ]; then needs_build=""; else check_engine_disk; needs_build=yes; fi
+    if find_image && [ $# = 0 ]; then needs_build=""; else needs_build=yes; fi
     make_missing_files
     remember_identity
     warn_of_credentials
