@@ -77,7 +77,7 @@ format: setup ## put the Python files in order
 	@$(PY) -m ruff format .
 
 .PHONY: lock
-lock: ## write requirements.lock; newer versions: make lock ARGS=--upgrade
+lock: setup ## write requirements.lock; newer versions: make lock ARGS=--upgrade
 	@scripts/lock.sh $(ARGS)
 
 .PHONY: clean

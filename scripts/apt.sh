@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the scripts that use the distribution's packages.
+# Sourced by the scripts that use the distribution's packages; they have say and die.
 
 # archive_of SUITE: the address of its main archive as this machine's apt knows it; nothing where it knows none.
 archive_of() {
@@ -8,16 +8,13 @@ archive_of() {
         awk -v suite="$1" '$1 == "Packages" && $3 == suite && $4 == "main" {print $2; exit}'
 }
 
-# apt_install PACKAGE…: waits for another apt's lock as apt itself can, and prints its output only where it fails.
+# apt_install PACKAGE…: waits for another apt's lock as apt itself can; what goes wrong apt says.
 apt_install() {
-    local log
-    log=$(mktemp)
-    if { apt-get update && DEBIAN_FRONTEND=noninteractive \
-        apt-get install -y --no-install-recommends -o DPkg::Lock::Timeout=300 "$@"; } >"$log" 2>&1 </dev/null; then
-        rm -f "$log"
-        return
-    fi
-    grep -E "^(E|dpkg): " "$log" >&2 || tail -n 5 "$log" >&2
-    rm -f "$log"
-    return 1
+    command -v apt-get >/dev/null || die "missing here: $*; install it with this system's package manager"
+    [ "$(id -u)" = 0 ] || die "missing here: $*; please run: sudo apt-get install -y $*"
+    say "installing $* with apt-get"
+    {
+        apt-get -qq update &&
+            DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends -o DPkg::Lock::Timeout=300 "$@"
+    } >/dev/null </dev/null || die "could not install $*, see above"
 }

@@ -7,24 +7,18 @@
 # lists. The mirror is the one this machine's own apt uses, or APT_MIRROR.
 set -euo pipefail
 
-readonly tag=${1:-trainstation-base:bookworm}
+readonly tag=trainstation-base:bookworm
 readonly keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 
 say() { printf 'base: %s\n' "$*"; }
 die() { printf 'base: %s\n' "$*" >&2; exit 1; }
 
 docker info >/dev/null 2>&1 || die "no Docker engine answers; to install and start one: make engine"
-if docker image inspect "$tag" >/dev/null 2>&1 && [ "${FORCE:-}" != 1 ]; then
-    say "$tag is there already (again: make base FORCE=1)"
-    exit 0
-fi
+! docker image inspect "$tag" >/dev/null 2>&1 || { say "$tag is there already (again: docker image rm $tag)"; exit; }
 [ "$(id -u)" = 0 ] || die "building a base image needs root: sudo make base"
 # shellcheck source=scripts/apt.sh
 . "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
-if ! command -v debootstrap >/dev/null || [ ! -e "$keyring" ]; then
-    command -v apt-get >/dev/null || die "debootstrap is missing and this is no Debian or Ubuntu"
-    apt_install debootstrap debian-archive-keyring || die "could not install debootstrap, see above"
-fi
+{ command -v debootstrap && [ -e "$keyring" ]; } >/dev/null || apt_install debootstrap debian-archive-keyring
 
 # As apt on this machine knows it; on Ubuntu there is none, and debootstrap's own default stands.
 mirror=${APT_MIRROR:-$(archive_of bookworm)}

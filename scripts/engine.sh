@@ -14,10 +14,9 @@ have_compose() { docker compose version >/dev/null 2>&1; }
 have_buildx() { docker buildx version >/dev/null 2>&1; }
 running() { docker info >/dev/null 2>&1; }
 
-if command -v docker >/dev/null && running && have_compose && have_buildx; then
-    say "Docker $(docker version --format '{{.Server.Version}}') with compose $(docker compose version --short) is running"
-    exit 0
-fi
+finish() { say "Docker $(docker version --format '{{.Server.Version}}') with compose $(docker compose version --short) is running"; exit; }
+
+! { running && have_compose && have_buildx; } || finish
 
 [ "$(id -u)" = 0 ] || die "no Docker engine with compose and buildx answers here; to install and start one: sudo make engine"
 command -v apt-get >/dev/null || die "this is no Debian or Ubuntu: install Docker Engine with its compose plugin (docs.docker.com/engine/install), then run this again"
@@ -26,10 +25,8 @@ command -v apt-get >/dev/null || die "this is no Debian or Ubuntu: install Docke
 
 # shellcheck source=scripts/apt.sh
 . "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
-install_packages() { apt_install "$@" || die "could not install $*, see above"; }
-log=$(mktemp)
 work=$(mktemp -d)
-trap 'rm -rf "$log" "$work"' EXIT
+trap 'rm -rf "$work"' EXIT
 chmod 755 "$work" # apt drops to its own user to download
 
 # Debian 12's docker-compose is version 1, which does not know the GPU reservations used here. Debian 13's
@@ -47,7 +44,7 @@ install_from_next_release() {
     (cd "$work/debs" && apt-get -qq "${options[@]}" download docker-compose docker-buildx) ||
         die "could not download docker-compose and docker-buildx, see above"
     # Their files stand where the old package's do; --force-overwrite lets version 2 take the place of version 1.
-    dpkg -i --force-overwrite "$work"/debs/*.deb >"$log" 2>&1 || { tail -n 5 "$log" >&2; die "dpkg refused docker-compose and docker-buildx, see above"; }
+    dpkg -i --force-overwrite "$work"/debs/*.deb >/dev/null || die "dpkg refused docker-compose and docker-buildx, see above"
 }
 
 if ! { command -v dockerd && have_compose && have_buildx; } >/dev/null; then
@@ -66,21 +63,21 @@ if ! command -v dockerd >/dev/null; then
         mkdir -p /etc/docker
         echo '{"exec-opts": ["native.cgroupdriver=cgroupfs"]}' >/etc/docker/daemon.json
     fi
-    install_packages "${needed[@]}" # which starts the engine
+    apt_install "${needed[@]}" # which starts the engine
 fi
 if ! have_compose || ! have_buildx; then
     if [ "${VERSION_CODENAME:-}" = bookworm ]; then
         install_from_next_release
     elif apt-cache show docker-compose-v2 >/dev/null 2>&1; then
-        install_packages docker-compose-v2 docker-buildx # Ubuntu's name
+        apt_install docker-compose-v2 docker-buildx # Ubuntu's name
     else
-        install_packages docker-compose docker-buildx
+        apt_install docker-compose docker-buildx
     fi
 fi
 
 if ! running; then
     if [ -d /run/systemd/system ]; then
-        systemctl enable --now docker >"$log" 2>&1 || { tail -n 3 "$log" >&2; die "systemctl could not start docker: journalctl -u docker"; }
+        systemctl enable --now docker || die "systemctl could not start docker: journalctl -u docker"
     else
         mountpoint -q /sys/fs/cgroup || cgroupfs-mount
         # No init system: the engine lives in a session of its own, so that it outlives this shell.
@@ -94,4 +91,4 @@ if ! running; then
     running || die "the engine did not start: $(grep -m1 -o 'failed to start daemon.*' /var/log/dockerd.log 2>/dev/null || echo 'see its log')"
 fi
 have_compose || die "docker compose is missing after the installation: which docker is first on PATH? ($(command -v docker))"
-say "Docker $(docker version --format '{{.Server.Version}}') with compose $(docker compose version --short) is running"
+finish

@@ -11,13 +11,7 @@ torchvision==0.22.1'
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-if [ ! -x .venv/bin/uv ]; then
-    python3 -m venv "$work/venv"
-    "$work/venv/bin/python" -m pip install -q uv
-    PATH=$work/venv/bin:$PATH
-else
-    PATH=$PWD/.venv/bin:$PATH
-fi
+PATH=$PWD/.venv/bin:$PATH
 
 # One index, the public one or its mirror: builds that only this machine knows must not get in.
 # shellcheck source=scripts/uv-like-pip.sh

@@ -20,22 +20,15 @@ quietly() {
     return 1
 }
 
-# install_missing PACKAGE…: what the system has to provide.
-install_missing() {
-    command -v tmux >/dev/null || set -- "$@" tmux
-    [ $# -gt 0 ] || return 0
-    command -v apt-get >/dev/null || die "$* is missing: install it with this system's package manager."
-    [ "$(id -u)" -eq 0 ] || die "missing on this system; please run: sudo apt-get install -y $*"
+need() { # need PACKAGE…: what the system has to provide
     # shellcheck source=scripts/apt.sh
     . scripts/apt.sh
-    quietly "installing $* with apt-get" apt_install "$@" || die "apt-get failed, see above."
+    apt_install "$@"
 }
+command -v tmux >/dev/null || need tmux
 
-if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
-    # The image's Python has everything; the mounted .venv, if any, belongs to the host.
-    install_missing
-    exit 0
-fi
+# The image's Python has everything; the mounted .venv, if any, belongs to the host.
+[ "${TRAINSTATION_IMAGE:-}" != 1 ] || exit 0
 
 # A link is somebody's choice, as for a second worktree: it stays, and so does what it leads to.
 if [ -L .venv ]; then
@@ -43,7 +36,6 @@ if [ -L .venv ]; then
     .venv/bin/python -c '' 2>/dev/null || die ".venv is a link to $place, where no environment is: make setup there, or rm .venv"
     cmp -s requirements.lock "$(cat .venv/.home 2>/dev/null)/requirements.lock" ||
         say ".venv is a link to $place, whose packages may not be those of requirements.lock here; make setup is for there."
-    install_missing
     exit 0
 fi
 
@@ -61,10 +53,7 @@ fi
 # The folder is part of the key: an environment that was moved has the old path in all of its scripts.
 key=$({ pwd; cat requirements.lock pyproject.toml scripts/setup.sh; } | sha256sum | cut -d' ' -f1)
 stamp=.venv/.setup
-if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && .venv/bin/python -c '' 2>/dev/null; then
-    install_missing
-    exit 0
-fi
+if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && .venv/bin/python -c '' 2>/dev/null; then exit 0; fi
 
 # --- a Python for whose version torch's locked wheels exist
 
@@ -86,22 +75,18 @@ find_python() {
 if ! find_python; then
     ! command -v python3 >/dev/null || die "Python 3.11 to 3.13 is needed, found $(python3 --version 2>&1 | head -n 1):" \
         "install one and name it, as in: make setup PYTHON=/path/to/python3.12"
-    install_missing python3 python3-venv
+    need python3 python3-venv
     find_python || die "no Python 3.11 to 3.13 after apt-get: install one and name it with PYTHON="
 fi
-if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-    install_missing
-else
-    install_missing "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
-fi
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    need "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
 
 # --- the environment
 
-if [ "$(cat "$stamp" 2>/dev/null)" = unfinished ]; then
-    say "an earlier setup was interrupted; starting afresh."
-    rm -rf .venv
-elif [ -e .venv ] && { [ "$(cat .venv/.home 2>/dev/null)" != "$PWD" ] || ! suitable .venv/bin/python >/dev/null; }; then
-    say "making .venv anew: this one was moved or its Python is gone."
+if [ -e .venv ] && {
+    [ "$(cat "$stamp" 2>/dev/null)" = unfinished ] || [ "$(cat .venv/.home 2>/dev/null)" != "$PWD" ] || ! suitable .venv/bin/python >/dev/null
+}; then
+    say "making .venv anew: its setup was interrupted, it was moved, or its Python is gone."
     rm -rf .venv
 fi
 started=$SECONDS

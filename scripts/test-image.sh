@@ -5,7 +5,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-die() { printf 'test-image: %s\n' "$*" >&2; exit 2; }
+say() { printf 'test-image: %s\n' "$*" >&2; }
+die() { say "$*"; exit 2; }
 
 scripts/engine.sh
 
@@ -13,14 +14,9 @@ missing=()
 command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
 command -v ssh >/dev/null || missing+=(openssh-client)
 command -v strace >/dev/null || missing+=(strace)
-if [ ${#missing[@]} -gt 0 ]; then
-    command -v apt-get >/dev/null || die "missing: ${missing[*]}"
-    [ "$(id -u)" = 0 ] || die "missing: ${missing[*]}; please run: sudo apt-get install -y ${missing[*]}"
-    echo "test-image: installing ${missing[*]}"
-    # shellcheck source=scripts/apt.sh
-    . scripts/apt.sh
-    apt_install "${missing[@]}" || die "could not install ${missing[*]}, see above"
-fi
+# shellcheck source=scripts/apt.sh
+. scripts/apt.sh
+[ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
 
 # The tests' own packages, apart from the project's: a browser driver and linters are nothing a run needs.
 env=.venv/image-tests
