@@ -4,13 +4,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
-    python=python3
-else
-    python=.venv/bin/python
-    [ -x "$python" ] || { echo "demo: no environment yet; run make demo." >&2; exit 2; }
-fi
-train() { "$python" -m train "$@"; }
+# shellcheck source=scripts/launching.sh
+. scripts/launching.sh
 
 runs=${TRAIN_RUNS:-runs}
 export TRAIN_RUNS=$runs
@@ -21,20 +16,20 @@ name=demo-$(date +%Y%m%d-%H%M%S)-$$ # another demo may start in the same second
 echo "Training digits as $name, two processes in tmux; Ctrl-C stops the watching, not the run."
 trap : INT # the run goes on, and so does this script, to see how things stand
 status=0
-train launch digits --name "$name" --nproc 2 --follow "$@" || status=$?
+"${train[@]}" launch digits --name "$name" --nproc 2 --follow "$@" || status=$?
 trap - INT
 
 if [ "$status" -ne 0 ]; then
     [ ! -d "$runs/$name" ] || echo "demo: the run did not finish (exit code $status)." >&2
     exit "$status"
 fi
-read -r state accuracy < <(train show "$name" --json | "$python" -c 'import json, sys
+read -r state accuracy < <("${train[@]}" show "$name" --json | "$python" -c 'import json, sys
 record = json.load(sys.stdin)
 print(record["state"], round((record.get("metrics") or {}).get("accuracy", 0), 4))')
 [ "$state" = finished ] || exit 0 # no longer watched; train has said how to come back to it
 
-train export "$name" --to "$runs/$name/model.safetensors" >/dev/null
-train plot "$name" --to "$runs/$name/plot.png" >/dev/null
+"${train[@]}" export "$name" --to "$runs/$name/model.safetensors" >/dev/null
+"${train[@]}" plot "$name" --to "$runs/$name/plot.png" >/dev/null
 checkpoints=("$runs/$name"/checkpoints/step-*) # their names sort by step
 
 activate=""

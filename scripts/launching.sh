@@ -1,5 +1,5 @@
-# shellcheck shell=bash disable=SC2034 # train: for those that source it
-# What run-single-node.sh and train-multinode.sh share; sourced by them in the checkout's folder.
+# shellcheck shell=bash disable=SC2034,SC2154 # train: for those that source it; torchrun: from them
+# What demo.sh, run-single-node.sh and train-multinode.sh share; sourced by them in the checkout's folder.
 
 refuse() {
     echo "$(basename "$0" .sh): $1" >&2
@@ -20,21 +20,10 @@ ranks_here() { # one a GPU, or 2 where there is none
     echo $((gpus > 0 ? gpus : 2))
 }
 
-# torchrun itself in a tmux session, each rank a `train run`.
-#
-#     torchrun_in_tmux TORCHRUN_OPTION… -- TASK [--name NAME] …
+# torchrun_in_tmux TASK [--name NAME] …: torchrun itself, with the options in $torchrun, each rank a `train run`.
 torchrun_in_tmux() {
-    local options=() name='' word previous='' session
-    while [ "$1" != -- ]; do
-        options+=("$1")
-        shift
-    done
-    shift
-    for word in "$@"; do
-        [ "$previous" != --name ] || name=$word
-        case $word in --name=*) name=${word#--name=} ;; esac
-        previous=$word
-    done
+    local name session
+    name=$(sed -nE 's/.* --name[ =]([^ ]+).*/\1/p' <<<" $*")
     if [ -z "$name" ]; then
         name=$(basename "$1" .py)-$(date +%Y%m%d-%H%M%S)
         set -- "$@" --name "$name"
@@ -44,7 +33,7 @@ torchrun_in_tmux() {
     # else an attempt reads what the one before has left in its store
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     tmux -f /dev/null -L "$session" new-session -d -s "$session" -x 160 -y 48 -- \
-        "$python" -m torch.distributed.run --max-restarts 3 "${options[@]}" -m train run "$@"
+        "$python" -m torch.distributed.run --max-restarts 3 "${torchrun[@]}" -m train run "$@"
     echo "torchrun has begun; its terminal: tmux -L $session attach; then train show $name, train stop $name" >&2
     echo "$name"
     exit 0

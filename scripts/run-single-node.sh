@@ -9,16 +9,16 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-torchrun=''
+# shellcheck source=scripts/launching.sh
+. scripts/launching.sh
+
+torchrun=()
 if [ "${1:-}" = --torchrun ]; then
-    torchrun=1
+    torchrun=(--standalone --nproc-per-node "$(ranks_here)")
     shift
 fi
 if [ $# -eq 0 ] || [ "${1#-}" != "$1" ]; then
-    echo "usage: scripts/run-single-node.sh [--torchrun] TASK [--name NAME] [--FIELD VALUE …]" >&2
-    exit 2
+    refuse "say what to train: [--torchrun] TASK [--name NAME] [--FIELD VALUE …]"
 fi
-# shellcheck source=scripts/launching.sh
-. scripts/launching.sh
-[ -z "$torchrun" ] || torchrun_in_tmux --standalone --nproc-per-node "$(ranks_here)" -- "$@"
+[ ${#torchrun[@]} = 0 ] || torchrun_in_tmux "$@"
 exec "${train[@]}" launch "$@" --nproc "$(ranks_here)" --follow

@@ -71,7 +71,7 @@ fi
 nproc=${nproc:-$(ranks_here)}
 if [ -n "$torchrun" ]; then
     [ -z "$min" ] || refuse "--min is for train launch; torchrun starts all hosts, or none"
-    torchrun_in_tmux --nnodes "$count" --node-rank "$rank" --master-addr "${list[0]}" --master-port "$port" \
-        --nproc-per-node "$nproc" -- "${rest[@]}"
+    torchrun=(--nnodes "$count" --node-rank "$rank" --master-addr "${list[0]}" --master-port "$port" --nproc-per-node "$nproc")
+    torchrun_in_tmux "${rest[@]}"
 fi
 exec "${train[@]}" launch ${rest[@]+"${rest[@]}"} --nproc "$nproc" "${cluster[@]}"
