@@ -118,6 +118,14 @@ check_settings() {
     check_place RUNS_DIR "$runs"
     [ ! -e "$runs" ] || [ -d "$runs" ] || die "RUNS_DIR=$runs is no folder"
 }
+# Before a first build: it takes 6 GB for the image, as much while its layers are made, and the base.
+check_engine_disk() {
+    local folder
+    folder=$(docker info -f '{{.DockerRootDir}}' 2>/dev/null)
+    [ -z "$(docker image ls --quiet trainstation)" ] && [ -d "$folder" ] || return 0 # an engine elsewhere
+    [ "$(disk_free "$folder")" -ge 9000 ] || die "the engine's disk has $(disk_free "$folder") MB left, and building the image takes 9000: docker system df shows what may go"
+}
+disk_free() { df -Pm "$1" | awk 'NR == 2 {print $4}'; }
 # Succeeds where a container gets NVIDIA devices from this engine; else prints why not. It is the engine that counts,
 # not the machine: a GPU without NVIDIA's container toolkit is of no use in here. An empty image is enough to ask: with
 # devices at hand the engine comes as far as not finding the command.

@@ -92,17 +92,17 @@ who_has() {
 }
 own_ports=() # those that no person has set, for .env
 
-# Sets JUPYTER_PORT and SSH_PORT. What a person has set is taken or refused. Else they are 8888 and 2222, or, where one of
-# these is taken, a pair that follows from the station's name.
+# choose_ports [TAKEN]: sets JUPYTER_PORT and SSH_PORT. What a person has set is taken or refused. Else they are 8888 and 2222, or,
+# where one of these is taken, a pair that follows from the station's name.
 choose_ports() {
-    local taken="" jupyter="" ssh="" port usual pair
+    local taken=${1:-} jupyter="" ssh="" port usual pair
     if [ -z "$copied_from" ]; then jupyter=$(setting JUPYTER_PORT) ssh=$(setting SSH_PORT); fi
     for port in JUPYTER_PORT=$jupyter SSH_PORT=$ssh; do
         [ -z "${port#*=}" ] || ! busy "${port#*=}" ||
             die "port ${port#*=} is taken on $(reachable "$(setting BIND_ADDRESS 127.0.0.1)") by $(who_has "${port#*=}"): stop it, or set ${port%=*} in .env to a free one"
     done
     usual="${jupyter:-8888} ${ssh:-2222}"
-    for port in $usual; do ! busy "$port" || taken=$port; done
+    for port in $usual; do [ -n "$taken" ] || ! busy "$port" || taken=$port; done
     if [ -n "$taken" ]; then
         pair=$((20000 + 2 * (16#$(printf '%s' "$project" | checksum 6) % 5000)))
         usual="${jupyter:-$pair} ${ssh:-$((pair + 1))}"

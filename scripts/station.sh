@@ -115,10 +115,16 @@ warn_of_interruption() {
     [ -z "$runs" ] || say "the station is made anew, for its image or settings have changed: runs are saved first, and the keeper resumes them: ${runs% }"
 }
 
+# Once more with other ports where these turned out to be taken: by another make up at this moment, or out of sight.
 start() {
-    local output only=()
+    local output only=() try
     ! wants_monitoring || only=(station)
-    output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1) && return
+    for try in 1 2; do
+        if output=$(compose up --detach --no-build --remove-orphans ${only[@]+"${only[@]}"} 2>&1); then return; fi
+        [[ $try${#own_ports[@]} = 14 && $output =~ already\ allocated|already\ in\ use|ports\ are\ not\ available ]] || break
+        choose_ports "$JUPYTER_PORT"
+        remember_identity
+    done
     take_back
     die "the engine did not start the station: $(tail -n 1 <<<"$output" | sed 's/^Error response from daemon: //')"
 }
@@ -156,7 +162,7 @@ up() { # [rebuild ARGUMENTS…]
     choose_ports
     choose_host_name
     choose_mode
-    if find_image && [ $# = 0 ]; then needs_build=""; else needs_build=yes; fi
+    if find_image && [ $# = 0 ]; then needs_build=""; else check_engine_disk; needs_build=yes; fi
     make_missing_files
     remember_identity
     warn_of_credentials

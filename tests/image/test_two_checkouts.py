@@ -297,15 +297,19 @@ def test_what_docker_compose_alone_began_is_named(checkout: Callable[..., Checko
 
 
 def test_two_make_up_at_once(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
-    """The second one waits and finds the station up."""
-    one = checkout(tmp_path / "one")
+    """In one checkout the second waits and finds the station up; in two each gets ports of its own."""
+    one, other = checkout(tmp_path / "one"), checkout(tmp_path / "other")
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    begun = [subprocess.Popen(["make", "-s", "up"], cwd=one.folder, env=one.env, **options) for _ in range(2)]
+    begun = [
+        subprocess.Popen(["make", "-s", "up"], cwd=who.folder, env=who.env, **options) for who in (one, one, other)
+    ]
     printed = [process.communicate(timeout=900)[0] for process in begun]
-    assert [process.returncode for process in begun] == [0, 0], printed
+    assert [process.returncode for process in begun] == [0, 0, 0], printed
+    apart(one, other)
     label = f"label=com.docker.compose.project={one.setting('COMPOSE_PROJECT_NAME')}"
     assert run("docker", "ps", "--all", "--quiet", "--filter", label).stdout.count("\n") == 1
-    one.make("clean-station")
+    for who in (one, other):
+        who.make("clean-station")
 
 
 def test_a_checkout_at_another_revision_has_an_image_of_its_own(
