@@ -113,13 +113,13 @@ class Watch:
         if self.counted == LAST:
             torch.cuda.set_sync_debug_mode("default")
 
-    def prepared(self, batch: Any, *rest: Any) -> Any:
+    def prepared(self, batch: Any, *rest: Any, **settings: Any) -> Any:
         """In the place of the loader's function of this name, which takes batches to the device."""
         for tensor in batch:
             if isinstance(tensor, Tensor):
                 self.host += tensor.device.type == "cpu"
                 self.pinned += self._is_gpu and tensor.is_pinned()
-        return _PREPARED(batch, *rest)
+        return _PREPARED(batch, *rest, **settings)
 
     def problem(self) -> str:
         """What does not hold, in a line; '' if all does."""

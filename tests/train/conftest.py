@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -25,6 +26,9 @@ from train.run import states
 from train.run.run_folder import Run
 
 pytest.register_assert_rewrite("tests.train.training")
+# how long it takes to think of an example says how busy the machine is
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 PATIENCE = 240
 """Seconds after which a command that should have ended counts as hanging. Never a measure of speed."""
