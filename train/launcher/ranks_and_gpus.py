@@ -56,35 +56,19 @@ def choose(launch: LaunchRequest) -> tuple[int, str | None]:
         run = Run(Path(launch.runs) / launch.name)
         record, before = run.read(), environment.read(run.folder)
         saved = before.values.get(VISIBLE) if before is not None else None
-        is_given = launch.gpus is not None
-        see(again(is_given, launch.visible, saved, record.get("gpus"), os.environ.get(VISIBLE)))
-        if nproc is None and not is_given:
+        # whoever resumes has the last word: by --gpus, whose ids count among those that they see themselves, or by the
+        # variable, where it is another one than the run was started with. Else it is as before
+        if launch.gpus is not None or (launch.visible is not None and launch.visible != saved):
+            see(launch.visible)
+        else:
+            see(record.get("gpus") or os.environ.get(VISIBLE))
+        if nproc is None and launch.gpus is None:
             nproc = str(record.get("nproc") or record["world_size"])
     is_on_cpu = launch.request.get("flags", {}).get("device") == "cpu"
     ranks, visible = count_ranks(nproc, launch.gpus, is_on_cpu)
     if visible is not None:
         see(visible)
     return ranks, os.environ.get(VISIBLE)
-
-
-def again(asked: bool, caller: str | None, saved: str | None, recorded: str | None, current: str | None) -> str | None:
-    """What CUDA_VISIBLE_DEVICES a resume begins with; None: not set.
-
-    Whoever resumes has the last word: by --gpus, whose ids count among those that they see themselves, or by the
-    variable, where it is another one than the run was started with. Else it is as before.
-
-    Args:
-        asked: whether --gpus is given.
-        caller: the variable where the resume was typed; None: not set there, or the keeper resumes.
-        saved: the same when the run was started.
-        recorded: what --gpus chose then, or None.
-        current: the variable in the environment that was put together for this resume.
-    """
-    if asked:
-        return caller
-    if caller is not None and caller != saved:
-        return caller
-    return recorded if recorded else current
 
 
 def see(visible: str | None) -> None:

@@ -14,7 +14,7 @@ from train import config, gpus
 from train.errors import Refused
 from train.gpus import Card
 from train.launcher import create_run
-from train.launcher.ranks_and_gpus import again, choose, count_ranks, see
+from train.launcher.ranks_and_gpus import choose, count_ranks, see
 from train.launcher.request import LaunchRequest
 from train.parallel.devices import pick_device, take_device
 from train.run import environment, folders
@@ -64,40 +64,37 @@ def test_ids_count_among_those_that_are_visible(monkeypatch: pytest.MonkeyPatch)
 
 
 ROWS = {
-    "nothing was or is chosen": ((False, None, None, None, None), None),
-    "by the variable at its start, which is put back": ((False, None, "2", None, "2"), "2"),
-    "by --gpus at its start": ((False, None, None, "1,2", None), "1,2"),
-    "by --gpus among those of the variable": ((False, None, "3,4", "4", "3,4"), "4"),
-    "the same variable in this shell changes nothing": ((False, "3,4", "3,4", "4", "3,4"), "4"),
-    "another variable in this shell is what is wanted now": ((False, "0", "3,4", "4", "0"), "0"),
-    "a variable in this shell, and none at its start": ((False, "0", None, "1,2", "0"), "0"),
-    "--gpus counts among those of this shell": ((True, None, "3,4", "4", "3,4"), None),
-    "--gpus beside the variable": ((True, "0,1", "3,4", "4", "0,1"), "0,1"),
+    "nothing was or is chosen": (None, None, None, None, None),
+    "by the variable at its start, which is put back": (None, None, "2", None, "2"),
+    "by --gpus at its start": (None, None, None, "1,2", "1,2"),
+    "by --gpus among those of the variable": (None, None, "3,4", "4", "4"),
+    "the same variable in this shell changes nothing": (None, "3,4", "3,4", "4", "4"),
+    "another variable in this shell is what is wanted now": (None, "0,1", "3,4", "4", "0,1"),
+    "a variable in this shell, and none at its start": (None, "0", None, "1,2", "0"),
+    "--gpus counts among those of this shell": ("1,", None, "3,4", "4", "1"),
+    "--gpus beside the variable": ("1,", "2,0", "3,4", "4", "0"),
 }
 
 
-@pytest.mark.parametrize(("given", "seen"), ROWS.values(), ids=ROWS)
-def test_what_a_resume_sees(
-    given: tuple[bool, str | None, str | None, str | None, str | None], seen: str | None
-) -> None:
-    assert again(*given) == seen
-
-
-@pytest.mark.parametrize(
-    ("typed_with", "by_keeper", "seen"),
-    [(None, False, "4"), ("3,4", False, "4"), ("0,1", False, "0,1"), (None, True, "4")],
-    ids=["no variable", "that of the start", "another one", "by the keeper"],
-)
+@pytest.mark.parametrize(("asked", "typed_with", "saved", "recorded", "seen"), ROWS.values(), ids=ROWS)
 def test_a_resume_sees_what_its_run_folder_and_its_caller_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed_with: str | None, by_keeper: bool, seen: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str | None,
+    typed_with: str | None,
+    saved: str | None,
+    recorded: str | None,
+    seen: str | None,
 ) -> None:
-    """Launched with CUDA_VISIBLE_DEVICES=3,4 and --gpus 1, (the second of these)."""
-    kept = environment.to_json(environment.keep({"CUDA_VISIBLE_DEVICES": "3,4"}))
-    folders.create(tmp_path, "a", {environment.FILE: kept}, {"world_size": 1, "gpus": "4"})
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", typed_with or "3,4")  # laid over, or put back
-    launch = LaunchRequest("resume", str(tmp_path), "a", visible=typed_with, by_keeper=by_keeper)
+    """Of a run that was launched with this CUDA_VISIBLE_DEVICES, and of which --gpus chose these."""
+    kept = environment.to_json(environment.keep({"CUDA_VISIBLE_DEVICES": saved} if saved else {}))
+    folders.create(tmp_path, "a", {environment.FILE: kept}, {"world_size": 1, "gpus": recorded})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", typed_with or saved or "")  # laid over, or put back
+    if not (typed_with or saved):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    launch = LaunchRequest("resume", str(tmp_path), "a", gpus=asked, visible=typed_with)
     assert choose(launch) == (1, seen)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
 
 def test_other_ranks_go_on_with_the_gpus_that_the_run_was_given(
