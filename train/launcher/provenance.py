@@ -114,14 +114,7 @@ def versions(found: Sequence[gpus.Card] = ()) -> dict[str, str]:
 
 def git_revision() -> str | None:
     """The commit of the current folder, and whether files differ from it; None: it is in no checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10).strip() or None
+    return None
