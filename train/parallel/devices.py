@@ -83,15 +83,11 @@ def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bo
     """
     for name in architectures:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
-        if match is None:
-            continue
-        built_for = (int(match[2]), int(match[3]))
-        if built_for == capability:
-            return True
-        if match[4] or built_for > capability:
-            continue
-        if match[1] == "compute" or built_for[0] == capability[0]:
-            return True
+        if match is not None:
+            built_for = (int(match[2]), int(match[3]))
+            is_taken_by_newer = not match[4] and (match[1] == "compute" or built_for[0] == capability[0])
+            if built_for == capability or (is_taken_by_newer and built_for < capability):
+                return True
     return False
 
 
