@@ -125,10 +125,7 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
         for folder in ("logs", "checkpoints"):
             (staging / folder).mkdir()
         for file, content in files.items():
-            mode = 0o600 if file in durable.PRIVATE else 0o666
-            fd = os.open(staging / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with os.fdopen(fd, "wb") as opened:
-                opened.write(content.encode() if isinstance(content, str) else content)
+            write_atomically(staging / file, content, durable=False)
         with (staging / "lock").open("w") as lock:  # while nothing is there yet
             durable.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, runs)
         base: dict[str, Any] = {
