@@ -51,17 +51,14 @@ def mark(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> 
         folder: the run folder, which may not exist yet.
         files: where its files lie now, if not there.
     """
-    station, digest = station_id(make=True), None
-    with contextlib.suppress(OSError):
-        digest = _digest(folder, record, files or folder)
+    station = station_id(make=True)
+    digest = _digest(folder, record, files or folder)
     return {STATION: station if digest else None, DIGEST: digest}
 
 
 def has_started(folder: Path, record: Mapping[str, Any]) -> bool:
     """Whether this station has started the run, and it is still the same run in the same folder."""
-    given, digest = record.get(DIGEST), None
-    with contextlib.suppress(OSError):
-        digest = _digest(folder, record, folder)
+    given, digest = record.get(DIGEST), _digest(folder, record, folder)
     return digest is not None and isinstance(given, str) and given.isascii() and hmac.compare_digest(given, digest)
 
 
@@ -86,14 +83,17 @@ def keeper_seen() -> float | None:
 
 
 def _digest(folder: Path, record: Mapping[str, Any], files: Path) -> str | None:
-    """The digest of a run by the key; None: there is no key. Raises OSError: a file of the run cannot be read."""
+    """The digest of a run by the key; None: there is no key, or a file of the run cannot be read."""
     key = _key()
     if key is None:
         return None
     fields = {name: record.get(name) for name in _FIELDS}
-    present = [name for name in _FILES if (files / name).exists()]
-    content = {name: hashlib.sha256(durable.read_bytes(files / name)).hexdigest() for name in present}
-    message = json.dumps([folder.name, str(folder.resolve()), fields, content], sort_keys=True)
+    try:
+        present = [name for name in _FILES if (files / name).exists()]
+        content = {name: hashlib.sha256(durable.read_bytes(files / name)).hexdigest() for name in present}
+        message = json.dumps([folder.name, str(folder.resolve()), fields, content], sort_keys=True)
+    except OSError:
+        return None
     return hmac.new(key, message.encode(), "sha256").hexdigest()
 
 
