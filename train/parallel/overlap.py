@@ -85,11 +85,9 @@ class _Bucket:
 
 def view_as(flat: Tensor, like: Tensor) -> Tensor:
     """A flat tensor with another one's shape and memory layout, which a fused optimizer's kernel asks for."""
-    return (
-        flat.as_strided(like.shape, like.stride(), flat.storage_offset())
-        if _is_channels_last(like)
-        else flat.view(like.shape)
-    )
+    if _is_channels_last(like):
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+    return flat.view(like.shape)
 
 
 def flatten_as(tensor: Tensor, like: Tensor) -> Tensor:
