@@ -15,6 +15,8 @@ from train.run.record import Record
 from train.run.run_folder import Run
 from train.supervise import attempts, decide
 
+KEEPER_TRIES = 3
+"""Resumes by the keeper in a row, without a new checkpoint, after which a run is failed."""
 _PATIENCE = 15.0
 """Seconds of waiting for a script to stop after which the way to end it is shown."""
 
@@ -70,6 +72,15 @@ def count_of(run: Run, record: Record) -> dict[str, int]:
     before = counted["times"] if counted["step"] == saved and not _ran_well(run, record) else 0
     is_death = record["state"] != states.STOPPED and not _has_only_waited(record, counted.get("attempts", 0))
     return {"step": saved, "times": before + is_death, "attempts": len(record["attempts"])}
+
+
+def why_given_up(record: Record, count: dict[str, int]) -> str:
+    """Why the keeper resumes a run no more, by its count for it; '' where it does."""
+    if count["times"] <= KEEPER_TRIES:
+        return ""
+    if record.get("script"):
+        return f"interrupted {KEEPER_TRIES} times in a row before it had run {decide.healthy_minutes(record):g} minutes"
+    return f"interrupted {KEEPER_TRIES} times in a row without a new checkpoint after step {count['step']}"
 
 
 def _has_only_waited(record: Record, attempts: int) -> bool:

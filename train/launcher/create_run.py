@@ -20,8 +20,7 @@ from train.launcher.tmux import session_of
 from train.run import durable, environment, folders, states, station
 from train.run.record import Record
 from train.run.run_folder import Lock, Run
-from train.supervise import address
-from train.supervise.attempts import MAX_RESTARTS
+from train.supervise import address, attempts
 from train.supervise.decide import CODES
 from train.supervise.forks import CHECKS, RANKS, SCRIPT, Zygote, acquire
 
@@ -80,7 +79,7 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)
     listening = _listen(launch.cluster)
-    restarts = MAX_RESTARTS if launch.max_restarts is None else launch.max_restarts
+    restarts = attempts.MAX_RESTARTS if launch.max_restarts is None else launch.max_restarts
     record = checked.record | _placement(launch, checked, _cluster_of(launch, None))
     record |= {"submission": launch.submission, "max_restarts": restarts}
     files = checked.files | {environment.FILE: environment.to_json(saved)}
@@ -95,8 +94,7 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
 
 def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.SavedEnvironment) -> OpenedRun:
     record = run.read()
-    if launch.by_keeper:
-        _check_still_wanted(run, record)
+    kept = _check_still_wanted(run, record) if launch.by_keeper else None
     if record.get("cwd") and Path(record["cwd"]).is_dir():
         os.chdir(record["cwd"])
     zygote, checked = check_in_fork(launch, bool(record.get("script")))
@@ -105,7 +103,7 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     cluster = _cluster_of(launch, record)
     listening = _listen(cluster)
     changes = checked.record | _placement(launch, checked, cluster)
-    changes["kept"] = control.count_of(run, record) if launch.by_keeper else None
+    changes["kept"] = kept
     if launch.max_restarts is not None:
         changes["max_restarts"] = launch.max_restarts
     # the process ids are those of the attempt before
@@ -209,8 +207,11 @@ def _placement(launch: LaunchRequest, checked: CheckedLaunch, cluster: Mapping[s
     }
 
 
-def _check_still_wanted(run: Run, record: Record) -> None:
-    """What the keeper saw may have changed until the lock was held: stopped by its user, resumed and finished."""
+def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
+    """What the keeper saw may have changed until the lock was held: stopped by its user, resumed and finished.
+
+    Returns the keeper's count; a run that it has resumed often enough fails here.
+    """
     if record.get("submitted"):
         raise Refused(f"{run.name} was handed to an engine, which starts it; its user goes on with: train resume")
     if record["state"] in (states.FINISHED, states.FAILED):
@@ -219,6 +220,11 @@ def _check_still_wanted(run: Run, record: Record) -> None:
         raise Refused(f"{run.name} was stopped by its user")
     if not station.has_started(run.folder, record):
         raise Refused(f"{run.name} is not known as started here; its user goes on with: train resume {run.name}")
+    count = control.count_of(run, record)
+    if reason := control.why_given_up(record, count):
+        attempts.rest(run, states.FAILED, reason)
+        raise Refused(f"{reason}; not resumed any more")
+    return count
 
 
 def _outlive_terminal() -> None:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from train import hashing, screen
@@ -21,14 +21,11 @@ from train.errors import EXIT_FINISHED, Refused, one_line
 from train.launcher import control, tmux
 from train.launcher.request import LaunchRequest
 from train.run import folders, run_folder, states, station
-from train.run.record import Record
 from train.run.run_folder import Run
-from train.supervise import attempts, decide, forks
+from train.supervise import forks
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
-TIMES = 3
-"""Resumes in a row without a new checkpoint after which a run is failed."""
 LONGEST_WAIT = 300.0
 """A run that is refused, for example because its data is not there, is tried again after 2, 4, 8 … seconds, at most
 after so many."""
@@ -62,6 +59,18 @@ class _Lender:
             forks.end(self._process)
 
 
+class _Care:
+    """What is done for one run, and when it may be tried again."""
+
+    def __init__(self) -> None:
+        self.thread = threading.Thread()
+        self.again_at, self.pause = 0.0, LOOK_EVERY
+
+    def put_off(self) -> None:
+        self.again_at = time.monotonic() + self.pause
+        self.pause = min(2 * self.pause, LONGEST_WAIT)
+
+
 class _Log:
     """Says each thing about a run once, and again only when it has changed."""
 
@@ -88,104 +97,66 @@ def keep(runs: Path, once: bool) -> int:
         screen.say(f"{run_folder.now()} warning: {problem}; TRAIN_STATE names another")
     if not once:
         screen.say(f"{run_folder.now()} keeping the runs in {runs}")
+    sign_of_life = station.touch_keeper if not once else (lambda: None)
     # each in a thread of its own: a run whose data set hangs while it is checked delays no other
-    busy: dict[Path, threading.Thread] = {}
-    waits: dict[Path, _Wait] = {}
+    cares: dict[Path, _Care] = {}
     held = _Lender()
     while not ended.is_set():
-        if not once:
-            station.touch_keeper()
+        sign_of_life()
         for run in folders.every_here(runs):
-            at = run.folder
-            wait = waits.setdefault(at, _Wait())
-            if wait.is_over() and not (at in busy and busy[at].is_alive()):
-                busy[at] = threading.Thread(target=_look_after, args=(run, tell, ended, wait), daemon=True)
-                busy[at].start()
-                busy[at].join(0.1)  # most need nothing
-                if not once:  # many that do need something take long
-                    station.touch_keeper()
+            care = cares.setdefault(run.folder, _Care())
+            if time.monotonic() >= care.again_at and not care.thread.is_alive():
+                care.thread = threading.Thread(target=_look_after, args=(run, tell, ended, care), daemon=True)
+                care.thread.start()
+                care.thread.join(0.1)  # most need nothing
+                sign_of_life()  # many that do need something take long
         if once:
             break
         held.keep()
         ended.wait(LOOK_EVERY)
-    _join(busy.values(), not once)
+    _join([care.thread for care in cares.values()], sign_of_life)
     if not once or ended.is_set():
-        _stop_all(runs, tell, not once)
+        _stop_all(runs, tell, sign_of_life)
     held.end()
     if not once:
         station.keeper_ends()
     return EXIT_FINISHED
 
 
-def _join(threads: Iterable[threading.Thread], signs: bool) -> None:
-    """Wait for threads; meanwhile, with `signs`, give the keeper's sign of life."""
+def _join(threads: Iterable[threading.Thread], sign_of_life: Callable[[], None]) -> None:
     for thread in threads:
         while thread.is_alive():
             thread.join(LOOK_EVERY)
-            if signs:
-                station.touch_keeper()
+            sign_of_life()
 
 
-class _Wait:
-    """When a run may be tried again."""
-
-    def __init__(self) -> None:
-        self._until, self._seconds = 0.0, LOOK_EVERY
-
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._until
-
-    def begin(self) -> None:
-        self._until = time.monotonic() + self._seconds
-        self._seconds = min(2 * self._seconds, LONGEST_WAIT)
-
-    def reset(self) -> None:
-        self._seconds = LOOK_EVERY
-
-
-def _look_after(run: Run, tell: _Log, ended: threading.Event, wait: _Wait) -> None:
+def _look_after(run: Run, tell: _Log, ended: threading.Event, care: _Care) -> None:
     """Resume a run if it needs it. Nothing that is wrong with one run concerns the others."""
     try:
         with _at_once:
             _resume_if_interrupted(run, tell, ended)
-        wait.reset()
+        care.pause = LOOK_EVERY
     except tmux.Cancelled:
         tell(run, "not resumed, for the keeper is stopping; the next one resumes it")
     except Refused as error:
-        wait.begin()
+        care.put_off()
         tell(run, f"cannot be resumed: {error}")
     except Exception as error:
-        wait.begin()
+        care.put_off()
         tell(run, f"cannot be looked after: {one_line(error) or type(error).__name__}")
 
 
 def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None:
     record = run.read()
     # between its creation and its first attempt a run has no process for a moment
-    is_stillborn = record["state"] == states.CREATED and not run.alive() and age(run, record) > 30
-    is_stillborn &= not control.is_kept_elsewhere(record)
+    is_stillborn = record["state"] == states.CREATED and not run.alive() and not control.is_kept_elsewhere(record)
+    is_stillborn &= time.time() - (run.folder / "run.json").stat().st_mtime > 30
     is_wanted = (station.has_started(run.folder, record) or None) if is_stillborn else control.resumable(run)
     if is_wanted is None:
         tell(run, f"left alone, for it is not known as started here; to go on with it: train resume {run.name}")
     if ended.is_set() or not is_wanted:
         return
     count = control.count_of(run, run.read())
-    if count["times"] > TIMES:
-        lock = run.acquire()
-        if lock is None:
-            return
-        try:
-            record = run.read()  # it may have been resumed since
-            if record["state"] in (states.RUNNING, states.CREATED) and control.count_of(run, record)["times"] > TIMES:
-                reason = f"interrupted {TIMES} times in a row without a new checkpoint after step {count['step']}"
-                if record.get("script"):
-                    minutes = decide.healthy_minutes(record)
-                    reason = f"interrupted {TIMES} times in a row before it had run {minutes:g} minutes"
-                attempts.rest(run, states.FAILED, reason)
-                tell(run, f"{reason}; not resumed any more")
-        finally:
-            lock.release()
-        return
     launch = LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
     for line in tmux.start(launch, ended.is_set):
         tell(run, f"warning: {line}")
@@ -193,13 +164,7 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
     tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")
 
 
-def age(run: Run, record: Record) -> float:
-    """Seconds since a run was created; by its file, where the record was damaged."""
-    created = run_folder.seconds_of(record.get("created"))
-    return time.time() - ((run.folder / "run.json").stat().st_mtime if created is None else created)
-
-
-def _stop_all(runs: Path, tell: _Log, signs: bool) -> None:
+def _stop_all(runs: Path, tell: _Log, sign_of_life: Callable[[], None]) -> None:
     """Stop the live runs of this station, all at once, and wait until they have saved."""
     own, here = station.station_id(), socket.gethostname()
 
@@ -222,4 +187,4 @@ def _stop_all(runs: Path, tell: _Log, signs: bool) -> None:
     waiting = [threading.Thread(target=stop, args=(run,)) for run in folders.every_here(runs)]
     for thread in waiting:
         thread.start()
-    _join(waiting, signs)
+    _join(waiting, sign_of_life)

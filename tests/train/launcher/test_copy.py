@@ -69,8 +69,9 @@ def test_a_keeper_lets_the_copy_of_a_living_run_and_runs_of_other_stations_be(st
         station.wait_for_step(name, 1)
     shutil.copytree(station.runs / "mine", station.runs / "copied")
     assert station.run("copied").state() == "copy"
-    begun_elsewhere = {"world_size": 1, "created": "2026-01-01T00:00:00+00:00"}
-    folders.create(station.runs, "unborn", {}, begun_elsewhere).update(station_digest=None)
+    unborn = folders.create(station.runs, "unborn", {}, {"world_size": 1})
+    unborn.update(station_digest=None)
+    os.utime(unborn.folder / "run.json", (1, 1))  # long ago
     keeper = station.start("keeper")
     assert "keeping the runs" in keeper.stdout.readline()
     first = "".join(keeper.stdout.readline() for _ in range(2))

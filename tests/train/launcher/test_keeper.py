@@ -17,7 +17,6 @@ from tests.train.conftest import PATIENCE, Station
 from tests.waiting import eventually
 from train.errors import Refused
 from train.launcher import agent, control, tmux
-from train.launcher.keeper import age
 from train.launcher.request import LaunchRequest
 from train.run import folders, run_folder, states
 from train.supervise import forks
@@ -150,8 +149,8 @@ def test_a_run_that_is_interrupted_again_and_again_without_progress_is_failed(
 
 
 def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station: Station) -> None:
-    record = {"submitted": {"engine": "slurm", "at": None}, "created": "2026-01-01T00:00:00+00:00"}
-    run = folders.create(station.runs, "queued", {}, record)
+    run = folders.create(station.runs, "queued", {}, {"submitted": {"engine": "slurm", "at": None}})
+    os.utime(run.folder / "run.json", (1, 1))  # long ago
     before = run.read()
     assert station.ok("keeper", "--once").stderr == ""
     with pytest.raises(Refused, match="handed to an engine"):
@@ -205,9 +204,6 @@ def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
 @pytest.mark.parametrize("damaged", ["yesterday", "2026-01-01T00:00:00"])
 def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path, damaged: Any) -> None:
     run = folders.create(tmp_path, "a", {}, {"world_size": 1})
-    made = run.folder / "run.json"
-    os.utime(made, (made.stat().st_atime, made.stat().st_mtime - 100))
-    assert age(run, {"created": damaged}) > 99
     attempt = {"number": 1, "started": damaged, "ended": damaged}
     record = run.read() | {"script": "a.py", "attempts": [attempt], "kept": {"step": 0, "times": 1}}
     assert control.count_of(run, record)["times"] == 2
