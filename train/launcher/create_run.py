@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import shutil
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +86,9 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     if lock is None:
         raise Refused(f"{run.name} is running already")
     if launch.queued:
-        folders.fill(run, files, record | {"host": socket.gethostname(), "reason": ""})
+        for name, content in files.items():
+            durable.write_atomically(run.folder / name, content)
+        run.update(**record, host=socket.gethostname(), reason="")  # last: what is not complete is filled anew
     return OpenedRun(run, lock, checked.ranks, zygote, saved.warnings, listening)
 
 
@@ -112,33 +112,12 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     if not launch.by_keeper:  # what holds from now on, for the keeper too
         saved = environment.after(environment.read(run.folder), saved)
         files = {environment.FILE: environment.to_json(saved), **files}
-    with _together(run, [*files]):
-        for name, content in files.items():
-            durable.write_atomically(run.folder / name, content)
-        if not launch.by_keeper:
-            changes |= station.mark(run.folder, {**record, **changes})  # after the files: a kill leaves a copy
-        run.update(lambda record: record.pop("refused", None), **changes)
+    for name, content in files.items():
+        durable.write_atomically(run.folder / name, content)
+    if not launch.by_keeper:
+        changes |= station.mark(run.folder, {**record, **changes})  # after the files: what comes between leaves a copy
+    run.update(lambda record: record.pop("refused", None), **changes)
     return OpenedRun(run, lock, checked.ranks, zygote, checked.warnings, listening)
-
-
-@contextlib.contextmanager
-def _together(run: Run, names: list[str]) -> Iterator[None]:
-    """These files of a run change with its record, or not at all: copies of them are put back where something fails."""
-    copies = {run.folder / name: run.folder / f".{name}.before" for name in names if (run.folder / name).is_file()}
-    try:
-        for file, copy in copies.items():
-            shutil.copy2(file, copy)
-        try:
-            yield
-        except BaseException:
-            for file, copy in copies.items():
-                with contextlib.suppress(OSError):
-                    copy.replace(file)
-            raise
-    finally:
-        for copy in copies.values():
-            with contextlib.suppress(OSError):
-                copy.unlink(missing_ok=True)
 
 
 def check_in_fork(launch: LaunchRequest, is_script: bool = False) -> tuple[Zygote, CheckedLaunch]:

@@ -72,23 +72,13 @@ def _is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name
 
 
-def check_name(name: str) -> str:
-    """The name, if it can be a run's.
-
-    Raises:
-        Refused: it cannot; tmux and shells would stumble over it.
-    """
-    if not _NAME.fullmatch(name):
+def check_free(runs: Path, name: str) -> None:
+    """Raises Refused if a run cannot have this name, one has it, or the runs folder cannot be written."""
+    if not _NAME.fullmatch(name):  # tmux and shells would stumble over it
         raise Refused(
             f"{shortened(name, 64)!r} is not a legal run name: use up to 64 letters, digits, - and _, "
             "beginning with a letter or digit"
         )
-    return name
-
-
-def check_free(runs: Path, name: str) -> None:
-    """Raises Refused if a run of this name exists or the runs folder cannot be written."""
-    check_name(name)
     if os.path.lexists(runs / name):
         raise Refused(f"a run named {name} exists in {runs}; choose another --name, or: train resume {name}")
     folder = runs
@@ -146,16 +136,6 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return Run(runs / name)
-
-
-def fill(run: Run, files: dict[str, str | bytes], record: dict[str, Any]) -> None:
-    """Complete the folder of a run that was made before it could be checked as a whole. For the holder of its lock.
-
-    run.json comes last: a folder that is not complete is filled anew.
-    """
-    for file, content in files.items():
-        write_atomically(run.folder / file, content)
-    run.update(**record)
 
 
 def find(runs: Path, name: str) -> Run:
