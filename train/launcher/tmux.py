@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +83,6 @@ def new_session(runs: Path, session: str, command: list[str], is_leaving: Callab
     return message
 
 
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C, typed once more, waits for what clears away."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _end_session(runs: Path, session: str) -> None:
     """End a session, and wait a moment for its process, which clears away what imported libraries made."""
     target = f"={session}:"
@@ -139,12 +129,15 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
         done = True
         return [*differences, *answer.get("warnings", [])]
     finally:
-        with _uninterrupted():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C, typed once more, waits for this
+        try:
             if began and not done:  # a session of that name that is another's stays
                 _end_session(runs, session)
                 desk = _withdraw(desk, launch)
             shutil.rmtree(desk, ignore_errors=True)
             forks.end_early()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _environment(launch: LaunchRequest) -> tuple[dict[str, str], list[str]]:
