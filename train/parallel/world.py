@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
 from collections.abc import Callable
@@ -39,8 +40,8 @@ class World:
 
     def with_own_group(self) -> World:
         """The same ranks with a group on the CPU of its own, for collectives of another thread. A collective."""
-        other = World(self.rank, self.size, self.local_rank, torch.device("cpu"), self.nodes, self.local_size)
-        other.timeout = self.timeout
+        other = copy.copy(self)
+        other.device = torch.device("cpu")
         other.group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
         return other
 
@@ -56,10 +57,6 @@ class World:
     def is_lead(self) -> bool:
         """Whether this is the first rank that has its run folder."""
         return self.is_first if self.nodes == 1 else self.local_rank == 0
-
-    @property
-    def is_of_node_0(self) -> bool:
-        return self.rank == self.local_rank  # ranks are numbered node by node
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -112,10 +109,6 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
-
-    def is_everywhere(self, flag: bool) -> bool:
-        """Whether the flag is true on every rank."""
-        return not self.any(not flag)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on any rank."""

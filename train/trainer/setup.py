@@ -149,7 +149,8 @@ def set_up(
 
 def home_of(run: Run, config: Config, world: World) -> Run:
     """Where this rank finds the checkpoints: in node 0's run folder, which all machines see with fsdp and hsdp."""
-    is_elsewhere = world.nodes > 1 and not world.is_of_node_0 and config.parallel.strategy in configuration.SPREAD
+    is_of_node_0 = world.rank == world.local_rank  # ranks are numbered node by node
+    is_elsewhere = world.nodes > 1 and not is_of_node_0 and config.parallel.strategy in configuration.SPREAD
     return Run(folders.of_node_0(run.folder)) if is_elsewhere else run
 
 
@@ -194,7 +195,7 @@ def _snapshots(task: Task, config: Config, world: World, memory: Memory | None, 
             buffers = Buffers(memory.address, world.local_rank if is_sharded else 0)
         except OSError as error:
             log.warning("warning: no snapshots in memory: %s", error)
-    has_all = world.is_everywhere(buffers is not None or not needs_them)
+    has_all = not world.any(needs_them and buffers is None)
     same = {key: value for key, value in configuration.to_flat(config).items() if key not in configuration.LOCAL}
     place = (world.rank, world.size) if is_sharded else ()
     fingerprint = json.dumps([same, task.sha256, place], sort_keys=True, default=str)
