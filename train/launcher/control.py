@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
-from collections.abc import Iterator
 
 from train import screen, signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
@@ -17,8 +14,6 @@ from train.supervise import attempts, decide
 
 KEEPER_TRIES = 3
 """Resumes by the keeper in a row, without a new checkpoint, after which a run is failed."""
-_PATIENCE = 15.0
-"""Seconds of waiting for a script to stop after which the way to end it is shown."""
 
 
 def resumable(run: Run) -> bool | None:
@@ -108,8 +103,9 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     is_script = bool(run.read().get("script"))
     while True:
         if run.alive():
-            with _reminder(run) if is_script and not now else contextlib.nullcontext():
-                ask_to_stop(run, states.NOW if now else states.POLITE)
+            if is_script and not now:  # it may never listen
+                screen.say(f"train: waiting for {run.name} to end; at once: train stop {run.name} --now")
+            ask_to_stop(run, states.NOW if now else states.POLITE)
         record = run.shown()
         if not (record["state"] in (states.INTERRUPTED, states.COPY) or rests_by_itself(record)):
             return how_it_stands(record)
@@ -143,19 +139,6 @@ def ask_to_stop(run: Run, wanted: str) -> None:
         by_signal = f", or on {run.read().get('host')}: kill {pid}" if pid else ""
         problem = f"{run.folder} takes no request to stop ({error.strerror})"
         raise Refused(f"{problem}; free space there, then: train stop {run.name}{by_signal}") from None
-
-
-@contextlib.contextmanager
-def _reminder(run: Run) -> Iterator[None]:
-    """Says once, while a script that was asked to stop is waited for, how to end it: it may never listen."""
-    text = f"train: {run.name} has not ended yet; at once: train stop {run.name} --now"
-    timer = threading.Timer(_PATIENCE, screen.say, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def how_it_stands(record: Record) -> tuple[int, str]:
