@@ -19,7 +19,6 @@ To add a strategy: a file beside this one with a subclass of `Strategy`, its nam
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +40,8 @@ to stop, want to save, and have a loss that counts by itself, and whether to cop
 
 
 _NOTHING = contextlib.nullcontext()
+_Registered = tuple[nn.Module, str, str, Tensor]
+"""A buffer: the module that has it, its name there and in the model, and the tensor."""
 
 
 class Strategy:
@@ -186,19 +187,18 @@ class Strategy:
         Raises:
             TrainingFailed: a buffer that belongs to the state has got another shape or type.
         """
-        for place in self._registered:
-            now = place.buffers.get(place.name)
-            if now is place.buffer:
+        for module, name, full_name, buffer in self._registered:
+            now = torch_private.buffers_of(module).get(name)
+            if now is buffer:
                 continue
-            if now is not None and (now.shape, now.dtype) == (place.buffer.shape, place.buffer.dtype):
+            if now is not None and (now.shape, now.dtype) == (buffer.shape, buffer.dtype):
                 with torch.no_grad():
-                    place.buffer.copy_(now)
-                place.buffers[place.name] = place.buffer
-            elif place.is_persistent:  # others are caches, which may grow
+                    buffer.copy_(now)
+                torch_private.buffers_of(module)[name] = buffer
+            elif torch_private.is_persistent(module, name):  # others are caches, which may grow
                 raise TrainingFailed(
-                    f"the buffer {place.full_name} of the model was {_form(place.buffer)} and is {_form(now)} after a "
-                    "step, which no checkpoint could be read into; keep its shape and type, or register it with "
-                    "persistent=False"
+                    f"the buffer {full_name} of the model was {_form(buffer)} and is {_form(now)} after a step, which "
+                    "no checkpoint could be read into; keep its shape and type, or register it with persistent=False"
                 )
 
     def _broadcast_buffers(self) -> None:
@@ -235,27 +235,13 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class _Registered:
-    """A buffer, and where its module registers it."""
-
-    buffers: dict[str, Tensor | None]
-    name: str
-    full_name: str
-    is_persistent: bool
-    buffer: Tensor
-
-
 def _registered_buffers(model: nn.Module) -> list[_Registered]:
-    return [
-        _Registered(
-            torch_private.buffers_of(module), name, f"{prefix}.{name}" if prefix else name,
-            torch_private.is_persistent(module, name), buffer,
-        )
-        for prefix, module in model.named_modules()
-        for name, buffer in torch_private.buffers_of(module).items()
-        if buffer is not None and buffer.numel()
-    ]  # fmt: skip
+    found = []
+    for prefix, module in model.named_modules():
+        for name, buffer in torch_private.buffers_of(module).items():
+            if buffer is not None and buffer.numel():
+                found.append((module, name, f"{prefix}.{name}" if prefix else name, buffer))
+    return found
 
 
 def _form(buffer: Tensor | None) -> str:
