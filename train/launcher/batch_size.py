@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Any
 
 from train import module_runner
@@ -75,14 +76,19 @@ def _try(request: dict[str, Any]) -> str:
         folder = Path(name)
         file = folder / "request.json"
         file.write_text(json.dumps(request | {"parent": os.getpid(), "store": str(folder / "store")}))
-        ranks = [_start(file, folder / f"rank{rank}", rank) for rank in range(request["ranks"])]
+        ranks: list[subprocess.Popen[bytes]] = []
         try:
+            for number in range(request["ranks"]):
+                command = module_runner.command("train.launcher.batch_size", str(file), str(number))
+                with (folder / f"rank{number}").open("wb") as log:  # no pipe: what a task starts would hold it open
+                    ranks.append(
+                        subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=log, start_new_session=True)
+                    )
             deadline = time.monotonic() + _LIMIT
-            while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-                if any(rank.returncode for rank in ranks):
+            while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
+                if any(codes):
                     deadline = min(deadline, time.monotonic() + _OTHERS)
                 time.sleep(0.05)
-            codes = [rank.returncode for rank in ranks]
         finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
@@ -100,15 +106,6 @@ def _try(request: dict[str, Any]) -> str:
             size = request["config"]["micro_batch_size"]
             raise Refused(f"--micro_batch_size auto: a step with {size} samples at a time {how}; give a number")
     return ""
-
-
-def _start(request: Path, log: Path, rank: int) -> subprocess.Popen[bytes]:
-    """Start a rank. It answers into a file, not a pipe: what a task starts there would hold that open."""
-    command = module_runner.command("train.launcher.batch_size", str(request), str(rank))
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
-        )
 
 
 def _last_line(file: Path) -> str:
