@@ -38,10 +38,8 @@ def count_ranks(nproc: str | None, gpus: str | None, cpu_only: bool = False) -> 
         return (here if gpus is not None else 1), visible
     if nproc == "auto":
         return max(here, 1), visible
-    if not is_whole(nproc) or whole(nproc) < 1:
-        raise Refused(f"--nproc {nproc}: give a number of ranks of at least 1, or auto for one per GPU")
-    if whole(nproc) > MOST_RANKS:
-        raise Refused(f"--nproc {nproc}: more ranks than any machine runs; give at most {MOST_RANKS}")
+    if not is_whole(nproc) or not 1 <= whole(nproc) <= MOST_RANKS:
+        raise Refused(f"--nproc {nproc}: give a number of ranks from 1 to {MOST_RANKS}, or auto for one per GPU")
     return whole(nproc), visible
 
 
