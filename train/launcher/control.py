@@ -29,7 +29,7 @@ def resumable(run: Run) -> bool | None:
         return False
     if record["state"] == states.COPY:
         return None
-    return record["state"] == states.INTERRUPTED or rests_by_itself(record)
+    return record["state"] == states.INTERRUPTED or states.rests_by_itself(record)
 
 
 def is_kept_elsewhere(record: Record) -> bool:
@@ -51,11 +51,6 @@ def nothing_left(run: Run, flags: dict[str, str]) -> str:
         return ""
     more = "" if run.read().get("script") else f"; for more: train resume {run.name} --epochs N"
     return f"{run.name} has finished already{more}"
-
-
-def rests_by_itself(record: Record) -> bool:
-    """Whether a run was stopped, and not by its user."""
-    return bool(record["state"] == states.STOPPED and record["stopped_by"] not in (signals.USER, signals.CTRL_C))
 
 
 def count_of(run: Run, record: Record) -> dict[str, int]:
@@ -107,7 +102,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
                 screen.say(f"train: waiting for {run.name} to end; at once: train stop {run.name} --now")
             ask_to_stop(run, states.NOW if now else states.POLITE)
         record = run.shown()
-        if not (record["state"] in (states.INTERRUPTED, states.COPY) or rests_by_itself(record)):
+        if not (record["state"] in (states.INTERRUPTED, states.COPY) or states.rests_by_itself(record)):
             return how_it_stands(record)
         lock = run.acquire()
         if lock is not None:  # else a resume has just begun

@@ -195,7 +195,7 @@ def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
         raise Refused(f"{run.name} was handed to an engine, which starts it; its user goes on with: train resume")
     if record["state"] in (states.FINISHED, states.FAILED):
         raise Refused(f"{run.name} is {record['state']}")
-    if record["state"] == states.STOPPED and not control.rests_by_itself(record):
+    if record["state"] == states.STOPPED and not states.rests_by_itself(record):
         raise Refused(f"{run.name} was stopped by its user")
     if not station.has_started(run.folder, record):
         raise Refused(f"{run.name} is not known as started here; its user goes on with: train resume {run.name}")

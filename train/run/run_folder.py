@@ -209,8 +209,7 @@ class Run:
             if record.get("state") == states.RUNNING or (record.get("state") == states.CREATED and record["attempts"]):
                 record["state"] = states.INTERRUPTED
                 record["reason"] = record.get("reason") or "its processes died; train resume continues it"
-        is_resumed = record["state"] == states.INTERRUPTED
-        is_resumed |= record["state"] == states.STOPPED and record["stopped_by"] not in (signals.USER, signals.CTRL_C)
+        is_resumed = record["state"] == states.INTERRUPTED or states.rests_by_itself(record)
         if is_resumed and not record.get("submitted") and not station.has_started(self.folder, record):
             how = f"not known as started here: from elsewhere, copied, renamed or edited; train resume {self.name}"
             record |= {"state": states.COPY, "reason": f"{how} adopts it"}

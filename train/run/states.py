@@ -1,6 +1,7 @@
 """The states of a run, and the requests to stop one."""
 
 from train import signals
+from train.run.record import Record
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
 POLITE, NOW, KEEPER, PLACED = "polite", "now", "keeper", "placed"
@@ -25,3 +26,8 @@ QUEUED = "queued"
 """Effective only: the engine of a cluster that has the run has not started it yet, or will start it again."""
 ALL = (CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED)
 """Every effective state, in the order of `train ls --sort state`."""
+
+
+def rests_by_itself(record: Record) -> bool:
+    """Whether a run was stopped, and not by its user."""
+    return record["state"] == STOPPED and record["stopped_by"] not in (signals.USER, signals.CTRL_C)
