@@ -72,29 +72,16 @@ class World:
 
     def on_first(self, action: Callable[[], T]) -> T:
         """What `action` returns when rank 0 alone runs it; an OSError or refusal of it is raised on every rank."""
-        result: T | None = None
-        error: Exception | None = None
-        if self.is_first:
-            try:
-                result = action()
-            except (OSError, Refused, TrainingFailed) as caught:
-                error = caught
-        result, error = self.share((result, error))
+        result, error = self.share(_tried(action) if self.is_first else None)
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
 
     def on_leads(self, action: Callable[[], object]) -> None:
         """Have the first rank of each machine run `action`; an OSError or refusal of any is raised on every rank."""
-        error: Exception | None = None
-        try:
-            if self.is_lead:
-                action()
-        except (OSError, Refused, TrainingFailed) as caught:
-            error = caught
-        for each in self.gather(error):
-            if each is not None:
-                raise each
+        for error in self.gather(_tried(action)[1] if self.is_lead else None):
+            if error is not None:
+                raise error
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
@@ -116,6 +103,14 @@ class World:
             return flag
         # on the host, wherever is computed: a device would first compute all that is queued there
         return bool(self.add(torch.tensor(float(flag))).item())
+
+
+def _tried(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What an action returns, or an error of it that all ranks are to raise."""
+    try:
+        return action(), None
+    except (OSError, Refused, TrainingFailed) as error:
+        return None, error
 
 
 def join(config: Config, rank_env: RankEnv, device: torch.device) -> World:
