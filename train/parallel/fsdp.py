@@ -9,7 +9,6 @@ A forward is a collective here, for parameters are gathered for it, so a rank ma
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -109,16 +108,11 @@ class FSDP(Strategy):
 
         unit.set_all_reduce_hook(add)
 
-    @property
-    def _root_unit(self) -> FSDPModule:
+    def micro_batch(self, number: int, is_last: bool) -> contextlib.AbstractContextManager[None]:
         assert isinstance(self.module, FSDPModule)
-        return self.module
-
-    @contextlib.contextmanager
-    def micro_batch(self, number: int, is_last: bool) -> Iterator[None]:
-        self._root_unit.set_requires_gradient_sync(is_last)
-        self._root_unit.set_is_last_backward(is_last)
-        yield
+        self.module.set_requires_gradient_sync(is_last)
+        self.module.set_is_last_backward(is_last)
+        return contextlib.nullcontext()
 
     def backward(self, value: Tensor | None, weight: float, stats: Tensor | None) -> None:
         assert value is not None  # data.on_error skip is refused with fsdp
