@@ -148,7 +148,7 @@ def _environment(launch: LaunchRequest) -> tuple[dict[str, str], list[str]]:
     seed = environment.hash_seed(saved)
     mine = dict(os.environ) if seed is None else {**os.environ, hashing.SEED: seed}
     merged, warnings = environment.resumed(saved, mine, as_recorded=launch.by_keeper)
-    return environment.with_package(hashing.fixed(merged), os.environ, Path(__file__).parents[2]), warnings
+    return hashing.fixed(merged), warnings
 
 
 def _withdraw(desk: Path, launch: LaunchRequest) -> Path:

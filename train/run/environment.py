@@ -160,15 +160,6 @@ def resumed(
     return {**own, **missing}, warnings
 
 
-def with_package(environment: dict[str, str], own: Mapping[str, str], root: Path) -> dict[str, str]:
-    """The same, in which this package is still found if it was found through `own`'s PYTHONPATH."""
-    paths = [part for part in environment.get("PYTHONPATH", "").split(":") if part]
-    mine = [part for part in own.get("PYTHONPATH", "").split(":") if part]
-    if str(root) in mine and str(root) not in paths:
-        return environment | {"PYTHONPATH": ":".join([*paths, str(root)])}
-    return environment
-
-
 def _is_of_session(name: str, value: str) -> bool:
     return bool(_SESSION.fullmatch(name) or _FOUND_BY_TORCH.fullmatch(f"{name}={value}"))
 
