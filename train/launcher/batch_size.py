@@ -94,7 +94,8 @@ def _try(request: dict[str, Any]) -> str:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.pid, signal.SIGKILL)  # with all that the task has started there
                 rank.wait()
-        messages = [_last_line(folder / f"rank{rank}") for rank in range(len(codes))]
+        texts = [(folder / f"rank{number}").read_text(errors="replace") for number in range(len(codes))]
+    messages = [one_line((text.strip().splitlines() or [""])[-1])[:300] for text in texts]
     for code, message in zip(codes, messages, strict=True):
         if code == -signal.SIGKILL:
             return f"a rank was killed; memory ends at {memory.refused_at()}"
@@ -106,11 +107,6 @@ def _try(request: dict[str, Any]) -> str:
             size = request["config"]["micro_batch_size"]
             raise Refused(f"--micro_batch_size auto: a step with {size} samples at a time {how}; give a number")
     return ""
-
-
-def _last_line(file: Path) -> str:
-    lines = file.read_text(errors="replace").strip().splitlines()
-    return one_line(lines[-1])[:300] if lines else ""
 
 
 def main() -> None:
