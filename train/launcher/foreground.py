@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -69,9 +70,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     rank_env = read_rank_env()
     meeting, _, _ = next(dist.rendezvous("env://", rank_env.rank, rank_env.size))
     board = dist.PrefixStore(f"train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
-    rank_env = RankEnv(
-        rank_env.rank, rank_env.size, rank_env.local_rank, rank_env.local_size, dist.PrefixStore("train/group", board)
-    )
+    rank_env = dataclasses.replace(rank_env, init=dist.PrefixStore("train/group", board))
     if rank_env.rank:
         received = json.loads(board.get("run"))
         if "refused" in received:
