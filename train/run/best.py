@@ -50,15 +50,10 @@ class Best(NamedTuple):
     """The step of a better evaluation whose checkpoint was pruned."""
 
 
-def wanted(run: Run) -> str:
-    """checkpoint.best of a run; '' where it is not set, or cannot be read."""
-    text = run.read_config().get("checkpoint.best")
-    return text if isinstance(text, str) else ""
-
-
 def best(run: Run, text: str = "") -> Best | None:
     """The best checkpoint as `text` (by default checkpoint.best, else the loss) says; None where none was evaluated."""
-    aim, scores = scores_of(run, text or wanted(run) or "loss")
+    given = text or run.read_config().get("checkpoint.best")
+    aim, scores = scores_of(run, given if given and isinstance(given, str) else "loss")
     saved = set(run.steps_saved())
     step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
     if step is None or first is None:
