@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ def runs_of_node(
     Raises:
         Refused: another node of the run has its folder where node 0's is to be.
     """
-    from train.config import SPREAD
+    from train import config as configuration
 
     if not cluster:
         return runs
@@ -90,9 +89,9 @@ def runs_of_node(
         return runs
     strategy = flags.get("parallel.strategy")
     if strategy is None and config_file is not None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a check will say what is wrong with it
-            strategy = tomllib.loads(Path(config_file).read_text(encoding="utf-8")).get("parallel", {}).get("strategy")
-    is_shared = strategy in SPREAD or other == 0
+        with contextlib.suppress(Refused):  # a check will say what is wrong with it
+            strategy = configuration.flatten(configuration.read_toml(Path(config_file))).get("parallel.strategy")
+    is_shared = strategy in configuration.SPREAD or other == 0
     return folders.of_node(runs, cluster["node"]) if is_shared else runs
 
 
