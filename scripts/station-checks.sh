@@ -49,6 +49,7 @@ check_compose_files() {
 check_shared_memory() {
     local memory limit
     memory=$(docker info -f '{{.MemTotal}}') limit=$(bytes_of mem_limit)
+    [ "${limit:-0}" = 0 ] || [ "$limit" -ge 1073741824 ] || die "MEMORY=$(setting MEMORY): it is 1g or more"
     [ "${limit:-0}" = 0 ] || [ "$limit" -gt "$memory" ] || memory=$limit
     [ "$(bytes_of shm_size)" -gt $((memory / 2)) ] || return 0
     export SHM_SIZE=$((memory / 2097152))m
@@ -86,17 +87,28 @@ check_form() { # NAME DEFAULT PATTERN WHAT
     [[ $(setting "$1" "$2") =~ ^($3)$ ]] || die "$1=$(setting "$1" "$2"): it is $4"
 }
 check_settings() {
-    local bind key data runs
+    local bind key data runs cores network free
     check_form GPUS all 'all|none|[1-9][0-9]*|([0-9]+,)+[0-9]*' "all, none, a count such as 2, or ids such as 0,1 (a single id: 2,)"
     bind=$(setting BIND_ADDRESS 127.0.0.1)
     if [ "$bind" != 0.0.0.0 ] && [ "$bind" != '[::]' ] && command -v ip >/dev/null; then
         [[ " $(ip -o addr show | awk '{ sub("/.*", "", $4); print ($3 == "inet6") ? "[" $4 "]" : $4 }' | tr '\n' ' ')" == *" $bind "* ]] ||
             die "BIND_ADDRESS=$bind is no address of this machine: 127.0.0.1 for this machine only, 0.0.0.0 for the network, IPv6 as in [::1]"
     fi
+    [ "$(setting JUPYTER_PORT 8888)" != "$(setting SSH_PORT 2222)" ] || die "JUPYTER_PORT and SSH_PORT are the same port"
     check_form PROTECT_CHECKOUT true 'true|false' "true or false"
     check_form STATION_EXPORTER on 'on|off' "on or off"
-    [ -n "$(setting CLUSTER_NETWORK)" ] || [ -z "$(setting CLUSTER_ADDRESS)" ] ||
+    ! wants_monitoring || [ "$(setting STATION_EXPORTER on)" = on ] ||
+        die "COMPOSE_PROFILES=monitoring with STATION_EXPORTER=off: there would be nothing to see; leave one out"
+    check_form MIN_FREE_MB 500 '[1-9][0-9]{0,8}' "a number of megabytes"
+    check_form PIDS_LIMIT 32768 '[5-9][0-9]{2}|[1-9][0-9]{3,6}' "a number from 500 on"
+    check_form CPUS 0 '[0-9]{1,4}([.][0-9]{1,2})?' "a number of processors, such as 1.5"
+    cores=$(docker info -f '{{.NCPU}}')
+    [ "$(setting CPUS 0 | cut -d. -f1)" -le "$cores" ] || die "CPUS=$(setting CPUS): this machine has $cores"
+    network=$(setting CLUSTER_NETWORK)
+    [ -n "$network" ] || [ -z "$(setting CLUSTER_ADDRESS)" ] ||
         die "CLUSTER_ADDRESS without a network: set CLUSTER_NETWORK to the one that it is in (docs/clusters.md)"
+    [ -z "$network" ] || docker network inspect -- "$network" >/dev/null 2>&1 ||
+        die "CLUSTER_NETWORK=$network is no network of this engine: docker network ls lists them, docs/clusters.md says how one is made"
 
     data=$(expand "$(setting DATASETS_DIR ./datasets)")
     check_folder DATASETS_DIR "$data"
@@ -117,6 +129,11 @@ check_settings() {
     check_folder RUNS_DIR "$runs"
     check_place RUNS_DIR "$runs"
     [ ! -e "$runs" ] || [ -d "$runs" ] || die "RUNS_DIR=$runs is no folder"
+    [ -e "$runs" ] || runs=$(dirname "$runs")
+    [ -w "$runs" ] || die "$runs is read-only, or not writable for you: name another folder in RUNS_DIR, or sudo chown -R $(id -u):$(id -g) $runs"
+    free=$(disk_free "$runs")
+    [ "$free" -ge "$(setting MIN_FREE_MB 500)" ] ||
+        die "the disk with $runs has $free MB left, less than MIN_FREE_MB=$(setting MIN_FREE_MB 500): free some or lower it"
 }
 # Before a first build: it takes 6 GB for the image, as much while its layers are made, and the base.
 check_engine_disk() {
