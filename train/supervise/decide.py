@@ -114,17 +114,13 @@ class Death:
     """Whether it would die so again."""
     rank: int | None
     """The one that died first, if that is known."""
-    is_busy: bool = False
-    """Whether the machine had no room for a process or thread: it may have in a while."""
     is_raised: bool = False
     """Whether it was an exception, told by the rank itself."""
-    lacks_gpu: bool = False
-    """Whether the GPUs are gone that the run computes on."""
-    hint: str = ""
-    """Where more is to be read."""
 
-    def __str__(self) -> str:
-        return "; ".join(filter(None, [self.reason, self.hint]))
+    @property
+    def lacks_gpu(self) -> bool:
+        """Whether the GPUs are gone that the run computes on."""
+        return self.is_raised and diagnose.NO_GPU in self.reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +197,7 @@ def _decide(facts: Facts) -> Decision:
         return Decision(states.FINISHED, states.FINISHED, reason="", code=EXIT_FINISHED)
     death = who_died(facts)
     if facts.mode is LaunchMode.TORCHRUN:
-        return Decision("died", None, str(death), rank=death.rank)
+        return Decision("died", None, death.reason, rank=death.rank)
     fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.mode is not LaunchMode.LAUNCHED)
     if asked and (facts.is_script or not fails):
         return _stopped(facts, asked, _how_stopped(facts, asked, death))
@@ -247,7 +243,7 @@ def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:
     parts = [f"stopped ({asked.text})"]
     # a death while the ranks were saving has cost steps, and its reason must not be lost
     if death is not None and facts.is_ready and not asked.now:
-        parts[0] += f", and {death if facts.mode is LaunchMode.LAUNCHED else death.reason}"
+        parts[0] += f", and {death.reason}"
     if facts.saved:
         parts.append(f"the last checkpoint is of step {facts.saved}")
     if facts.is_script:
@@ -257,7 +253,7 @@ def _how_stopped(facts: Facts, asked: Asked, death: Death | None) -> str:
 
 def _restarted_or_not(facts: Facts, death: Death) -> Decision:
     """Whether an agent begins a run again that died so; what it ends as otherwise."""
-    why = str(death)
+    why = death.reason
     deaths = 1 if facts.progress else facts.deaths + 1
     decision = Decision("died", None, why, rank=death.rank, deaths=deaths)
     if death.recurs:
@@ -274,7 +270,7 @@ def _restarted_or_not(facts: Facts, death: Death) -> Decision:
             without = f"before it had run {facts.healthy_minutes:g} minutes"
         return dataclasses.replace(decision, state=states.FAILED, reason=f"died {times} {without}: {why}")
     message = f"{why}; starting again ({deaths} of {facts.max_restarts} without progress)"
-    wait = min(2.0**deaths, _LONGEST_WAIT) if death.is_busy else 0.0
+    wait = min(2.0**deaths, _LONGEST_WAIT) if diagnose.is_busy(why) else 0.0
     return dataclasses.replace(decision, again=True, wait=wait, message=message)
 
 
@@ -284,9 +280,9 @@ def who_died(facts: Facts) -> Death:
     if death is None and facts.hang:
         death = Death(facts.hang, False, None)
     if death is None:
-        death = _of_script(facts) if facts.is_script else _of_task(facts)
+        death = _of_script(facts) if facts.is_script and facts.exits else _of_task(facts)
     if facts.problem and not (facts.hang or death.recurs):
-        return Death(f"the ranks cannot be started: {facts.problem}", False, 0, diagnose.is_busy(facts.problem))
+        return Death(f"the ranks cannot be started: {facts.problem}", False, 0)
     return death
 
 
@@ -312,28 +308,24 @@ def _of_task(facts: Facts) -> Death:
                 found = _cause_in_log(facts, rank, code)  # an abort tells why
                 if found and found.recurs:
                     return Death(f"rank {rank}: {found.reason}", True, rank)
-                return Death(f"rank {rank} died of {signal.Signals(-code).name}", False, rank)
+                return Death(f"rank {rank} {_how(code)}", False, rank)
     if first is not None:
         whose = "" if facts.ranks == 1 and facts.mode is LaunchMode.FOREGROUND else f"rank {first.rank}: "
-        is_busy = diagnose.is_busy(first.reason)
-        lacks_gpu = diagnose.NO_GPU in first.reason
-        return Death(whose + first.reason, first.recurs, first.rank, is_busy, is_raised=True, lacks_gpu=lacks_gpu)
+        return Death(whose + first.reason, first.recurs, first.rank, is_raised=True)
     if facts.exits:
         rank, code = min(facts.exits.items())
         found = _cause_in_log(facts, rank, code)
         if found and (found.recurs or diagnose.is_busy(found.reason)):
-            return Death(f"rank {rank}: {found.reason}", found.recurs, rank, diagnose.is_busy(found.reason))
+            return Death(f"rank {rank}: {found.reason}", found.recurs, rank)
         return _plain(facts, rank, code)
     return Death("the ranks ended without saying how", False, 0)
 
 
 def _of_script(facts: Facts) -> Death:
-    if not facts.exits:
-        return Death("the ranks ended without saying how", False, 0)
     causes = {rank: found for rank, code in facts.exits.items() if (found := _cause_in_log(facts, rank, code))}
     for rank, code in sorted(facts.exits.items()):
         if code in _BY_OTHERS:
-            return Death(f"rank {rank} died of {signal.Signals(-code).name}", False, rank)
+            return Death(f"rank {rank} {_how(code)}", False, rank)
     if not any(found.recurs for found in causes.values()):
         # its peers notice a rank that fails by losing it, maybe before it has ended
         for rank in sorted(facts.logs.keys() - facts.exits.keys()):
@@ -341,9 +333,7 @@ def _of_script(facts: Facts) -> Death:
             if found and found.recurs:
                 return Death(f"rank {rank}: {found.reason}", True, rank)
     for rank, found in sorted(causes.items(), key=lambda item: (not item[1].recurs, item[0])):
-        code = facts.exits[rank]
-        how = f" (died of {signal.Signals(-code).name})" if code < 0 else f" (exited with code {code})"
-        return Death(f"rank {rank}: {found.reason}{how}", found.recurs, rank, diagnose.is_busy(found.reason))
+        return Death(f"rank {rank}: {found.reason} ({_how(facts.exits[rank])})", found.recurs, rank)
     rank, code = min(facts.exits.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[0]))
     return _plain(facts, rank, code)
 
@@ -353,8 +343,11 @@ def _cause_in_log(facts: Facts, rank: int, code: int) -> diagnose.Cause | None:
 
 
 def _plain(facts: Facts, rank: int, code: int) -> Death:
-    what = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return Death(f"rank {rank} {what}", False, rank, hint=f"see: train logs {facts.name} --rank {rank}")
+    return Death(f"rank {rank} {_how(code)}; see: train logs {facts.name} --rank {rank}", False, rank)
+
+
+def _how(code: int) -> str:
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def last_lines(log: str) -> list[str]:

@@ -154,7 +154,7 @@ ENDS: list[tuple[str, Facts, dict[str, Any]]] = [
       "reason": "rank 1 died of SIGKILL; continue with: train resume a",
       "message": "rank 1 died of SIGKILL; continue with: train resume a"}),
     ("a spawned rank left with a code", facts(FOREGROUND, exits={0: 7}),
-     {"state": None, "reason": "rank 0 exited with code 7; continue with: train resume a"}),
+     {"state": None, "reason": "rank 0 exited with code 7; see: train logs a --rank 0; continue with: train resume a"}),
     ("an exception of a spawned rank", facts(FOREGROUND, (died(1, "ValueError: bad", True),), exits={0: ABRT, 1: 1}),
      {"end": "failed", "state": "failed", "reason": "rank 1: ValueError: bad", "message": "rank 1: ValueError: bad"}),
     ("one that passes", facts(FOREGROUND, (died(1, "OSError: [Errno 5] I/O", False),), exits={1: 1}),
