@@ -50,16 +50,11 @@ def wait(run: Run, reason: str) -> None:
     run.note(state=states.RUNNING, reason=reason, ended=None)
 
 
-def end_waiting(run: Run, decision: Decision) -> None:
-    """Write down an end that came while a run waited for other machines, and no rank lived here."""
-    values: dict[str, Any] = {**decision.figures, "reason": decision.reason, "stopped_by": decision.stopped_by}
-    if decision.state is not None:
-        values["state"] = decision.state
-    run.update(**values, ended=run_folder.now())
-
-
-def write(run: Run, attempt: int, decision: Decision) -> None:
+def write(run: Run, attempt: int | None, decision: Decision) -> None:
     """Carry a decision into run.json.
+
+    Args:
+        attempt: None: the run has waited for other machines, and no rank lived here.
 
     Raises:
         OSError, Refused: the disk does not take it, or the run folder is gone.
@@ -67,6 +62,9 @@ def write(run: Run, attempt: int, decision: Decision) -> None:
     values: dict[str, Any] = {**decision.figures, "stopped_by": decision.stopped_by}
     if decision.reason is not None:
         values |= {"reason": decision.reason, "ended": run_folder.now()}
+    if attempt is None:
+        run.update(**values if decision.state is None else {**values, "state": decision.state})
+        return
     lines = None
     if decision.end == "died" and decision.rank is not None:
         lines = decide.last_lines(tail(run.logs(attempt), decision.rank))
@@ -156,7 +154,6 @@ class Supervisor:
         self._attempt, self._from_step, self._began, self._hang = 0, 0, 0.0, ""
         self._is_interrupted = False
         self._kills = memory.Kills()
-        self._decision: Decision | None = None
 
     def keep(self) -> int:
         """Run attempts until the run ends or is not to be started again. Returns the exit code of its end.
@@ -198,7 +195,7 @@ class Supervisor:
         self._from_step = self.newest_state()
         return self.run.begin_attempt(self.ranks.count, self._from_step, pids=pids([]))
 
-    def follow(self, watch: health.TaskHealth | health.ScriptHealth) -> None:
+    def follow(self, watch: health.Health) -> None:
         """Called while ranks live, several times a second."""
 
     def look_at_others(self) -> None:
@@ -266,26 +263,21 @@ class Supervisor:
 
     def _end(self, deaths: int) -> Decision:
         """Write down how the attempt has ended, and print what no rank has printed."""
-        reported = outcome.read(self.run.logs(self._attempt), 0)
+        facts = self._facts(deaths)
+        decision = self.settle(facts)
         try:
-            decision = self._decide_and_write(deaths)
+            faults.here("decided")
+            write(self.run, self._attempt, decision)
         except (OSError, Refused) as error:
             if self.mode is LaunchMode.LAUNCHED:
                 raise
-            assert self._decision is not None
-            if self.ranks.exits or (reported is not None and not reported.is_fault):
+            reported = facts.outcomes.get(0)
+            if facts.exits or (reported is not None and not reported.is_fault):
                 self.say(f"how {self.run.name} ended cannot be recorded: {one_line(error)}")
-            return dataclasses.replace(self._decision, code=EXIT_FAILED)
+            return dataclasses.replace(decision, code=EXIT_FAILED)
         if decision.message:
             self.say(decision.message)
         return decision
-
-    def _decide_and_write(self, deaths: int) -> Decision:
-        facts = self._facts(deaths)
-        self._decision = self.settle(facts)
-        faults.here("decided")
-        write(self.run, self._attempt, self._decision)
-        return self._decision
 
     def _facts(self, deaths: int) -> Facts:
         record: Mapping[str, Any] = {}

@@ -50,7 +50,7 @@ _SHARE = 0.01
 """Of one CPU: threads that only wait (progress bars, watchdogs, a store's keep-alive) use less."""
 
 
-def of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> TaskHealth | ScriptHealth:
+def of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
     """What looks after the ranks of this attempt."""
     record = run.read()
     if not record.get("script"):
@@ -59,7 +59,51 @@ def of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> TaskHealth |
     return ScriptHealth(run.logs(attempt), SCRIPT_MINUTES if minutes is None else float(minutes), kill)
 
 
-class TaskHealth:
+class Health:
+    """What ends ranks that hang, and peers of one that is gone.
+
+    Args:
+        logs: where the ranks' output goes.
+    """
+
+    def __init__(self, logs: Path, kill: Kill) -> None:
+        self.hang = ""
+        """That they hung, and how."""
+        self._logs, self._kill = logs, kill
+        self._at = self._looked = time.monotonic()
+        self._end_at: float | None = None
+        """When those that still live are killed; None: they are not."""
+
+    def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
+        """To be called several times a second. The first two are process ids, of all by rank."""
+        raise NotImplementedError
+
+    @property
+    def is_ending(self) -> bool:
+        return self._end_at is not None
+
+    def end(self) -> None:
+        """The ranks of another machine are dead: end these, as if it were one of theirs."""
+        self._end_in(_GRACE)
+
+    def _end_in(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self._end_at = at if self._end_at is None else min(self._end_at, at)
+
+    def _kill_if_due(self, living: list[int]) -> None:
+        if self._end_at is not None and time.monotonic() > self._end_at:
+            for pid in living:
+                self._kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Remove stacks that nothing was written into."""
+        for path in self._logs.glob("*.stack.txt"):
+            with contextlib.suppress(OSError):
+                if not path.stat().st_size:
+                    path.unlink()
+
+
+class TaskHealth(Health):
     """Ends ranks that show no sign of life, and peers of one that is gone.
 
     `watch.hang_minutes` is how long ranks may show none between two steps: None takes the larger of LEAST_MINUTES and
@@ -68,16 +112,13 @@ class TaskHealth:
     """
 
     def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
-        self.hang = ""
-        self._logs, self._ranks, self._kill = logs, tuple(ranks), kill
+        super().__init__(logs, kill)
+        self._ranks = tuple(ranks)
         config = run.read_config()
         self._hang_minutes: float | None = config.get("watch.hang_minutes")
         self._start_minutes = float(config.get("watch.start_minutes", 30.0))
         self._seen: tuple[Beat | None, ...] = ()
-        self._at = self._looked = time.monotonic()
         self._slowest = 0.0
-        self._end_at: float | None = None
-        """When those that still live are killed; None: they are not."""
 
     def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         if not living:
@@ -96,21 +137,7 @@ class TaskHealth:
             self._ask_for_stacks(living)
             self._end_in(_WRITING)
         # torchrun alone would give peers that wait for the dead 30 seconds
-        if self._end_at is not None and time.monotonic() > self._end_at:
-            for pid in living:
-                self._kill(pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """The ranks of another machine are dead: end these, as if it were one of theirs."""
-        self._end_in(_GRACE)
-
-    def _end_in(self, seconds: float) -> None:
-        at = time.monotonic() + seconds
-        self._end_at = at if self._end_at is None else min(self._end_at, at)
-
-    @property
-    def is_ending(self) -> bool:
-        return self._end_at is not None
+        self._kill_if_due(living)
 
     def _hangs(self, beats: tuple[Beat | None, ...]) -> str:
         """What hangs, as a reason; '' if nothing."""
@@ -162,70 +189,45 @@ class TaskHealth:
                 os.write(fd, b"1\n")
                 os.close(fd)
 
-    def close(self) -> None:
-        _remove_empty_stacks(self._logs)
-
 
 def _is_routine(beats: tuple[Beat | None, ...]) -> bool:
     return bool(beats) and all(b and b.phase in (heartbeat.TRAINING, heartbeat.EVALUATING) for b in beats)
 
 
-def _remove_empty_stacks(logs: Path) -> None:
-    for path in logs.glob("*.stack.txt"):
-        with contextlib.suppress(OSError):
-            if not path.stat().st_size:
-                path.unlink()
-
-
-class ScriptHealth:
+class ScriptHealth(Health):
     """Ends a script that neither writes nor computes, and writes down what it was doing.
 
     Args:
-        logs: where the ranks' output goes.
         minutes: without any sign of life before it counts as a hang; 0: never.
     """
 
     def __init__(self, logs: Path, minutes: float, kill: Kill = os.kill) -> None:
-        self.hang = ""
-        self._logs, self._allowed, self._kill = logs, 60 * minutes, kill
-        self._at = self._looked = time.monotonic()
+        super().__init__(logs, kill)
+        self._allowed = 60 * minutes
         self._output: tuple[tuple[str, int], ...] = ()
         self._used: dict[tuple[int, float], float] = {}
-        self._asked_at: float | None = None
 
     def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         heartbeat.sign(self._logs)
-        if exits and living:
-            self._end_peers(living)
-        if self.hang or is_stopping or not living:  # one that was asked to stop may take its time
-            return
-        self.hang = self._hangs(living)
-        if self.hang:
-            self._write_stacks({rank: pid for rank, pid in enumerate(started) if pid in living})
-            self._kill_all(living)
-
-    def _end_peers(self, living: list[int]) -> None:
-        """Ask the peers of a rank that has failed to end, as torchrun does; kill those that do not."""
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
+        if exits and living and not self.is_ending:  # as torchrun does
             for pid in living:
                 self._kill(pid, signal.SIGTERM)
-        elif time.monotonic() - self._asked_at > _SCRIPT_GRACE:
-            self._kill_all(living)
+            self._end_in(_SCRIPT_GRACE)
+        may_hang = living and not (self.hang or is_stopping)  # one that was asked to stop may take its time
+        if may_hang and (hang := self._hangs(living)):
+            self.hang = hang
+            self._write_stacks({rank: pid for rank, pid in enumerate(started) if pid in living})
+            self._end_in(0)
+        self._kill_if_due(living)
 
-    def _kill_all(self, living: list[int]) -> None:
-        """Kill these ranks and all that they have started: one that is left would hold the run's lock."""
-        for process in family(living):
-            with contextlib.suppress(psutil.Error):
-                if process.pid not in living:
-                    process.kill()
-        for pid in living:
-            self._kill(pid, signal.SIGKILL)
-
-    is_ending = False
-
-    def end(self) -> None:
-        """Only a task's ranks are on several machines."""
+    def _kill_if_due(self, living: list[int]) -> None:
+        """Kill also all that these ranks have started: one that is left would hold the run's lock."""
+        if self._end_at is not None and time.monotonic() > self._end_at:
+            for process in family(living):
+                with contextlib.suppress(psutil.Error):
+                    if process.pid not in living:
+                        process.kill()
+        super()._kill_if_due(living)
 
     def _hangs(self, ranks: list[int]) -> str:
         """What hangs, as a reason; '' if nothing.
@@ -268,9 +270,6 @@ class ScriptHealth:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-    def close(self) -> None:
-        _remove_empty_stacks(self._logs)
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:

@@ -13,7 +13,7 @@ from train.errors import EXIT_STOPPED, Refused
 from train.run import states
 from train.run.run_folder import Run
 from train.supervise import decide, health
-from train.supervise.attempts import Supervisor, asked_by, end_waiting, newest, pids, wait
+from train.supervise.attempts import Supervisor, asked_by, newest, pids, wait, write
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode
 from train.supervise.nodes import Nodes
 from train.supervise.ranks import Ranks
@@ -49,7 +49,7 @@ class MultiNodeSupervisor(Supervisor):
             waits = nodes.waiting_for()
             decision = self._end_of_waiting(waits, time.monotonic() > until)
             if decision is not None:
-                end_waiting(self.run, decision)
+                write(self.run, None, decision)
                 self.say(decision.reason or f"{self.run.name} has {decision.state}")
                 return decision
             if waits != message:
@@ -90,7 +90,7 @@ class MultiNodeSupervisor(Supervisor):
             nodes.rank_envs()[0].size, self._from_step, pids=pids([]), nodes=nodes.names(), interface=nodes.interface
         )
 
-    def follow(self, watch: health.TaskHealth | health.ScriptHealth) -> None:
+    def follow(self, watch: health.Health) -> None:
         """Do what the other nodes do, and let them know what happens here."""
         nodes, asked = self.nodes, asked_by(self.stop)
         self.look_at_others()
