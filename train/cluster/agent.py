@@ -14,11 +14,10 @@ continues the run then, too.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def main(beside: Path, stop: StopRequest) -> int:
     Args:
         beside: the folder of the submission.
     """
-    fail = functools.partial(_fail, beside, None)
+    run = None
     try:
         content = engine.read(beside)
         cluster = _cluster_of(content, os.environ)
@@ -50,12 +49,14 @@ def main(beside: Path, stop: StopRequest) -> int:
         runs = Path(os.environ.get("TRAIN_RUNS") or "runs").absolute()
         runs = folders.of_node(runs, node) if node else runs
         run = Run(runs / content["name"])
-        fail = functools.partial(_fail, beside, run)
         if Path(content["cwd"]).is_dir():
             os.chdir(content["cwd"])
         runs.mkdir(parents=True, exist_ok=True)
         until = time.monotonic() + 60 * content["wait_minutes"]
-        if not (_wait_for_address(cluster, stop, until) and _wait_for_lock(run, content, stop, until)):
+        _wait_while(lambda: _unresolved(cluster), "has its pod a place?", stop, until)
+        remedy = f"end its agent there, then: train resume {run.name}"
+        _wait_while(lambda: _held_by_other(run, content), remedy, stop, until)
+        if stop.asked:
             return EXIT_STOPPED
         launch = _launch_request(content, beside, run, cluster)
         if launch is None:
@@ -63,7 +64,7 @@ def main(beside: Path, stop: StopRequest) -> int:
             return EXIT_FINISHED
         opened = open_run(launch, environment.keep(os.environ))
     except Exception as error:
-        return fail(error)
+        return _fail(beside, run, error)
     for line in opened.warnings:
         screen.say(f"train: warning: {line}")
     code = agent.keep(opened, stop)
@@ -93,61 +94,59 @@ def _cluster_of(content: dict[str, Any], environ: Mapping[str, str]) -> dict[str
     return {"least": nodes, "most": nodes, "node": node, "rendezvous": str(place), "wait_minutes": wait}
 
 
-def _wait_for_address(cluster: dict[str, Any], stop: StopRequest, until: float) -> bool:
-    """Wait until node 0's name has an address: a pod has one once it runs, and pods start in any order.
+def _wait_while(in_the_way: Callable[[], str], remedy: str, stop: StopRequest, until: float) -> None:
+    """Wait until nothing is in the way any more, or a stop is asked for.
 
-    Returns:
-        False: a stop was asked for.
+    Args:
+        in_the_way: says what is; '': nothing.
+
+    Raises:
+        Refused: it is there for too long.
     """
     is_announced = False
-    while cluster and not stop.asked:
+    while not stop.asked and (what := in_the_way()):
+        if time.monotonic() > until:
+            raise Refused(f"{what}; {remedy}", passes=True)
+        if not is_announced:
+            screen.say(f"train: waiting: {what}")
+        is_announced = True
+        time.sleep(0.5)
+
+
+def _unresolved(cluster: dict[str, Any]) -> str:
+    """That node 0's name has no address yet: a pod has one once it runs, and pods start in any order."""
+    if cluster:
         place = address.parse(cluster["rendezvous"])
         try:
             address.resolve(place)
-            break
         except Refused:
-            if time.monotonic() > until:
-                raise Refused(f"node 0's name {place.host} never resolved; has its pod a place?", passes=True) from None
-        if not is_announced:
-            screen.say(f"train: waiting for node 0's name {place.host}, which does not resolve yet")
-        is_announced = True
-        time.sleep(0.5)
-    return not stop.asked
+            return f"node 0's name {place.host} does not resolve yet"
+    return ""
 
 
-def _wait_for_lock(run: Run, content: dict[str, Any], stop: StopRequest, until: float) -> bool:
-    """Wait until no agent of an earlier start has the run of this node.
+def _held_by_other(run: Run, content: dict[str, Any]) -> str:
+    """That an agent of an earlier start has the run of this node.
 
     It may be ending. Or the engine cannot reach its machine and has given it up, while that machine lives and sees the
     folder: a file there asks it to stop.
 
-    Returns:
-        False: a stop was asked for.
-
     Raises:
-        Refused: it is another submission's run, or the other agent does not leave.
+        Refused: it is another submission's run.
     """
-    is_announced = False
-    while (run.folder / "run.json").exists() and not stop.asked:
-        record = run.read()
-        if record.get("submission") != content["id"]:
-            raise Refused(f"{run.folder} is another submission's run; submit under another --name, or remove it first")
-        lock = run.acquire()
-        if lock is not None:
-            if run.stop_asked() == states.PLACED:  # the other one was killed, and has not heard of it
-                run.clear_stop()
-            lock.release()
-            break
-        where = record.get("host") or "another machine"
-        if time.monotonic() > until:
-            raise Refused(f"{where} has {run.name} still; end its agent there, then: train resume {run.name}", True)
+    if not (run.folder / "run.json").exists():
+        return ""
+    record = run.read()
+    if record.get("submission") != content["id"]:
+        raise Refused(f"{run.folder} is another submission's run; submit under another --name, or remove it first")
+    lock = run.acquire()
+    if lock is None:
         if not run.stop_asked():
             run.ask_stop(states.PLACED)
-        if not is_announced:
-            screen.say(f"train: {where} has {run.name} still; waiting for its end")
-        is_announced = True
-        time.sleep(0.5)
-    return not stop.asked
+        return f"{record.get('host') or 'another machine'} has {run.name} still"
+    if run.stop_asked() == states.PLACED:  # the other one was killed, and has not heard of it
+        run.clear_stop()
+    lock.release()
+    return ""
 
 
 def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: dict[str, Any]) -> LaunchRequest | None:

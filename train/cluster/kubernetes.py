@@ -25,12 +25,13 @@ _OURS, _ID = "app.kubernetes.io/name", "trainstation/submission"
 """Labels of all that is ours, pods included; of what belongs to one submission."""
 _RUN, _NODE = "jobset.sigs.k8s.io/jobset-name", "batch.kubernetes.io/job-completion-index"
 """Labels of a pod: the run's name, and which node it is."""
+_ALL = "trainjob,configmap,networkpolicy"
+"""What a run has in a cluster."""
 _NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+_NO_TRAINER = "this cluster has no Kubeflow Trainer v2, which runs are handed to; its administrator can install it"
 _HINTS = {
-    "no matches for kind": "this cluster has no Kubeflow Trainer v2, which runs are handed to; its administrator can "
-    "install it",
-    "have a resource type": "this cluster has no Kubeflow Trainer v2, which runs are handed to; its administrator can "
-    "install it",
+    "no matches for kind": _NO_TRAINER,
+    "have a resource type": _NO_TRAINER,
     "namespaces ": f"make the namespace with: {APPLY}, or give another --namespace",
     "already exists": "give another --name, or delete it with kubectl",
     "no kubectl": "install it, or see what it would be given: --dry-run",
@@ -154,7 +155,7 @@ def _pairs(flag: str, text: str | None) -> list[tuple[str, str]]:
 def submit(run: Run) -> str:
     """Create the TrainJob, and before it what its pods need; what an earlier start has left goes first."""
     at = _place_of(run)
-    _remove(run, "--cascade=foreground", "--wait", seconds=600)
+    _delete(run, _ALL, "--cascade=foreground", "--wait", seconds=600)
     _kubectl(at, "create", "--filename=-", given="\n---\n".join(map(json.dumps, _company(run, at.partition("@")[0]))))
     _kubectl(at, "create", "--filename=-", given=(run.folder / SCRIPT).read_text(encoding="utf-8"))
     return f"trainjob {run.name} in {at.rstrip('@')}"
@@ -247,12 +248,8 @@ def logs(run: Run, rank: int, since: str | None = None) -> list[str] | None:
 
 def remove(run: Run) -> str:
     """Delete its TrainJob, and all that belongs to it."""
-    _remove(run, "--wait=false")
+    _delete(run, _ALL, "--wait=false")
     return f"{run.name}: what it has saved stays in the claim for runs of {_place_of(run)}, under the same name"
-
-
-def _remove(run: Run, *options: str, seconds: int = 20) -> None:
-    _delete(run, "trainjob,configmap,networkpolicy", *options, seconds=seconds)
 
 
 def _delete(run: Run, kinds: str, *options: str, seconds: int = 20) -> None:
