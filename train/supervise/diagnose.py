@@ -245,14 +245,9 @@ TABLE = (
 """The most telling first: what a first one fits is not looked at further."""
 
 
-def likely_cause(text: str) -> Likely | None:
-    """What is likely behind a message; None: nothing that a check could see."""
-    return next((one for one in TABLE if re.search(one.pattern, text)), None)
-
-
 def hint(reason: str) -> str:
     """What to add to the reason of a run that failed; '' where there is nothing, or it is there already."""
-    found = likely_cause(reason)
+    found = next((one for one in TABLE if re.search(one.pattern, reason)), None)
     if found is None or "train doctor" in reason:
         return ""
     return f"likely {found.cause}: {found.command}" if found.cause else f"see: {found.command}"
