@@ -34,7 +34,7 @@ from tests.waiting import eventually
 from train.run import states
 from train.run.run_folder import Run
 from train.supervise.decide import LaunchMode
-from train.supervise.health import lives
+from train.supervise.forks import lives
 from train.supervise.ranks import Ranks
 
 KILLED = 0.6

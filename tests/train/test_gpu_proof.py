@@ -217,13 +217,13 @@ def test_a_host_that_waits_for_a_held_device_and_a_copy_that_waits_are_seen(
 
 
 def test_ddp_of_one_rank_is_that_of_a_run_of_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    used, forward = list[object](), ddp.Parallel.forward
+    used, forward = list[object](), ddp.DDPModule.forward
 
-    def seen(one: ddp.Parallel, *arguments: Any) -> Any:
+    def seen(one: ddp.DDPModule, *arguments: Any) -> Any:
         used.append(one)
         return forward(one, *arguments)
 
-    monkeypatch.setattr(ddp.Parallel, "forward", seen)
+    monkeypatch.setattr(ddp.DDPModule, "forward", seen)
     cases = {case.what.partition(": ")[2]: case for case in steps.part(Scale("cpu", True, 0, tmp_path))}
     (row,) = cases[f"gpt, bf16, {steps.DDP}"].rows()
     assert row.verdict == UNCHECKED and len(used) > steps.LAST

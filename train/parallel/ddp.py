@@ -58,7 +58,7 @@ class _Forward(nn.Module):
         return chain
 
 
-class Parallel(DistributedDataParallel):
+class DDPModule(DistributedDataParallel):
     """torch's DDP, whose error about unused parameters names our remedy."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ class DDP(Strategy):
         self._tail = nn.Parameter(zeros)
         # a pass without data must not give gradients of 0 to what no rank used: weight decay would reach it
         self._forward = _Forward(model, self._tail, touches=self._carries_stats)
-        self._ddp = Parallel(
+        self._ddp = DDPModule(
             self._forward,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             **NO_BUFFER_BROADCAST,  # finish_gradients broadcasts them, once a step
