@@ -118,7 +118,7 @@ def read(folder: Path) -> SavedEnvironment | None:
     """The environment saved in a run folder; None where there is none, or it cannot be read."""
     try:
         tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        withheld = list(map(str, tree["withheld"]))
+        withheld = [*map(str, tree["withheld"]), *map(str, tree.get("cut", []))]  # an earlier release cut passwords out
         values = {str(name): str(value) for name, value in tree["values"].items() if name not in withheld}
         return SavedEnvironment(values, withheld)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

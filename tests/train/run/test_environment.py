@@ -159,6 +159,12 @@ def test_an_address_with_a_password_is_a_secret(value: str, expected: bool) -> N
     assert environment.tells_secret("A", value) is expected
 
 
+def test_what_an_earlier_release_saved_without_its_password_counts_as_not_saved(tmp_path: Path) -> None:
+    old = {"values": {"DATA": "/a", "STORE": "s3://me@host"}, "withheld": ["KEY"], "cut": ["STORE"]}
+    (tmp_path / environment.FILE).write_text(json.dumps(old))
+    assert environment.read(tmp_path) == environment.SavedEnvironment({"DATA": "/a"}, ["KEY", "STORE"])
+
+
 def test_what_torch_sets_by_itself_is_not_kept_and_no_difference() -> None:
     set_by_torch = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"}
     kept = environment.keep(set_by_torch | {"DATA": "/a"})
