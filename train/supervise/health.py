@@ -92,8 +92,11 @@ class Health:
 
     def _kill_if_due(self, living: list[int]) -> None:
         if self._end_at is not None and time.monotonic() > self._end_at:
-            for pid in living:
-                self._kill(pid, signal.SIGKILL)
+            self._kill_all(living)
+
+    def _kill_all(self, living: list[int]) -> None:
+        for pid in living:
+            self._kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Remove stacks that nothing was written into."""
@@ -220,14 +223,13 @@ class ScriptHealth(Health):
             self._end_in(0)
         self._kill_if_due(living)
 
-    def _kill_if_due(self, living: list[int]) -> None:
+    def _kill_all(self, living: list[int]) -> None:
         """Kill also all that these ranks have started: one that is left would hold the run's lock."""
-        if self._end_at is not None and time.monotonic() > self._end_at:
-            for process in family(living):
-                with contextlib.suppress(psutil.Error):
-                    if process.pid not in living:
-                        process.kill()
-        super()._kill_if_due(living)
+        for process in family(living):
+            with contextlib.suppress(psutil.Error):
+                if process.pid not in living:
+                    process.kill()
+        super()._kill_all(living)
 
     def _hangs(self, ranks: list[int]) -> str:
         """What hangs, as a reason; '' if nothing.
