@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import multiprocessing
@@ -223,8 +222,9 @@ def _begin_worker(_: int, rank: int) -> None:
     end_with_parent(rank)  # a killed rank's workers go with it and release the run's lock
     for fd in _open_files():
         own = _opened_again(fd)
-        os.dup2(own, fd, inheritable=False)
-        os.close(own)
+        if own is not None:
+            os.dup2(own, fd, inheritable=False)
+            os.close(own)
 
 
 def _check_files() -> None:
@@ -235,18 +235,27 @@ def _check_files() -> None:
     """
     for fd in _open_files():
         try:
-            os.close(_opened_again(fd))
+            own = _opened_again(fd)
         except OSError as error:
-            if error.errno == errno.EBADF:  # closed meanwhile, by the garbage collector perhaps
-                continue
             raise Refused(
                 f"{Path(f'/proc/self/fd/{fd}').readlink()} is open here and cannot be opened by loader processes "
                 f"({error.strerror}); open it in __getitem__ instead of datasets(), or use --data.workers 0"
             ) from None
+        if own is not None:
+            os.close(own)
 
 
-def _opened_again(fd: int) -> int:
-    own = os.open(f"/proc/self/fd/{fd}", fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE | os.O_CLOEXEC)
+def _opened_again(fd: int) -> int | None:
+    """The file, opened anew at the same place; None: it was closed meanwhile, by the garbage collector perhaps.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    except OSError:
+        return None
+    own = os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
     os.lseek(own, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
     return own
 
