@@ -230,14 +230,15 @@ class Nodes:
 
     @property
     def is_over(self) -> bool:
-        """Whether the attempt has ended elsewhere: a rank of another node is dead, or the node is gone."""
+        """Whether the attempt has ended elsewhere: another node's rank is dead, a node is gone, or node 0 says so."""
         if self.round is None:
             return False
         for node in self.round.nodes[:1] if self.settings.node else self.round.nodes[1:]:
             public = self._others.get(node["node"], {})
             if self._is_gone(node) or (public.get("round") == self.round.id and public.get("bad")):
                 return True
-        return False
+        # node 0 has given this one up while it stood still, and its ranks may wait for the others' for ever
+        return self._decided is not None
 
     def _is_gone(self, node: Mapping[str, Any]) -> bool:
         """Whether a node of the attempt, as this one follows it, is not in it any more."""
@@ -317,13 +318,19 @@ class Nodes:
         plain = dataclasses.asdict(decision)
         self._rendezvous.publish(decision={"round": self.round.id, **plain}, end=None if decision.again else plain)
 
+    @property
+    def _decided(self) -> Decision | None:
+        """What node 0 has decided on the end of the attempt, on another node."""
+        assert self.round is not None
+        decided = self._zero.get("decision") or {}
+        return decision_of(decided) if decided.get("round") == self.round.id else None
+
     def _carried_out(self, facts: Facts, at_once: Asked | None, look: Callable[[], Asked | None]) -> Decision:
         """Node 0's decision, on another node."""
         assert self.round is not None
         decision = None
         while decision is None and at_once is None and not self._is_gone(self.round.nodes[0]):
-            decided = self._zero.get("decision") or {}
-            decision = decision_of(decided) if decided.get("round") == self.round.id else None
+            decision = self._decided
             at_once = look()
             time.sleep(0.02)
         if at_once is not None:
