@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks import command, small
-from train import hashing
+from train import hash_seed
 from train.errors import EXIT_FINISHED
 from train.launcher import checks
 from train.launcher.request import Request
@@ -35,8 +35,8 @@ from train.run import folders
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
-from train.supervise.forks import CHECKS, RANKS, acquire
 from train.supervise.ranks import Ranks
+from train.supervise.zygote import CHECKS, RANKS, acquire
 
 TENSORS, LOADER, TRAIN = "a loop that indexes tensors", "a loop on DataLoader", "train"
 
@@ -138,7 +138,7 @@ def _train(folder: Path, name: str, subject: Subject, settings: small.Settings) 
     run = folders.create(folder, name, prepared.files, prepared.record)
     lock = run.acquire()
     assert lock is not None  # nobody else knows of it
-    zygote = acquire(hashing.fixed(os.environ), (*CHECKS, *RANKS))
+    zygote = acquire(hash_seed.with_seed(os.environ), (*CHECKS, *RANKS))
     try:
         # as in a launched run, with memory for snapshots
         code = Supervisor(run, Ranks(run, lock, 1, zygote), LaunchMode.LAUNCHED, StopRequest(())).keep()

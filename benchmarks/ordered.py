@@ -15,8 +15,8 @@ import torch.multiprocessing
 from torch import nn
 
 from benchmarks import command
-from train.bench.stepping import stepping
-from train.bench.turns import measure, ratio
+from train.bench.interleaved import measure, ratio
+from train.bench.training_step import training_step
 from train.config import Parallel
 from train.parallel.precision import Precision
 from train.parallel.world import World
@@ -54,7 +54,7 @@ def _step(world: World, parallel: Parallel) -> Callable[[], None]:
     layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
     samples = torch.randn(BATCH, WIDTH).to(world.device), torch.randint(10, (BATCH,)).to(world.device)
     precision = Precision("fp32", world.device)
-    return stepping(world, parallel, nn.Sequential(*layers), samples, precision, MICROS)
+    return training_step(world, parallel, nn.Sequential(*layers), samples, precision, MICROS)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks import bare, command, perceptron
 from train.launcher import tmux
 from train.launcher.request import LaunchRequest
 from train.run import run_folder, states
-from train.supervise.forks import lives
+from train.supervise.zygote import lives
 
 RANKS, SAVE_EVERY = 2, 50
 PATIENCE = 120.0

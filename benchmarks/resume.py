@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import command, virtual
-from train import hashing
+from train import hash_seed
 from train.checkpoint.save import Saver
 from train.errors import EXIT_FINISHED
 from train.launcher import checks
@@ -30,8 +30,8 @@ from train.run.run_folder import Run
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
-from train.supervise.forks import CHECKS, RANKS, Zygote, acquire
 from train.supervise.ranks import Ranks
+from train.supervise.zygote import CHECKS, RANKS, Zygote, acquire
 from train.trainer import build
 from train.trainer.optimizer import make_optimizer
 
@@ -40,7 +40,7 @@ BATCH = 1000
 
 def bench(folder: Path, samples: int, times: int = 5) -> str:
     """Measure in this folder. Returns a table in Markdown."""
-    zygote = acquire(hashing.fixed(os.environ), (*CHECKS, *RANKS))
+    zygote = acquire(hash_seed.with_seed(os.environ), (*CHECKS, *RANKS))
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
         places = [int(samples / BATCH * share) for share in (0.01, 0.95)]
         bases = [_placed(Path(name), samples, step) for step in places]

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks import command, virtual
-from train import hashing
+from train import hash_seed
 from train.run import heartbeat, states
 from train.run.run_folder import Run
-from train.supervise import forks
+from train.supervise import zygote
 from train.supervise.health import family
 
 RANKS = 2
@@ -84,7 +84,7 @@ def bench(folder: Path, times: int) -> str:
         (place / "script.py").write_text(SCRIPT)
         for count in range(times):
             took[PLAIN].append(_torchrun(place, count))
-            for how, environment in (("cold", {forks.OFF: "off"}), ("warm", held)):
+            for how, environment in (("cold", {zygote.OFF: "off"}), ("warm", held)):
                 ones = _train(place / how, f"run-{count}", os.environ | environment)
                 for row, one in zip(OURS, ones, strict=True):
                     took[f"{row}, {how}"].append(one)
@@ -110,12 +110,12 @@ def bench(folder: Path, times: int) -> str:
 def _held_warm() -> Iterator[dict[str, str]]:
     """A process that has torch imported; gives the variables with which it is found."""
     with tempfile.TemporaryDirectory(prefix="train-bench-") as name:  # of its own, and short: a socket lies in it
-        environment = {"TMPDIR": name, forks.OFF: "on"}
-        environ = hashing.fixed(os.environ | environment)
-        process = forks.start_lender(environ)
+        environment = {"TMPDIR": name, zygote.OFF: "on"}
+        environ = hash_seed.with_seed(os.environ | environment)
+        process = zygote.start_lender(environ)
         assert process is not None
         try:
-            forks.acquire(environ, ()).close()  # once all is imported
+            zygote.acquire(environ, ()).close()  # once all is imported
             yield environment
         finally:
             process.kill()

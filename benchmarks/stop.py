@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import command
-from train.bench.turns import measure, ratio
+from train.bench.interleaved import measure, ratio
 from train.config import Config
 from train.parallel.choose import make
 from train.parallel.ddp import NO_BUFFER_BROADCAST

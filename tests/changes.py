@@ -6,7 +6,7 @@ from typing import cast
 
 from train import config as configuration
 from train.config import Config
-from train.run import station
+from train.run import ownership
 from train.run.durable import write_atomically
 from train.run.record import Record
 from train.run.run_folder import Run
@@ -15,4 +15,4 @@ from train.run.run_folder import Run
 def apply(run: Run, config: Config) -> None:
     """Write the changes of a resume into the run folder."""
     write_atomically(run.folder / "config.toml", configuration.to_toml(config))
-    run.update(lambda record: record.update(cast(Record, station.mark(run.folder, record))))
+    run.update(lambda record: record.update(cast(Record, ownership.sign(run.folder, record))))

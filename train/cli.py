@@ -11,7 +11,7 @@ import sys
 from typing import NoReturn
 
 import train
-from train import hashing, screen
+from train import hash_seed, screen
 from train.commands import COMMANDS
 from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, one_line, shortened
 
@@ -80,7 +80,7 @@ def _main(arguments: list[str]) -> int:
         return EXIT_FINISHED
     if command not in _DETACHED or "--script" in rest:
         return _carry_out(command, runs_first + rest, given)
-    from train.supervise.forks import starting_early
+    from train.supervise.zygote import starting_early
 
     with starting_early():  # what it is to do is read meanwhile
         return _carry_out(command, runs_first + rest, given)
@@ -93,7 +93,7 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     if command in _STARTING and _is_gone():
         raise Refused(_GONE)
     if command in _COMPUTING or (command == "run" and "RANK" in os.environ):
-        hashing.begin_again(given)
+        hash_seed.restart_with_seed(given)
     runs = runs_folder(options.runs)
     module = importlib.import_module(f"train.commands.{command}")
     return int(module.run(options, runs))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from train import hashing
+from train import hash_seed
 from train.launcher import checks
 from train.launcher.request import Request
 from train.parallel.rank_env import RankEnv
@@ -29,11 +29,11 @@ from train.run import folders, states
 from train.run.outcome import Outcome
 from train.run.run_folder import Run
 from train.signals import StopRequest
-from train.supervise.attempts import Supervisor, alone
+from train.supervise.attempts import Supervisor, supervise_alone
 from train.supervise.decide import LaunchMode
-from train.supervise.forks import CHECKS, RANKS, Zygote, acquire
 from train.supervise.ranks import Ranks
 from train.supervise.worker import run_rank
+from train.supervise.zygote import CHECKS, RANKS, Zygote, acquire
 
 OK, FAILED, BELOW, FIGURE, UNCHECKED = "ok", "FAILED", "below goal", "figure", "not checked"
 TASKS, ROOT = Path(__file__).with_name("tasks"), Path(__file__).parents[2]
@@ -136,7 +136,7 @@ class Scale:
 @functools.cache
 def zygote() -> Zygote:
     """What ranks in processes of their own are forked from; it has no GPU in use, whatever this process has."""
-    return acquire(hashing.fixed(os.environ), (*CHECKS, *RANKS))
+    return acquire(hash_seed.with_seed(os.environ), (*CHECKS, *RANKS))
 
 
 @contextlib.contextmanager
@@ -172,7 +172,7 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
     lock = run.acquire()
     assert lock is not None
     try:
-        alone(run, LaunchMode.TORCHRUN, 1, rank, StopRequest(()))
+        supervise_alone(run, LaunchMode.TORCHRUN, 1, rank, StopRequest(()))
     finally:
         lock.release()
     record = run.read()
@@ -206,7 +206,7 @@ def train_forked(
         watching.result()
     finally:
         lock.release()
-    return run.shown()
+    return run.read_effective()
 
 
 def reason(record: Mapping[str, Any]) -> str:

@@ -34,8 +34,8 @@ from tests.waiting import eventually
 from train.run import states
 from train.run.run_folder import Run
 from train.supervise.decide import LaunchMode
-from train.supervise.forks import lives
 from train.supervise.ranks import Ranks
+from train.supervise.zygote import lives
 
 KILLED = 0.6
 """Of the steps, after which a rank is killed."""

@@ -17,14 +17,14 @@ from pathlib import Path
 import psutil
 
 from tests.torture.check import PATIENCE, Failure, check_nothing_lost, logs, saved
-from train import hashing
+from train import hash_seed
 from train.checkpoint import manifest
 from train.run import outcome, states
 from train.run.run_folder import Run
 from train.supervise import attempts, decide
 from train.supervise.decide import Facts, LaunchMode
-from train.supervise.forks import CHECKS, RANKS, Zygote, acquire, lives
 from train.supervise.ranks import Ranks
+from train.supervise.zygote import CHECKS, RANKS, Zygote, acquire, lives
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ Disturb = Callable[[list[Rank]], None]
 @functools.cache
 def zygote() -> Zygote:
     """What all ranks here are forked from."""
-    return acquire(hashing.fixed(os.environ), (*CHECKS, *RANKS))
+    return acquire(hash_seed.with_seed(os.environ), (*CHECKS, *RANKS))
 
 
 def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: str = "") -> float:
@@ -77,7 +77,7 @@ def attempt(run: Run, ranks: int, disturb: Disturb | None = None, fault_text: st
     facts = Facts(
         run.name, LaunchMode.FOREGROUND, ranks=ranks, outcomes=outcome.read_all(run.logs(number)), exits=made.exits
     )
-    attempts.write(run, number, decide.decide(facts))
+    attempts.record_decision(run, number, decide.decide(facts))
     return time.monotonic() - began
 
 

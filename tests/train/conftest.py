@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 from tests.train import forks
-from train import cores
 from train.launcher import tmux
 from train.run import states
 from train.run.run_folder import Run
+from train.trainer import cores
 
 pytest.register_assert_rewrite("tests.train.training")
 # how long it takes to think of an example says how busy the machine is
@@ -129,7 +129,7 @@ class Station:
         """Wait until a run's effective record is as wanted."""
         deadline = time.monotonic() + PATIENCE
         record: dict[str, Any] = {}
-        while not ((self.runs / name / "run.json").exists() and until(record := self.run(name).shown())):
+        while not ((self.runs / name / "run.json").exists() and until(record := self.run(name).read_effective())):
             assert time.monotonic() < deadline, f"{name} never reached {what}: {record}\n{self.logs(name)}"
             time.sleep(0.02)
 
@@ -144,7 +144,7 @@ class Station:
         while self.run(name).alive():
             assert time.monotonic() < deadline, f"{name} never released its lock"
             time.sleep(0.02)
-        return self.run(name).shown()
+        return self.run(name).read_effective()
 
     def logs(self, name: str) -> str:
         """Everything the ranks wrote, for messages of failed assertions."""

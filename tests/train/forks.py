@@ -21,13 +21,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from train import hashing
-from train.supervise import forks
-from train.supervise.zygote import LIBRARIES, READ_AT_LOADING, SIGNALS
+from train import hash_seed
+from train.supervise import zygote as zygotes
+from train.supervise.zygote_server import LIBRARIES, READ_AT_LOADING, SIGNALS
 
 IMPORTS = (
-    *LIBRARIES, *forks.CHECKS, *forks.RANKS, "torchvision.datasets", "torchvision.models", "torchvision.transforms.v2",
-    "matplotlib.figure", "rich.table", "pytest", "tests.train.forks",
+    *LIBRARIES, *zygotes.CHECKS, *zygotes.RANKS, "torchvision.datasets", "torchvision.models",
+    "torchvision.transforms.v2", "matplotlib.figure", "rich.table", "pytest", "tests.train.forks",
 )  # fmt: skip
 _held: dict[str, str] = {}
 
@@ -37,17 +37,17 @@ def held_warm(environment: Mapping[str, str]) -> dict[str, str]:
     if not _held:
         folder = tempfile.mkdtemp(prefix="train-tests-")  # short: the name of a socket has little room
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        found = {"TMPDIR": folder, forks.OFF: "on"}
-        process = forks.start_lender(hashing.fixed({**environment, **found}), IMPORTS)
+        found = {"TMPDIR": folder, zygotes.OFF: "on"}
+        process = zygotes.start_lender(hash_seed.with_seed({**environment, **found}), IMPORTS)
         assert process is not None and process.stdin is not None
         atexit.register(process.kill)
         _held.update(found)
     return _held
 
 
-def zygote(environment: Mapping[str, str]) -> forks.Zygote:
+def zygote(environment: Mapping[str, str]) -> zygotes.Zygote:
     """A zygote from that lender, in the current folder."""
-    return forks.acquire(hashing.fixed({**environment, **held_warm(environment)}), IMPORTS)
+    return zygotes.acquire(hash_seed.with_seed({**environment, **held_warm(environment)}), IMPORTS)
 
 
 def fits(environ: Mapping[str, str]) -> bool:

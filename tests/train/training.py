@@ -84,7 +84,7 @@ class Engine:
             self.code = Supervisor(run, made, LaunchMode.FOREGROUND, StopRequest(())).keep()
         finally:
             lock.release()
-        return run.shown() if (run.folder / "run.json").exists() else {}  # a test may have taken it away
+        return run.read_effective() if (run.folder / "run.json").exists() else {}  # a test may have taken it away
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """metrics.jsonl without what measures speed."""

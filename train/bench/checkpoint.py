@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from train.checkpoint.save import Saver
-from train.checkpoint.state import size_of, state_of
+from train.checkpoint.state_dict import size_of, state_of
 from train.config import Config
 from train.parallel.devices import pick_device, take_device
 from train.parallel.world import World

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from train.bench.stepping import stepping
-from train.bench.turns import Way, measure, ratio, torchruns
+from train.bench.interleaved import Way, measure, ratio, torchruns
+from train.bench.training_step import training_step
 from train.config import Parallel
 from train.parallel.precision import Precision
 from train.parallel.world import World
@@ -203,7 +203,7 @@ def _by_hand(subject: Subject, alone: bool, world: World) -> Callable[[], None]:
 def _by_strategy(subject: Subject, parallel: Parallel, world: World) -> Callable[[], None]:
     torch.manual_seed(0)
     samples, precision = subject.samples(world.device), subject.precision(world.device)
-    return stepping(world, parallel, subject.build(), samples, precision)
+    return training_step(world, parallel, subject.build(), samples, precision)
 
 
 def _table(rows: list[Row], title: str, missing: list[str]) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-from train.checkpoint.state import initialized_state, state_of, without_hooks
+from train.checkpoint.state_dict import initialized_state, state_of, without_hooks
 from train.errors import one_line
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")

@@ -26,7 +26,7 @@ from train import faults
 from train.checkpoint.load import reason_of
 from train.checkpoint.manifest import FORMAT, MANIFEST, PARTIAL, clean, manifest_text, set_aside
 from train.checkpoint.staging import Staging
-from train.checkpoint.state import size_of, state_of
+from train.checkpoint.state_dict import size_of, state_of
 from train.checkpoint.writer import DurableWriter
 from train.config import SPREAD, Config
 from train.parallel.world import World

@@ -203,7 +203,7 @@ def broadcast_state(world: World, model: nn.Module, optimizer: torch.optim.Optim
     Needs host memory for one more copy of the state on each rank.
     """
     state = serialize(model, optimizer, precision, "", 0, "") if world.is_first else None
-    plain, end = world.share((state.plain, state.end) if state is not None else None)
+    plain, end = world.broadcast((state.plain, state.end) if state is not None else None)
     start = begin_of_tensors(len(plain))
     memory = torch.empty(start + end, dtype=torch.uint8)
     if state is not None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from train.errors import Refused, one_line, whole
 from train.run import folders, states
 from train.run.run_folder import Run
-from train.supervise.node_timeouts import WAIT_MINUTES
+from train.supervise.timeouts import WAIT_MINUTES
 
 ENGINES = {"slurm": "train.cluster.slurm", "kubernetes": "train.cluster.kubernetes"}
 """By the name that --on takes."""

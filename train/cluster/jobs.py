@@ -18,7 +18,7 @@ from typing import Any, cast
 from train.cluster import engine as engines
 from train.cluster.engine import Engine, JobStatus, Submission, engine
 from train.errors import Refused
-from train.launcher import control
+from train.launcher import stopping
 from train.run import durable, folders, states
 from train.run.record import Record
 from train.run.run_folder import Run
@@ -140,7 +140,7 @@ def statuses(runs: Iterable[Run], tell: Tell) -> list[Record]:
     found = []
     for run in runs:
         try:
-            record = run.shown()
+            record = run.read_effective()
             if is_submitted(record) and record["state"] not in (states.FINISHED, states.FAILED):
                 at = record["submitted"]["engine"], record["submitted"].get("at")
                 if at not in answers:
@@ -158,7 +158,7 @@ def status(run: Run, tell: Tell) -> Record:
     Raises:
         Refused: it cannot be read.
     """
-    record = run.shown()
+    record = run.read_effective()
     return next(iter(statuses([run], tell)), record) if is_submitted(record) else record
 
 
@@ -193,11 +193,11 @@ def with_job_status(record: Record, jobs: _Jobs | None) -> Record:
 
 def poll(run: Run, tell: Tell) -> tuple[Record, bool]:
     """A run's effective record, and whether nothing more comes of it by itself."""
-    record = run.shown()
+    record = run.read_effective()
     jobs: _Jobs | None = None
     if record["state"] not in (states.RUNNING, states.FINISHED, states.FAILED):
         jobs = _answer(record, tell)
-        record = run.shown()  # after the question: when the job is gone, the record is final
+        record = run.read_effective()  # after the question: when the job is gone, the record is final
     if record["state"] in (states.RUNNING, states.FINISHED, states.FAILED):
         return record, record["state"] != states.RUNNING
     job = (jobs or {}).get(record["submission"])
@@ -222,7 +222,7 @@ def _job_of(run: Run) -> JobStatus | None:
 
 
 def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
-    """Let it save and end, or take it out of the queue; return when its engine has done with it. As control.stop.
+    """Let it save and end, or take it out of the queue; return when its engine has done with it. As stopping.stop.
 
     Raises:
         Refused: the engine does not say how it stands, or is being given the run just now.
@@ -235,16 +235,16 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
     run.clear_stop()
     record = status(run, tell)
     if record["state"] in (states.FINISHED, states.FAILED):
-        return control.how_it_stands(record)
+        return stopping.how_it_stands(record)
     lock = run.acquire(patience=_LAST)
     if lock is None:
         raise Refused(f"{run.name} is still alive though its job has ended; see: train show {run.name}")
     if run.read().get("stopped_by") != USER:
         saved = next(iter(run.steps_saved()), 0)
         where = f"the last checkpoint is of step {saved}" if saved else "what it saved is where its nodes keep it"
-        attempts.rest(run, states.STOPPED, f"stopped (train stop); {where}", USER)
+        attempts.record_end(run, states.STOPPED, f"stopped (train stop); {where}", USER)
     lock.release()
-    return control.how_it_stands(run.shown())
+    return stopping.how_it_stands(run.read_effective())
 
 
 def resume(run: Run, flags: dict[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands.offers import words
+from train.commands.completion_values import words
 from train.commands.options import add_nodes, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands.offers import words
+from train.commands.completion_values import words
 from train.commands.options import add_name
 from train.commands.parser import Parser, number
 

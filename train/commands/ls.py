@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.cluster import jobs
 from train.commands import select
-from train.commands.offers import words
+from train.commands.completion_values import words
 from train.commands.options import add_json, add_names, tell
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED

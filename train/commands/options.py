@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from train import screen
-from train.commands.offers import checkpoint_steps, run_names, task_names, words
+from train.commands.completion_values import checkpoint_steps, run_names, task_names, words
 from train.commands.parser import Parser, decimal, number
 from train.errors import Refused, whole
-from train.supervise.node_timeouts import WAIT_MINUTES
+from train.supervise.timeouts import WAIT_MINUTES
 
 MOST_NODES = 10_000
 _LONGEST_WAIT = 1e6

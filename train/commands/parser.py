@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from train.commands import COMMANDS
-from train.commands.offers import words
+from train.commands.completion_values import words
 from train.errors import Refused, is_whole, nearest, one_line, whole
 
 if TYPE_CHECKING:
-    from train.commands.offers import Offer
+    from train.commands.completion_values import Offer
 
 
 class Parser(argparse.ArgumentParser):

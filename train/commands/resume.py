@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Start them inside tmux; print their names; follow a single one if wanted."""
-    from train.launcher.control import resumable
+    from train.launcher.resumable import is_resumable
     from train.run import folders
 
     number("max-restarts", options.max_restarts)
@@ -36,7 +36,7 @@ def run(options: Namespace, runs: Path) -> int:
         begun = _resume(options, runs, options.name)
         return follow(begun, options.name) if begun is not None and options.follow else EXIT_FINISHED
     code = EXIT_FINISHED
-    found = {run.name: resumable(run) for run in folders.every(runs)}
+    found = {run.name: is_resumable(run) for run in folders.every(runs)}
     names = [name for name in found if found[name]]
     for name in (name for name in found if found[name] is None):
         screen.say(f"train: {name} is left out, for it is not known as started here; to go on: train resume {name}")
@@ -59,8 +59,8 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     """
     from train.cluster import jobs
     from train.launcher import tmux
-    from train.launcher.control import nothing_left
     from train.launcher.request import LaunchRequest
+    from train.launcher.resumable import nothing_left
     from train.run import folders
 
     runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))

@@ -49,5 +49,5 @@ def _remove_all(runs: list[Run]) -> list[str]:
             held.callback(lock.release)
         stays = [line for run in runs if (line := jobs.remove_job(run))]
         for run in reversed(every):
-            folders.bury(run)
+            folders.delete_locked(run)
     return stays

@@ -19,11 +19,11 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Wait until it has stopped; say how it stands."""
     from train.cluster import jobs
-    from train.launcher import control
+    from train.launcher import stopping
     from train.run import folders
 
     run = folders.find(runs, options.name)
     is_job = jobs.is_submitted(run.read())
-    code, text = jobs.stop(run, options.now, tell) if is_job else control.stop(run, options.now)
+    code, text = jobs.stop(run, options.now, tell) if is_job else stopping.stop(run, options.now)
     screen.say(text)
     return code

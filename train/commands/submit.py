@@ -8,13 +8,13 @@ from typing import Any
 
 from train import screen
 from train.cluster.engine import ENGINES, Submission, engine, seconds_of
-from train.commands.offers import words
+from train.commands.completion_values import words
 from train.commands.options import MOST_NODES, add_task, check_now, follow, request_of, wait_minutes
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 from train.launcher.ranks_and_gpus import MOST_RANKS
 from train.supervise.attempts import MAX_RESTARTS
-from train.supervise.node_timeouts import WAIT_MINUTES
+from train.supervise.timeouts import WAIT_MINUTES
 
 
 def add_arguments(parser: Parser) -> None:

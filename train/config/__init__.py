@@ -1,6 +1,15 @@
 """What a run is, from flags and files to a checked `Config`."""
 
-from train.config.layers import build, check_flags, check_lasts, forbidden_changes, from_toml, layer
+from train.config.layers import (
+    build,
+    check_flags,
+    check_lasts,
+    forbidden_changes,
+    from_toml,
+    layer,
+    resolve,
+    with_flags,
+)
 from train.config.schema import SPREAD, Config, Count, Optim, Parallel, Schedule, Share, Watch
 from train.config.toml import (
     FieldInfo,
@@ -20,6 +29,6 @@ LOCAL = ("data.root", "data.workers")
 
 __all__ = [
     "LOCAL", "SPREAD", "Config", "Count", "FieldInfo", "Optim", "Parallel", "Schedule", "Share", "Watch", "build",
-    "check_flags", "check_lasts", "fields", "flatten", "forbidden_changes", "from_toml", "is_optional",
-    "layer", "of_settings", "parse_value", "read_toml", "to_flat", "to_toml", "type_name",
+    "check_flags", "fields", "flatten", "forbidden_changes", "from_toml", "is_optional",
+    "layer", "of_settings", "parse_value", "read_toml", "resolve", "to_flat", "to_toml", "type_name", "with_flags",
 ]  # fmt: skip

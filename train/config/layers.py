@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import tomllib
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,61 @@ from train.config.toml import (
     to_toml,
 )
 from train.errors import Refused, nearest, one_line, shortened
+
+
+def resolve(
+    flags: Mapping[str, str], config_file: str | None, settings: type | None, defaults: Mapping[str, Any],
+    task_file: Path,
+) -> Config:  # fmt: skip
+    """The configuration that four layers make: defaults of fields, DEFAULTS of the task, --config FILE, flags.
+
+    Args:
+        settings: the task's Settings.
+        defaults: its DEFAULTS, by dotted name.
+
+    Raises:
+        Refused: something in them is unknown or wrong.
+    """
+    _settings_types(settings, task_file)  # an annotation that is no type is refused before values
+    flat: dict[str, Any] = {"epochs": fields()["epochs"].default}
+    flat = layer(dict(defaults), settings, f"DEFAULTS in {task_file}: ", flat)
+    build(flat, settings, f"{task_file}: ", partial=True)
+    if config_file is not None:
+        source = f"{config_file}: "
+        # checked alone first, so that a message names the file and not the flags over it
+        flat = layer(flatten(read_toml(Path(config_file)), source), settings, source, flat)
+        build(flat, settings, source, partial=True)
+    config = with_flags(flags, settings, task_file, flat)
+    check_lasts(config, settings)
+    return config
+
+
+def with_flags(flags: Mapping[str, str], settings: type | None, task_file: Path, flat: dict[str, Any]) -> Config:
+    """The configuration that flags make over these fields.
+
+    Raises:
+        Refused: a flag names no field, or its value is wrong.
+    """
+    own = {f"task.{name}": hint for name, hint in _settings_types(settings, task_file).items()}
+    known = {name: info.annotation for name, info in fields().items()} | own
+    for name in flags:
+        if name not in known:
+            hint = nearest(name, known, f"; the settings of this task: {', '.join(own)}" if own else "")
+            raise Refused(f"unknown field --{name}{hint or '; this task has no settings of its own'}")
+    with of_settings("Settings"):
+        values = {name: parse_value(name, known[name], text) for name, text in flags.items()}
+    config = build(layer(values, settings, "", flat), settings)
+    if config.data.root:
+        config.data.root = str(Path(config.data.root).absolute())
+    return config
+
+
+def _settings_types(settings: type | None, task_file: Path) -> dict[str, Any]:
+    if settings is None:
+        return {}
+    with of_settings(f"Settings in {task_file}"):
+        hints = typing.get_type_hints(settings, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(settings)}
 
 
 def layer(

@@ -65,7 +65,7 @@ class Plan:
         return -(-self.samples(step) // self.micro_batch_size)
 
 
-def share(rank: int, micros: int, world: int, is_ordered: bool = False) -> range:
+def micro_batches_of_rank(rank: int, micros: int, world: int, is_ordered: bool = False) -> range:
     """Which of a step's micro batches are a rank's: r, r + W, …; with `is_ordered` neighbours, from ceil(r M / W) on.
 
     No rank has more than ceil(M / W), nor less than that minus one.
@@ -91,7 +91,7 @@ class Sharing:
         Where it has none left it computes the last one of the step again, with weight 0: each comes with whether it is
         repeated.
         """
-        own = [(number, False) for number in share(self.rank, micros, self.world, self.is_ordered)]
+        own = [(number, False) for number in micro_batches_of_rank(self.rank, micros, self.world, self.is_ordered)]
         repeated = [(micros - 1, True)] * (math.ceil(micros / self.world) - len(own))
         return (*own, *repeated)
 

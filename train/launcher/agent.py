@@ -29,12 +29,12 @@ _OF_PANE = ("TMUX", "TMUX_PANE", "TERM")
 
 def main() -> None:
     """Carry out the launch request in the folder given as argument."""
-    desk = Path(sys.argv[1])
-    content = json.loads((desk / "request.json").read_text(encoding="utf-8"))
+    folder = Path(sys.argv[1])
+    content = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     os.chdir(content["cwd"])
     if len(sys.argv) == 2:
         _take_environment(content["env"])
-    (desk / "request.json").unlink(missing_ok=True)  # of a launch that is killed nothing secret stays
+    (folder / "request.json").unlink(missing_ok=True)  # of a launch that is killed nothing secret stays
     _never_wait_for_terminal()
     from train.launcher.create_run import open_run
     from train.launcher.request import LaunchRequest
@@ -45,9 +45,9 @@ def main() -> None:
     try:
         opened = open_run(launch, environment.keep(content["env"]))
     except BaseException as error:
-        _answer(desk, {"refused": error_line(error)})
+        _answer(folder, {"refused": error_line(error)})
         sys.exit(EXIT_REFUSED if isinstance(error, Refused) else 1)
-    if not _answer(desk, {"warnings": opened.warnings}):
+    if not _answer(folder, {"warnings": opened.warnings}):
         undo(launch, opened.run, opened.lock)
         sys.exit(EXIT_REFUSED)
     leave(keep(opened, stop))
@@ -77,7 +77,7 @@ def _leave(number: int, frame: object) -> None:
 
 def error_line(error: BaseException) -> str:
     """Why a request cannot be carried out; the traceback of what is not foreseen goes to the terminal."""
-    from train.supervise.forks import described
+    from train.supervise.zygote import described
 
     if isinstance(error, Refused):
         return str(error)
@@ -86,10 +86,10 @@ def error_line(error: BaseException) -> str:
     return described(error)
 
 
-def _answer(desk: Path, answer: dict[str, Any]) -> bool:
+def _answer(folder: Path, answer: dict[str, Any]) -> bool:
     """Report to the caller. False if the request has been withdrawn; a caller who was killed has not done so."""
     try:
-        durable.write_atomically(desk / "answer.json", json.dumps(answer), durable=False)
+        durable.write_atomically(folder / "answer.json", json.dumps(answer), durable=False)
     except OSError:
         return False
     return True
@@ -101,7 +101,7 @@ def undo(launch: Any, run: Run, lock: Lock) -> None:
 
     if launch.kind == "resume":
         by = KEEPER if launch.by_keeper else USER
-        attempts.rest(run, states.STOPPED, "stopped (its resume was interrupted)", by)
+        attempts.record_end(run, states.STOPPED, "stopped (its resume was interrupted)", by)
     lock.release()
     if launch.kind != "resume":
         folders.remove(run)
@@ -110,7 +110,7 @@ def undo(launch: Any, run: Run, lock: Lock) -> None:
 def keep(opened: Any, stop: StopRequest) -> int:
     """Keep the run alive until it ends, shown on the terminal as long as there is one. Returns the exit code."""
     from train.launcher import script
-    from train.launcher.progress import View
+    from train.launcher.live_view import LiveView
     from train.supervise.attempts import Supervisor
     from train.supervise.decide import LaunchMode
     from train.supervise.multi_node import MultiNodeSupervisor
@@ -119,7 +119,7 @@ def keep(opened: Any, stop: StopRequest) -> int:
 
     run, record = opened.run, opened.run.read()
     is_script = bool(record.get("script"))
-    view = View(run, sys.stderr, show_log=is_script)
+    view = LiveView(run, sys.stderr, show_log=is_script)
 
     def show() -> None:
         with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk

@@ -117,10 +117,10 @@ def main() -> None:
     import torch
 
     from train import config as configuration
-    from train.launcher.request import task_of
+    from train.launcher.request import load_task
     from train.tasks import where
 
-    task = task_of(request["task"], request["copy"])  # it was loaded in the process that asks
+    task = load_task(request["task"], request["copy"])  # it was loaded in the process that asks
     code, message = 0, ""
     try:
         _steps(task, configuration.build(request["config"], task.Settings), rank, request["ranks"], request["store"])
@@ -149,12 +149,12 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     from train.parallel.rank_env import RankEnv
     from train.parallel.strategy import STEP_STATS
     from train.parallel.world import join
-    from train.trainer import arithmetic, build, setup
+    from train.trainer import build, determinism, setup
     from train.trainer.loss import training_loss
     from train.trainer.optimizer import make_optimizer
 
     config.cpu_threads = config.cpu_threads or 1
-    arithmetic.fix(config)
+    determinism.set_determinism(config)
     device = pick_device(config, ranks, rank)
     train_set, _ = build.make_datasets(task, config)
     take_device(device)

@@ -23,7 +23,7 @@ from train.data import fingerprint
 from train.data.fetch import is_indexed_at_once
 from train.errors import Refused, nearest
 from train.launcher import provenance
-from train.launcher.request import ALONE, Request, resolve, with_flags
+from train.launcher.request import ALONE, Request, resolve
 from train.parallel import choose
 from train.parallel.devices import NoGPU, check_kernels, pick_device
 from train.parallel.precision import ON_GPU_ALONE, Precision
@@ -34,7 +34,7 @@ from train.run.metrics import evaluations
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import arithmetic, build
+from train.trainer import build, cores
 from train.trainer.build import config_of, data_differs, task_of
 from train.trainer.loggers import wandb
 from train.trainer.optimizer import make_optimizer
@@ -77,7 +77,9 @@ def prepare(request: Request) -> Prepared:
     found = _check(task, config, ranks, request.nodes)
     assert found.model is not None
     if config.data.workers is None:
-        config.data.workers = arithmetic.loaders(ranks, found.device, is_indexed_at_once(found.train_set, task.collate))
+        config.data.workers = cores.default_loaders(
+            ranks, found.device, is_indexed_at_once(found.train_set, task.collate)
+        )
     micro_reason = threads_reason = ""
     if is_searched:
         from train.launcher import batch_size
@@ -85,7 +87,7 @@ def prepare(request: Request) -> Prepared:
         config.micro_batch_size, micro_reason = batch_size.find(request, config)
         check_sync_batchnorm(config, found.device, everywhere, len(found.train_set))
     if config.cpu_threads is None:
-        config.cpu_threads, threads_reason = arithmetic.threads(ranks, found.device, found.model)
+        config.cpu_threads, threads_reason = cores.default_threads(ranks, found.device, found.model)
     record = _record(request, task, config, len(found.train_set)) | {
         "world_size": everywhere,
         "chosen": chosen,
@@ -110,7 +112,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     config = config_of(run, task)
     if flags:
         before = configuration.to_flat(config)
-        config = with_flags(flags, task, before)
+        config = configuration.with_flags(flags, task.Settings, task.file, before)
         _check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
     step, manifest, unused = manifests.newest_valid(run)
     if manifest:

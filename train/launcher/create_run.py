@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train import hashing
+from train import hash_seed
 from train.errors import Refused
-from train.launcher import control, ranks_and_gpus, script
+from train.launcher import ranks_and_gpus, resumable, script
 from train.launcher.request import ALONE, LaunchRequest, Request
 from train.launcher.tmux import session_of
-from train.run import durable, environment, folders, states, station
+from train.run import durable, environment, folders, ownership, states
 from train.run.record import Record
 from train.run.run_folder import Lock, Run
 from train.supervise import address, attempts
 from train.supervise.decide import CODES
-from train.supervise.forks import CHECKS, RANKS, SCRIPT, Zygote, acquire
+from train.supervise.zygote import CHECKS, RANKS, SCRIPT, Zygote, acquire
 
 
 @dataclasses.dataclass
@@ -115,7 +115,7 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     for name, content in files.items():
         durable.write_atomically(run.folder / name, content)
     if not launch.by_keeper:
-        changes |= station.mark(run.folder, {**record, **changes})  # after the files: what comes between leaves a copy
+        changes |= ownership.sign(run.folder, {**record, **changes})  # last: what comes between leaves a copy
     run.update(lambda record: record.pop("refused", None), **changes)
     return OpenedRun(run, lock, checked.ranks, zygote, checked.warnings, listening)
 
@@ -127,7 +127,7 @@ def check_in_fork(launch: LaunchRequest, is_script: bool = False) -> tuple[Zygot
     Raises:
         Refused: it cannot be carried out.
     """
-    zygote = acquire(hashing.fixed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS))
+    zygote = acquire(hash_seed.with_seed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS))
     after = SCRIPT[-1] if is_script else CHECKS[-1]
     return zygote, zygote.call(f"{__name__}:check", dataclasses.asdict(launch), after=after)
 
@@ -197,11 +197,11 @@ def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
         raise Refused(f"{run.name} is {record['state']}")
     if record["state"] == states.STOPPED and not states.rests_by_itself(record):
         raise Refused(f"{run.name} was stopped by its user")
-    if not station.has_started(run.folder, record):
+    if not ownership.was_started_here(run.folder, record):
         raise Refused(f"{run.name} is not known as started here; its user goes on with: train resume {run.name}")
-    count = control.count_of(run, record)
-    if reason := control.why_given_up(record, count):
-        attempts.rest(run, states.FAILED, reason)
+    count = resumable.keeper_count(run, record)
+    if reason := resumable.why_given_up(record, count):
+        attempts.record_end(run, states.FAILED, reason)
         raise Refused(f"{reason}; not resumed any more")
     return count
 

@@ -21,7 +21,7 @@ from train.run import environment, folders
 from train.run.outcome import Kind, Outcome
 from train.run.run_folder import Lock, Run
 from train.signals import POLITE, StopRequest, leave
-from train.supervise.attempts import Supervisor, alone
+from train.supervise.attempts import Supervisor, supervise_alone
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
 
@@ -88,7 +88,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
             end, code = _rank_of_torchrun(made, attempt, rank_env, stop)
             return end
 
-        alone(made, LaunchMode.TORCHRUN, rank_env.size, rank, stop)
+        supervise_alone(made, LaunchMode.TORCHRUN, rank_env.size, rank, stop)
     except Refused as error:
         board.set("run", json.dumps({"refused": one_line(error)}))
         with contextlib.suppress(OSError):

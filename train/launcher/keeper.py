@@ -7,6 +7,7 @@ Safe beside other keepers and beside users: whoever takes a run's lock first has
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -16,13 +17,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from train import hashing, screen
+from train import hash_seed, screen
 from train.errors import EXIT_FINISHED, Refused, one_line
-from train.launcher import control, tmux
+from train.launcher import resumable, stopping, tmux
 from train.launcher.request import LaunchRequest
-from train.run import folders, run_folder, states, station
+from train.run import folders, ownership, run_folder, states
 from train.run.run_folder import Run
-from train.supervise import forks
+from train.supervise import zygote
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at the runs."""
@@ -45,18 +46,18 @@ class _Lender:
         self._at = -LEND_AGAIN
 
     def keep(self) -> None:
-        if os.environ.get(forks.OFF) == "off" or time.monotonic() - self._at < LEND_AGAIN:
+        if os.environ.get(zygote.OFF) == "off" or time.monotonic() - self._at < LEND_AGAIN:
             return
         if self._process is None or self._process.poll() is not None:
             self._at = time.monotonic()
             try:
-                self._process = forks.start_lender(hashing.fixed(os.environ))
+                self._process = zygote.start_lender(hash_seed.with_seed(os.environ))
             except OSError as error:  # the machine is busy: runs start cold meanwhile
                 screen.say(f"{run_folder.now()} no warm start: {one_line(error)}")
 
     def end(self) -> None:
         if self._process is not None:
-            forks.end(self._process)
+            zygote.end(self._process)
 
 
 class _Care:
@@ -83,6 +84,26 @@ class _Log:
             screen.say(f"{run_folder.now()} {run.name}: {text}")
 
 
+def touch_sign_of_life() -> None:
+    """Give the keeper's sign of life, where the state folder can be written."""
+    with contextlib.suppress(OSError):
+        ownership.state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        (ownership.state_folder() / "keeper").touch(mode=0o600)
+
+
+def remove_sign_of_life() -> None:
+    """Remove the sign of life of a keeper that ends as it was asked to."""
+    with contextlib.suppress(OSError):
+        (ownership.state_folder() / "keeper").unlink()
+
+
+def last_seen() -> float | None:
+    """When a keeper of this user gave its last sign of life, in seconds since the epoch; None: none runs."""
+    with contextlib.suppress(OSError):
+        return (ownership.state_folder() / "keeper").stat().st_mtime
+    return None
+
+
 def keep(runs: Path, once: bool) -> int:
     """Look after the runs until SIGTERM or SIGINT, then stop and save those of this station. Returns an exit code.
 
@@ -92,12 +113,12 @@ def keep(runs: Path, once: bool) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     tell = _Log()
-    if station.station_id(make=True) is None:
+    if ownership.station_id(make=True) is None:
         problem = "the state folder of this user cannot be read or written, so no run is resumed"
         screen.say(f"{run_folder.now()} warning: {problem}; TRAIN_STATE names another")
     if not once:
         screen.say(f"{run_folder.now()} keeping the runs in {runs}")
-    sign_of_life = station.touch_keeper if not once else (lambda: None)
+    sign_of_life = touch_sign_of_life if not once else (lambda: None)
     # each in a thread of its own: a run whose data set hangs while it is checked delays no other
     cares: dict[Path, _Care] = {}
     held = _Lender()
@@ -119,7 +140,7 @@ def keep(runs: Path, once: bool) -> int:
         _stop_all(runs, tell, sign_of_life)
     held.end()
     if not once:
-        station.keeper_ends()
+        remove_sign_of_life()
     return EXIT_FINISHED
 
 
@@ -149,14 +170,16 @@ def _look_after(run: Run, tell: _Log, ended: threading.Event, care: _Care) -> No
 def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None:
     record = run.read()
     # between its creation and its first attempt a run has no process for a moment
-    is_stillborn = record["state"] == states.CREATED and not run.alive() and not control.is_kept_elsewhere(record)
+    is_stillborn = record["state"] == states.CREATED and not run.alive() and not resumable.is_kept_elsewhere(record)
     is_stillborn &= time.time() - (run.folder / "run.json").stat().st_mtime > 30
-    is_wanted = (station.has_started(run.folder, record) or None) if is_stillborn else control.resumable(run)
+    is_wanted = (
+        (ownership.was_started_here(run.folder, record) or None) if is_stillborn else resumable.is_resumable(run)
+    )
     if is_wanted is None:
         tell(run, f"left alone, for it is not known as started here; to go on with it: train resume {run.name}")
     if ended.is_set() or not is_wanted:
         return
-    count = control.count_of(run, run.read())
+    count = resumable.keeper_count(run, run.read())
     launch = LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
     for line in tmux.start(launch, ended.is_set):
         tell(run, f"warning: {line}")
@@ -166,20 +189,20 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
 
 def _stop_all(runs: Path, tell: _Log, sign_of_life: Callable[[], None]) -> None:
     """Stop the live runs of this station, all at once, and wait until they have saved."""
-    own, here = station.station_id(), socket.gethostname()
+    own, here = ownership.station_id(), socket.gethostname()
 
     def stop(run: Run) -> None:
         try:
             record = run.read()
-            if not run.alive() or control.is_kept_elsewhere(record):
+            if not run.alive() or resumable.is_kept_elsewhere(record):
                 return
             # a record without a station is of a user without a key, or of an earlier release
-            other = record.get(station.STATION) != own if record.get(station.STATION) else record.get("host") != here
+            other = station != own if (station := record.get(ownership.STATION)) else record.get("host") != here
             if other:
                 tell(run, f"is of another station ({record.get('host')}); left alone")
                 return
-            control.ask_to_stop(run, states.KEEPER)
-            record = run.shown()
+            stopping.ask_to_stop(run, states.KEEPER)
+            record = run.read_effective()
             tell(run, f"{record['state']}: {record['reason']}" if record["reason"] else record["state"])
         except Exception as error:
             tell(run, f"cannot be stopped: {one_line(error) or type(error).__name__}")

@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.errors import Refused, nearest
+from train.errors import Refused
 from train.run import folders
 from train.tasks import Task, load
 
@@ -59,7 +59,7 @@ class LaunchRequest:
     cluster: dict[str, Any] | None = None
     """On several machines: nodes.Settings. With resume: None leaves them as they are, {}: this one alone."""
     queued: bool = False
-    """With new: the folder is there already, for an engine of a cluster was to start the run; see cluster/agent.py."""
+    """With new: the folder is there already, for an engine was to start the run; see cluster/node_agent.py."""
     submission: str | None = None
     """With new: which submission the run is of."""
     by_keeper: bool = False
@@ -96,67 +96,21 @@ def runs_of_node(
 
 
 def resolve(request: Request) -> tuple[Task, Config]:
-    """The task and the configuration that defaults, file and flags make.
+    """The task and the configuration that its defaults, file and flags make; see config/layers.py.
 
     Raises:
         Refused: something in them is unknown or wrong.
     """
     from train import config as configuration
 
-    task = task_of(request.task, request.copy)
-    _settings_types(task)  # an annotation that is no type is refused before values
-    flat: dict[str, Any] = {"epochs": configuration.fields()["epochs"].default}
-    flat = configuration.layer(dict(task.DEFAULTS), task.Settings, f"DEFAULTS in {task.file}: ", flat)
-    configuration.build(flat, task.Settings, f"{task.file}: ", partial=True)
-    if request.config_file is not None:
-        source = f"{request.config_file}: "
-        tree = configuration.flatten(configuration.read_toml(Path(request.config_file)), source)
-        # checked alone first, so that a message names the file and not the flags over it
-        flat = configuration.layer(tree, task.Settings, source, flat)
-        configuration.build(flat, task.Settings, source, partial=True)
-    config = with_flags(request.flags, task, flat)
-    configuration.check_lasts(config, task.Settings)
-    return task, config
+    task = load_task(request.task, request.copy)
+    return task, configuration.resolve(request.flags, request.config_file, task.Settings, task.DEFAULTS, task.file)
 
 
-def task_of(name: str, copy: str | None) -> Task:
+def load_task(name: str, copy: str | None) -> Task:
     """The task that a request names; of a copy, with the modules beside the original.
 
     Raises:
         Refused: as `load`.
     """
     return load(name) if copy is None else load(name, Path(copy), Path(name).absolute().parent)
-
-
-def with_flags(flags: dict[str, str], task: Task, flat: dict[str, Any]) -> Config:
-    """The configuration that flags make over these fields.
-
-    Raises:
-        Refused: a flag names no field, or its value is wrong.
-    """
-    from train import config as configuration
-
-    own = {f"task.{name}": hint for name, hint in _settings_types(task).items()}
-    known = {name: info.annotation for name, info in configuration.fields().items()} | own
-    for name in flags:
-        if name not in known:
-            hint = nearest(name, known, f"; the settings of this task: {', '.join(own)}" if own else "")
-            raise Refused(f"unknown field --{name}{hint or '; this task has no settings of its own'}")
-    with configuration.of_settings("Settings"):
-        values = {name: configuration.parse_value(name, known[name], text) for name, text in flags.items()}
-    config = configuration.build(configuration.layer(values, task.Settings, "", flat), task.Settings)
-    if config.data.root:
-        config.data.root = str(Path(config.data.root).absolute())
-    return config
-
-
-def _settings_types(task: Task) -> dict[str, Any]:
-    import typing
-
-    from train import config as configuration
-
-    if task.Settings is None:
-        return {}
-    with configuration.of_settings(f"Settings in {task.file}"):
-        hints = typing.get_type_hints(task.Settings, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(task.Settings)}

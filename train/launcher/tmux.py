@@ -23,13 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train import hashing, module_runner
+from train import hash_seed, module_runner
 from train.errors import Refused
 from train.launcher.request import LaunchRequest
 from train.run import environment, folders
 from train.run.run_folder import Run
 from train.run.states import KEEPER, NOW
-from train.supervise import forks
+from train.supervise import zygote
 
 _TRIES = 50
 """How often a session is asked for, ten times a second."""
@@ -105,25 +105,25 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
     """
     runs, session = Path(launch.runs), session_of(launch.name)
     tmux(runs)  # refuses before there is anything to clear away
-    desk = Path(tempfile.mkdtemp(prefix="train-launch-"))
+    folder = Path(tempfile.mkdtemp(prefix="train-launch-"))
     began = done = False
     try:
         launch.visible = None if launch.by_keeper else os.environ.get("CUDA_VISIBLE_DEVICES")
         environ, differences = _environment(launch)
         content = {"launch": dataclasses.asdict(launch), "env": environ, "cwd": os.getcwd()}
-        request = desk / "request.json"
+        request = folder / "request.json"
         request.touch(mode=0o600)
         request.write_text(json.dumps(content), encoding="utf-8")
         began = not _has_session(runs, session)  # from here on: Ctrl-C may come while tmux starts it
         # a run that has ended lets its lock go, and its session a moment later
         is_leaving = (lambda: not Run(runs / launch.name).alive()) if launch.kind == "resume" else (lambda: False)
-        message = new_session(runs, session, module_runner.command("train.launcher.agent", str(desk)), is_leaving)
+        message = new_session(runs, session, module_runner.command("train.launcher.agent", str(folder)), is_leaving)
         began = not message
         if message:
             if "duplicate session" in message:
                 raise Refused(f"a tmux session {session} exists; is {launch.name} running? train ls shows it")
             raise Refused(f"tmux cannot start a session: {message}")
-        answer = _wait(desk, runs, session, cancelled)
+        answer = _wait(folder, runs, session, cancelled)
         if "refused" in answer:
             raise Refused(answer["refused"])
         done = True
@@ -133,9 +133,9 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
         try:
             if began and not done:  # a session of that name that is another's stays
                 _end_session(runs, session)
-                desk = _withdraw(desk, launch)
-            shutil.rmtree(desk, ignore_errors=True)
-            forks.end_early()
+                folder = _withdraw(folder, launch)
+            shutil.rmtree(folder, ignore_errors=True)
+            zygote.end_early()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -143,29 +143,29 @@ def start(launch: LaunchRequest, cancelled: Callable[[], bool] = lambda: False) 
 def _environment(launch: LaunchRequest) -> tuple[dict[str, str], list[str]]:
     """What the run gets: our own environment; with a resume, laid over the one that it was started with."""
     if launch.kind != "resume":
-        return hashing.fixed(os.environ), []
+        return hash_seed.with_seed(os.environ), []
     saved = environment.read(Path(launch.runs) / launch.name)
-    seed = environment.hash_seed(saved)
-    mine = dict(os.environ) if seed is None else {**os.environ, hashing.SEED: seed}
+    seed = environment.hash_seed_of(saved)
+    mine = dict(os.environ) if seed is None else {**os.environ, hash_seed.SEED: seed}
     merged, warnings = environment.resumed(saved, mine, as_recorded=launch.by_keeper)
-    return hashing.fixed(merged), warnings
+    return hash_seed.with_seed(merged), warnings
 
 
-def _withdraw(desk: Path, launch: LaunchRequest) -> Path:
+def _withdraw(folder: Path, launch: LaunchRequest) -> Path:
     """Withdraw the request, after Ctrl-C for example. The process inside clears away by itself what it cannot report;
     what it has reported already is undone here. Returns where the folder lies now."""
-    desk = desk.rename(desk.with_name(desk.name + "-withdrawn"))  # from here on no answer can be written
-    answer = desk / "answer.json"
+    folder = folder.rename(folder.with_name(folder.name + "-withdrawn"))  # from here on no answer can be written
+    answer = folder / "answer.json"
     if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
         run = Run(Path(launch.runs) / launch.name)
         run.stop(KEEPER if launch.by_keeper else NOW)  # the keeper's own end is no wish that the run may rest
         if launch.kind != "resume":
             folders.remove(run)
-    return desk
+    return folder
 
 
-def _wait(desk: Path, runs: Path, session: str, cancelled: Callable[[], bool]) -> dict[str, Any]:
-    answer, checked = desk / "answer.json", time.monotonic()
+def _wait(folder: Path, runs: Path, session: str, cancelled: Callable[[], bool]) -> dict[str, Any]:
+    answer, checked = folder / "answer.json", time.monotonic()
     while not answer.exists():
         time.sleep(0.02)
         if cancelled():

@@ -30,8 +30,9 @@ import train
 from train import screen
 from train.errors import EXIT_FINISHED, Refused, one_line
 from train.gpus import ECC, REASONS, Gpus, GpuState, process_of
+from train.launcher import keeper
 from train.monitor import state
-from train.run import heartbeat, states, station
+from train.run import heartbeat, states
 from train.run.record import Record
 from train.run.run_folder import Run, seconds_of
 
@@ -166,7 +167,7 @@ class Collector(prometheus_client.registry.Collector):
             self._try("the GPUs", lambda: self._add_gpus(figures))
             self._try("the disk", lambda: self._add_disk(figures))
             self._try("the runs", lambda: self._add_runs(figures))
-            figures.add("train_keeper_last_seen_timestamp_seconds", station.keeper_seen())
+            figures.add("train_keeper_last_seen_timestamp_seconds", keeper.last_seen())
             figures.add("train_exporter_info", 1, train.__version__)
             figures.add("train_exporter_problems_total", self._problems)
             figures.add("train_exporter_look_duration_seconds", time.perf_counter() - begun)

@@ -169,7 +169,7 @@ class Runs:
         known = self._known.get(run.name)
         if known is not None and known[0] == mark:
             return known[1], status.st_mtime
-        record = run.shown()
+        record = run.read_effective()
         if record["state"] in _ENDED:  # any other state can change without this file
             self._known[run.name] = mark, record
         return record, status.st_mtime

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.data.plan import share
+from train.data.plan import micro_batches_of_rank
 from train.errors import TrainingFailed
 from train.parallel.overlap import OverlappedSums, flatten_as, pair_levels, view_as
 from train.parallel.strategy import Strategy
@@ -82,7 +82,7 @@ def exchanges(micros: int, world: int, rank: int) -> tuple[Exchange, ...]:
 
     After it each rank that computes a micro batch of a node holds the node's sum; of the root, every rank does.
     """
-    shares = [_span(share(other, micros, world, True)) for other in range(world)]
+    shares = [_span(micro_batches_of_rank(other, micros, world, True)) for other in range(world)]
     found: list[Exchange] = []
 
     def holders(node: Node) -> list[int]:
@@ -148,7 +148,7 @@ class Ordered(Strategy):
         self._micros = micros
         self._sums: dict[Node, list[Tensor]] = {}
         """Gradients and statistics of subtrees."""
-        mine = share(self.world.rank, micros, self.world.size, True)
+        mine = micro_batches_of_rank(self.world.rank, micros, self.world.size, True)
         self._left = set(mine)
         """Micro batches of this rank that have not been computed yet."""
         self._own = cover((0, micros), _span(mine)) if micros else []

@@ -62,7 +62,7 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def share(self, value: T | None) -> T:
+    def broadcast(self, value: T | None) -> T:
         """The value of rank 0, on every rank."""
         if self.size == 1:
             return value  # type: ignore[return-value]
@@ -72,7 +72,7 @@ class World:
 
     def on_first(self, action: Callable[[], T]) -> T:
         """What `action` returns when rank 0 alone runs it; an OSError or refusal of it is raised on every rank."""
-        result, error = self.share(_tried(action) if self.is_first else None)
+        result, error = self.broadcast(_tried(action) if self.is_first else None)
         if error is not None:
             raise error
         return result  # type: ignore[return-value]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from train import hashing
+from train import hash_seed
 
 FILE = "environment.json"
 """In the run folder; readable by its owner alone."""
@@ -125,9 +125,9 @@ def read(folder: Path) -> SavedEnvironment | None:
         return None
 
 
-def hash_seed(saved: SavedEnvironment | None) -> str | None:
+def hash_seed_of(saved: SavedEnvironment | None) -> str | None:
     """The number by which a run's processes hash strings; None: it is not known."""
-    return saved.values.get(hashing.SEED) if saved is not None else None
+    return saved.values.get(hash_seed.SEED) if saved is not None else None
 
 
 def resumed(

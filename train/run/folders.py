@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, nearest, shortened
-from train.run import durable, station
+from train.run import durable, ownership
 from train.run.durable import sync_folder, write_atomically
 from train.run.run_folder import Run, now
 from train.run.states import CREATED
@@ -125,7 +125,7 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
             "metrics": {}, "stopped_by": None,
         }  # fmt: skip
         base |= record
-        base |= station.mark(runs / name, base, staging)
+        base |= ownership.sign(runs / name, base, staging)
         write_atomically(staging / "run.json", json.dumps(base, indent=1) + "\n")
         if os.path.lexists(runs / name):
             raise Refused(f"a run named {name} exists in {runs}; choose another --name, or: train resume {name}")
@@ -190,12 +190,12 @@ def remove(run: Run) -> None:
     if lock is None:
         raise Refused(f"{run.name} is running; first: train stop {run.name}")
     try:
-        bury(run)
+        delete_locked(run)
     finally:
         lock.release()
 
 
-def bury(run: Run) -> None:
+def delete_locked(run: Run) -> None:
     """Delete a run folder. For the holder of its lock.
 
     Raises:

@@ -96,7 +96,7 @@ class Record(TypedDict):
     versions: NotRequired[dict[str, Any]]
     git_revision: NotRequired[str | None]
     station: NotRequired[str | None]
-    """The id of the station that has started the run, and the digest by its key (station.py)."""
+    """The id of the station that has started the run, and the digest by its key (ownership.py)."""
     station_digest: NotRequired[str | None]
     nproc: NotRequired[int]
     gpus: NotRequired[str | None]

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from train import signals
 from train.errors import Refused
-from train.run import durable, heartbeat, states, station
+from train.run import durable, heartbeat, ownership, states
 from train.run.record import Record, checked
 
 NOTE_PATIENCE = 5.0
@@ -200,7 +200,7 @@ class Run:
         finally:
             os.close(fd)
 
-    def shown(self) -> Record:
+    def read_effective(self) -> Record:
         """run.json with the effective state."""
         record = self.read()
         if record.get("state") in (states.RUNNING, states.CREATED) and not self.alive():
@@ -210,14 +210,14 @@ class Run:
                 record["state"] = states.INTERRUPTED
                 record["reason"] = record.get("reason") or "its processes died; train resume continues it"
         is_resumed = record["state"] == states.INTERRUPTED or states.rests_by_itself(record)
-        if is_resumed and not record.get("submitted") and not station.has_started(self.folder, record):
+        if is_resumed and not record.get("submitted") and not ownership.was_started_here(self.folder, record):
             how = f"not known as started here: from elsewhere, copied, renamed or edited; train resume {self.name}"
             record |= {"state": states.COPY, "reason": f"{how} adopts it"}
         return record
 
     def state(self) -> str:
         """The effective state."""
-        return self.shown()["state"]
+        return self.read_effective()["state"]
 
     def ask_stop(self, wanted: str) -> None:
         """Ask a live run to stop. By a file: process ids mean nothing on the other side of a container's wall."""

@@ -21,7 +21,7 @@ REFUSED = "refused"
 INTERRUPTED = "interrupted"
 """Effective only: recorded as running, but no process of the run is alive."""
 COPY = "copy"
-"""Effective only: it would be resumed by itself if this station had started it (station.py)."""
+"""Effective only: it would be resumed by itself if this station had started it (ownership.py)."""
 QUEUED = "queued"
 """Effective only: the engine of a cluster that has the run has not started it yet, or will start it again."""
 ALL = (CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED)

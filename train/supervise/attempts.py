@@ -36,7 +36,7 @@ _TAIL = 1 << 16
 """Bytes at the end of a log that are read: a progress bar fills much of it."""
 
 
-def rest(run: Run, state: str, reason: str, by: str | None = None) -> None:
+def record_end(run: Run, state: str, reason: str, by: str | None = None) -> None:
     """Write down the end of a run of which no process lives: its user or the keeper has decided it.
 
     For the holder of its lock.
@@ -50,7 +50,7 @@ def wait(run: Run, reason: str) -> None:
     run.note(state=states.RUNNING, reason=reason, ended=None)
 
 
-def write(run: Run, attempt: int | None, decision: Decision) -> None:
+def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
     """Carry a decision into run.json.
 
     Args:
@@ -71,7 +71,9 @@ def write(run: Run, attempt: int | None, decision: Decision) -> None:
     run.end_attempt(decision.end, decision.why, decision.state, lines, **values)
 
 
-def alone(run: Run, mode: LaunchMode, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest) -> None:
+def supervise_alone(
+    run: Run, mode: LaunchMode, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest
+) -> None:
     """One attempt of which this process is rank 0 itself: under a foreign torchrun.
 
     Args:
@@ -85,7 +87,7 @@ def alone(run: Run, mode: LaunchMode, ranks: int, train: Callable[[int], Outcome
         outcomes = {**outcome.read_all(run.logs(number)), **reported}
         facts = Facts(run.name, mode, ranks=ranks, outcomes=outcomes, asked=asked_by(stop), saved=newest(run))
         decision = decide.decide(facts)
-        write(run, number, decision)
+        record_decision(run, number, decision)
         return decision
 
     over = threading.Event()
@@ -220,7 +222,7 @@ class Supervisor:
         """From the start of the ranks until none is left."""
         ranks = self.ranks
         ranks.start(attempt)
-        watch = health.of(self.run, attempt, [rank_env.rank for rank_env in ranks.rank_envs], ranks.end_peer)
+        watch = health.health_of(self.run, attempt, [rank_env.rank for rank_env in ranks.rank_envs], ranks.end_peer)
         note_at, is_asked = 0.0, False
         while True:
             self.hear()
@@ -267,7 +269,7 @@ class Supervisor:
         decision = self.settle(facts)
         try:
             faults.here("decided")
-            write(self.run, self._attempt, decision)
+            record_decision(self.run, self._attempt, decision)
         except (OSError, Refused) as error:
             if self.mode is LaunchMode.LAUNCHED:
                 raise

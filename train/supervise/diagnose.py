@@ -1,4 +1,4 @@
-"""What a process died of, from the end of its log: would it happen again, and which check of `train doctor` finds it?
+"""What a process died of, by its exception or its log: does it recur, and which check of `train doctor` finds it?
 
 Pure functions. A script is any program, and its output is all there is to judge by. Its own exceptions recur;
 what the network, a device, another rank's death or a busy machine did to it may not. Messages are those of torch, NCCL,
@@ -8,7 +8,10 @@ CUDA, the kernel and this package.
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from train.errors import one_line
 from train.supervise import memory
@@ -70,6 +73,37 @@ def is_busy(text: str) -> bool:
 def is_of_others(text: str) -> bool:
     """Whether a RuntimeError's text is about networks, devices or other processes, and no fault of the program."""
     return any(word in text for word in OF_OTHERS) and not any(word in text for word in _OF_PROGRAM)
+
+
+def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
+    """Why a rank dies of an exception: `reason`, `recurs`, `traceback`, for its outcome.
+
+    `recurs` says whether it would fail again in the same way: randomness is a function here, so an exception of the
+    task does, while one of the network, the machine or another rank's death may not.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from train.tasks import where
+
+    text = one_line(f"{type(error).__name__}: {error}")
+    of_sample = getattr(error, "sample", "")
+    passing = isinstance(error, (dist.DistError, OSError, EOFError))
+    if of_sample:  # and of nothing that may pass: see data/fetch.py
+        passing = False
+        text = f"{of_sample}: {text}"
+    elif isinstance(error, torch.OutOfMemoryError):
+        passing = not memory.device_is_too_small(text)
+    elif isinstance(error, RuntimeError) and "Original Traceback" not in text:  # that is a data set's own, in a worker
+        passing |= is_of_others(text)
+    passing |= isinstance(error, RuntimeError) and not of_sample and is_busy(text)
+    line = where(error, task_file) if task_file is not None else text
+    if isinstance(error, torch.OutOfMemoryError):
+        line = f"out of memory ({line[:300]}): {memory.ADVICE_ON_GPU}"
+    elif isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
+        line = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}"
+        passing = False
+    return {"reason": line[:900], "recurs": not passing, "traceback": traceback.format_exc()}
 
 
 def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause | None:

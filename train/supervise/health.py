@@ -21,19 +21,12 @@ import psutil
 from train.run import heartbeat
 from train.run.heartbeat import Beat
 from train.run.run_folder import Run
+from train.supervise.timeouts import GRACE_AFTER_EXIT, GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, SCRIPT_GRACE
 
 Kill = Callable[[int, int], None]
 """Sends a signal to a process."""
-_KILLED = 0.2
-"""Seconds that its peers live on where a signal has ended a rank: all that they could say is that it is gone."""
-_GRACE = 3.0
-"""The same where it has failed: they may be about to say why."""
-_ENDING = 10.0
-"""The same where it has ended by itself, for example before it had met the others, who still wait for it."""
 _WRITING = 1.0
 """Seconds in which ranks that hang write down what they are doing."""
-_SCRIPT_GRACE = 5.0
-"""Seconds between SIGTERM and SIGKILL for the peers of a script's rank that has failed."""
 LEAST_MINUTES = 5.0
 """A step may always take so long. Beyond it, a run's own experience decides."""
 TIMES_SLOWEST = 20
@@ -50,7 +43,7 @@ _SHARE = 0.01
 """Of one CPU: threads that only wait (progress bars, watchdogs, a store's keep-alive) use less."""
 
 
-def of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
+def health_of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> Health:
     """What looks after the ranks of this attempt."""
     record = run.read()
     if not record.get("script"):
@@ -84,7 +77,7 @@ class Health:
 
     def end(self) -> None:
         """The ranks of another machine are dead: end these, as if it were one of theirs."""
-        self._end_in(_GRACE)
+        self._end_in(GRACE_AFTER_FAILURE)
 
     def _end_in(self, seconds: float) -> None:
         at = time.monotonic() + seconds
@@ -130,11 +123,11 @@ class TaskHealth(Health):
         gone = [beat for pid, beat in zip(started, beats, strict=False) if pid not in living]
         # by SIGABRT ranks end themselves, as NCCL's watchdog does, and may not have been the first
         if any(code < 0 and code != -signal.SIGABRT for code in exits.values()):
-            self._end_in(_KILLED)
+            self._end_in(GRACE_AFTER_SIGNAL)
         elif any(beat is None or beat.phase != heartbeat.ENDING for beat in gone):
-            self._end_in(_GRACE)
+            self._end_in(GRACE_AFTER_FAILURE)
         elif exits:
-            self._end_in(_ENDING)
+            self._end_in(GRACE_AFTER_EXIT)
         elif not self.is_ending and (hang := self._hangs(beats)):
             self.hang = hang
             self._ask_for_stacks(living)
@@ -215,7 +208,7 @@ class ScriptHealth(Health):
         if exits and living and not self.is_ending:  # as torchrun does
             for pid in living:
                 self._kill(pid, signal.SIGTERM)
-            self._end_in(_SCRIPT_GRACE)
+            self._end_in(SCRIPT_GRACE)
         may_hang = living and not (self.hang or is_stopping)  # one that was asked to stop may take its time
         if may_hang and (hang := self._hangs(living)):
             self.hang = hang

@@ -13,7 +13,7 @@ from train.errors import EXIT_STOPPED, Refused
 from train.run import states
 from train.run.run_folder import Run
 from train.supervise import decide, health
-from train.supervise.attempts import Supervisor, asked_by, newest, pids, wait, write
+from train.supervise.attempts import Supervisor, asked_by, newest, pids, record_decision, wait
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode
 from train.supervise.nodes import Nodes
 from train.supervise.ranks import Ranks
@@ -49,7 +49,7 @@ class MultiNodeSupervisor(Supervisor):
             waits = nodes.waiting_for()
             decision = self._end_of_waiting(waits, time.monotonic() > until)
             if decision is not None:
-                write(self.run, None, decision)
+                record_decision(self.run, None, decision)
                 self.say(decision.reason or f"{self.run.name} has {decision.state}")
                 return decision
             if waits != message:

@@ -57,7 +57,7 @@ def hello(run: Run, node: int, nproc: int, least: int, most: int) -> dict[str, A
         "task": record.get("task_sha256") or record.get("task"),
         "data": sha256_of(run.folder / "data.json"),
         "init": sha256_of(run.folder / "init.safetensors"),
-        "hashes": environment.hash_seed(environment.read(run.folder)),
+        "hashes": environment.hash_seed_of(environment.read(run.folder)),
         "config": {k: value for k, value in fields.items() if k not in configuration.LOCAL and k not in chosen},
     }
     return {

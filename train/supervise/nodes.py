@@ -20,7 +20,7 @@ from typing import Any, cast
 from train import screen
 from train.errors import Refused, shortened
 from train.parallel.rank_env import RankEnv
-from train.run import station
+from train.run import ownership
 from train.run.durable import write_atomically
 from train.run.record import Record
 from train.run.run_folder import Run
@@ -29,8 +29,8 @@ from train.supervise.address import Place
 from train.supervise.decide import Asked, Decision, Facts, decide
 from train.supervise.node_checks import name_of
 from train.supervise.node_reports import decision_of, is_bad, merged, of_rank_0, report_of
-from train.supervise.node_timeouts import JOINING, LINGER, SEES, WAIT_MINUTES
 from train.supervise.rendezvous import Public, Rendezvous, Round
+from train.supervise.timeouts import JOINING, LINGER, SEES, WAIT_MINUTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Nodes:
             text = re.sub(rf"(?m)^{name} = .*$", f"{name} = {int(value)}", text)
         if text != before:
             write_atomically(path, text)
-            self.run.update(lambda record: record.update(cast(Record, station.mark(self.run.folder, record))))
+            self.run.update(lambda record: record.update(cast(Record, ownership.sign(self.run.folder, record))))
 
     def trouble(self) -> None:
         """A rank of this node is dead, and the others will be: the others need not wait to find out."""

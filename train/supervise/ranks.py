@@ -21,14 +21,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from train import hashing
+from train import hash_seed
 from train.checkpoint.buffers import ENVIRONMENT, SnapshotMemory
 from train.config import SPREAD
 from train.errors import Refused, one_line
 from train.parallel.rank_env import RankEnv
 from train.run.run_folder import Lock, Run
-from train.supervise.forks import RANKS, SCRIPT, Zygote
 from train.supervise.nodes import Nodes
+from train.supervise.zygote import RANKS, SCRIPT, Zygote
 
 _WAIT = 0.2
 """Seconds that `wait` takes where no rank ends."""
@@ -139,7 +139,7 @@ class Ranks:
     ) -> None:
         logs = self.run.logs(attempt)
         environ = {
-            **hashing.fixed(os.environ), **flight_recorder(logs), **environ, **self.environ,
+            **hash_seed.with_seed(os.environ), **flight_recorder(logs), **environ, **self.environ,
             "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()),
         }  # fmt: skip
         with contextlib.ExitStack() as held:

@@ -24,7 +24,7 @@ from typing import Any
 from train.errors import Refused, one_line
 from train.supervise.address import Place, own_side, resolve
 from train.supervise.node_checks import name_of
-from train.supervise.node_timeouts import (
+from train.supervise.timeouts import (
     BEAT,
     CLOCKS,
     HUNG,

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from train import faults, screen
 from train.checkpoint.buffers import ENVIRONMENT
-from train.errors import Refused, TrainingFailed, may_pass, one_line
+from train.errors import Refused, TrainingFailed, may_pass
 from train.parallel.rank_env import RankEnv
 from train.run import heartbeat, outcome
 from train.run.heartbeat import Heart
@@ -29,7 +29,7 @@ from train.run.outcome import Kind, Outcome
 from train.run.run_folder import Run
 from train.signals import StopRequest, leave
 from train.supervise import diagnose, memory
-from train.supervise.zygote import SIGNALS
+from train.supervise.zygote_server import SIGNALS
 
 log = logging.getLogger("train")
 
@@ -52,7 +52,7 @@ def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: 
         if before is not None:  # clearing away failed: that changes nothing of how training has ended
             return before
         file = run.folder / "task.py"
-        why = failure_of(error, file if file.exists() else None)
+        why = diagnose.failure_of(error, file if file.exists() else None)
         end = Outcome(rank_env.rank, Kind.DIED, is_of_system=isinstance(error, OSError), **why)
     if outcome.read(logs, rank_env.rank) is None:
         with contextlib.suppress(OSError):
@@ -96,42 +96,11 @@ def _reason_of(error: BaseException, run: Run) -> str:
         RuntimeError: the GPUs that its run computes on are gone: a death, not its fault.
     """
     from train.parallel.devices import NoGPU
-    from train.trainer import arithmetic
+    from train.trainer import determinism
 
     if isinstance(error, NoGPU):
         raise RuntimeError(f"{diagnose.NO_GPU}: {run.name} computes on GPUs, and torch sees none here") from None
-    return str(error) if isinstance(error, (Refused, TrainingFailed)) else arithmetic.refusal(error)
-
-
-def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
-    """Why a rank dies of an exception: `reason`, `recurs`, `traceback`, for its outcome.
-
-    `recurs` says whether it would fail again in the same way: randomness is a function here, so an exception of the
-    task does, while one of the network, the machine or another rank's death may not.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from train.tasks import where
-
-    text = one_line(f"{type(error).__name__}: {error}")
-    of_sample = getattr(error, "sample", "")
-    passing = isinstance(error, (dist.DistError, OSError, EOFError))
-    if of_sample:  # and of nothing that may pass: see data/fetch.py
-        passing = False
-        text = f"{of_sample}: {text}"
-    elif isinstance(error, torch.OutOfMemoryError):
-        passing = not memory.device_is_too_small(text)
-    elif isinstance(error, RuntimeError) and "Original Traceback" not in text:  # that is a data set's own, in a worker
-        passing |= diagnose.is_of_others(text)
-    passing |= isinstance(error, RuntimeError) and not of_sample and diagnose.is_busy(text)
-    line = where(error, task_file) if task_file is not None else text
-    if isinstance(error, torch.OutOfMemoryError):
-        line = f"out of memory ({line[:300]}): {memory.ADVICE_ON_GPU}"
-    elif isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
-        line = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}"
-        passing = False
-    return {"reason": line[:900], "recurs": not passing, "traceback": traceback.format_exc()}
+    return str(error) if isinstance(error, (Refused, TrainingFailed)) else determinism.refusal(error)
 
 
 def log_to(stream: Any) -> None:

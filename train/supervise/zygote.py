@@ -1,357 +1,336 @@
-"""A process that has imported what ranks need, and forks them: a start, or a restart, pays no import of torch.
+"""Processes that a zygote forks for this one: how a zygote is had, asked, and heard.
 
-    python -P …/train/supervise/zygote.py PLAN         a server; PLAN is JSON: see `main`
-
-The process that supervises a run (the agent) asks it over a socket to fork a function, and hears when a fork has
-ended. The zygote computes nothing, starts no thread and touches no GPU, so a fork of it is a clean process. It ends
-when the other end of its socket is closed, and kills what it has forked: no rank outlives its agent.
-
-A lender has imported the libraries, and a fork of it becomes the zygote of each process that connects. `train keeper`
-holds one, and `train launch` while it starts a run. It serves only those that are like it in all that matters when
-libraries are loaded (`digest`).
-
-Nothing of this package is imported here before it is known whose zygote this is: a checkout may be edited while a
-lender lives. How one is asked for, and asked, is in forks.py.
+A zygote is a fork of the lender that `train keeper`, or `train launch`, holds for processes like this one; where there
+is none it is a process of its own (`acquire`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import hashlib
-import importlib
 import json
 import os
-import resource
-import runpy
+import pickle
 import select
 import signal
 import socket
-import stat
+import subprocess
 import sys
-import tempfile
-import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-LIBRARIES = (
-    "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.utils.tensorboard", "torch.utils.flop_counter",
-    "numpy", "pydantic", "tomli_w", "safetensors.torch", "psutil", "threadpoolctl",
+from train import hash_seed
+from train.errors import Refused, one_line
+from train.supervise import zygote_server as server
+from train.supervise.zygote_server import LIBRARIES, OFF, SIGNALS, called, lender_socket, receive, send
+
+__all__ = ["CHECKS", "OFF", "RANKS", "SCRIPT", "Zygote", "acquire", "lives", "start_lender"]
+
+CHECKS = ("torch", "train.launcher.checks")
+"""What a task is checked with, and none of torch's compiler."""
+RANKS = (
+    "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",
+    "torch.utils.tensorboard", "train.trainer.train", "train.trainer.setup",
+    "train.parallel.ddp", "train.parallel.fsdp", "train.parallel.ordered",
+    "threadpoolctl", "setproctitle", "train.supervise.worker",
 )  # fmt: skip
-"""What a lender imports."""
-READ_AT_LOADING = (
-    "PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "NPY_", "NUMPY_", "ATEN_",
-    "TORCH", "PYTORCH", "TRITON_", "MALLOC_", "GLIBC_", "LANG", "LC_", "HOME",
-)  # fmt: skip
-"""How variables begin that Python and libraries read when they are loaded."""
-OFF = "TRAIN_WARM"
-"""A variable: set to `off`, nothing is borrowed from the keeper's lender, and the keeper holds none."""
-_BLAS = "OPENBLAS_NUM_THREADS"
-"""What NumPy's OpenBLAS reads as it is loaded: else it starts a thread a core, here and again in each rank."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_MOST_FILES = 16
+"""What ranks of a task need besides; the last of them when all others are there."""
+SCRIPT = ("torch.distributed",)
+"""What the ranks of a script meet at needs."""
+_EARLY = (CHECKS[0], RANKS[0])
+"""What the lender of a launch imports: its fork imports the rest, while it has the request checked."""
+_IMPORTING = 120.0
+"""Seconds within which a lender answers: it may still import."""
+_ENDING = 2.0
+"""Seconds within which a zygote ends by itself, and killed processes are gone."""
 
 
-def send(line: socket.socket, message: Any, files: Sequence[int] = ()) -> None:
-    fd = os.memfd_create("message")
-    try:
-        with os.fdopen(os.dup(fd), "w", encoding="utf-8") as file:
-            json.dump(message, file)
-        socket.send_fds(line, [b"m"], [fd, *files])
-    finally:
-        os.close(fd)
+class ZygoteLost(OSError):
+    """The zygote has ended: its forks are dead, too."""
 
 
-def receive(line: socket.socket) -> tuple[Any, list[int]] | None:
-    """A message and its open files; None: the other end is closed."""
-    try:
-        head, (fd, *files), _, _ = socket.recv_fds(line, 1, _MOST_FILES)
-    except (ConnectionError, ValueError):  # without a file it is no message: the end
-        return None
-    with os.fdopen(fd, encoding="utf-8") as file:
-        file.seek(0)
-        return (json.load(file), files) if head else None
+class Zygote:
+    """The socket to a zygote, for the one process that it serves.
 
-
-def lender_socket(environ: Mapping[str, str], make: bool = False) -> Path | None:
-    """Where a lender serves processes like this one, in this environment; None: that place is not this user's alone.
+    It has this process's folder and package.
 
     Args:
-        make: the folder, where there is none.
+        environ: of its forks.
+        imports: modules that it imports, in order.
+        patience: seconds within which it answers; None: any.
+        process: that of a zygote of its own.
+
+    Raises:
+        ZygoteLost: it is gone, or does not answer in time.
     """
-    folder = Path(environ.get("TMPDIR") or "/tmp") / f"train-warm-{os.getuid()}"
+
+    def __init__(
+        self,
+        line: socket.socket,
+        environ: Mapping[str, str],
+        imports: Sequence[str],
+        patience: float | None,
+        process: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self._line, self._environ, self._imports, self._process = line, dict(environ), [*imports], process
+        self._alive: set[int] = set()
+        self._codes: dict[int, int] = {}
+        self.is_lost = False
+        umask = os.umask(0)
+        os.umask(umask)
+        root = str(Path(__file__).parents[2])
+        self._ask({"root": root, "cwd": os.getcwd(), "umask": umask, "environ": environ, "imports": self._imports})
+        self._hear(patience)
+
+    def again(self) -> Zygote:
+        """Another one like this, which is lost."""
+        return acquire(self._environ, self._imports)
+
+    def fork(
+        self,
+        function: str,
+        arguments: Sequence[Any],
+        files: Sequence[int],
+        environ: Mapping[str, str] | None = None,
+        after: str = "",
+    ) -> int:
+        """Fork a process that calls `function(*arguments, files)`. Returns its id.
+
+        It leads a session of its own, dies with the zygote, and begins with the signals that ask for a stop blocked.
+
+        Args:
+            function: `module:name`.
+            arguments: as JSON takes them.
+            files: its standard input, output and error, and others, which get other numbers there.
+            environ: of the fork; None: that of all forks.
+            after: the import that is needed; the zygote continues to import afterwards.
+
+        Raises:
+            ZygoteLost: it is gone.
+            BlockingIOError: the machine has no room for a process.
+        """
+        environ = self._environ if environ is None else dict(environ)
+        self._ask({"call": function, "arguments": [*arguments], "environ": environ, "after": after}, files)
+        while (answer := self._hear(None)) is None:
+            pass
+        if "errno" in answer:
+            raise OSError(answer["errno"], os.strerror(answer["errno"]))
+        if "problem" in answer:
+            raise Refused(answer["problem"])
+        self._alive.add(answer["pid"])
+        return int(answer["pid"])
+
+    def call(self, function: str, *arguments: Any, after: str = "") -> Any:
+        """What `module:name` returns in a fork that is thrown away, with this process's standard files.
+
+        Raises:
+            Refused: raised there, or the fork died; or anything else, whose traceback has been printed there.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with os.fdopen(os.memfd_create("answer"), "w+b") as file:
+            given = [function, [*arguments]]
+            pid = self.fork("train.supervise.zygote:answer", given, [0, 1, 2, file.fileno()], after=after)
+            while pid in self._alive:
+                self._hear(None)
+            if code := self._codes.pop(pid):
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise Refused(f"the process that checks the request died of {how}; train run, with the same, shows why")
+            file.seek(0)
+            found = pickle.load(file)
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    def ended(self, seconds: float) -> dict[int, int]:
+        """Exit codes, by process, of forks that have ended since the last call; of a signal: negative.
+
+        Args:
+            seconds: to wait for one, at most.
+        """
+        while not self.is_lost and select.select([self._line], [], [], 0 if self._codes else seconds)[0]:
+            with contextlib.suppress(ZygoteLost):
+                self._hear(None)
+        if self.is_lost:  # the kernel kills its forks with it
+            self._codes |= dict.fromkeys(self._alive, -signal.SIGKILL)
+            _wait_for_death(self._alive)
+            self._alive.clear()
+        codes, self._codes = self._codes, {}
+        return codes
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a fork, if it lives: by the zygote, for the id of one that has ended may be another's."""
+        with contextlib.suppress(ZygoteLost):
+            self._ask({"signal": pid, "number": int(number)})
+
+    def close(self) -> None:
+        """End it with all that it has forked, whatever it waits for."""
+        self._line.close()
+        for pid in self._alive:
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+        if self._process is not None:
+            end(self._process)
+        _wait_for_death(self._alive)
+
+    def _ask(self, message: Any, files: Sequence[int] = ()) -> None:
+        try:
+            send(self._line, message, files)
+        except ConnectionError:
+            raise self._lost() from None
+
+    def _hear(self, seconds: float | None) -> dict[str, Any] | None:
+        """The next answer; None: it is the end of a fork, whose code is noted."""
+        self._line.settimeout(seconds)
+        received = None
+        with contextlib.suppress(TimeoutError):
+            received = receive(self._line)
+        if received is None:
+            raise self._lost()
+        message: dict[str, Any] = received[0]
+        if "ended" not in message:
+            return message
+        self._alive.discard(message["ended"])
+        self._codes[message["ended"]] = message["code"]
+        return None
+
+    def _lost(self) -> ZygoteLost:
+        self.is_lost = True
+        return ZygoteLost("the process that imports torch and forks the ranks is gone; try: python -c 'import torch'")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a zygote whose socket is closed, or a lender: by itself if it can, for then torch clears away its temporary
+    folders."""
+    if process.stdin is not None:
+        process.stdin.close()
     try:
-        if make:
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(0o700)
-        found = folder.lstat()
+        process.wait(_ENDING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def lives(pid: int) -> bool:
+    """Whether this process has not ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
-        return None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
-        return None
-    return folder / digest(environ)
+        return False
 
 
-def digest(environ: Mapping[str, str]) -> str:
-    """Equal for two processes that are alike in all that matters when libraries are loaded, in these environments."""
-    parts = [sys.executable, sys.version, sys.prefix, str(os.getuid()), str(os.getgid()), str(sorted(os.getgroups()))]
-    parts += [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(READ_AT_LOADING)]
-    parts.append(f"{OFF} {environ.get(OFF) == 'off'}")
-    for folder in sys.path:
-        if folder.endswith(("site-packages", "dist-packages")):  # a package that comes or goes changes it
-            with contextlib.suppress(OSError):
-                parts.append(f"{folder} {Path(folder).stat().st_mtime_ns}")
-    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    parts += [f"{name} {resource.getrlimit(getattr(resource, name))}" for name in names]
-    parts += [f"nice {os.getpriority(os.PRIO_PROCESS, 0)}", f"cores {sorted(os.sched_getaffinity(0))}"]
-    with contextlib.suppress(OSError):
-        this = Path("/proc/self")
-        parts += [str((this / "ns" / n).readlink()) for n in ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")]
-        parts.append((this / "cgroup").read_text())
-        lines = (this / "status").read_text().splitlines()
-        parts += [line for line in lines if line.startswith(("Cap", "NoNewPrivs", "Seccomp:"))]
-    return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()[:24]
+def _wait_for_death(pids: set[int]) -> None:
+    """Wait a moment until these, which were killed, are dead."""
+    deadline = time.monotonic() + _ENDING
+    while any(map(lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
-def called(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+def described(error: BaseException) -> str:
+    """What is not foreseen, in a line."""
+    message = f"unexpected {type(error).__name__}: {error}"
+    if isinstance(error, ZygoteLost):
+        message = str(error)
+    elif isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.strerror or error}: {error.filename}; look at its owner and mode"
+    return one_line(message)
 
 
-def _lend(door: socket.socket, imports: Sequence[str]) -> socket.socket | None:
-    """Be a lender until its standard input is closed, or a fork would lack what a new process has; then returns None.
-
-    Returns in a fork, for each process that comes, the socket to serve it by.
-    """
-    environ, place = dict(os.environ), Path(door.getsockname())
-    own, inode = digest(environ), place.stat().st_ino
-    os.environ.setdefault(_BLAS, "1")
-    for name in imports:  # first: a fork is to have them all
-        if select.select([0], [], [], 0)[0]:
-            break
-        _import(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
-    while True:
-        watched: list[Any] = [0, door]
-        ready = select.select(watched, [], [], 5.0)[0]
-        if 0 in ready or _unclean() or digest(environ) != own:
-            break
-        if door in ready:
-            line, _ = door.accept()
-            if os.fork() == 0:
-                door.close()
-                os.setsid()
-                return line
-            line.close()
-    with contextlib.suppress(OSError):  # another lender may be there
-        if place.stat().st_ino == inode:
-            place.unlink()
-        place.parent.rmdir()
-    return None
-
-
-class _Server:
-    """Serves the process at the other end of a socket."""
-
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
-        self._imports: deque[str] = deque()
-        self._forks: set[int] = set()
-        self._woken = _wake_on_death()
-
-    def serve(self) -> None:
-        """Until the other end is closed."""
-        while True:
-            watched: list[Any] = [self._woken, self._line]
-            ready = select.select(watched, [], [], 0 if self._imports else None)[0]
-            if self._woken in ready:
-                self._reap()
-            if self._line in ready:
-                received = receive(self._line)
-                if received is None:
-                    return
-                self._obey(*received)
-            elif not ready:
-                _import(self._imports.popleft())
-
-    def _obey(self, message: dict[str, Any], files: list[int]) -> None:
-        if "root" in message:
-            self._enter(message)
-            send(self._line, {"serves": os.getpid()})
-        elif "signal" in message:
-            if message["signal"] in self._forks:
-                os.kill(message["signal"], message["number"])
-        else:
-            while message["after"] in self._imports:
-                _import(self._imports.popleft())
-            made = self._fork(message, files)
-            for fd in files:
-                os.close(fd)
-            send(self._line, made)
-
-    def _enter(self, message: dict[str, Any]) -> None:
-        """Take over what the other process is like."""
-        os.environ.clear()
-        os.environ.update({_BLAS: "1", **message["environ"]})
-        os.umask(message["umask"])
-        os.chdir(message["cwd"])
-        time.tzset()
-        tempfile.tempdir = None
-        _take_package(message["root"])["add_current_folder"]()
-        self._imports = deque(name for name in message["imports"] if name not in sys.modules)
-
-    def _fork(self, message: dict[str, Any], files: list[int]) -> dict[str, Any]:
-        if unclean := _unclean():
-            return {"problem": f"{unclean}, which its forks would lack; what imports it when Python starts?"}
-        parent, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            pid = os.fork()
-            if pid == 0:
-                self._become(message, files, parent)
-        except OSError as error:
-            return {"errno": error.errno}
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._forks.add(pid)
-        return {"pid": pid}
-
-    def _become(self, message: dict[str, Any], files: list[int], parent: int) -> NoReturn:
-        """In a fork: call the function, with the signals that ask for a stop blocked until it listens for them."""
-        code = 1
-        try:
-            called("train.signals:end_with_parent")(parent)
-            os.setsid()
-            signal.set_wakeup_fd(-1)
-            for number in (*SIGNALS, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for fd in (self._line.detach(), self._woken):
-                os.close(fd)
-            _take_standard_files(files)
-            os.environ.clear()
-            os.environ.update(message["environ"])
-            called(message["call"])(*message["arguments"], files)
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        except BaseException:
-            with contextlib.suppress(BaseException):
-                traceback.print_exc()
-        finally:
-            with contextlib.suppress(BaseException):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
-
-    def _reap(self) -> None:
-        """Report forks that have ended, and kill what is left in their sessions."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._woken, 1 << 12)
-        for pid in list(self._forks):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            self._forks.discard(pid)
-            with contextlib.suppress(OSError):
-                send(self._line, {"ended": pid, "code": code})
-
-    def end(self) -> None:
-        """Kill all that was forked."""
-        for pid in self._forks:
-            with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
-
-
-def _wake_on_death() -> int:
-    """A file that can be read when a child of this process has ended."""
-    woken, waker = os.pipe()
-    for end in (woken, waker):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return woken
-
-
-def _import(name: str) -> None:
-    """Import a module. One that cannot be imported is again by the fork that needs it, which says why.
-
-    What imports leave is not garbage, and looking for that takes a sixth of their time; frozen, it is not looked at
-    again, nor copied by a fork for having been looked at.
-    """
-    gc.disable()
-    with contextlib.suppress(Exception):
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
-
-
-def _take_package(root: str) -> dict[str, Any]:
-    """Import this package from the checkout that it is asked from. Returns what module_runner.py has there."""
-    runner = runpy.run_path(str(Path(root) / "train" / "module_runner.py"))
-    runner["take_package"]()
-    return runner
-
-
-def _unclean() -> str:
-    """What a fork of this process would lack, as the beginning of a sentence; '' if nothing."""
-    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    if others:
-        return f"the process that forks the ranks has other threads ({', '.join(others)})"
-    torch = sys.modules.get("torch")
-    return "the process that forks the ranks uses a GPU" if torch is not None and torch.cuda.is_initialized() else ""
-
-
-def _take_standard_files(files: list[int]) -> None:
-    """Let the first three be standard input, output and error."""
-    for target, name in enumerate(("stdin", "stdout", "stderr")):
-        os.dup2(files[target], target)
-        os.close(files[target])
-        files[target] = target
-        stream = open(target, "w" if target else "r", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-def _name_process() -> None:
-    """Let lists of processes call this one by what it is; forks give themselves other names (worker.py)."""
-    os.environ["SPT_NOENV"] = "1"  # what /proc shows of the environment stays
-    with contextlib.suppress(ImportError):  # in a checkout that was not installed: docs/gpu.md
-        from setproctitle import setproctitle
-
-        setproctitle("train-zygote")
-    del os.environ["SPT_NOENV"]
-
-
-def main() -> None:
-    """Be the server that the first argument describes.
-
-    It has `fd`, a socket: connected, or of a lender listening; and `lends`, what a lender imports, else null.
-    """
-    for number in SIGNALS:  # meant for ranks: Slurm sends them to all processes of a job
-        signal.signal(number, signal.SIG_IGN)
-    _name_process()  # before the environment changes, by which it finds the place of the name
-    plan = json.loads(sys.argv[1])
-    line: socket.socket | None = socket.socket(fileno=plan["fd"])
-    if line is not None and plan["lends"] is not None:
-        line = _lend(line, plan["lends"])
-    if line is None:
-        return
-    os.environ.setdefault(_BLAS, "1")
-    server = _Server(line)
+def answer(function: str, arguments: list[Any], files: list[int]) -> None:
+    """Be a fork that calls a function and writes what it returns, or raises, into the fourth file (`Zygote.call`)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    found: Any
     try:
-        server.serve()
+        found = called(function)(*arguments)
+    except Refused as error:
+        found = error
+    except BaseException as error:
+        traceback.print_exception(error)
+        found = Refused(described(error), passes=True)  # a cluster tries again what is not foreseen
+    with os.fdopen(files[3], "wb") as file:
+        pickle.dump(found, file)
+
+
+def acquire(environ: Mapping[str, str], imports: Sequence[str]) -> Zygote:
+    """A zygote for this process, as `Zygote` has it: a lender's, or one of its own."""
+    path = lender_socket(environ)
+    line = _connected(path) if path is not None else None
+    if line is not None:
+        with contextlib.suppress(ZygoteLost):
+            return Zygote(line, environ, imports, _IMPORTING)
+        line.close()
+    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = _start(environ, theirs, None)
+    return Zygote(line, environ, imports, None, process)
+
+
+def _connected(path: Path) -> socket.socket | None:
+    """The lender at this socket, if one is there. It is this user's, as the folder that it lies in."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        line.settimeout(_ENDING)
+        line.connect(str(path))
+    except OSError:
+        line.close()
+        return None
+    return line
+
+
+def _start(environ: Mapping[str, str], line: socket.socket, lends: Sequence[str] | None) -> subprocess.Popen[bytes]:
+    """Start a server on this socket: connected, or a lender's, which ends when its standard input is closed."""
+    plan = {"fd": line.fileno(), "lends": lends}
+    return subprocess.Popen(
+        [sys.executable, "-P", server.__file__, json.dumps(plan)], env=dict(environ), pass_fds=[line.fileno()],
+        stdin=subprocess.DEVNULL if lends is None else subprocess.PIPE, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+
+def start_lender(environ: Mapping[str, str], imports: Sequence[str] = LIBRARIES) -> subprocess.Popen[bytes] | None:
+    """Start a lender. None: there is one for such processes already, or no safe place for it.
+
+    It ends with this process: when the standard input of what is returned is closed.
+
+    Raises:
+        OSError: the machine has no room for it.
+    """
+    path = lender_socket(environ, make=True)
+    if path is None:
+        return None
+    if (line := _connected(path)) is not None:
+        line.close()
+        return None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        path.unlink(missing_ok=True)  # of one that was killed
+        door.bind(str(path))
+        door.listen(64)
+        return _start(environ, door, [*imports])
+
+
+_early: list[subprocess.Popen[bytes]] = []
+"""The lender that imports for the launch at hand, if there is one."""
+
+
+@contextlib.contextmanager
+def starting_early() -> Iterator[None]:
+    """Let a lender import while a launch still reads its arguments, unless one is there."""
+    with contextlib.suppress(OSError):  # no room for it: the launch says so, or needs none
+        process = start_lender(hash_seed.with_seed(os.environ), _EARLY)
+        if process is not None:
+            _early.append(process)
+    try:
+        yield
     finally:
-        server.end()
-        if plan["lends"] is not None:  # what libraries clear away at an exit is the lender's
-            os._exit(0)
+        end_early()
 
 
-if __name__ == "__main__":
-    main()
+def end_early() -> None:
+    """Let the lender of this launch end: its agent has got a zygote, or needs none."""
+    while _early:
+        process = _early.pop()
+        assert process.stdin is not None
+        process.stdin.close()
+        process.returncode = 0  # it may outlive this process: no warning

@@ -19,15 +19,13 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from train.config import Count
+from train.data.crop import ChooseCrop, centre_crop, random_crop
 from train.data.image_files import (
     Augment,
-    ChooseCrop,
     CropTransform,
     ImageFiles,
     Normalise,
-    centre_crop,
     collate_images,
-    random_crop,
 )
 from train.errors import Refused, nearest, one_line
 from train.tasks import data_root

@@ -28,7 +28,7 @@ from train.parallel.precision import Precision
 from train.parallel.torch_private import buffers_of
 from train.run.run_folder import Run
 from train.tasks import Task, load, where
-from train.trainer import arithmetic
+from train.trainer import determinism
 
 T = TypeVar("T")
 _WRAPPERS = re.compile(r"^(_orig_mod\.)?(module\.)?(_orig_mod\.)?")
@@ -220,7 +220,7 @@ def refusing(task: Task, what: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         has_reason = isinstance(error, TrainingFailed)
-        reason = error if has_reason else arithmetic.refusal(error) or where(error, task.file)
+        reason = error if has_reason else determinism.refusal(error) or where(error, task.file)
         raise Refused(f"{what} failed: {reason}" if what else reason) from error
 
 

@@ -24,7 +24,7 @@ from train.parallel.torch_private import buffers_of
 from train.parallel.world import World
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import arithmetic, build
+from train.trainer import build, determinism
 from train.trainer.load import load_trained, precision_on
 from train.trainer.loss import Figure, evaluation_figures
 
@@ -161,7 +161,7 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
         Refused: the task has no evaluation set or fails on it, or there is no usable checkpoint.
     """
     task, config, model, step = load_trained(run, step)
-    arithmetic.fix(config)
+    determinism.set_determinism(config)
     device = _device_of(run, config)
     name = precision_on(device, config)
     if name != config.precision:
@@ -184,8 +184,8 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
         take_device(device)
         sharing = Sharing()
         stream = loader.batches(evaluation_micro_batches(plan, sharing))
-        model = arithmetic.lay_out(model, config).to(device)
-        arithmetic.compile_as_asked(model, config)
+        model = determinism.lay_out(model, config).to(device)
+        determinism.compile_as_asked(model, config)
         evaluated = evaluate(task, model, plan, world, precision, stream, sharing)
     assert evaluated is not None
     figures, samples = evaluated

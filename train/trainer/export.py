@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.checkpoint.state import weights
+from train.checkpoint.state_dict import weights
 from train.config import Config
 from train.errors import Refused, one_line
 from train.run.durable import check_target, published

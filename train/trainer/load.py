@@ -64,7 +64,7 @@ def load_newest(
     if world.nodes == 1:
         world.on_first(lambda: metrics.cut(run, start.step))
     else:
-        began = world.share(_began(home) if world.is_first else None)
+        began = world.broadcast(_began(home) if world.is_first else None)
         world.on_leads(lambda: metrics.cut(run, start.step, _parted(_began(run), began)))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one

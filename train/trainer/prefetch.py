@@ -11,7 +11,7 @@ import torch
 from train.data.loader import Loader
 from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches, micro_batches_of
 from train.parallel.overlap import DeviceTimer
-from train.trainer.due import Due
+from train.trainer.intervals import Intervals
 
 _LOOK_AHEAD = 4096
 """Steps among which the next evaluation is looked for at a time."""
@@ -34,7 +34,7 @@ class Prefetch:
 
 
 def micro_batches(
-    due: Due, plan: Plan, evaluation: Plan | None, sharing: Sharing, done: int, evaluated: int
+    intervals: Intervals, plan: Plan, evaluation: Plan | None, sharing: Sharing, done: int, evaluated: int
 ) -> Iterator[MicroBatch]:
     """All that a rank fetches after step `done`, evaluations included, in the order in which the loop takes it.
 
@@ -42,15 +42,15 @@ def micro_batches(
         evaluated: the last step after which an evaluation is on record; -1 without one.
     """
     first = done
-    for step in range(done, due.total_steps + 1):
-        is_evaluated = evaluated < step and due.evaluates(step)
+    for step in range(done, intervals.total_steps + 1):
+        is_evaluated = evaluated < step and intervals.evaluates(step)
         if is_evaluated or step - first == _LOOK_AHEAD:
             yield from micro_batches_of(plan, sharing, first, step)
             first = step
         if is_evaluated:
             assert evaluation is not None
             yield from evaluation_micro_batches(evaluation, sharing)
-    yield from micro_batches_of(plan, sharing, first, due.total_steps)
+    yield from micro_batches_of(plan, sharing, first, intervals.total_steps)
 
 
 class DataWait:

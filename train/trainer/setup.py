@@ -33,8 +33,8 @@ from train.run.heartbeat import Heart
 from train.run.run_folder import Run
 from train.signals import StopRequest
 from train.tasks import Task
-from train.trainer import arithmetic, build
-from train.trainer.due import Due
+from train.trainer import build, determinism
+from train.trainer.intervals import Intervals
 from train.trainer.load import ResumeState, load_newest
 from train.trainer.loggers.loggers import Loggers, Skipped
 from train.trainer.optimizer import make_optimizer
@@ -57,7 +57,7 @@ class Job:
     plan: Plan
     evaluation: Plan | None
     """The plan of the evaluation set, if there is one."""
-    due: Due
+    intervals: Intervals
     saver: Saver
     snapshots: Snapshots
     loggers: Loggers
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def total_steps(self) -> int:
-        return self.due.total_steps
+        return self.intervals.total_steps
 
     @functools.cached_property
     def sharing(self) -> Sharing:
@@ -106,7 +106,7 @@ def set_up(
     """Everything to train with, and the step to continue after. What must be closed at the end goes to `held`."""
     task = build.task_of(run)
     config = build.config_of(run, task)
-    arithmetic.fix(config)
+    determinism.set_determinism(config)
     device = pick_device(config, rank_env.local_size, rank_env.local_rank)
     choose.check(config, rank_env.size)  # with several machines their sum was not known before
     precision = Precision(config.precision, device)
@@ -118,16 +118,16 @@ def set_up(
     model = strategy.place(_model(run, task, config, precision, world))
     optimizer = make_optimizer(task, model, config)
     faults.here("start")
-    mark, number = world.share((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
+    mark, number = world.broadcast((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
     snapshots = _snapshots(task, config, world, memory, mark)
     home = home_of(run, config, world)
     start = load_newest(run, home, world, snapshots, model, optimizer, precision)
     faults.here("loaded")
-    arithmetic.compile_as_asked(model, config)
-    due = Due.of(config, plan, build.total_steps(config, plan), evaluation is not None)
+    determinism.compile_as_asked(model, config)
+    intervals = Intervals.of(config, plan, build.total_steps(config, plan), evaluation is not None)
     last = world.on_first(lambda: metrics.last_evaluation(run))
     evaluated = last["step"] if last is not None else -1
-    loggers = Loggers(run, world, config, due.total_steps, start.step, bar and world.is_first)
+    loggers = Loggers(run, world, config, intervals.total_steps, start.step, bar and world.is_first)
     held.callback(loggers.close)
 
     def saved(step: int) -> None:
@@ -139,7 +139,7 @@ def set_up(
     snapshots.attach(strategy, optimizer, precision, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
     job = Job(
-        run, task, config, world, precision, strategy, optimizer, loader, plan, evaluation, due, saver, snapshots,
+        run, task, config, world, precision, strategy, optimizer, loader, plan, evaluation, intervals, saver, snapshots,
         loggers, stop, heart, evaluated, start.saved,
     )  # fmt: skip
     if world.is_lead:
@@ -180,7 +180,7 @@ def arrange(model: torch.nn.Module, config: Config, ranks: int) -> torch.nn.Modu
     if config.sync_batchnorm and ranks > 1:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if not choose.shards(config, ranks):  # fsdp takes no other layout of weights; inputs have it all the same
-        arithmetic.lay_out(model, config)
+        determinism.lay_out(model, config)
     recompute(model, config.parallel.recompute)
     return model
 

@@ -12,7 +12,7 @@ import torch
 
 from train.run.metrics import Speed
 from train.run.record import Times
-from train.trainer.arithmetic import share
+from train.trainer import cores
 from train.trainer.prefetch import DataWait
 
 _WAITING = 0.3
@@ -138,7 +138,7 @@ class WaitAdvice:
         return self._advise(waited, elapsed, host)
 
     def _advise(self, waited: float, elapsed: float, host: float) -> str:
-        workers, usable = self._workers, share(1)
+        workers, usable = self._workers, cores.per_rank(1)
         text, wish = f"training waits {waited / elapsed:.0%} for data", loaders_needed(workers, waited, elapsed, host)
         better = min(wish, max(usable // self._ranks, 1), _MOST_ADVISED)
         if better <= workers:

@@ -13,14 +13,14 @@ import torch
 from train import config as configuration
 from train import faults
 from train.checkpoint.save import CannotSave
-from train.checkpoint.state import weights_of, weights_sha256
+from train.checkpoint.state_dict import weights_of, weights_sha256
 from train.errors import TrainingFailed
 from train.run import best, heartbeat, outcome
 from train.run.metrics import Training, last_evaluation
 from train.run.outcome import Kind, Outcome
 from train.run.record import Times
-from train.trainer.due import SaveClock
 from train.trainer.evaluate import evaluate
+from train.trainer.intervals import SaveClock
 from train.trainer.loggers.loggers import SKIPPED
 from train.trainer.model_check import STEPS as CHECKED_STEPS
 from train.trainer.model_check import ModelCheck
@@ -51,18 +51,18 @@ def train(job: Job, done: int) -> Done:
     Raises:
         TrainingFailed: the loss is not finite, or the last checkpoint cannot be saved.
     """
-    loop, due = Loop(job, done), job.due
+    loop, intervals = Loop(job, done), job.intervals
     job.strategy.module.train()
     with loop.timing.spent("start"):
         job.strategy.start()
     try:
-        if due.misses_save(job.saved, done):  # a death came before: the state is from memory
+        if intervals.misses_save(job.saved, done):  # a death came before: the state is from memory
             loop.save()
-        if due.evaluates(done) and job.evaluated < done:  # it ended before the evaluation that was due
+        if intervals.evaluates(done) and job.evaluated < done:  # it ended before the evaluation that was due
             loop.evaluate()
-        while loop.done < due.total_steps and not loop.is_stopping:
+        while loop.done < intervals.total_steps and not loop.is_stopping:
             loop.step()
-            saves, evaluates = due.saves(loop.done), due.evaluates(loop.done)
+            saves, evaluates = intervals.saves(loop.done), intervals.evaluates(loop.done)
             saves |= loop.read_stats(everything=saves or evaluates)
             job.snapshots.after_step(loop.done)
             if saves or loop.is_stopping:
@@ -94,7 +94,7 @@ class Loop:
         wait = DataWait(device)
         advice = WaitAdvice(job.run.name, job.config.data.workers or 0, job.world.local_size)
         self.timing = Timing(wait, advice, device)
-        micros = micro_batches(job.due, job.plan, job.evaluation, job.sharing, done, job.evaluated)
+        micros = micro_batches(job.intervals, job.plan, job.evaluation, job.sharing, done, job.evaluated)
         self._prefetch = Prefetch(job.loader, micros, wait)
         self._check = ModelCheck(job.strategy.module, job.task.loss, job.generators)
         self._stats = StepStats(
@@ -114,7 +114,7 @@ class Loop:
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to do."""
-        is_evaluated = self.job.evaluated >= self.done or not self.job.due.evaluates(self.done)
+        is_evaluated = self.job.evaluated >= self.done or not self.job.intervals.evaluates(self.done)
         return self.done >= self.job.total_steps and is_evaluated
 
     def step(self) -> None:
@@ -162,7 +162,7 @@ class Loop:
                 f"not one sample could be read in {self._empty} steps in a row, up to step {made.number}; "
                 f"why, says {SKIPPED} in the run folder"
             )
-        if job.world.is_lead and job.due.logs(made.number):
+        if job.world.is_lead and job.intervals.logs(made.number):
             self._write_line(made, loss)
 
     def _write_line(self, made: _Step, loss: float) -> None:

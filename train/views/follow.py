@@ -13,8 +13,8 @@ from train import screen
 from train.cluster import jobs
 from train.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from train.format import figures
-from train.launcher.control import how_to_go_on
-from train.launcher.progress import View
+from train.launcher.live_view import LiveView
+from train.launcher.stopping import how_to_go_on
 from train.run import states
 from train.run.record import Record
 from train.run.run_folder import Run
@@ -33,10 +33,10 @@ def follow(run: Run, rank: int = 0) -> int:
     Of a task a bar and its evaluations are shown; of a script, and of what a cluster runs, the log of a rank. One that
     its engine queues again is not over. Ctrl-C ends the following only.
     """
-    record = run.shown()
+    record = run.read_effective()
     is_job = jobs.is_submitted(record)
     shows_log = is_job or bool(record.get("script"))
-    view = View(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
+    view = LiveView(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
     try:
         record = _watch_job(run, view, rank) if is_job else _watch(run, view)
     except KeyboardInterrupt:
@@ -45,22 +45,22 @@ def follow(run: Run, rank: int = 0) -> int:
     return _tell_end(run, record)
 
 
-def _watch(run: Run, view: View) -> Record:
+def _watch(run: Run, view: LiveView) -> Record:
     """Show a run of this station's until it ends. Returns its record then."""
-    record, show_change = run.shown(), _Changes(view.say)
+    record, show_change = run.read_effective(), _Changes(view.say)
     while record["state"] in (states.RUNNING, states.CREATED):
         view.update(record)
         if record.get("reason"):  # of a running one: it waits for other machines
             show_change(record["reason"])
         time.sleep(_LOOK_EVERY)
-        record = run.shown()
+        record = run.read_effective()
     _wait_until_dead(run)
-    record = run.shown()
+    record = run.read_effective()
     view.update(record)
     return record
 
 
-def _watch_job(run: Run, view: View, rank: int) -> Record:
+def _watch_job(run: Run, view: LiveView, rank: int) -> Record:
     """Show a run that a cluster's engine has until nothing more comes of it. Returns its record then."""
     engine = jobs.engine_of(run.read())
     is_elsewhere, since = engine.logs(run, rank) is not None, ""
@@ -104,7 +104,7 @@ class _Changes:
             self._say(text)
 
 
-def _leave_alone(run: Run, view: View) -> int:
+def _leave_alone(run: Run, view: LiveView) -> int:
     """End the following by Ctrl-C. Returns its exit code; the run goes on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever types it twice means the same
     view.close()

@@ -113,7 +113,7 @@ def story(run: Run, record: Record) -> str:
         return _wrapped(lines)
     line("data", record.get("data_wait"))
     line("left out", _left_out(run, record.get("skipped") or {}))
-    account = time_spent.of_run(run, run.shown())
+    account = time_spent.of_run(run, run.read_effective())
     line("steps redone", account.redone)
     if whole := account.parts["lost"]:
         away, again = duration(whole - account.again), duration(account.again)

@@ -10,7 +10,7 @@ from train import screen
 from train.cluster import jobs
 from train.cluster.engine import call
 from train.errors import EXIT_FINISHED, Refused
-from train.launcher.progress import LogTail
+from train.launcher.live_view import LogTail
 from train.run import states
 from train.run.progress_lines import EVERY
 from train.run.run_folder import Run

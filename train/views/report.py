@@ -34,7 +34,7 @@ _BAR = 24
 
 def as_json(run: Run) -> str:
     """Where the time went, for programs."""
-    record = run.shown()
+    record = run.read_effective()
     account = time_spent.of_run(run, record)
     facts = {"name": run.name, "state": record["state"], **account.as_json()}
     return json.dumps(facts | {"verdict": time_spent.verdict(account, record)}, indent=1)
@@ -42,7 +42,7 @@ def as_json(run: Run) -> str:
 
 def text(run: Run) -> str:
     """Where the time went, as lines for a terminal."""
-    record = run.shown()
+    record = run.read_effective()
     account = time_spent.of_run(run, record)
     lines = [f"{screen.name(run.name)}: {listing.with_reason(record['state'], record.get('reason'))}"]
     found = parts(account)
@@ -82,7 +82,7 @@ def html(run: Run) -> str:
     """
     from jinja2 import Environment
 
-    record = run.shown()
+    record = run.read_effective()
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
     environment.filters |= {"duration": duration, "moment": _moment, "end_of": listing.end_of}

@@ -166,7 +166,7 @@ def test_a_peer_killed_during_the_last_save_leaves_no_outcome_without_its_checkp
     done = station(
         "run", engine.task, "--name", "last-killed", "--spawn", 2, *flags, env={"TRAIN_FAULT": "save.begin@1:1"}
     )
-    record = station.run("last-killed").shown()
+    record = station.run("last-killed").read_effective()
     assert (done.returncode, record["state"]) == (3, "interrupted"), done.stderr
     assert station.run("last-killed").steps_saved() == []
     engine.resume("last-killed", 2)

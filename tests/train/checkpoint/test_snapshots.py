@@ -20,8 +20,8 @@ from train.run import folders, run_folder
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
-from train.supervise.forks import Zygote
 from train.supervise.ranks import Ranks
+from train.supervise.zygote import Zygote
 
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01}
 LONGER = {"epochs": 10}  # forty steps
@@ -95,7 +95,7 @@ class Kept:
             lock.release()
             assert processes.memory is not None
             processes.memory.close()
-        return run.shown()
+        return run.read_effective()
 
     def check(self, name: str, reference: str) -> list[int]:
         """That it ended like the undisturbed one, and no death cost more than one finished step. Where its attempts

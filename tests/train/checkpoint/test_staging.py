@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from train.checkpoint.staging import Staging, own_part
-from train.checkpoint.state import size_of
+from train.checkpoint.state_dict import size_of
 
 
 def state() -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Machines:
 
     def wait(self, name: str, node: int, until: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         self.stations[node].wait(name, until, what)
-        return self.stations[node].run(name).shown()
+        return self.stations[node].run(name).read_effective()
 
     def wait_for_reason(self, name: str, node: int, words: str) -> dict[str, Any]:
         return self.wait(name, node, lambda record: words in (record["reason"] or ""), f"the reason {words!r}")

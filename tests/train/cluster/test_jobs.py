@@ -13,7 +13,7 @@ from tests.tasks import TASKS
 from tests.train.conftest import PATIENCE, Station
 from train.cluster.engine import JobStatus, seconds_of
 from train.cluster.jobs import with_job_status
-from train.launcher import control
+from train.launcher import resumable
 from train.run import folders
 
 WAITS, RUNS = JobStatus("queued", "job 7 is pending (Priority)"), JobStatus("running", "job 7 is running")
@@ -47,9 +47,9 @@ def test_nobody_but_its_engine_and_its_user_starts_it_again(tmp_path: Path) -> N
     run = folders.create(tmp_path, "a", {}, record)
     run.begin_attempt(2, 0)
     assert run.state() == "interrupted"
-    assert not control.resumable(run)
+    assert not resumable.is_resumable(run)
     run.update(state="stopped", stopped_by="signal")
-    assert not control.resumable(run)
+    assert not resumable.is_resumable(run)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_was_submitted_is_what_is_trained(station: Station) -> None:
         "nodes": 1, "nproc": 1, "wait_minutes": 1, "max_restarts": 0,
     }))  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "train.module_runner", "train.cluster.agent", handed / "submission.json"],
+        [sys.executable, "-P", "-m", "train.module_runner", "train.cluster.node_agent", handed / "submission.json"],
         env=station.environment() | {"PET_NNODES": "1", "PYTHONHASHSEED": "0"},
         cwd=station.folder, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip

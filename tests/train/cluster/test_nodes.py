@@ -14,8 +14,8 @@ from tests.tasks import TASKS
 from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone
 from tests.train.conftest import Station
 from tests.waiting import eventually
-from train.run import station as stations
-from train.supervise.node_timeouts import LOST
+from train.run import ownership
+from train.supervise.timeouts import LOST
 
 
 @pytest.mark.minutes
@@ -175,7 +175,7 @@ def test_another_node_computes_as_node_0_has_chosen(machines: Machines, alone: A
         assert record["state"] == "finished", record["reason"]
         assert "cpu_threads = 1\n" in (station.run("a").folder / "config.toml").read_text()
         assert record["weights_sha256"] == alone(2, 60).record(name_alone(2, 60))["weights_sha256"]
-        assert stations.has_started(station.run("a").folder, station.run("a").read())
+        assert ownership.was_started_here(station.run("a").folder, station.run("a").read())
 
 
 @pytest.mark.minutes
@@ -214,7 +214,7 @@ def test_a_keeper_that_waits_again_and_again_for_a_machine_never_fails_the_run(m
     station.wait_for_end("a")
     run = station.run("a")
     run.update(lambda record: record["cluster"].update(wait_minutes=30))
-    run.update(**stations.mark(run.folder, run.read()))
+    run.update(**ownership.sign(run.folder, run.read()))
     station.ok("keeper", "--once")
     assert machines.launch("a", 1, "--steps", 60).returncode == 0
     assert [record["state"] for record in machines.ends("a")] == ["finished", "finished"]

@@ -14,7 +14,8 @@ from PIL import Image
 from torchvision.transforms import CenterCrop, Compose, RandomHorizontalFlip, RandomResizedCrop, Resize
 
 from train.bench.input import scene
-from train.data.image_files import Crop, CropTransform, centre_crop, random_crop, read_image, resize_into
+from train.data.crop import Crop, centre_crop, random_crop, resize_into
+from train.data.image_files import CropTransform, read_image
 
 DRAWS = 20_000
 

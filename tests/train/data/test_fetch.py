@@ -19,7 +19,7 @@ from train.data.fetch import shape_error
 from train.data.loader import Loader
 from train.data.plan import MicroBatch
 from train.supervise import diagnose
-from train.supervise.worker import failure_of
+from train.supervise.diagnose import failure_of
 
 CPU = torch.device("cpu")
 

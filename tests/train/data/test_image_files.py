@@ -14,15 +14,13 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from train.bench.input import paint
+from train.data.crop import Crop, centre_crop, random_crop
 from train.data.fetch import Bad, fetcher
 from train.data.image_files import (
-    Crop,
     ImageFiles,
     ImageItems,
     Normalise,
-    centre_crop,
     collate_images,
-    random_crop,
     read_image,
 )
 from train.data.loader import Loader

@@ -15,9 +15,8 @@ import pytest
 
 import train
 from tests.train.conftest import PATIENCE, Station
-from train.launcher import control
-from train.run import environment, folders, states
-from train.run import station as stations
+from train.launcher import resumable, stopping
+from train.run import environment, folders, ownership, states
 from train.run.run_folder import Run
 
 FIELDS = (
@@ -76,7 +75,7 @@ def test_a_keeper_lets_the_copy_of_a_living_run_and_runs_of_other_stations_be(st
     assert "keeping the runs" in keeper.stdout.readline()
     first = "".join(keeper.stdout.readline() for _ in range(2))
     assert "copied: left alone" in first and "unborn: left alone" in first
-    assert stations.keeper_seen() is not None
+    assert keeper.last_seen() is not None
     keeper.send_signal(signal.SIGTERM)
     said = keeper.communicate(timeout=PATIENCE)[0]
     assert f"theirs: is of another station ({os.uname().nodename}); left alone" in said
@@ -118,10 +117,10 @@ def _record(**values: Any) -> Callable[[Run], Run]:
 )
 def test_a_run_that_is_not_as_it_was_started_rests_as_a_copy(change: Callable[[Run], Run], tmp_path: Path) -> None:
     run = folders.create(tmp_path / "runs", "a", FILES, RECORD)
-    assert run.state() == "interrupted" and control.resumable(run)
+    assert run.state() == "interrupted" and resumable.is_resumable(run)
     run = change(run)
-    assert run.state() == "copy" and control.resumable(run) is None
-    assert control.stop(run, False)[0] == 0 and run.state() == "stopped" and control.resumable(run) is False
+    assert run.state() == "copy" and resumable.is_resumable(run) is None
+    assert stopping.stop(run, False)[0] == 0 and run.state() == "stopped" and resumable.is_resumable(run) is False
 
 
 def test_without_a_state_folder_runs_begin_and_the_keeper_says_why_none_is_its_own(station: Station) -> None:
@@ -136,7 +135,7 @@ def test_without_a_state_folder_runs_begin_and_the_keeper_says_why_none_is_its_o
 def _make(here: str, begin: Any, found: Any) -> None:
     os.environ["TRAIN_STATE"] = here
     begin.wait()
-    found.put(stations.station_id(make=True))
+    found.put(ownership.station_id(make=True))
 
 
 def test_processes_that_begin_at_once_make_one_key(tmp_path: Path) -> None:

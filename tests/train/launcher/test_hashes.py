@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from train import hashing
+from train import hash_seed
 
 if TYPE_CHECKING:
     from conftest import Station
@@ -89,7 +89,7 @@ def test_a_killed_run_that_orders_a_set_of_strings_goes_on_with_the_same_order(
 def test_ranks_of_a_users_own_torchrun_agree_with_a_launch(words: Station, undisturbed: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train"]
     command += ["run", "words.py", "--name", "words-torchrun", *map(str, FLAGS), "--steps", "60"]
-    environ = {key: value for key, value in words.environment().items() if key != hashing.SEED}
+    environ = {key: value for key, value in words.environment().items() if key != hash_seed.SEED}
     subprocess.run(command, cwd=words.folder, env=environ, check=True, capture_output=True, timeout=240)
     assert words.record("words-torchrun")["weights_sha256"] == undisturbed, words.logs("words-torchrun")
 
@@ -104,7 +104,7 @@ def test_an_evaluation_has_the_order_of_its_run(words: Station, undisturbed: str
         "words",
         "--json",
     ]  # in an interpreter of its own, as users have it
-    environ = {key: value for key, value in words.environment().items() if key != hashing.SEED}
+    environ = {key: value for key, value in words.environment().items() if key != hash_seed.SEED}
     done = subprocess.run(
         command, cwd=words.folder, env=environ, check=True, capture_output=True, text=True, timeout=240
     )
@@ -114,20 +114,21 @@ def test_an_evaluation_has_the_order_of_its_run(words: Station, undisturbed: str
 
 @pytest.mark.minutes
 def test_what_a_user_has_set_is_that_of_resumes(words: Station) -> None:
-    own = {hashing.SEED: "7"}
+    own = {hash_seed.SEED: "7"}
     words.ok("launch", "words.py", "--name", "words-own", *FLAGS, "--steps", 20, "--follow", env=own)
-    words.ok("resume", "words-own", "--steps", 30, "--follow", env={hashing.SEED: "8"})
+    words.ok("resume", "words-own", "--steps", 30, "--follow", env={hash_seed.SEED: "8"})
     assert len(orders(words, "words-own")) == 1
 
 
 def test_a_program_begins_again_once_and_never_as_a_fork(words: Station) -> None:
     program = (
-        "import os, sys; from train import hashing; print(os.getpid(), os.environ.get('PYTHONHASHSEED'), flush=True)\n"
-        "if os.fork() == 0: hashing.begin_again(['run', 'x']); print('fork', flush=True); os._exit(0)\n"
-        "os.wait(); hashing.begin_again(sys.argv[1:]); print('on')"
+        "import os, sys; from train import hash_seed\n"
+        "print(os.getpid(), os.environ.get('PYTHONHASHSEED'), flush=True)\n"
+        "if os.fork() == 0: hash_seed.restart_with_seed(['run', 'x']); print('fork', flush=True); os._exit(0)\n"
+        "os.wait(); hash_seed.restart_with_seed(sys.argv[1:]); print('on')"
     )
-    for own, expected in (({}, ["None", "0"]), ({hashing.SEED: "5"}, ["5"])):
-        environ = {key: value for key, value in words.environment().items() if key != hashing.SEED} | own
+    for own, expected in (({}, ["None", "0"]), ({hash_seed.SEED: "5"}, ["5"])):
+        environ = {key: value for key, value in words.environment().items() if key != hash_seed.SEED} | own
         command = [sys.executable, "-c", program, "word"]
         done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True, timeout=240)
         lines = [line.split() for line in done.stdout.splitlines() if not line.startswith(("fork", "on"))]

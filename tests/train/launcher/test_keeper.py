@@ -16,10 +16,10 @@ import train
 from tests.train.conftest import PATIENCE, Station
 from tests.waiting import eventually
 from train.errors import Refused
-from train.launcher import agent, control, tmux
+from train.launcher import agent, resumable, tmux
 from train.launcher.request import LaunchRequest
 from train.run import folders, run_folder, states
-from train.supervise import forks
+from train.supervise import zygote
 
 FIELDS = (
     "--epochs", 12, "--batch_size", 60, "--micro_batch_size", 20, "--checkpoint.every_steps", 5, "--log.every_steps", 1,
@@ -169,7 +169,7 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
     (station.folder / "desks").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(station.folder / "desks"))
     monkeypatch.setenv("TMPDIR", str(station.folder / "desks"))
-    monkeypatch.setenv(forks.OFF, "off")
+    monkeypatch.setenv(zygote.OFF, "off")
 
     def is_answered() -> bool:
         eventually("the agent has answered", lambda: list(station.folder.glob("desks/*/answer.json")), every=0.01)
@@ -177,8 +177,8 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
 
     with pytest.raises(Refused, match="given up"):
         tmux.start(LaunchRequest(kind="resume", runs=str(station.runs), name="a", by_keeper=True), is_answered)
-    record = station.run("a").shown()
-    assert (record["state"], record["stopped_by"]) == ("stopped", "keeper") and control.resumable(station.run("a"))
+    record = station.run("a").read_effective()
+    assert (record["state"], record["stopped_by"]) == ("stopped", "keeper") and resumable.is_resumable(station.run("a"))
 
     keeper = station.start("keeper")
     eventually(
@@ -187,7 +187,7 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
     keeper.send_signal(signal.SIGTERM)
     said = keeper.communicate(timeout=PATIENCE)[0]
     assert "a: not resumed, for the keeper is stopping" in said and "cannot be resumed" not in said
-    assert control.resumable(station.run("a"))
+    assert resumable.is_resumable(station.run("a"))
 
 
 @pytest.mark.parametrize(("by_keeper", "is_taken_up"), [(True, True), (False, False)])
@@ -198,7 +198,7 @@ def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
     lock = run.acquire()
     assert lock is not None
     agent.undo(LaunchRequest(kind="resume", runs=str(tmp_path), name="a", by_keeper=by_keeper), run, lock)
-    assert control.resumable(run) is is_taken_up and not run.alive()
+    assert resumable.is_resumable(run) is is_taken_up and not run.alive()
 
 
 @pytest.mark.parametrize("damaged", ["yesterday", "2026-01-01T00:00:00"])
@@ -206,7 +206,7 @@ def test_times_that_are_none_keep_no_run_from_coming_back(tmp_path: Path, damage
     run = folders.create(tmp_path, "a", {}, {"world_size": 1})
     attempt = {"number": 1, "started": damaged, "ended": damaged}
     record = run.read() | {"script": "a.py", "attempts": [attempt], "kept": {"step": 0, "times": 1}}
-    assert control.count_of(run, record)["times"] == 2
+    assert resumable.keeper_count(run, record)["times"] == 2
 
 
 def test_waiting_for_other_machines_is_no_death_and_what_was_counted_before_stays(tmp_path: Path) -> None:
@@ -215,11 +215,11 @@ def test_waiting_for_other_machines_is_no_death_and_what_was_counted_before_stay
     waited = {"state": states.INTERRUPTED, "ended": run_folder.now(), "attempts": []}
     record = run.read() | waited
     for _ in range(6):  # nobody else has come
-        record["kept"] = control.count_of(run, record)
+        record["kept"] = resumable.keeper_count(run, record)
         assert record["kept"]["times"] == 0
     record |= {"attempts": [{"number": 1, "started": run_folder.now()}], "ended": None}
-    record["kept"] = control.count_of(run, record)  # they came, and it died
+    record["kept"] = resumable.keeper_count(run, record)  # they came, and it died
     assert record["kept"]["times"] == 1
     record |= waited | {"attempts": record["attempts"]}
-    assert control.count_of(run, record)["times"] == 1  # it waits again
-    assert control.count_of(run, record | {"ended": None})["times"] == 2  # and was killed meanwhile
+    assert resumable.keeper_count(run, record)["times"] == 1  # it waits again
+    assert resumable.keeper_count(run, record | {"ended": None})["times"] == 2  # and was killed meanwhile

@@ -113,7 +113,7 @@ def stopped(shared_station: Station, old_server: None) -> dict[str, Any]:
     seen["attach"] = station("attach", "s")
     seen["stop"] = station("stop", "s")
     seen["alive after stop"] = station.run("s").alive()
-    seen["record"] = station.run("s").shown()
+    seen["record"] = station.run("s").read_effective()
     seen["stop again"] = station("stop", "s")
     seen["out"], seen["err"] = process.communicate(timeout=120)
     seen["code"] = process.returncode
@@ -245,7 +245,7 @@ def test_where_a_folder_takes_no_request_stop_says_how_else(shared_station: Stat
     assert done.returncode == 2 and f"kill {agent}\n" in done.stderr and done.stderr.count("\n") == 1, done
     (station.runs / name / "stop").rmdir()
     station.ok("stop", name)
-    record = station.run(name).shown()
+    record = station.run(name).read_effective()
     assert (record["state"], record["stopped_by"]) == (states.STOPPED, "user")
     assert station.run(name).steps_saved()[:1] == [record["step"]]
 

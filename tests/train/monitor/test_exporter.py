@@ -26,8 +26,7 @@ from tests.waiting import eventually
 from train.gpus import Card, sees_host_ids
 from train.monitor import top
 from train.monitor.prometheus import FIGURES, Collector
-from train.run import folders, heartbeat, run_folder
-from train.run import station as stations
+from train.run import folders, heartbeat, ownership, run_folder
 from train.run.run_folder import Run
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ def test_the_number_of_series_is_bounded(tmp_path: Path, exporters: Callable[...
     assert names == {f"run-{number:03}" for number in range(295, 300)}  # those that ended last
     assert exporter.of("train_runs", state="finished") == 300
     assert found["train_runs_left_out"][()] == 295
-    folders.bury(run_folder.Run(runs / "run-299"))
+    folders.delete_locked(run_folder.Run(runs / "run-299"))
     assert exporter.of("train_run_step", run="run-299") is None  # removed: gone at once
     assert exporter.of("train_run_step", run="run-294") == 5
 
@@ -292,7 +291,7 @@ def test_a_run_that_was_killed_is_told_of_however_long_ago_it_was_started(
     for number in range(5):
         put(tmp_path, f"ended-{number}", started="2026-01-02T00:00:00+00:00", ended="2026-01-02T01:00:00+00:00")
     killed = Run(put(tmp_path, "killed", state="running", started="2026-01-01T00:00:00+00:00", ended=None))
-    killed.update(**stations.mark(killed.folder, killed.read()))
+    killed.update(**ownership.sign(killed.folder, killed.read()))
     shutil.copytree(killed.folder, tmp_path / "copied")
     exporter = exporters(tmp_path, "--recent", "3")
     assert exporter.of("train_run_state", run="killed", state="interrupted") == 1

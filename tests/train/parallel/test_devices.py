@@ -27,10 +27,10 @@ from train.parallel.devices import (
     prepare_nccl,
 )  # fmt: skip
 from train.parallel.rank_env import RankEnv
-from train.run import station
+from train.run import ownership
 from train.run.outcome import Kind, Outcome, read_all
 from train.supervise.decide import Facts, LaunchMode, decide
-from train.trainer import arithmetic
+from train.trainer import cores
 from train.trainer.evaluate import evaluate_run
 
 WHEEL = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -48,7 +48,7 @@ def move(engine: Engine, name: str) -> None:
     text = file.read_text()
     assert 'device = "cpu"' in text
     file.write_text(text.replace('device = "cpu"', 'device = "cuda"'))
-    run.update(**station.mark(run.folder, run.read()))
+    run.update(**ownership.sign(run.folder, run.read()))
 
 
 @pytest.fixture
@@ -100,9 +100,9 @@ def test_an_evaluation_goes_where_there_is_something_to_compute_on(engine: Engin
 
 def test_on_a_gpu_loader_processes_follow_cores_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, host = torch.device("cuda", 0), torch.device("cpu")
-    monkeypatch.setattr(arithmetic, "share", lambda ranks: 16 // ranks)
-    assert [arithmetic.loaders(ranks, gpu, False) for ranks in (1, 2, 4, 8, 16)] == [8, 7, 3, 1, 1]
-    assert arithmetic.loaders(1, host, False) == arithmetic.loaders(1, gpu, True) == 0
+    monkeypatch.setattr(cores, "per_rank", lambda ranks: 16 // ranks)
+    assert [cores.default_loaders(ranks, gpu, False) for ranks in (1, 2, 4, 8, 16)] == [8, 7, 3, 1, 1]
+    assert cores.default_loaders(1, host, False) == cores.default_loaders(1, gpu, True) == 0
 
 
 def test_what_was_chosen_is_written_down(engine: Engine, stopped: str) -> None:

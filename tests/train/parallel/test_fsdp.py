@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
 
-from train.checkpoint.state import weights_of, weights_sha256
+from train.checkpoint.state_dict import weights_of, weights_sha256
 from train.config import Config, Parallel
 from train.parallel.fsdp import FSDP
 from train.parallel.precision import Precision

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.tiers import later
-from train.data.plan import share
+from train.data.plan import micro_batches_of_rank
 from train.parallel.ordered import Node, cover, exchanges, halves
 from train.parallel.overlap import flatten_as, view_as
 
@@ -33,7 +33,7 @@ def test_every_rank_ends_with_the_sum_that_one_rank_makes(micros: int, world: in
     mail: dict[tuple[int, int], deque[float]] = defaultdict(deque)
 
     def work(rank: int) -> Generator[None, None, float]:
-        own = share(rank, micros, world, True)
+        own = micro_batches_of_rank(rank, micros, world, True)
         held = {node: tree(node) for node in cover((0, micros), (own.start, own.stop))}
         # a rank adds by itself what is its own, and nothing else
         assert sorted(i for low, high in held for i in range(low, high)) == list(own)

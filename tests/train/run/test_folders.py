@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from train.errors import Refused
-from train.launcher import control
+from train.launcher import resumable
 from train.run import folders
 
 HERE, ELSEWHERE = socket.gethostname(), "another-host"
@@ -50,8 +50,8 @@ def test_a_keeper_takes_up_no_part_of_another_machine(tmp_path: Path) -> None:
     part(tmp_path, 0, ELSEWHERE, state="running")
     part(tmp_path, 1, HERE, state="running")
     zero, one = folders.every_here(tmp_path)
-    assert control.resumable(zero) is False
-    assert not control.is_kept_elsewhere(one.read()) and control.resumable(one) is not False
+    assert resumable.is_resumable(zero) is False
+    assert not resumable.is_kept_elsewhere(one.read()) and resumable.is_resumable(one) is not False
 
 
 def test_deaths_of_a_node_that_keeps_no_checkpoint_are_counted_by_its_steps(tmp_path: Path) -> None:
@@ -60,5 +60,5 @@ def test_deaths_of_a_node_that_keeps_no_checkpoint_are_counted_by_its_steps(tmp_
     record = run.read() | {"state": "running", "attempts": [{"number": 1}]}
     for step in (1000, 2000, 3000, 4000):
         record |= {"step": step}
-        record["kept"] = control.count_of(run, record)  # type: ignore[arg-type]
+        record["kept"] = resumable.keeper_count(run, record)  # type: ignore[arg-type]
         assert record["kept"] == {"step": step, "times": 1, "attempts": 1}

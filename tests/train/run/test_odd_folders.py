@@ -43,7 +43,7 @@ def text(content: str) -> Callable[[Path], Any]:
 def test_a_configuration_that_is_none_hides_nothing_else(run: Run, put: Callable[[Path], Any]) -> None:
     (run.folder / "config.toml").unlink()
     put(run.folder / "config.toml")
-    assert "step 2, loss 0.5000" in story(run, run.shown())
+    assert "step 2, loss 0.5000" in story(run, run.read_effective())
     assert best.facts(run) == {"checkpoints": [1, 2], "best": {"step": 2, "metric": "loss", "value": 0.5}}
     assert isinstance(run.read_config(), dict)
 
@@ -52,7 +52,7 @@ def test_a_configuration_that_is_none_hides_nothing_else(run: Run, put: Callable
 def test_a_figure_that_is_none_is_not_the_best(run: Run, figure: str) -> None:
     line = f'{{"step": 1, "epoch": 1, "eval": {{"loss": {figure}}}}}\n'
     run.metrics.write_text(line + run.metrics.read_text().splitlines(keepends=True)[1])
-    assert "step 2, loss 0.5000" in story(run, run.shown())
+    assert "step 2, loss 0.5000" in story(run, run.read_effective())
 
 
 @pytest.mark.parametrize(

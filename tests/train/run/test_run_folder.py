@@ -166,7 +166,7 @@ def test_a_recorded_running_without_a_process_is_shown_as_interrupted(run: Run) 
     assert run.begin_attempt(2) == 1
     assert run.state() == states.RUNNING
     lock.release()
-    assert run.state() == states.INTERRUPTED and "train resume" in run.shown()["reason"]
+    assert run.state() == states.INTERRUPTED and "train resume" in run.read_effective()["reason"]
     assert run.read()["state"] == states.RUNNING, "looking changes nothing on disk"
 
 
@@ -384,7 +384,7 @@ def test_what_others_wrote_steers_no_terminal(run: Run) -> None:
     evil = "boom \x1b]0;owned\x07\x1b[2J\nstate: finished"
     (run.folder / "run.json").write_text(json.dumps(run.read() | {"state": "failed", "reason": evil, "task": evil}))
     page = "\n".join(row.text for row in Page(run.folder.parent).rows(120, 30))
-    for text in (story(run, run.shown()), page):
+    for text in (story(run, run.read_effective()), page):
         assert "boom" in text and "\x1b" not in text and "\x07" not in text
         assert not any(line.startswith("state: ") for line in text.splitlines())
 

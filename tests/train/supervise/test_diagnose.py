@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from train.supervise.diagnose import of_log
-from train.supervise.worker import failure_of
+from train.supervise.diagnose import failure_of, of_log
 
 OWN = {
     "an exception": "raise ValueError('bad shape')",

@@ -90,7 +90,7 @@ def test_a_second_ctrl_c_ends_a_hanging_run_at_once_with_all_its_ranks(station: 
     assert terminal.end() == 130, terminal.output
     assert "without saving; train resume h starts at step 1" in terminal.output
     assert "Traceback" not in terminal.output
-    record = station.run("h").shown()
+    record = station.run("h").read_effective()
     assert (record["state"], record["attempts"][-1]["end"]) == (states.STOPPED, "stopped")
     assert record["reason"] == "stopped at once (Ctrl-C twice); there is no checkpoint"
     check_gone(station, "h")
@@ -171,7 +171,7 @@ def test_ctrl_c_twice_ends_the_following_of_a_launched_run_and_not_the_run(stati
     terminal.ctrl_c()
     assert terminal.end() == 130
     assert "Traceback" not in terminal.output and "f goes on" in terminal.output
-    assert station.run("f").shown()["state"] == states.RUNNING
+    assert station.run("f").read_effective()["state"] == states.RUNNING
     station.ok("stop", "f")
 
 
@@ -183,4 +183,4 @@ def test_ranks_end_with_the_process_that_asked_for_them(station: Station) -> Non
     process.kill()
     process.wait()
     eventually(lambda: f"{here(station)} have ended, the zygote too", lambda: not here(station))
-    assert station.run("k").shown()["state"] == states.INTERRUPTED
+    assert station.run("k").read_effective()["state"] == states.INTERRUPTED

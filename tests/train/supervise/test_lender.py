@@ -22,7 +22,7 @@ import train
 from tests.train.conftest import PATIENCE, lives
 from tests.waiting import eventually
 from train.run import states
-from train.supervise.zygote import lender_socket
+from train.supervise.zygote_server import lender_socket
 
 if TYPE_CHECKING:
     from conftest import Station

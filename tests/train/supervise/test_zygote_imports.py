@@ -11,7 +11,7 @@ import pytest
 
 from tests.train import forks
 from tests.train.conftest import Station
-from train.supervise.zygote import SIGNALS
+from train.supervise.zygote_server import SIGNALS
 
 
 def report(threads: int, files: list[int]) -> None:

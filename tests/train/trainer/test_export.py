@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from train.checkpoint.manifest import manifest_text
-from train.checkpoint.state import weights, weights_sha256
+from train.checkpoint.state_dict import weights, weights_sha256
 from train.config import from_toml
 from train.errors import Refused
 from train.launcher.checks import prepare, prepare_resume

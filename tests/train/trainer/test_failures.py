@@ -18,7 +18,7 @@ from tests.train.conftest import PATIENCE
 from tests.train.training import sample_of, step_of
 from train.data.loader import Loader
 from train.data.plan import MicroBatch
-from train.supervise.worker import failure_of
+from train.supervise.diagnose import failure_of
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

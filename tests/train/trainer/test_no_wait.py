@@ -12,7 +12,7 @@ from tests.tasks import TASKS
 from tests.train.absent import GPU, Watch, training
 from train.checkpoint.serialize import serialize
 from train.checkpoint.staging import own_part
-from train.checkpoint.state import state_of
+from train.checkpoint.state_dict import state_of
 from train.data.plan import Plan, Sharing, micro_batches_of
 from train.parallel.rank_env import RankEnv
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from train.trainer import arithmetic
+from train.trainer import cores
 from train.trainer.timing import WaitAdvice, loaders_needed
 
 
 def advice(monkeypatch: pytest.MonkeyPatch, workers: int, waited: float, host: float, ranks: int, usable: int) -> str:
     """What a rank says that has waited so long in 10 s of training."""
-    monkeypatch.setattr(arithmetic.cores, "usable", lambda: usable)
+    monkeypatch.setattr(cores, "usable", lambda: usable)
     watch = WaitAdvice("a", workers, ranks)
     for _ in range(2):  # the first stretch does not count
         watch.add(waited, 10.0, host)

@@ -1,28 +1,26 @@
-"""What a user does to a run from outside: stop it, find those to resume. Imports no torch."""
+"""Whether a run may be resumed, by its user and by the keeper, and when the keeper gives one up. Imports no torch."""
 
 from __future__ import annotations
 
 import socket
 
-from train import screen, signals
-from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
-from train.launcher.script import AFTER_STOP
+from train.errors import Refused
 from train.run import heartbeat, run_folder, states
 from train.run.record import Record
 from train.run.run_folder import Run
-from train.supervise import attempts, decide
+from train.supervise import decide
 
 KEEPER_TRIES = 3
 """Resumes by the keeper in a row, without a new checkpoint, after which a run is failed."""
 
 
-def resumable(run: Run) -> bool | None:
+def is_resumable(run: Run) -> bool | None:
     """Whether `train resume --all` and the keeper take this run: not those that a user stopped, or that failed.
 
     None: they would if this station had started it.
     """
     try:
-        record = run.shown()
+        record = run.read_effective()
     except Refused:
         return False
     if is_kept_elsewhere(record):
@@ -53,7 +51,7 @@ def nothing_left(run: Run, flags: dict[str, str]) -> str:
     return f"{run.name} has finished already{more}"
 
 
-def count_of(run: Run, record: Record) -> dict[str, int]:
+def keeper_count(run: Run, record: Record) -> dict[str, int]:
     """The keeper's count for a run that it resumes now: deaths in a row without a new checkpoint. Stops are none, nor
     is an end while other machines were waited for, before any attempt began."""
     cluster = record.get("cluster")
@@ -87,67 +85,3 @@ def _ran_well(run: Run, record: Record) -> bool:
     began = run_folder.seconds_of(attempt["started"])
     last = max(run_folder.seconds_of(attempt.get("ended")) or 0.0, heartbeat.last_sign(run.logs(attempt["number"])))
     return began is not None and last - began >= 60 * decide.healthy_minutes(record)
-
-
-def stop(run: Run, now: bool) -> tuple[int, str]:
-    """Stop a run and wait until it has. Returns an exit code and a line that says how it stands.
-
-    Raises:
-        Refused: its folder takes no request, or no record.
-    """
-    is_script = bool(run.read().get("script"))
-    while True:
-        if run.alive():
-            if is_script and not now:  # it may never listen
-                screen.say(f"train: waiting for {run.name} to end; at once: train stop {run.name} --now")
-            ask_to_stop(run, states.NOW if now else states.POLITE)
-        record = run.shown()
-        if not (record["state"] in (states.INTERRUPTED, states.COPY) or states.rests_by_itself(record)):
-            return how_it_stands(record)
-        lock = run.acquire()
-        if lock is not None:  # else a resume has just begun
-            break
-    # by the user's wish it rests now: nothing brings it back by itself
-    reason = "stopped (train stop)"
-    if not is_script:
-        reason += f"; the last checkpoint is of step {next(iter(run.steps_saved()), 0)}"
-    try:
-        attempts.rest(run, states.STOPPED, reason, signals.USER)
-    except OSError as error:
-        problem = f"{run.name} has ended, but its folder takes no record of it ({error.strerror}); when it does"
-        raise Refused(f"{problem}: train stop {run.name}, or a keeper brings it back") from None
-    finally:
-        lock.release()
-    return how_it_stands(run.shown())
-
-
-def ask_to_stop(run: Run, wanted: str) -> None:
-    """Ask a live run to stop and wait until it has.
-
-    Raises:
-        Refused: its folder takes no request, on a full disk for example.
-    """
-    try:
-        run.stop(wanted)
-    except OSError as error:
-        pid = (run.read().get("pids") or {}).get("agent")
-        by_signal = f", or on {run.read().get('host')}: kill {pid}" if pid else ""
-        problem = f"{run.folder} takes no request to stop ({error.strerror})"
-        raise Refused(f"{problem}; free space there, then: train stop {run.name}{by_signal}") from None
-
-
-def how_it_stands(record: Record) -> tuple[int, str]:
-    """Of a run that was asked to stop: an exit code, and a line."""
-    name = record["name"]
-    if record["state"] == states.FAILED:
-        return EXIT_FAILED, f"{name} failed: {record['reason']}"
-    if record["state"] == states.FINISHED:
-        return EXIT_FINISHED, f"{name} has finished"
-    return EXIT_FINISHED, f"{name}: {record['reason'] or record['state']}; {how_to_go_on(record)}"
-
-
-def how_to_go_on(record: Record) -> str:
-    """What a user can do with a stopped run."""
-    if record.get("script"):
-        return f"train resume {record['name']} {AFTER_STOP}"
-    return f"continue with: train resume {record['name']}"

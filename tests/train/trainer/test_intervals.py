@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from train.trainer.due import Due, SaveClock
+from train.trainer.intervals import Intervals, SaveClock
 
 
 @pytest.mark.parametrize("save_every", [None, 1, 3, 7])
@@ -14,7 +14,7 @@ from train.trainer.due import Due, SaveClock
 def test_a_save_is_missing_where_one_of_the_steps_since_the_newest_saves(
     save_every: int | None, evaluate_every: float, saves_evaluations: bool
 ) -> None:
-    due = Due(20, evaluate_every, save_every, saves_evaluations)
+    due = Intervals(20, evaluate_every, save_every, saves_evaluations)
     saves = {step for step in range(1, 21) if save_every and step % save_every == 0} | {20}
     if saves_evaluations:
         saves |= {step for step in range(1, 21) if due.evaluates(step)}

@@ -44,7 +44,7 @@ def station_id(make: bool = False) -> str | None:
     return None if key is None else hashlib.sha256(b"station id" + key).hexdigest()[:12]
 
 
-def mark(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> dict[str, Any]:
+def sign(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> dict[str, Any]:
     """What run.json must have so that this station knows the run as its own; without a key, None for both.
 
     Args:
@@ -56,30 +56,10 @@ def mark(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> 
     return {STATION: station if digest else None, DIGEST: digest}
 
 
-def has_started(folder: Path, record: Mapping[str, Any]) -> bool:
+def was_started_here(folder: Path, record: Mapping[str, Any]) -> bool:
     """Whether this station has started the run, and it is still the same run in the same folder."""
     given, digest = record.get(DIGEST), _digest(folder, record, folder)
     return digest is not None and isinstance(given, str) and given.isascii() and hmac.compare_digest(given, digest)
-
-
-def touch_keeper() -> None:
-    """Give the keeper's sign of life, where the state folder can be written."""
-    with contextlib.suppress(OSError):
-        state_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        (state_folder() / "keeper").touch(mode=0o600)
-
-
-def keeper_ends() -> None:
-    """Remove the sign of life of a keeper that ends as it was asked to."""
-    with contextlib.suppress(OSError):
-        (state_folder() / "keeper").unlink()
-
-
-def keeper_seen() -> float | None:
-    """When a keeper of this user gave its last sign of life, in seconds since the epoch; None: none runs."""
-    with contextlib.suppress(OSError):
-        return (state_folder() / "keeper").stat().st_mtime
-    return None
 
 
 def _digest(folder: Path, record: Mapping[str, Any], files: Path) -> str | None:

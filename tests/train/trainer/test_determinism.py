@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.train.training import Engine
 from train.config import Config
-from train.trainer import arithmetic
+from train.trainer import cores, determinism
 from train.trainer.evaluate import evaluate_run
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ def own_arithmetic() -> Any:
 @pytest.mark.usefixtures("own_arithmetic")
 def test_strict_fills_nothing_and_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    arithmetic.fix(Config(cpu_threads=1))
+    determinism.set_determinism(Config(cpu_threads=1))
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory and not torch.backends.cudnn.benchmark
-    arithmetic.fix(Config(cpu_threads=1, deterministic=False))
+    determinism.set_determinism(Config(cpu_threads=1, deterministic=False))
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.benchmark
 
 
@@ -98,7 +98,7 @@ def test_compiled_nothing_is_decided_by_its_time(deterministic: bool) -> None:
     known = [name for name in TIMED if hasattr(inductor, name)]
     assert "shape_padding" in known
     with inductor.patch({name: not TIMED[name] for name in known}):
-        arithmetic.compile_as_asked(torch.nn.Linear(4, 4), Config(compile=True, deterministic=deterministic))
+        determinism.compile_as_asked(torch.nn.Linear(4, 4), Config(compile=True, deterministic=deterministic))
         assert all((getattr(inductor, name) is TIMED[name]) == deterministic for name in known)
 
 
@@ -108,13 +108,13 @@ def test_cublas_gets_a_setting_with_which_it_is_deterministic(
     monkeypatch: pytest.MonkeyPatch, given: str, taken: str
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
-    arithmetic.fix(Config(cpu_threads=1))
+    determinism.set_determinism(Config(cpu_threads=1))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == taken
 
 
 def test_other_errors_have_no_such_remedy() -> None:
-    assert arithmetic.refusal(RuntimeError("CUDA error: an illegal memory access was encountered")) == ""
-    assert arithmetic.refusal(ValueError("put_ does not have a deterministic implementation")) == ""
+    assert determinism.refusal(RuntimeError("CUDA error: an illegal memory access was encountered")) == ""
+    assert determinism.refusal(ValueError("put_ does not have a deterministic implementation")) == ""
 
 
 SHORT = ["--steps", 2, "--log.tensorboard", "false"]
@@ -145,5 +145,5 @@ def test_a_small_model_takes_one_thread_and_another_its_share(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if omp is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", omp)
-    monkeypatch.setattr(arithmetic.cores, "usable", lambda: 8.5)
-    assert arithmetic.threads(2, torch.device(device), nn.Linear(inputs, 100))[0] == expected
+    monkeypatch.setattr(cores, "usable", lambda: 8.5)
+    assert cores.default_threads(2, torch.device(device), nn.Linear(inputs, 100))[0] == expected

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 SEED = "PYTHONHASHSEED"
 
 
-def fixed(environ: Mapping[str, str]) -> dict[str, str]:
+def with_seed(environ: Mapping[str, str]) -> dict[str, str]:
     """The same environment, with a number in it: 0 where it has none."""
     return {SEED: "0", **environ}
 
 
-def begin_again(arguments: Sequence[str]) -> None:
+def restart_with_seed(arguments: Sequence[str]) -> None:
     """Execute this program anew with the number in its environment, which Python reads as it starts.
 
     Args:
@@ -27,4 +27,4 @@ def begin_again(arguments: Sequence[str]) -> None:
             debugger looks on, which would lose it.
     """
     if SEED not in os.environ and sys.orig_argv[-len(arguments) :] == list(arguments) and sys.gettrace() is None:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], fixed(os.environ))
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], with_seed(os.environ))

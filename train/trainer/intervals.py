@@ -18,7 +18,7 @@ _LEAST = 1e-9
 
 
 @dataclass(frozen=True)
-class Due:
+class Intervals:
     """What happens after which step. What a clock or a user decides, as `checkpoint.every_minutes`, is not here."""
 
     total_steps: int
@@ -29,7 +29,7 @@ class Due:
     log_every: int = 1
 
     @classmethod
-    def of(cls, config: Config, plan: Plan, total_steps: int, has_evaluation: bool) -> Due:
+    def of(cls, config: Config, plan: Plan, total_steps: int, has_evaluation: bool) -> Intervals:
         """What is due in a run, by its configuration."""
         every = config.eval.every_epochs * plan.steps_per_epoch if has_evaluation else math.inf
         every = max(every, _LEAST) if every else 0

@@ -21,7 +21,7 @@ from torch import nn
 from tests.waiting import eventually
 from train.checkpoint.load import load
 from train.checkpoint.save import Saver
-from train.checkpoint.state import size_of, state_of
+from train.checkpoint.state_dict import size_of, state_of
 from train.config import Config
 from train.parallel.world import World
 from train.run.folders import create

@@ -1,6 +1,6 @@
 """The agent of one node of a job: what an engine of a cluster starts on each node, in the foreground.
 
-    python -P -m train.module_runner train.cluster.agent FOLDER/submission.json
+    python -P -m train.module_runner train.cluster.node_agent FOLDER/submission.json
 
 Which node it is and where all meet stands in the environment, by the names of torchrun and Kubeflow Trainer:
 PET_NNODES, PET_NODE_RANK (or SLURM_NODEID), PET_MASTER_ADDR, PET_MASTER_PORT. All nodes see the same disk: node 0
@@ -25,7 +25,7 @@ from train import screen
 from train.cluster import engine
 from train.cluster.jobs import merge_flags
 from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, Refused, may_pass
-from train.launcher import agent, control, ranks_and_gpus
+from train.launcher import agent, ranks_and_gpus, resumable
 from train.launcher.create_run import open_run
 from train.launcher.request import LaunchRequest
 from train.run import environment, folders, run_folder, states
@@ -163,7 +163,7 @@ def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: di
         for key, file in (("config_file", content["config_file"]), ("copy", content["task_copy"])):
             launch.request[key] = str(beside / file) if file else None
         return launch
-    if control.nothing_left(run, content["changes"]):
+    if resumable.nothing_left(run, content["changes"]):
         return None
     launch.kind, launch.flags = "resume", content["changes"]
     return launch

@@ -15,7 +15,7 @@ from train.parallel.strategy import STEP_STATS
 from train.parallel.world import World
 
 
-def stepping(
+def training_step(
     world: World,
     parallel: Parallel,
     network: nn.Module,

@@ -50,7 +50,7 @@ class LogTail:
             self._stream.buffer.flush()
 
 
-class View:
+class LiveView:
     """Draws what is new in a run folder since it last looked: on a terminal a bar, elsewhere a line an evaluation."""
 
     def __init__(self, run: Run, stream: TextIO, show_log: bool = False) -> None:

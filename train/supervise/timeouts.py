@@ -1,4 +1,16 @@
-"""How long the nodes of a run wait for each other, and when one counts as gone. In seconds, but for WAIT_MINUTES."""
+"""How long ranks may live on when one is dead, how long nodes wait for each other, and when a node counts as gone.
+
+In seconds, but for WAIT_MINUTES. When ranks hang is in health.py.
+"""
+
+GRACE_AFTER_SIGNAL = 0.2
+"""For its peers where a signal has ended a rank: all that they could say is that it is gone."""
+GRACE_AFTER_FAILURE = 3.0
+"""The same where it has failed: they may be about to say why."""
+GRACE_AFTER_EXIT = 10.0
+"""The same where it has ended by itself, for example before it had met the others, who still wait for it."""
+SCRIPT_GRACE = 5.0
+"""Between SIGTERM and SIGKILL for the peers of a script's rank that has failed."""
 
 WAIT_MINUTES = 30.0
 """Default of --wait-minutes: how long a node waits for the others."""

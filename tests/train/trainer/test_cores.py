@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from train import cores
+from train.trainer import cores
 
 
 def test_a_quota_of_the_control_group_counts(tmp_path: Path) -> None:
