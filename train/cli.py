@@ -19,9 +19,6 @@ _COMPUTING = ("eval", "export")
 """Commands that execute the code of a task in this process; so does `run`, where torchrun has started it."""
 _DETACHED = ("launch", "resume")
 """Commands that start a run in tmux, by an agent (train/launcher/agent.py)."""
-_STARTING = (*_COMPUTING, *_DETACHED, "run", "submit")
-"""Commands of which processes begin in the current folder; libraries of torch's end those that have none."""
-_GONE = "the current folder is gone; go to one that is there: cd"
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -37,21 +34,21 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = _main(arguments)
         sys.stdout.flush()
     except Refused as error:
-        screen.say(f"train: {error}")
+        screen.remark(str(error))
         code = EXIT_REFUSED
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = EXIT_FINISHED
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
-        screen.say(f"train: {_said_of(error)}")
+        screen.remark(_said_of(error))
         code = EXIT_REFUSED
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
         what = shortened(ascii(error.object), 100)
-        screen.say(f"train: {what} has letters that this locale has not; use another: LC_ALL=C.UTF-8")
+        screen.remark(f"{what} has letters that this locale has not; use another: LC_ALL=C.UTF-8")
         code = EXIT_REFUSED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        screen.say("train: interrupted")
+        screen.remark("interrupted")
         code = EXIT_INTERRUPTED
     sys.exit(code)
 
@@ -90,8 +87,10 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     from train.commands.parser import parse, parser_of, runs_folder
 
     options = parse(parser_of(command), arguments)
-    if command in _STARTING and _is_gone():
-        raise Refused(_GONE)
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # removed, or made anew, while a shell was in it
+        raise Refused("the current folder is gone; go to one that is there: cd") from None
     if command in _COMPUTING or (command == "run" and "RANK" in os.environ):
         hash_seed.restart_with_seed(given)
     runs = runs_folder(options.runs)
@@ -101,22 +100,11 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
 
 def _said_of(error: OSError) -> str:
     """What is wrong and what to do about it."""
-    if error.errno == errno.ENOENT and _is_gone():
-        return _GONE
     where = f": {error.filename}" if error.filename else ""
     problem = shortened(f"{error.strerror or one_line(error)}{where}")
     remedy = "; give a shorter one" if error.errno == errno.ENAMETOOLONG else "; look at its owner and mode"
     # a library's own, without a number, is about what is in the file
     return f"{problem}{remedy if error.errno else ''}"
-
-
-def _is_gone() -> bool:
-    """Whether the current folder was removed, or made anew, while a shell was in it."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def overview() -> str:

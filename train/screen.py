@@ -74,6 +74,11 @@ def say(text: str, stream: IO[str] | None = None) -> None:
     print(printable(text), file=stream or sys.stderr, flush=True)
 
 
+def remark(text: str) -> None:
+    """Print one line that this program says of itself, on standard error."""
+    say(f"train: {text}")
+
+
 def name(text: str) -> str:
     """A run's name for a line of text: a folder's may be longer than any that a launch takes."""
     text = printable(text)

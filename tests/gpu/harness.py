@@ -172,7 +172,7 @@ def train_here(run: Run, stop: StopRequest | None = None) -> None:
     lock = run.acquire()
     assert lock is not None
     try:
-        supervise_alone(run, LaunchMode.TORCHRUN, 1, rank, StopRequest(()))
+        supervise_alone(run, 1, rank, StopRequest(()))
     finally:
         lock.release()
     record = run.read()

@@ -40,7 +40,7 @@ def make(
 
 def change(run: Run, ranks: int, flags: dict[str, str]) -> None:
     """What `train resume` with these flags would write before it starts the ranks."""
-    _, config, _ = prepare_resume(run, flags, ranks)
+    config, _ = prepare_resume(run, flags, ranks)
     changes.apply(run, config)
 
 

@@ -199,7 +199,7 @@ def training(
             (setup, "join", _join),
             (World, "with_own_group", lambda world: world),
             (World, "on_first", lambda world, action: action()),
-            (World, "share", lambda world, value, source=0: value),
+            (World, "broadcast", lambda world, value, source=0: value),
             (World, "gather", lambda world, value: [value] * world.size),
             (World, "any", lambda world, flag: flag),
             (nn.Module, "_apply", _apply),

@@ -70,7 +70,7 @@ class Engine:
         """Go on with a run on so many ranks; its effective record."""
         run = self.station.run(name)
         texts = {key.replace("__", "."): str(value) for key, value in flags.items()}
-        _, config, _ = checks.prepare_resume(run, texts, ranks)
+        config, _ = checks.prepare_resume(run, texts, ranks)
         if texts:
             changes.apply(run, config)
         return self.train_run(run, ranks, script)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -18,7 +17,7 @@ import torch.multiprocessing
 
 from train.config import Config
 from train.parallel.devices import pick_device, take_device
-from train.parallel.rank_env import RankEnv, read_rank_env
+from train.parallel.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from train.parallel.world import World, join
 
 Way = Callable[[World], Callable[[], None]]
@@ -31,7 +30,7 @@ _PRELOAD = ("torch", "train.parallel.ddp", "train.parallel.fsdp", "train.paralle
 
 def torchruns() -> RankEnv | None:
     """The rank env of this process among the ranks that torchrun started; None without torchrun."""
-    return read_rank_env() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    return read_rank_env() if is_under_torchrun() else None
 
 
 def measure(folder: Path, ranks: int, ways: Mapping[str, Way], steps: int, times: int) -> Blocks:

@@ -240,7 +240,7 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
     if lock is None:
         raise Refused(f"{run.name} is still alive though its job has ended; see: train show {run.name}")
     if run.read().get("stopped_by") != USER:
-        saved = next(iter(run.steps_saved()), 0)
+        saved = run.newest_checkpoint
         where = f"the last checkpoint is of step {saved}" if saved else "what it saved is where its nodes keep it"
         attempts.record_end(run, states.STOPPED, f"stopped (train stop); {where}", USER)
     lock.release()

@@ -60,13 +60,13 @@ def main(beside: Path, stop: StopRequest) -> int:
             return EXIT_STOPPED
         launch = _launch_request(content, beside, run, cluster)
         if launch is None:
-            screen.say(f"train: {run.name} has finished already")
+            screen.remark(f"{run.name} has finished already")
             return EXIT_FINISHED
         opened = open_run(launch, environment.keep(os.environ))
     except Exception as error:
         return _fail(beside, run, error)
     for line in opened.warnings:
-        screen.say(f"train: warning: {line}")
+        screen.remark(f"warning: {line}")
     code = agent.keep(opened, stop)
     return 1 if code == EXIT_FAILED and opened.run.read()["state"] != states.FAILED else code
 
@@ -108,7 +108,7 @@ def _wait_while(in_the_way: Callable[[], str], remedy: str, stop: StopRequest, u
         if time.monotonic() > until:
             raise Refused(f"{what}; {remedy}", passes=True)
         if not is_announced:
-            screen.say(f"train: waiting: {what}")
+            screen.remark(f"waiting: {what}")
         is_announced = True
         time.sleep(0.5)
 
@@ -173,7 +173,7 @@ def _fail(beside: Path, run: Run | None, error: BaseException) -> int:
     """Say why this node cannot begin, where its user will look. Returns an exit code."""
     message = agent.error_line(error)
     code = EXIT_REFUSED if isinstance(error, Refused) and not may_pass(error) else 1
-    screen.say(f"train: {message}")
+    screen.remark(message)
     if code == EXIT_REFUSED:
         with contextlib.suppress(OSError):  # a ConfigMap in a pod cannot be written, nor is it read
             (beside / "refused").write_text(f"{message}\n", encoding="utf-8")

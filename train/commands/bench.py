@@ -13,6 +13,7 @@ from typing import Any
 
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
+from train.parallel.rank_env import is_under_torchrun
 
 SUBJECTS = {"checkpoint": 5, "collective": 20, "input": 10, "scaling": 20}
 """What can be measured, each by the function `bench` of a module of its name, and how often by default."""
@@ -71,7 +72,7 @@ def _own(options: Namespace) -> dict[str, Any]:
     for name, takers in _TAKEN_BY.items():
         if getattr(options, name) is not None and subject not in takers:
             raise Refused(f"--{name} is for train bench {' and '.join(takers)}, not {subject}; leave it out")
-    if options.nproc is not None and "RANK" in os.environ:
+    if options.nproc is not None and is_under_torchrun():
         raise Refused("--nproc: torchrun says how many ranks there are; leave it out, or torchrun")
     match subject:
         case "checkpoint":

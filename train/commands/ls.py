@@ -6,10 +6,11 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from train import screen
 from train.cluster import jobs
 from train.commands import select
 from train.commands.completion_values import words
-from train.commands.options import add_json, add_names, tell
+from train.commands.options import add_json, add_names
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED
 from train.run import folders, states
@@ -35,7 +36,7 @@ def run(options: Namespace, runs: Path) -> int:
     limit = number("limit", options.limit, 1)
     names = options.names
     found = select.matching(runs, names, must=False) if names else folders.every(runs)
-    records = jobs.statuses(found, tell)
+    records = jobs.statuses(found, screen.remark)
     known = bool(records) and not names
     records = select.chosen(records, options.state, options.sort, limit, options.reverse)
     print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))

@@ -155,7 +155,7 @@ def check_now(task: str, flags: dict[str, str]) -> None:
 def warn(warnings: list[str]) -> None:
     """Print warnings."""
     for line in warnings:
-        screen.say(f"train: warning: {line}")
+        screen.remark(f"warning: {line}")
 
 
 def follow(runs: Path, name: str) -> int:
@@ -164,8 +164,3 @@ def follow(runs: Path, name: str) -> int:
     from train.views.follow import follow
 
     return follow(folders.find(runs, name))
-
-
-def tell(text: str) -> None:
-    """Print a remark."""
-    screen.say(f"train: {text}")

@@ -39,14 +39,14 @@ def run(options: Namespace, runs: Path) -> int:
     found = {run.name: is_resumable(run) for run in folders.every(runs)}
     names = [name for name in found if found[name]]
     for name in (name for name in found if found[name] is None):
-        screen.say(f"train: {name} is left out, for it is not known as started here; to go on: train resume {name}")
+        screen.remark(f"{name} is left out, for it is not known as started here; to go on: train resume {name}")
     if not names:
         screen.say(f"no run in {runs} was interrupted; one that was stopped or has failed: train resume NAME")
     for name in names:
         try:
             _resume(options, runs, name)
         except Refused as error:
-            screen.say(f"train: {name}: {error}")
+            screen.remark(f"{name}: {error}")
             code = EXIT_REFUSED
     return code
 
@@ -72,7 +72,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
         if not said:
             screen.say(f"{name} has finished already; for more: train resume {name} --epochs N")
             return None
-        screen.say(f"train: {said}")
+        screen.remark(said)
         screen.say(name, sys.stdout)
         return runs
     said = nothing_left(run, options.flags)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from pathlib import Path
 
 from train.commands.options import add_task, check_now, request_of
 from train.commands.parser import Parser, number
 from train.launcher.ranks_and_gpus import MOST_RANKS
+from train.parallel.rank_env import is_under_torchrun
 
 
 def add_arguments(parser: Parser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Train until the end, or until asked to stop."""
     request, spawn = request_of(options), number("spawn", options.spawn, 1, MOST_RANKS)
-    if options.name is not None and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+    if options.name is not None and not is_under_torchrun():
         from train.run import folders
 
         folders.check_free(runs, options.name)

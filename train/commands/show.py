@@ -6,7 +6,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from train.commands.options import add_json, add_name, tell
+from train import screen
+from train.commands.options import add_json, add_name
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
@@ -24,7 +25,7 @@ def run(options: Namespace, runs: Path) -> int:
     from train.views.listing import story
 
     run = folders.find(runs, options.name)
-    record = jobs.status(run, tell)
+    record = jobs.status(run, screen.remark)
     if not options.json:
         print(story(run, record))
         return EXIT_FINISHED

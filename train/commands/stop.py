@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands.options import add_name, tell
+from train.commands.options import add_name
 from train.commands.parser import Parser
 
 
@@ -24,6 +24,6 @@ def run(options: Namespace, runs: Path) -> int:
 
     run = folders.find(runs, options.name)
     is_job = jobs.is_submitted(run.read())
-    code, text = jobs.stop(run, options.now, tell) if is_job else stopping.stop(run, options.now)
+    code, text = jobs.stop(run, options.now, screen.remark) if is_job else stopping.stop(run, options.now)
     screen.say(text)
     return code

@@ -51,7 +51,7 @@ def run(options: Namespace, runs: Path) -> int:
     if asked.is_dry:
         print(said, end="", flush=True)
         return EXIT_FINISHED
-    screen.say(f"train: {said}")
+    screen.remark(said)
     print(asked.name, flush=True)
     return follow(runs, asked.name) if options.follow else EXIT_FINISHED
 

@@ -3,7 +3,6 @@
 from train.config.layers import (
     build,
     check_flags,
-    check_lasts,
     forbidden_changes,
     from_toml,
     layer,

@@ -30,6 +30,7 @@ from train.doctor.finding import Finding, ok, problem, warning
 from train.errors import one_line
 from train.gpus import number_by_bus
 from train.parallel.devices import prepare_nccl
+from train.parallel.rank_env import is_under_torchrun
 from train.supervise.node_checks import code_digest
 
 DEADLINE = 30.0
@@ -65,7 +66,7 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
     Rank 0 prints. Returns the exit code: 1 on rank 0 if there is a problem.
     """
     environ = os.environ
-    if "RANK" in environ and "WORLD_SIZE" in environ:
+    if is_under_torchrun():
         place = JobRank(
             int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", "0")),
             environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500")),

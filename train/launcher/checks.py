@@ -98,7 +98,7 @@ def prepare(request: Request) -> Prepared:
     return Prepared(task, config, _files(request, task, config, found), record)
 
 
-def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Task, Config, list[str]]:
+def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = ALONE) -> tuple[Config, list[str]]:
     """Check that a run can continue, with these changes; nothing is written. Also returns warnings.
 
     Args:
@@ -132,7 +132,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if micros < ranks:
         only = ranks - micros
         warnings.append(f"{ranks} ranks share {micros} micro batches per step: {only} of them compute nothing new")
-    return task, config, warnings
+    return config, warnings
 
 
 def _check(

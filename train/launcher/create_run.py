@@ -151,7 +151,7 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     if run is None:
         prepared = prepare(Request(**launch.request, ranks=ranks, nodes=nodes))
         return CheckedLaunch(ranks, visible, prepared.files, prepared.record, [])
-    _, config, warnings = prepare_resume(run, launch.flags, ranks, nodes)
+    config, warnings = prepare_resume(run, launch.flags, ranks, nodes)
     files: dict[str, str | bytes] = {"config.toml": configuration.to_toml(config)} if launch.flags else {}
     return CheckedLaunch(ranks, visible, files, {}, warnings)
 

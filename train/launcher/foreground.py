@@ -16,7 +16,7 @@ from train import screen
 from train.errors import Refused, one_line
 from train.launcher.create_run import check_in_fork
 from train.launcher.request import ALONE, LaunchRequest, Request
-from train.parallel.rank_env import RankEnv, read_rank_env
+from train.parallel.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from train.run import environment, folders
 from train.run.outcome import Kind, Outcome
 from train.run.run_folder import Lock, Run
@@ -35,7 +35,7 @@ def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None
     Raises:
         Refused: the request is wrong; nothing has been created.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_under_torchrun():
         if spawn is not None:
             raise Refused("--spawn starts ranks of its own, and torchrun has started this one; leave out --spawn")
         return _under_torchrun(runs, name, Request(**request))
@@ -88,11 +88,11 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
             end, code = _rank_of_torchrun(made, attempt, rank_env, stop)
             return end
 
-        supervise_alone(made, LaunchMode.TORCHRUN, rank_env.size, rank, stop)
+        supervise_alone(made, rank_env.size, rank, stop)
     except Refused as error:
         board.set("run", json.dumps({"refused": one_line(error)}))
         with contextlib.suppress(OSError):
-            screen.say(f"train: {error}")
+            screen.remark(str(error))
         code = 0
     except BaseException as error:
         board.set("run", json.dumps({"refused": one_line(error)}))

@@ -55,7 +55,7 @@ def keeper_count(run: Run, record: Record) -> dict[str, int]:
     """The keeper's count for a run that it resumes now: deaths in a row without a new checkpoint. Stops are none, nor
     is an end while other machines were waited for, before any attempt began."""
     cluster = record.get("cluster")
-    saved = int(record["step"]) if cluster and cluster["node"] else next(iter(run.steps_saved()), 0)  # node 0 saves
+    saved = int(record["step"]) if cluster and cluster["node"] else run.newest_checkpoint  # node 0 saves
     counted = record.get("kept") or {"step": -1, "times": 0}
     before = counted["times"] if counted["step"] == saved and not _ran_well(run, record) else 0
     is_death = record["state"] != states.STOPPED and not _has_only_waited(record, counted.get("attempts", 0))

@@ -21,7 +21,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     while True:
         if run.alive():
             if is_script and not now:  # it may never listen
-                screen.say(f"train: waiting for {run.name} to end; at once: train stop {run.name} --now")
+                screen.remark(f"waiting for {run.name} to end; at once: train stop {run.name} --now")
             ask_to_stop(run, states.NOW if now else states.POLITE)
         record = run.read_effective()
         if not (record["state"] in (states.INTERRUPTED, states.COPY) or states.rests_by_itself(record)):
@@ -32,7 +32,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     # by the user's wish it rests now: nothing brings it back by itself
     reason = "stopped (train stop)"
     if not is_script:
-        reason += f"; the last checkpoint is of step {next(iter(run.steps_saved()), 0)}"
+        reason += f"; the last checkpoint is of step {run.newest_checkpoint}"
     try:
         attempts.record_end(run, states.STOPPED, reason, signals.USER)
     except OSError as error:

@@ -28,6 +28,11 @@ class RankEnv:
         return 0 if self.nodes == 1 else self.rank - self.local_rank
 
 
+def is_under_torchrun() -> bool:
+    """Whether torchrun, or what sets the same variables, has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def read_rank_env() -> RankEnv:
     """The rank env that torchrun gave this process; rank 0 of 1 without it.
 

@@ -258,7 +258,7 @@ class Run:
             from_step: it continues after this one; by default after that of the newest checkpoint.
         """
         number = 0
-        at = next(iter(self.steps_saved()), 0) if from_step is None else from_step
+        at = self.newest_checkpoint if from_step is None else from_step
         before = len(self.read()["attempts"])
         # a living run records its progress twice a second
         last_sign = heartbeat.last_sign(self.logs(before))  # of a script; a task has none
@@ -362,6 +362,11 @@ class Run:
         except OSError:
             return []
         return sorted((int(m[1]) for name in names if (m := _STEP.fullmatch(name))), reverse=True)
+
+    @property
+    def newest_checkpoint(self) -> int:
+        """The step of the newest published checkpoint; 0: there is none."""
+        return next(iter(self.steps_saved()), 0)
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint of that step."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from train import faults, screen, signals
 from train.errors import EXIT_FAILED, Refused, one_line
-from train.run import outcome, run_folder, states
+from train.run import durable, outcome, run_folder, states
 from train.run.outcome import Outcome
 from train.run.progress_lines import fold
 from train.run.run_folder import Run
@@ -71,9 +71,7 @@ def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
     run.end_attempt(decision.end, decision.why, decision.state, lines, **values)
 
 
-def supervise_alone(
-    run: Run, mode: LaunchMode, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest
-) -> None:
+def supervise_alone(run: Run, ranks: int, train: Callable[[int], Outcome], stop: signals.StopRequest) -> None:
     """One attempt of which this process is rank 0 itself: under a foreign torchrun.
 
     Args:
@@ -81,11 +79,18 @@ def supervise_alone(
         train: trains the rank to its end, given the attempt.
     """
     run.clear_stop()
-    number = run.begin_attempt(ranks, newest(run), pids={"ranks": [os.getpid()]})
+    number = run.begin_attempt(ranks, run.newest_checkpoint, pids={"ranks": [os.getpid()]})
 
     def end(reported: Mapping[int, Outcome]) -> Decision:
         outcomes = {**outcome.read_all(run.logs(number)), **reported}
-        facts = Facts(run.name, mode, ranks=ranks, outcomes=outcomes, asked=asked_by(stop), saved=newest(run))
+        facts = Facts(
+            run.name,
+            LaunchMode.TORCHRUN,
+            ranks=ranks,
+            outcomes=outcomes,
+            asked=asked_by(stop),
+            saved=run.newest_checkpoint,
+        )
         decision = decide.decide(facts)
         record_decision(run, number, decision)
         return decision
@@ -109,14 +114,9 @@ def supervise_alone(
     run.clear_stop()
 
 
-def newest(run: Run) -> int:
-    """The step of the newest checkpoint; 0: none."""
-    return next(iter(run.steps_saved()), 0)
-
-
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
-        screen.say(f"train: {text}")
+        screen.remark(text)
 
 
 def asked_by(stop: signals.StopRequest) -> Asked | None:
@@ -303,7 +303,7 @@ class Supervisor:
             refused_at=memory.refused_at(),
             asked=asked_by(self.stop),
             leaves=self.leaves,
-            saved=newest(self.run),
+            saved=self.run.newest_checkpoint,
             is_ready=bool((record.get("attempts") or [{}])[-1].get("ready")),
             progress=self.has_progressed(record) or ran_well,
             deaths=deaths,
@@ -313,7 +313,7 @@ class Supervisor:
 
     def newest_state(self) -> int:
         """The step that a start now would continue after: from the disk or from memory."""
-        return max(newest(self.run), self.ranks.copied)
+        return max(self.run.newest_checkpoint, self.ranks.copied)
 
     @contextlib.contextmanager
     def _suspended_together(self) -> Iterator[None]:
@@ -337,9 +337,6 @@ class Supervisor:
 def tail(logs: Path, rank: int) -> str:
     """The end of a rank's log, progress bars folded; '' if nothing can be read."""
     try:
-        with (logs / f"rank{rank}.log").open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL))
-            return fold(file.read()).decode(errors="replace")
+        return fold(durable.read_tail(logs / f"rank{rank}.log", _TAIL)).decode(errors="replace")
     except OSError:
         return ""

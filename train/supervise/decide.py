@@ -192,7 +192,7 @@ def _decide(facts: Facts) -> Decision:
         return _ended_at_once(facts, asked)
     is_quiet = not (facts.exits or facts.hang) and first_fault(facts.outcomes) is None
     if is_quiet and asked:
-        return _stopped(facts, asked, _how_stopped(facts, asked, None))
+        return _stopped(asked, _how_stopped(facts, asked, None))
     if is_quiet and facts.is_script:
         return Decision(states.FINISHED, states.FINISHED, reason="", code=EXIT_FINISHED)
     death = who_died(facts)
@@ -200,7 +200,7 @@ def _decide(facts: Facts) -> Decision:
         return Decision("died", None, death.reason, rank=death.rank)
     fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.mode is not LaunchMode.LAUNCHED)
     if asked and (facts.is_script or not fails):
-        return _stopped(facts, asked, _how_stopped(facts, asked, death))
+        return _stopped(asked, _how_stopped(facts, asked, death))
     if facts.mode is LaunchMode.LAUNCHED:
         return _restarted_or_not(facts, death)
     if fails:
@@ -218,12 +218,12 @@ def _as_reported(facts: Facts, reported: Outcome) -> Decision:
         # ranks know of a signal, or of another rank; who supervises them may know whose it was
         asked = facts.asked or Asked(signals.SIGNAL, reported.reason)
         others = "; this node has left, the run is not over" if facts.leaves else ""
-        decision = _stopped(facts, asked, f"stopped after step {reported.step} ({asked.text}){others}")
+        decision = _stopped(asked, f"stopped after step {reported.step} ({asked.text}){others}")
         return dataclasses.replace(decision, figures=reported.figures | {"step": reported.step})
     return Decision(states.FAILED, states.FAILED, reported.reason, reported.reason)
 
 
-def _stopped(facts: Facts, asked: Asked, reason: str) -> Decision:
+def _stopped(asked: Asked, reason: str) -> Decision:
     return Decision(states.STOPPED, states.STOPPED, reason, reason, stopped_by=asked.by, code=EXIT_STOPPED)
 
 
@@ -232,7 +232,7 @@ def _ended_at_once(facts: Facts, asked: Asked) -> Decision:
     saved = f"the last checkpoint is of step {facts.saved}" if facts.saved else "there is no checkpoint"
     then = f"continues after step {facts.saved}" if facts.saved else "starts at step 1"
     message = f"{facts.name} was ended at once, without saving; train resume {facts.name} {then}"
-    decision = _stopped(facts, asked, f"stopped at once ({asked.text}); {saved}")
+    decision = _stopped(asked, f"stopped at once ({asked.text}); {saved}")
     return dataclasses.replace(decision, message=message, code=EXIT_INTERRUPTED)
 
 

@@ -13,7 +13,7 @@ from train.errors import EXIT_STOPPED, Refused
 from train.run import states
 from train.run.run_folder import Run
 from train.supervise import decide, health
-from train.supervise.attempts import Supervisor, asked_by, newest, pids, record_decision, wait
+from train.supervise.attempts import Supervisor, asked_by, pids, record_decision, wait
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode
 from train.supervise.nodes import Nodes
 from train.supervise.ranks import Ranks
@@ -66,7 +66,9 @@ class MultiNodeSupervisor(Supervisor):
         """How the run ends here while it waits for other nodes; None: it does not."""
         nodes, asked = self.nodes, asked_by(self.stop)
         if asked is not None:
-            saved = f"; the last checkpoint is of step {newest(self.run)}" if newest(self.run) else ""
+            saved = (
+                f"; the last checkpoint is of step {self.run.newest_checkpoint}" if self.run.newest_checkpoint else ""
+            )
             reason = f"stopped ({asked.text}) while {waits}{saved}"
             decision = Decision("stopped", states.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
             is_users = asked.by == signals.USER or self.stop.interrupts > 0

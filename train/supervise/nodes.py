@@ -164,12 +164,17 @@ class Nodes:
 
     # --- the attempt
 
+    @property
+    def _current(self) -> Round:
+        """The attempt that this node is in; there is one."""
+        assert self.round is not None
+        return self.round
+
     def rank_envs(self) -> list[RankEnv]:
         """Of the ranks of this node in the attempt."""
-        assert self.round is not None
-        counts = [node["ranks"] for node in self.round.nodes]
+        counts = [node["ranks"] for node in self._current.nodes]
         first = list(itertools.accumulate(counts[:-1], initial=0))
-        mine = next(place for place, node in enumerate(self.round.nodes) if node["node"] == self.settings.node)
+        mine = next(place for place, node in enumerate(self._current.nodes) if node["node"] == self.settings.node)
         return [
             RankEnv(first[mine] + local, sum(counts), local, counts[mine], nodes=len(counts))
             for local in range(counts[mine])
@@ -178,14 +183,12 @@ class Nodes:
     @property
     def from_step(self) -> int:
         """The step that the attempt continues after."""
-        assert self.round is not None
-        return self.round.from_step
+        return self._current.from_step
 
     @property
     def meeting(self) -> dict[str, Any]:
         """Where the ranks meet: `host` and `port`."""
-        assert self.round is not None
-        return {"host": self._rendezvous.address, "port": self.round.port}
+        return {"host": self._rendezvous.address, "port": self._current.port}
 
     def take_store(self) -> socket.socket | None:
         """On node 0: the socket that rank 0 listens with there."""
@@ -203,13 +206,13 @@ class Nodes:
         return self._interfaces({})[0]
 
     def _interfaces(self, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-        others = self.round.nodes[1:] if self.round is not None and not self.settings.node else []
+        others = self._current.nodes[1:] if self.round is not None and not self.settings.node else []
         reached = address.reached_by(one["to"] for one in others if address.is_mine(one["to"]))
         return address.interfaces(self._rendezvous.address, self.settings.place.port, environ, reached)
 
     def names(self) -> list[str]:
         """The nodes of the attempt, as text."""
-        return [name_of(node) for node in self.round.nodes] if self.round is not None else []
+        return [name_of(node) for node in self._current.nodes] if self.round is not None else []
 
     def take_over(self) -> None:
         """Take from node 0 what no user has set of the configuration, so that all compute alike."""
@@ -233,29 +236,28 @@ class Nodes:
         """Whether the attempt has ended elsewhere: another node's rank is dead, a node is gone, or node 0 says so."""
         if self.round is None:
             return False
-        for node in self.round.nodes[:1] if self.settings.node else self.round.nodes[1:]:
+        for node in self._current.nodes[:1] if self.settings.node else self._current.nodes[1:]:
             public = self._others.get(node["node"], {})
-            if self._is_gone(node) or (public.get("round") == self.round.id and public.get("bad")):
+            if self._is_gone(node) or (public.get("round") == self._current.id and public.get("bad")):
                 return True
         # node 0 has given this one up while it stood still, and its ranks may wait for the others' for ever
         return self._decided is not None
 
     def _is_gone(self, node: Mapping[str, Any]) -> bool:
         """Whether a node of the attempt, as this one follows it, is not in it any more."""
-        assert self.round is not None
         public = self._others.get(node["node"], {})
         if self.settings.node:
             return self._rendezvous.is_lost or not self._rendezvous.lives(0, node["id"])
         if not self._rendezvous.lives(node["node"], node["id"]):
             return time.monotonic() - self._began > JOINING or public.get("id") != node["id"]
-        return public.get("round") != self.round.id and time.monotonic() - self._began > JOINING
+        return public.get("round") != self._current.id and time.monotonic() - self._began > JOINING
 
     @property
     def came(self) -> str:
         """On node 0 of a run that takes nodes in: those that wait to join, as text; ''."""
         if not (self.settings.is_elastic and self._rendezvous.waiting) or self.round is None:
             return ""
-        inside = {node["node"] for node in self.round.nodes}
+        inside = {node["node"] for node in self._current.nodes}
         return " and ".join(
             name_of(public["hello"]) for node, public in sorted(self._living().items()) if node not in inside
         )
@@ -282,13 +284,12 @@ class Nodes:
             facts: of this node.
             look: called meanwhile. Returns a stop at once, which waits for no other node.
         """
-        assert self.round is not None
         at_once = facts.asked if facts.asked is not None and facts.asked.now else None
         if at_once is None and is_bad(facts):
             self.trouble()
         if self.settings.node:
             report = None if at_once is not None else report_of(facts, self._why_it_leaves(facts))
-            self._rendezvous.publish(report=report, round=self.round.id if report is not None else "")
+            self._rendezvous.publish(report=report, round=self._current.id if report is not None else "")
             return self._carried_out(facts, at_once, look)
         while at_once is None and not self._all_have_reported():
             at_once = look()
@@ -305,31 +306,26 @@ class Nodes:
 
     def _all_have_reported(self) -> bool:
         """Whether each node of the attempt has reported how its ranks ended, or is gone."""
-        assert self.round is not None
-        return all(self._report_of(node["node"]) is not None or self._is_gone(node) for node in self.round.nodes[1:])
+        return all(self._report_of(node["node"]) is not None or self._is_gone(node) for node in self._current.nodes[1:])
 
     def _report_of(self, node: int) -> Public | None:
-        assert self.round is not None
         public = self._others.get(node, {})
-        return public.get("report") if public.get("round") == self.round.id else None
+        return public.get("report") if public.get("round") == self._current.id else None
 
     def _publish(self, decision: Decision) -> None:
-        assert self.round is not None
         plain = dataclasses.asdict(decision)
-        self._rendezvous.publish(decision={"round": self.round.id, **plain}, end=None if decision.again else plain)
+        self._rendezvous.publish(decision={"round": self._current.id, **plain}, end=None if decision.again else plain)
 
     @property
     def _decided(self) -> Decision | None:
         """What node 0 has decided on the end of the attempt, on another node."""
-        assert self.round is not None
         decided = self._zero.get("decision") or {}
-        return decision_of(decided) if decided.get("round") == self.round.id else None
+        return decision_of(decided) if decided.get("round") == self._current.id else None
 
     def _carried_out(self, facts: Facts, at_once: Asked | None, look: Callable[[], Asked | None]) -> Decision:
         """Node 0's decision, on another node."""
-        assert self.round is not None
         decision = None
-        while decision is None and at_once is None and not self._is_gone(self.round.nodes[0]):
+        while decision is None and at_once is None and not self._is_gone(self._current.nodes[0]):
             decision = self._decided
             at_once = look()
             time.sleep(0.02)
@@ -347,8 +343,7 @@ class Nodes:
 
     def _merged(self, facts: Facts) -> Facts:
         """Node 0's facts with the reports of the other nodes of the attempt."""
-        assert self.round is not None
-        reports = {name_of(node): self._report_of(node["node"]) for node in self.round.nodes[1:]}
+        reports = {name_of(node): self._report_of(node["node"]) for node in self._current.nodes[1:]}
         lost = [name for name, report in reports.items() if report is None]
         return merged(facts, [report for report in reports.values() if report is not None], lost)
 

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -95,9 +94,8 @@ class Ranks:
                 self.end_peer(pid, signal.SIGKILL)
 
     def _start_task(self, attempt: int) -> None:
-        config = tomllib.loads((self.run.folder / "config.toml").read_text(encoding="utf-8"))
         address = self.memory.address if self.memory is not None else ""  # '': not that of a run around this one
-        common = {"OMP_NUM_THREADS": str(config.get("cpu_threads", 1)), ENVIRONMENT: address}
+        common = {"OMP_NUM_THREADS": str(self.run.read_config().get("cpu_threads", 1)), ENVIRONMENT: address}
         meeting: dict[str, Any] = {}
         with contextlib.ExitStack() as held:
             place = []

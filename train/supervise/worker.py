@@ -60,7 +60,7 @@ def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: 
     if end.kind in (Kind.FAILED, Kind.REFUSED) and (rank_env.rank == rank_env.lead or not _is_told(logs, rank_env)):
         with contextlib.suppress(OSError):  # the terminal may be gone
             parts = filter(None, [end.reason, diagnose.hint(end.reason)])
-            screen.say(f"train: {'; '.join(parts)}")
+            screen.remark("; ".join(parts))
     return end
 
 

@@ -118,7 +118,7 @@ def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> Res
 
     def choose() -> ResumeState:
         manifests.clean(run)  # what a kill left
-        saved = next(iter(run.steps_saved()), 0)
+        saved = run.newest_checkpoint
         if not step or saved > step:
             saved = newest()[0]
         if step and step >= saved:  # a damaged checkpoint is not newer

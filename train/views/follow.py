@@ -64,7 +64,7 @@ def _watch_job(run: Run, view: LiveView, rank: int) -> Record:
     """Show a run that a cluster's engine has until nothing more comes of it. Returns its record then."""
     engine = jobs.engine_of(run.read())
     is_elsewhere, since = engine.logs(run, rank) is not None, ""
-    show_change = _Changes(lambda text: screen.say(f"train: {text}"))
+    show_change = _Changes(screen.remark)
     while True:
         record, is_over = jobs.poll(run, show_change)
         if not is_over:

@@ -76,7 +76,7 @@ def _print_files(run: Run, rank: int, attempt: int | None, go_on: bool) -> int:
             return EXIT_FINISHED
         if number < _last(run):
             number += 1
-            _say(f"attempt {number}:")
+            screen.remark(f"attempt {number}:")
         elif not go_on or (path.exists() and not run.alive()):
             return EXIT_FINISHED
         else:
@@ -87,19 +87,15 @@ def _last(run: Run) -> int:
     return len(run.read()["attempts"])
 
 
-def _say(text: str) -> None:
-    screen.say(f"train: {text}")
-
-
 def _tell(run: Run, shown: int, attempt: int | None) -> None:
     """Say which of several attempts is shown: not on stdout, which is the rank's alone."""
     last = _last(run)
     if last < 2:
         return
     if attempt == ALL:
-        _say(f"all {last} attempts; attempt 1:")
+        screen.remark(f"all {last} attempts; attempt 1:")
     elif shown <= last:
-        _say(f"attempt {shown} of {last}; others: train logs {run.name} --attempt N, or --attempt all")
+        screen.remark(f"attempt {shown} of {last}; others: train logs {run.name} --attempt N, or --attempt all")
 
 
 def _refuse(run: Run, attempt: int, rank: int) -> None:

@@ -98,7 +98,7 @@ def of_run(run: Run, record: Record) -> TimeSpent:
         signs = [heartbeat.last_sign(run.logs(len(attempts)))]
         signs += [path.stat().st_mtime for path in (run.folder / "run.json", run.metrics) if path.exists()]
         seen = max(signs)
-    return time_spent(record, time.time(), seen, next(iter(run.steps_saved()), 0))
+    return time_spent(record, time.time(), seen, run.newest_checkpoint)
 
 
 def time_spent(record: Record, now: float, seen: float, saved: int) -> TimeSpent:

@@ -71,13 +71,13 @@ def test_a_keeper_lets_the_copy_of_a_living_run_and_runs_of_other_stations_be(st
     unborn = folders.create(station.runs, "unborn", {}, {"world_size": 1})
     unborn.update(station_digest=None)
     os.utime(unborn.folder / "run.json", (1, 1))  # long ago
-    keeper = station.start("keeper")
-    assert "keeping the runs" in keeper.stdout.readline()
-    first = "".join(keeper.stdout.readline() for _ in range(2))
+    process = station.start("keeper")
+    assert "keeping the runs" in process.stdout.readline()
+    first = "".join(process.stdout.readline() for _ in range(2))
     assert "copied: left alone" in first and "unborn: left alone" in first
     assert keeper.last_seen() is not None
-    keeper.send_signal(signal.SIGTERM)
-    said = keeper.communicate(timeout=PATIENCE)[0]
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=PATIENCE)[0]
     assert f"theirs: is of another station ({os.uname().nodename}); left alone" in said
     assert station.run("theirs").state() == "running"
     assert (station.record("mine")["state"], station.run("copied").state()) == ("stopped", "copy")

@@ -145,10 +145,10 @@ def test_a_resume_says_which_modules_beside_the_task_have_changed(here: Station)
     (folder / "other.py").write_text("never imported\n")
     here.ok("run", "beside/moons.py", "--name", "beside", "--steps", 1, "--cpu_threads", 1)
     run = here.run("beside")
-    assert prepare_resume(run, {"steps": "2"}, 1)[2] == []
+    assert prepare_resume(run, {"steps": "2"}, 1)[1] == []
     (folder / "other.py").write_text("nor now\n")
     (folder / "deeper.py").write_text(HELPER + "# edited\n")
-    (said,) = prepare_resume(run, {"steps": "2"}, 1)[2]
+    (said,) = prepare_resume(run, {"steps": "2"}, 1)[1]
     assert str(folder / "deeper.py") in said and "imported by the task, changed since" in said
     assert set(run.read()["task_imports"]) == {str(folder / name) for name in ("helper.py", "deeper.py")}
 

@@ -158,7 +158,7 @@ def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns
     original = tmp_path / "original.py"
     original.write_text((folder / "task.py").read_text() + "# changed\n")
     run.update(task_source=str(original))
-    assert any("original.py has changed" in line for line in checks.prepare_resume(run, {}, 3)[2])
+    assert any("original.py has changed" in line for line in checks.prepare_resume(run, {}, 3)[1])
     (folder / "task.py").write_text((folder / "task.py").read_text() + "# changed\n")
     with pytest.raises(Refused, match=r"task\.py is not the task"):
         checks.prepare_resume(run, {}, 3)
@@ -167,11 +167,11 @@ def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns
 def test_a_run_of_a_built_in_task_goes_on_with_another_version_of_it_and_says_so(engine: Any) -> None:
     engine.run("builtin", 1, task=Path("digits"), steps=2)
     run = engine.station.run("builtin")
-    assert not checks.prepare_resume(run, {"steps": "4"}, 1)[2]
+    assert not checks.prepare_resume(run, {"steps": "4"}, 1)[1]
     manifest = manifests.read_manifest(run.checkpoint(2))
     text = manifests.manifest_text(manifest | {"task_sha256": "of an earlier release"})
     (run.checkpoint(2) / manifests.MANIFEST).write_text(text)
-    (warning,) = checks.prepare_resume(run, {"steps": "4"}, 1)[2]
+    (warning,) = checks.prepare_resume(run, {"steps": "4"}, 1)[1]
     assert "the task digits has changed since" in warning
 
 
@@ -198,7 +198,7 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
 
 
 def test_a_resume_with_fewer_micro_batches_than_ranks_warns(undisturbed: Any) -> None:
-    warnings = checks.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[2]
+    warnings = checks.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[1]
     assert warnings == ["6 ranks share 4 micro batches per step: 2 of them compute nothing new"]
 
 

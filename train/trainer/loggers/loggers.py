@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from train import config as configuration
+from train import format
 from train.config import Config
 from train.data.fetch import Bad
 from train.errors import nearest
@@ -106,8 +107,7 @@ class Loggers:
             self._metrics.flush()
         if self._tensorboard is not None:
             self._tensorboard.evaluation(line)
-        text = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        self.say(f"evaluation after step {step} (epoch {epoch}, {samples} samples): {text}")
+        self.say(f"evaluation after step {step} (epoch {epoch}, {samples} samples): {format.figures(figures)}")
         wanted, self._best = self._best, ""
         metric = best.aim_of(wanted).metric
         if wanted and metric not in figures:
