@@ -15,7 +15,7 @@ import pytest
 
 import train
 from tests.train.conftest import PATIENCE, Station
-from train.launcher import resumable, stopping
+from train.launcher import keeper, resumable, stopping
 from train.run import environment, folders, ownership, states
 from train.run.run_folder import Run
 
