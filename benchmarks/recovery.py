@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from benchmarks import bare, command, perceptron
 from train.launcher import tmux
 from train.launcher.request import LaunchRequest
+from train.launcher.stopping import stop_and_wait
 from train.run import run_folder, states
 from train.supervise.zygote import lives
 
@@ -80,7 +81,7 @@ class Launched:
         return self.run.alive()
 
     def end(self) -> None:
-        self.run.stop(states.NOW)
+        stop_and_wait(self.run, states.NOW)
         subprocess.run(tmux.tmux(self.run.folder.parent, "kill-server"), capture_output=True, check=False)
 
     def digest(self) -> str:

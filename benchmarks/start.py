@@ -24,6 +24,7 @@ import psutil
 
 from benchmarks import command, virtual
 from train import hash_seed
+from train.launcher.stopping import stop_and_wait
 from train.run import heartbeat, states
 from train.run.run_folder import Run
 from train.supervise import zygote
@@ -165,7 +166,7 @@ def _train(runs: Path, name: str, environment: dict[str, str]) -> list[Took]:
         took.append(Took(time.perf_counter() - began, _ended() - before + _cpu(_pids(run)), _memory(_pids(run))))
     finally:
         if (run.folder / "run.json").exists():
-            run.stop(states.NOW)
+            stop_and_wait(run, states.NOW)
     return took
 
 

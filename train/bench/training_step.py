@@ -1,4 +1,4 @@
-"""A step as the engine makes it, of any strategy: with votes, and buffers that ranks agree on."""
+"""A step as the engine makes it, of any strategy: with statistics of the step, and buffers that ranks agree on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def training_step(
     total = micros * world.size
 
     def step() -> None:
-        votes = torch.zeros(len(STEP_STATS), device=world.device)
+        stats = torch.zeros(len(STEP_STATS), device=world.device)
         spread.begin(total)
         for slot in range(micros):
             is_last = slot == micros - 1
@@ -45,8 +45,8 @@ def training_step(
             with spread.micro_batch(number, is_last):
                 with precision.autocast():
                     loss = spread.compute(lambda model: cross_entropy(model(inputs), classes))
-                spread.backward(loss, 1 / total, votes if is_last else None)
-        spread.reduce(votes)
+                spread.backward(loss, 1 / total, stats if is_last else None)
+        spread.reduce(stats)
         spread.finish_gradients(optimizer, None)
         spread.update(optimizer)
 

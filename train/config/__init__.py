@@ -1,16 +1,6 @@
 """What a run is, from flags and files to a checked `Config`."""
 
-from train.config.layers import (
-    build,
-    check_flags,
-    forbidden_changes,
-    from_toml,
-    layer,
-    resolve,
-    with_flags,
-)
-from train.config.schema import SPREAD, Config, Count, Optim, Parallel, Schedule, Share, Watch
-from train.config.toml import (
+from train.config.fields import (
     FieldInfo,
     fields,
     flatten,
@@ -22,6 +12,16 @@ from train.config.toml import (
     to_toml,
     type_name,
 )
+from train.config.resolve import (
+    build,
+    check_flags,
+    forbidden_changes,
+    from_toml,
+    layer,
+    resolve,
+    with_flags,
+)
+from train.config.schema import SPREAD, Config, Count, Optim, Parallel, Schedule, Share, Watch
 
 LOCAL = ("data.root", "data.workers")
 """Fields that may differ from machine to machine of a run: no result depends on them."""

@@ -33,7 +33,7 @@ _REASON = 300
 
 
 @dataclass
-class Bad:
+class BadSample:
     """A sample that cannot be read."""
 
     index: int
@@ -63,7 +63,7 @@ class Bad:
             self.error.__cause__ = _OfAnotherProcess(self.trace)
         return self.error
 
-    def portable(self) -> Bad:
+    def portable(self) -> BadSample:
         """Itself, with an error that can be pickled."""
         self.trace = "".join(traceback.format_exception(self.error))
         try:
@@ -94,7 +94,7 @@ def is_indexed_at_once(dataset: Any, collate: Callable[[list[Any]], Any] | None)
 
 def gatherer(
     dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool, made_by: Callable[..., Any] | None = None
-) -> Callable[[MicroBatch], tuple[Any, Sequence[Bad]]]:
+) -> Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]:
     """The function that turns a micro batch's indices into a batch and those samples of it that cannot be read.
 
     With `skip` the batch is made of the others, and None without any; else it is None where there is a bad one, and
@@ -103,7 +103,7 @@ def gatherer(
     """
     tensors, rows = _in_memory(dataset) if collate is None else ((), None)
 
-    def gather_tensors(micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
+    def gather_tensors(micro: MicroBatch) -> tuple[Any, Sequence[BadSample]]:
         indices = torch.from_numpy(micro.indices)
         if rows is not None:
             indices = rows[indices]
@@ -124,7 +124,7 @@ class _Items:
     own: list[Seed] | None = None
     """The task's generators, found in the process that fetches."""
 
-    def gather(self, micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
+    def gather(self, micro: MicroBatch) -> tuple[Any, Sequence[BadSample]]:
         if self.own is not None:
             return self._batch(micro)
         self.own = owned(self.dataset, self.collate, self.made_by)
@@ -139,7 +139,7 @@ class _Items:
         seed_host(micro.seed)
         seed_owned(self.own or (), micro.seed)
 
-    def _batch(self, micro: MicroBatch) -> tuple[Any, Sequence[Bad]]:
+    def _batch(self, micro: MicroBatch) -> tuple[Any, Sequence[BadSample]]:
         self._seed(micro)
         many = getattr(self.dataset, "__getitems__", None)
         items, bad = self._one_by_one(micro) if many is None else self._at_once(many, micro)
@@ -157,7 +157,7 @@ class _Items:
             place, problem = found
             return None, [_bad(self.dataset, int(micro.indices[place]), micro.of_evaluation, problem)]
 
-    def _at_once(self, many: Callable[[list[int]], Any], micro: MicroBatch) -> tuple[Any, list[Bad]]:
+    def _at_once(self, many: Callable[[list[int]], Any], micro: MicroBatch) -> tuple[Any, list[BadSample]]:
         indices = micro.indices.tolist()
         try:
             items = many(indices)
@@ -176,9 +176,9 @@ class _Items:
                 raise
             return items, bad
 
-    def _one_by_one(self, micro: MicroBatch) -> tuple[list[Any], list[Bad]]:
+    def _one_by_one(self, micro: MicroBatch) -> tuple[list[Any], list[BadSample]]:
         items: list[Any] = []
-        bad: list[Bad] = []
+        bad: list[BadSample] = []
         for index in micro.indices.tolist():
             try:
                 items.append(self.dataset[index])
@@ -254,7 +254,7 @@ def fetcher(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Callabl
     return fetch
 
 
-def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception | SystemExit) -> Bad:
+def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception | SystemExit) -> BadSample:
     known = isinstance(error, TrainingFailed)
     reason = one_line(error if known else f"{type(error).__name__}: {error}")[: 2 * _REASON if known else _REASON]
     try:
@@ -263,7 +263,7 @@ def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception | Syste
         file = ""
     if isinstance(error, (StopIteration, SystemExit)):  # raised on, they would end a generator, or a loader process
         error = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
-    return Bad(index, of_evaluation, file, reason, error)
+    return BadSample(index, of_evaluation, file, reason, error)
 
 
 def file_of(dataset: Any, index: int) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from train.data.fetch import Bad, gatherer
+from train.data.fetch import BadSample, gatherer
 from train.data.plan import MicroBatch
 from train.data.seeding import owned
 from train.data.to_device import AsyncCopies, OnDevice, pinned, prepared
@@ -34,11 +34,11 @@ _IGNORED = (*POLITE, signal.SIGHUP)
 class _Fetching(Dataset[Any]):
     """A data set whose items are whole micro batches: a MicroBatch is the index."""
 
-    def __init__(self, gather: list[Callable[[MicroBatch], tuple[Any, Sequence[Bad]]]]) -> None:
+    def __init__(self, gather: list[Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]]) -> None:
         """Takes what gathers micro batches of the training and of the evaluation set."""
         self._gather = gather
 
-    def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any, Sequence[Bad]]:
+    def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any, Sequence[BadSample]]:
         batch, bad = self._gather[micro.of_evaluation](micro)
         if bad and get_worker_info() is not None:
             bad = [one.portable() for one in bad]
@@ -71,7 +71,7 @@ class Loader:
         workers: int,
         device: torch.device,
         dtype: torch.dtype | None,
-        skipped: Callable[[Sequence[Bad]], None] | None = None,
+        skipped: Callable[[Sequence[BadSample]], None] | None = None,
         channels_last: bool = False,
         on_device: OnDevice | None = None,
         made_by: Callable[..., Any] | None = None,

@@ -172,15 +172,15 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     size = config.micro_batch_size
     slots = min(_SLOTS, math.ceil(math.ceil(config.batch_size / size) / ranks))
     for _ in range(2):
-        votes = torch.zeros(len(STEP_STATS), dtype=strategy.stats_dtype, device=device)
+        stats = torch.zeros(len(STEP_STATS), dtype=strategy.stats_dtype, device=device)
         strategy.begin(slots * ranks)
         for slot in range(slots):
             is_last = slot == slots - 1
             with strategy.micro_batch(rank * slots + slot, is_last):
                 with precision.autocast():
                     loss = training_loss(task, strategy.compute, batch, size)
-                strategy.backward(loss.value, 1.0, votes if is_last else None)
-        strategy.reduce(votes)
+                strategy.backward(loss.value, 1.0, stats if is_last else None)
+        strategy.reduce(stats)
         strategy.finish_gradients(optimizer, config.clip_grad_norm)
         strategy.update(optimizer)
 

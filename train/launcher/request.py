@@ -96,7 +96,7 @@ def runs_of_node(
 
 
 def resolve(request: Request) -> tuple[Task, Config]:
-    """The task and the configuration that its defaults, file and flags make; see config/layers.py.
+    """The task and the configuration that its defaults, file and flags make; see config/resolve.py.
 
     Raises:
         Refused: something in them is unknown or wrong.

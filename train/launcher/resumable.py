@@ -1,4 +1,7 @@
-"""Whether a run may be resumed, by its user and by the keeper, and when the keeper gives one up. Imports no torch."""
+"""Whether a run may be resumed, by its user and by the keeper, and when the keeper gives one up. Imports no torch.
+
+What a resume checks, and which fields it may change, is in checks.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from train import screen, signals
 from train.errors import EXIT_FAILED, EXIT_FINISHED, Refused
 from train.launcher.script import AFTER_STOP
@@ -43,6 +45,19 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     return how_it_stands(run.read_effective())
 
 
+def stop_and_wait(run: Run, wanted: str) -> None:
+    """Ask until a run is not alive any more: one that is just starting may overlook the first request.
+
+    Raises:
+        OSError: its folder takes no request.
+    """
+    while run.alive():
+        if run.stop_asked() not in (wanted, states.NOW):
+            run.ask_stop(wanted)
+        time.sleep(0.05)
+    run.clear_stop()
+
+
 def ask_to_stop(run: Run, wanted: str) -> None:
     """Ask a live run to stop and wait until it has.
 
@@ -50,7 +65,7 @@ def ask_to_stop(run: Run, wanted: str) -> None:
         Refused: its folder takes no request, on a full disk for example.
     """
     try:
-        run.stop(wanted)
+        stop_and_wait(run, wanted)
     except OSError as error:
         pid = (run.read().get("pids") or {}).get("agent")
         by_signal = f", or on {run.read().get('host')}: kill {pid}" if pid else ""

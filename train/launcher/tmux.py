@@ -158,7 +158,9 @@ def _withdraw(folder: Path, launch: LaunchRequest) -> Path:
     answer = folder / "answer.json"
     if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
         run = Run(Path(launch.runs) / launch.name)
-        run.stop(KEEPER if launch.by_keeper else NOW)  # the keeper's own end is no wish that the run may rest
+        from train.launcher.stopping import stop_and_wait
+
+        stop_and_wait(run, KEEPER if launch.by_keeper else NOW)  # the keeper's own end is no wish that the run may rest
         if launch.kind != "resume":
             folders.remove(run)
     return folder

@@ -31,7 +31,7 @@ from train import screen
 from train.errors import EXIT_FINISHED, Refused, one_line
 from train.gpus import ECC, REASONS, Gpus, GpuState, process_of
 from train.launcher import keeper
-from train.monitor import state
+from train.monitor import run_status
 from train.run import heartbeat, states
 from train.run.record import Record
 from train.run.run_folder import Run, seconds_of
@@ -102,7 +102,7 @@ _OF_PROGRESS = {
     "train_run_step_duration_seconds": "step_time", "train_run_data_wait_ratio": "waits",
     "train_run_peak_memory_bytes": "memory",
 }  # fmt: skip
-"""Figures that are fields of state.Progress."""
+"""Figures that are fields of run_status.Progress."""
 _OF_GPU = {
     "train_gpu_utilization_ratio": "use", "train_gpu_memory_used_bytes": "memory_used",
     "train_gpu_memory_size_bytes": "memory_size", "train_gpu_temperature_celsius": "celsius",
@@ -154,7 +154,7 @@ class Collector(prometheus_client.registry.Collector):
     """What Prometheus' library asks for figures. It never raises: what fails is left out, counted and logged."""
 
     def __init__(self, folder: Path, recent: int) -> None:
-        self._runs, self._recent = state.Runs(folder), recent
+        self._runs, self._recent = run_status.Runs(folder), recent
         self._gpus = Gpus()
         self._last_gpus: list[GpuState] = []
         self._problems = 0
@@ -210,7 +210,7 @@ class Collector(prometheus_client.registry.Collector):
     def _add_run(self, figures: Figures, record: Record, taken: dict[int, float]) -> None:
         name = record["name"]
         run = Run(self._runs.folder / name)
-        lives, progress = state.is_alive(record), state.progress(run, record)
+        lives, progress = run_status.is_alive(record), run_status.progress(run, record)
         device = record.get("device") or ""
         what = record.get("task") or Path(record.get("script") or "").name  # where it lies is not published
         figures.add("train_run_info", 1, name, what[:64], device[:16])
@@ -223,19 +223,19 @@ class Collector(prometheus_client.registry.Collector):
         if not lives:
             figures.add("train_run_ended_timestamp_seconds", seconds_of(record.get("ended")), name)
         figures.add("train_run_attempts_total", len(record["attempts"]), name)
-        figures.add("train_run_deaths_total", state.deaths(record), name)
-        saved = state.saved(run)
+        figures.add("train_run_deaths_total", run_status.deaths(record), name)
+        saved = run_status.saved(run)
         if saved is not None:
             figures.add("train_run_checkpoint_step", saved[0], name)
             figures.add("train_run_checkpoint_timestamp_seconds", saved[1], name)
-        if state.is_at_work(record):
+        if run_status.is_at_work(record):
             self._add_ranks(figures, run, record, taken)
 
     def _add_ranks(self, figures: Figures, run: Run, record: Record, taken: dict[int, float]) -> None:
-        found = state.ranks(run, record)
-        figures.add("train_run_last_progress_timestamp_seconds", state.moved(record, found), run.name)
+        found = run_status.ranks(run, record)
+        figures.add("train_run_last_progress_timestamp_seconds", run_status.moved(record, found), run.name)
         if not record.get("script"):
-            figures.one_of("train_run_phase", state.doing(found), heartbeat.NAMES, run.name)
+            figures.one_of("train_run_phase", run_status.doing(found), heartbeat.NAMES, run.name)
         for rank in found:
             if rank.beat is None:
                 continue
@@ -245,7 +245,7 @@ class Collector(prometheus_client.registry.Collector):
             on_gpus = process_of(rank.beat.pid, run.folder / "lock", taken)
             figures.add("train_rank_gpu_memory_bytes", None if on_gpus is None else taken[on_gpus], *labels)
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                if process := state.process(record, rank):
+                if process := run_status.process(record, rank):
                     figures.add("train_rank_resident_memory_bytes", process.memory_info().rss, *labels)
 
     def _add_gpus(self, figures: Figures) -> None:
@@ -267,7 +267,7 @@ def _is_wanted(record: Record, now: float) -> bool:
     """Whether a run lives, or an alert is about it: whatever has ended later must not hide it."""
     if record["state"] == states.FAILED:
         return (seconds_of(record.get("ended")) or 0.0) > now - _FAILED_FOR
-    return record["state"] == states.INTERRUPTED or state.is_alive(record)
+    return record["state"] == states.INTERRUPTED or run_status.is_alive(record)
 
 
 def serve(runs: Path, address: str, port: int, recent: int) -> NoReturn:

@@ -14,7 +14,7 @@ from train import screen
 from train.cluster import jobs
 from train.errors import one_line
 from train.gpus import Gpus, GpuState, process_of
-from train.monitor import state
+from train.monitor import run_status
 from train.run import states
 from train.run.record import Record
 from train.run.run_folder import Run
@@ -42,7 +42,7 @@ class Page:
 
     def __init__(self, runs: Path, names: list[str] | None = None) -> None:
         self.runs, self.names = runs, names or []
-        self._looked = state.Runs(runs)
+        self._looked = run_status.Runs(runs)
         self._processes: dict[int, Any] = {}
         self._gpus = Gpus()
         self._cards: list[GpuState] = []
@@ -59,7 +59,7 @@ class Page:
 
     def _rows(self, columns: int, lines: int) -> list[Line]:
         records, self._cards = self._looked.records(self.names), self._gpus.read()
-        alive = [record for record in records if state.is_alive(record)]
+        alive = [record for record in records if run_status.is_alive(record)]
         rows = [Line(self._summary(len(records), len(alive)), "head")]
         rows += [Line(_gpu_line(gpu), "gpu") for gpu in self._cards]
         rows.append(Line("", "head"))
@@ -71,7 +71,7 @@ class Page:
         rows.append(Line(shown[0], "head"))
         for record, text in zip(records, shown[1:], strict=True):
             rows.append(Line(text, record["state"]))
-            if state.is_at_work(record):
+            if run_status.is_at_work(record):
                 rows += [Line(rank, "rank") for rank in self._ranks(record)]
             if _is_explained(record):
                 rows.append(Line(f"  {one_line(record['reason'])}", "rank"))
@@ -95,11 +95,11 @@ class Page:
         """A line a rank of the attempt that runs: what it is doing, and what it takes."""
         visible, cards = _visible(record), {gpu.number: gpu for gpu in self._cards}
         run, lines = Run(self.runs / record["name"]), []
-        for place, rank in enumerate(state.ranks(run, record)):  # its place on this machine
-            what = f"{state.doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
+        for place, rank in enumerate(run_status.ranks(run, record)):  # its place on this machine
+            what = f"{run_status.doing([rank]):<10} step {rank.beat.step:<8}" if rank.beat else f"{'starting':<24}"
             card = cards.get(visible[place]) if place < len(visible) else None
             gpu = _use_by(rank, run, card) if card is not None and record.get("device") == "cuda" else ""
-            lines.append(f"  rank {rank.number:<3} {what} {self._taken(state.process(record, rank))}{gpu}")
+            lines.append(f"  rank {rank.number:<3} {what} {self._taken(run_status.process(record, rank))}{gpu}")
         return lines
 
     def _taken(self, found: Any) -> str:
@@ -120,7 +120,7 @@ class Page:
 
 def _is_explained(record: Record) -> bool:
     """Whether there is a reason to show: why a run has ended, or how it stands where its ranks are not seen."""
-    unseen = state.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
+    unseen = run_status.is_alive(record) and jobs.is_submitted(record) and not record["attempts"]
     return bool(record.get("reason")) and (
         unseen or record["state"] in (states.FAILED, states.INTERRUPTED, states.COPY)
     )
@@ -130,11 +130,11 @@ def _visible(record: Record) -> list[int]:
     """Which GPU each rank on this machine has."""
     chosen = str(record.get("gpus") or "")
     ids = [int(part) for part in chosen.split(",") if part.strip().isdecimal()]
-    return ids or list(range(min(record["world_size"] or 1, state.MOST_RANKS)))
+    return ids or list(range(min(record["world_size"] or 1, run_status.MOST_RANKS)))
 
 
 def _line_of(run: Run, record: Record) -> list[str]:
-    now = state.progress(run, record)
+    now = run_status.progress(run, record)
     left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
     return [
         one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else _NONE,
@@ -157,7 +157,7 @@ def _gpu_line(gpu: GpuState) -> str:
     return f"GPU {gpu.number}{_use(gpu)}  {degrees} C  {gpu.name}"
 
 
-def _use_by(rank: state.Rank, run: Run, gpu: GpuState) -> str:
+def _use_by(rank: run_status.Rank, run: Run, gpu: GpuState) -> str:
     """Use of a rank's GPU, and the rank's memory there. Where it is not found among the processes: that of all."""
     pid = process_of(rank.beat.pid, run.folder / "lock", gpu.processes) if rank.beat else None
     if pid is None:

@@ -1,7 +1,7 @@
 """All uses of private parts of torch, checked on torch 2.7.1 to 2.13.
 
 Where a newer torch may have moved one, the public way is taken instead, or the feature is left out. Two more uses lie
-below this file, in train/data: `UntypedStorage._new_shared` (images.py) and `_shutdown_workers` (loader.py).
+below this file, in train/data: `UntypedStorage._new_shared` (image_files.py) and `_shutdown_workers` (loader.py).
 """
 
 from __future__ import annotations

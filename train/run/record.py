@@ -77,7 +77,7 @@ class Record(TypedDict):
     name: str
     """The folder's: a run may be renamed by renaming its folder."""
     state: str
-    """created, running, stopped, failed or finished; as `Run.shown` gives it, also interrupted, queued or copy."""
+    """created, running, stopped, failed or finished; from `Run.read_effective` also interrupted, queued or copy."""
     attempts: list[Attempt]
     step: int
     """The last one made, counted from 1."""

@@ -105,7 +105,7 @@ class Run:
             tree = tomllib.loads(durable.read_bytes(self.folder / "config.toml").decode())
         except (OSError, ValueError, RecursionError):
             return {}
-        none = tree.pop("none", [])  # as config/toml.py lists fields that are none
+        none = tree.pop("none", [])  # as config/fields.py lists fields that are none
         fields: dict[str, Any] = dict.fromkeys(map(str, none)) if isinstance(none, list) else {}
         for name, value in tree.items():
             fields |= {f"{name}.{inner}": one for inner, one in value.items()} if type(value) is dict else {name: value}
@@ -203,17 +203,10 @@ class Run:
     def read_effective(self) -> Record:
         """run.json with the effective state."""
         record = self.read()
-        if record.get("state") in (states.RUNNING, states.CREATED) and not self.alive():
+        is_alive = record["state"] not in (states.RUNNING, states.CREATED) or self.alive()
+        if not is_alive:
             record = self.read()  # it may have ended between the two looks
-            # one that was being resumed is recorded as created for a moment
-            if record.get("state") == states.RUNNING or (record.get("state") == states.CREATED and record["attempts"]):
-                record["state"] = states.INTERRUPTED
-                record["reason"] = record.get("reason") or "its processes died; train resume continues it"
-        is_resumed = record["state"] == states.INTERRUPTED or states.rests_by_itself(record)
-        if is_resumed and not record.get("submitted") and not ownership.was_started_here(self.folder, record):
-            how = f"not known as started here: from elsewhere, copied, renamed or edited; train resume {self.name}"
-            record |= {"state": states.COPY, "reason": f"{how} adopts it"}
-        return record
+        return states.effective(record, is_alive, lambda: ownership.was_started_here(self.folder, record))
 
     def state(self) -> str:
         """The effective state."""
@@ -242,14 +235,6 @@ class Run:
         """Forget a request to stop. For the holder of the lock."""
         with contextlib.suppress(OSError):
             (self.folder / "stop").unlink()
-
-    def stop(self, wanted: str) -> None:
-        """Ask until the run is not alive any more: a run that is just starting may overlook the first request."""
-        while self.alive():
-            if self.stop_asked() not in (wanted, states.NOW):
-                self.ask_stop(wanted)
-            time.sleep(0.05)
-        self.clear_stop()
 
     def begin_attempt(self, world_size: int, from_step: int | None = None, **values: Any) -> int:
         """Record that an attempt starts; returns its number, counted from 1. For the holder of the lock.

@@ -1,4 +1,6 @@
-"""The states of a run, and the requests to stop one."""
+"""The states of a run, the rule for the one that it is in, and the requests to stop one."""
+
+from collections.abc import Callable
 
 from train import signals
 from train.run.record import Record
@@ -26,6 +28,21 @@ QUEUED = "queued"
 """Effective only: the engine of a cluster that has the run has not started it yet, or will start it again."""
 ALL = (CREATED, QUEUED, RUNNING, STOPPED, INTERRUPTED, COPY, FAILED, FINISHED)
 """Every effective state, in the order of `train ls --sort state`."""
+
+
+def effective(record: Record, is_alive: bool, was_started_here: Callable[[], bool]) -> Record:
+    """A record with the state that its run is in: what is recorded as running, and is not alive, is interrupted; what
+    would be resumed by itself, and was started elsewhere, is a copy."""
+    # one that was being resumed is recorded as created for a moment
+    was_running = record["state"] == RUNNING or (record["state"] == CREATED and bool(record["attempts"]))
+    if was_running and not is_alive:
+        record["state"] = INTERRUPTED
+        record["reason"] = record.get("reason") or "its processes died; train resume continues it"
+    is_resumed = record["state"] == INTERRUPTED or rests_by_itself(record)
+    if is_resumed and not record.get("submitted") and not was_started_here():
+        how = f"not known as started here: from elsewhere, copied, renamed or edited; train resume {record['name']}"
+        record |= {"state": COPY, "reason": f"{how} adopts it"}
+    return record
 
 
 def rests_by_itself(record: Record) -> bool:

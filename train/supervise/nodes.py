@@ -30,7 +30,7 @@ from train.supervise.decide import Asked, Decision, Facts, decide
 from train.supervise.node_checks import name_of
 from train.supervise.node_reports import decision_of, is_bad, merged, of_rank_0, report_of
 from train.supervise.rendezvous import Public, Rendezvous, Round
-from train.supervise.timeouts import JOINING, LINGER, SEES, WAIT_MINUTES
+from train.supervise.timeouts import JOINING, LINGER, SHARED_FOLDER, WAIT_MINUTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Nodes:
         problem = node_checks.difference(zero["hello"], self._hello)
         if problem or not node_checks.is_spread(self._hello):
             return problem
-        until = time.monotonic() + SEES
+        until = time.monotonic() + SHARED_FOLDER
         while not node_checks.sees_folder(self.run.folder, zero["id"]):
             if time.monotonic() > until:
                 return (

@@ -26,14 +26,14 @@ from train.supervise.address import Place, own_side, resolve
 from train.supervise.node_checks import name_of
 from train.supervise.timeouts import (
     BEAT,
-    CLOCKS,
+    CLOCK_SKEW,
     HUNG,
     KEEP_ALIVE,
     KEEP_ALIVE_MISSED,
     LAST_CALL,
     LOST,
     MEETING,
-    PROOF,
+    PROOF_OF_LIFE,
 )
 
 _EVERY = 0.2
@@ -222,7 +222,7 @@ class Rendezvous:
             time.sleep(0.05)
             zero = self._wait_for(self._store, "node/0")
         apart = time.time() - zero["beat"]
-        if abs(apart) > CLOCKS:
+        if abs(apart) > CLOCK_SKEW:
             how = f"{abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of node 0"
             self.refused = f"the clock of {name_of(self.own['hello'])} is {how}; set it"
         else:
@@ -241,7 +241,7 @@ class Rendezvous:
         if holder == self.id:
             return ""
         before = self._read(key)
-        time.sleep(PROOF)
+        time.sleep(PROOF_OF_LIFE)
         now = self._read(key)
         if now is None or now == before:
             taken = self._store.compare_set(claim, holder, self.id).decode() == self.id

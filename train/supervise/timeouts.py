@@ -30,11 +30,11 @@ LAST_CALL = 8
 """A round which could begin with fewer nodes waits for more."""
 MEETING = 30.0
 """The nodes of a round have to say who they are."""
-PROOF = 4.0
+PROOF_OF_LIFE = 4.0
 """In which a node whose rank another one wants shows that it lives."""
-CLOCKS = 5.0
+CLOCK_SKEW = 5.0
 """By which clocks may differ: torch's rendezvous compares the times of day of different machines."""
-SEES = 10.0
+SHARED_FOLDER = 10.0
 """In which a folder that machines share shows what another one has written."""
 LINGER = 60.0
 """For which node 0, when its run has ended, waits for a node that does not know it yet."""

@@ -1,6 +1,6 @@
 """A process that has imported what ranks need, and forks them: a start, or a restart, pays no import of torch.
 
-    python -P …/train/supervise/zygote.py PLAN         a server; PLAN is JSON: see `main`
+    python -P …/train/supervise/zygote_server.py PLAN         a server; PLAN is JSON: see `main`
 
 The process that supervises a run (the agent) asks it over a socket to fork a function, and hears when a fork has
 ended. The zygote computes nothing, starts no thread and touches no GPU, so a fork of it is a clean process. It ends

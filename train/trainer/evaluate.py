@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import Config
-from train.data.fetch import Bad
+from train.data.fetch import BadSample
 from train.data.loader import Loader
 from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches
 from train.data.seeding import owned, seed_compute
@@ -149,7 +149,7 @@ def summed(rows: dict[int, Row], names: list[str], micros: int, world: World) ->
     return {name: means[name] for name in names} or {"loss": math.nan}, round(samples)
 
 
-def _warn(bad: Sequence[Bad]) -> None:
+def _warn(bad: Sequence[BadSample]) -> None:
     for one in bad:
         log.warning("warning: left out: %s: %s", one, one.reason)
 

@@ -11,6 +11,7 @@ import pytest
 from tests.tasks import TASKS
 from tests.train.cluster.conftest import FIELDS, Machines, consumed
 from tests.train.conftest import Station
+from train.launcher.stopping import stop_and_wait
 
 ORDERED = ("--steps", 1500, "--parallel.reduce", "ordered", "--task.width", 32)
 """The same bits on any number of ranks; and not over while one machine is alone for a while."""
@@ -75,7 +76,7 @@ def test_a_machine_that_goes_away_leaves_the_run_to_the_others_and_train_stop_en
 def test_a_keeper_that_ends_with_its_machine_takes_that_machine_alone_out_of_the_run(machines: Machines) -> None:
     machines.launch_all("a", *ORDERED, nnodes="1:2")
     machines.stations[0].wait_for_step("a", 60)
-    machines.stations[1].run("a").stop("keeper")  # as a keeper does at its end
+    stop_and_wait(machines.stations[1].run("a"), "keeper")  # as a keeper does at its end
     record = machines.stations[1].wait_for_end("a")
     assert (record["state"], record["stopped_by"]) == ("stopped", "keeper")
     assert attempts(machines, 0, 2)[1]["world_size"] == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.commands import options
 from train.commands.parser import parse, parser_of
-from train.config.toml import fields, parse_value
+from train.config.fields import fields, parse_value
 from train.errors import Refused
 from train.tasks import load
 

@@ -15,7 +15,7 @@ from torchvision.datasets import ImageFolder
 
 from train.bench.input import paint
 from train.data.crop import Crop, centre_crop, random_crop
-from train.data.fetch import Bad, fetcher
+from train.data.fetch import BadSample, fetcher
 from train.data.image_files import (
     ImageFiles,
     ImageItems,
@@ -69,7 +69,7 @@ def test_what_is_done_with_a_square_is_kept(folder: Path) -> None:
     assert torch.equal(pictures(folder, augment=lambda square: 255 - square)[2][0], 255 - plain)
 
 
-def fetched(folder: Path, world: int, workers: int, bad: list[Bad] | None = None) -> dict[tuple[int, int], Any]:
+def fetched(folder: Path, world: int, workers: int, bad: list[BadSample] | None = None) -> dict[tuple[int, int], Any]:
     dataset, made = pictures(folder), {}
     plan = Plan(len(dataset), 8, 3, seed=2)
     told = None if bad is None else bad.extend
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_read_is_left_out_of_its_batch_wherever_that_is_ma
     paint(tmp_path, 12, 60, 40)
     broken = tmp_path / "train/0/00004.jpg"
     broken.write_bytes(broken.read_bytes()[:700])
-    told: list[Bad] = []
+    told: list[BadSample] = []
     alone = fetched(tmp_path / "train", 1, 0, told)
     assert {bad.file for bad in told} == {str(broken)}
     assert same(fetched(tmp_path / "train", 1, 2, []), alone)

@@ -15,6 +15,7 @@ import pytest
 import train
 from tests.train.tiers import later
 from train import signals
+from train.launcher.stopping import stop_and_wait
 from train.run import folders, outcome, states
 from train.run.outcome import Kind, Outcome
 
@@ -73,7 +74,7 @@ def test_a_stop_of_the_keeper_is_known_from_one_of_a_user_by_a_field(station: St
     for name, wanted, by in (("mine", states.POLITE, signals.USER), ("its", states.KEEPER, signals.KEEPER)):
         process = station.start("run", "digits", "--name", name, "--spawn", 2, *FIELDS, "--steps", 10**6)
         station.wait_for_step(name, 2)
-        station.run(name).stop(wanted)
+        stop_and_wait(station.run(name), wanted)
         output = process.communicate()[0]
         assert process.returncode == 75, output
         record = station.record(name)

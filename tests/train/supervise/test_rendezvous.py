@@ -126,7 +126,7 @@ def test_of_two_that_come_with_one_rank_before_node_0_one_is_refused(meeting: Me
 
 def test_clocks_that_differ_are_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting.come(0)
-    monkeypatch.setattr(rendezvous, "CLOCKS", -1.0)
+    monkeypatch.setattr(rendezvous, "CLOCK_SKEW", -1.0)
     one = meeting.come(1)
     looked_at(*meeting.came, until=lambda: one.refused, what="a refusal")
     assert "the clock of node 1 (h) is" in one.refused

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from train import config as configuration
 from train import format
 from train.config import Config
-from train.data.fetch import Bad
+from train.data.fetch import BadSample
 from train.errors import nearest
 from train.parallel.world import World
 from train.run import best, metrics
@@ -168,7 +168,7 @@ class Skipped:
         self._listed: set[tuple[str, int]] = set()
         self._read_to = 0
 
-    def __call__(self, bad: Sequence[Bad]) -> None:
+    def __call__(self, bad: Sequence[BadSample]) -> None:
         """Count and list those that are new."""
         new = [one for one in bad if (one.set, one.index) not in self._listed]
         if not new:
@@ -177,14 +177,14 @@ class Skipped:
             self._log(one)
         self._run.note(lambda record: self._add(record, new))  # a disk that is full is tried again later
 
-    def _log(self, bad: Bad) -> None:
+    def _log(self, bad: BadSample) -> None:
         self._named += 1
         if self._named <= _NAMED:
             log.warning("warning: left out: %s: %s", bad, bad.reason)
         elif self._named == _NAMED + 1:
             log.warning("warning: more samples are left out; all of them: %s in the run folder", SKIPPED)
 
-    def _add(self, record: Record, new: list[Bad]) -> None:
+    def _add(self, record: Record, new: list[BadSample]) -> None:
         with (self._run.folder / SKIPPED).open("a+b") as file:
             file.seek(self._read_to)
             line = b"\n"

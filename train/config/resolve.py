@@ -15,8 +15,7 @@ import pydantic
 import pydantic_core
 from pydantic import TypeAdapter
 
-from train.config.schema import Config
-from train.config.toml import (
+from train.config.fields import (
     fields,
     flatten,
     is_optional,
@@ -27,6 +26,7 @@ from train.config.toml import (
     to_flat,
     to_toml,
 )
+from train.config.schema import Config
 from train.errors import Refused, nearest, one_line, shortened
 
 

@@ -1,4 +1,4 @@
-"""Fields of the configuration as text: flags, TOML, help."""
+"""Fields of the configuration and their text: in flags, in TOML, in help."""
 
 from __future__ import annotations
 
