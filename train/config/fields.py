@@ -149,12 +149,12 @@ def reason_of(error: pydantic.ValidationError, annotation: Any = None) -> str:
     """The first thing that is wrong, as text."""
     first = error.errors()[0]
     message = first["msg"][0].lower() + first["msg"][1:]
-    if first["type"] == "literal_error":
-        choices = typing.get_args(annotation) if annotation is not None else ()
-        message += nearest(str(first["input"]), [str(choice) for choice in choices])
     literals = [member for member in _members(annotation) if typing.get_origin(member) is Literal]
-    if literals != [annotation]:  # the words that a union takes beside numbers
-        message += "".join(f", or {word}" for one in literals for word in typing.get_args(one))
+    words = [str(word) for one in literals for word in typing.get_args(one)]
+    if first["type"] == "literal_error":
+        message += nearest(str(first["input"]), words)
+    else:  # the words that a union takes beside numbers
+        message += "".join(f", or {word}" for word in words)
     return one_line(message.replace("input should", "should"))
 
 

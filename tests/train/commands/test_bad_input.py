@@ -132,6 +132,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["launch", "digits", "--compile", "yes"], ["true or false"]),
         (["launch", "digits", "--compile"], ["needs a value"]),
         (["launch", "digits", "--optim.name", "sdg"], ["did you mean sgd"]),
+        (["launch", "digits", "--parallel.strategy", "fsd"], ["or 'hsdp'; did you mean fsdp"]),
         (["launch", "digits", "--epochs", "1", "--steps", "2"], ["replace each other"]),
         (["launch", "digits", "--max-restarts", "-1"], ["at least 0"]),
         (["launch", "digits", "--max-restarts", "9" * 5000], ["--max-restarts 999", "at most"]),
