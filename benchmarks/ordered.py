@@ -15,7 +15,7 @@ import torch.multiprocessing
 from torch import nn
 
 from benchmarks import command
-from train.bench.interleaved import measure, ratio
+from train.bench.compare import measure, ratio
 from train.bench.training_step import training_step
 from train.config import Parallel
 from train.parallel.precision import Precision

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import command
-from train.bench.interleaved import measure, ratio
+from train.bench.compare import measure, ratio
 from train.config import Config
 from train.parallel.choose import make
 from train.parallel.ddp import NO_BUFFER_BROADCAST
@@ -86,7 +86,7 @@ def _riding(world: World) -> Callable[[], None]:
         with strategy.micro_batch(0, is_last=True):
             strategy.backward(strategy.compute(lambda model: cross_entropy(model(images), classes)), 1 / RANKS, votes)
         sums = strategy.reduce(votes)
-        strategy.finish_gradients(optimizer, None)
+        strategy.scale_and_clip_gradients(optimizer, None)
         strategy.update(optimizer)
         readback.put(None, sums)
         for _, values in readback.take(everything=False):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train.bench.interleaved import measure, torchruns
+from train.bench.compare import measure, torchruns
 from train.parallel.world import World
 
 KILOBYTES = (64, 1024, 16384, 65536)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from train.bench.interleaved import quartiles
+from train.bench.compare import quartiles
 from train.data.loader import Loader
 from train.data.plan import Plan, Sharing, micro_batches_of
 from train.launcher.request import Request, resolve

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from train.bench.interleaved import Way, measure, ratio, torchruns
+from train.bench.compare import Way, measure, ratio, torchruns
 from train.bench.training_step import training_step
 from train.config import Parallel
 from train.parallel.precision import Precision

@@ -47,7 +47,7 @@ def training_step(
                     loss = spread.compute(lambda model: cross_entropy(model(inputs), classes))
                 spread.backward(loss, 1 / total, stats if is_last else None)
         spread.reduce(stats)
-        spread.finish_gradients(optimizer, None)
+        spread.scale_and_clip_gradients(optimizer, None)
         spread.update(optimizer)
 
     return step

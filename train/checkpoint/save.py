@@ -9,7 +9,6 @@ them alone, with fsdp and hsdp all ranks do, into a folder that all machines sha
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
@@ -24,13 +23,13 @@ from torch import nn
 
 from train import faults
 from train.checkpoint.load import reason_of
-from train.checkpoint.manifest import FORMAT, MANIFEST, PARTIAL, clean, manifest_text, set_aside
+from train.checkpoint.manifest import FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
+from train.checkpoint.prune import prune
 from train.checkpoint.staging import Staging
 from train.checkpoint.state_dict import size_of, state_of
 from train.checkpoint.writer import DurableWriter
 from train.config import SPREAD, Config
 from train.parallel.world import World
-from train.run.best import best
 from train.run.durable import sync_folder
 from train.run.run_folder import Run
 
@@ -178,20 +177,3 @@ class Saver:
         faults.here("save.published")
         # durable from here on; only now may older ones go
         prune(self.run, self.config.checkpoint.keep, self.config.checkpoint.best)
-
-
-def prune(run: Run, keep: int, metric: str) -> None:
-    """Remove all checkpoints but the newest `keep` and the best one, as checkpoint.best says."""
-    stay = set(run.steps_saved()[:keep])
-    found = best(run, metric) if metric else None
-    if found is not None:
-        stay.add(found.step)
-    for step in run.steps_saved():
-        if step in stay:
-            continue
-        old = run.checkpoint(step)
-        with contextlib.suppress(OSError):  # what cannot be removed now is removed by the next start
-            old.rename(old.with_name(f"{PARTIAL}removing-{old.name}"))
-            faults.here("prune.renamed")
-    clean(run)
-    faults.here("prune.removed")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train import screen
 from train.cluster import jobs
-from train.commands import select
+from train.commands import choose_runs
 from train.commands.completion_values import words
 from train.commands.options import add_json, add_names
 from train.commands.parser import Parser, number
@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
     text = "only these, with commas: running, stopped, interrupted, copy, failed, …"
     add("--state", metavar="STATE", help=text, offer=words(*states.ALL))
     text = "created (the default), name, state, step (most first), loss (lowest first)"
-    add("--sort", metavar="BY", help=text, offer=words(*select.ORDERS))
+    add("--sort", metavar="BY", help=text, offer=words(*choose_runs.ORDERS))
     add("--reverse", action="store_true", help="the other way round")
     add("-n", "--limit", metavar="N", help="at most so many: the newest, or with --sort the first ones")
     add_json(parser)
@@ -35,9 +35,9 @@ def run(options: Namespace, runs: Path) -> int:
 
     limit = number("limit", options.limit, 1)
     names = options.names
-    found = select.matching(runs, names, must=False) if names else folders.every(runs)
+    found = choose_runs.matching(runs, names, must=False) if names else folders.every(runs)
     records = jobs.statuses(found, screen.remark)
     known = bool(records) and not names
-    records = select.chosen(records, options.state, options.sort, limit, options.reverse)
+    records = choose_runs.chosen(records, options.state, options.sort, limit, options.reverse)
     print(json.dumps(records, indent=1) if options.json else listing(records, runs, bool(names) or known))
     return EXIT_FINISHED

@@ -19,10 +19,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Draw them into one file."""
-    from train.commands import select
+    from train.commands import choose_runs
     from train.views.plot import plot, verdict
 
-    chosen = select.matching(runs, options.names)
+    chosen = choose_runs.matching(runs, options.names)
     plot(chosen, Path(options.to))
     for run in chosen:
         if said := verdict(run):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train import screen
 from train.cluster import jobs
-from train.commands import select
+from train.commands import choose_runs
 from train.commands.options import add_names
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
@@ -23,10 +23,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Delete all of them, or none where one is alive."""
-    found = select.matching(runs, options.names)
+    found = choose_runs.matching(runs, options.names)
     for line in _remove_all(found):
         screen.remark(line)
-    if any(map(select.is_pattern, options.names)):  # which ones that were is not in the command
+    if any(map(choose_runs.is_pattern, options.names)):  # which ones that were is not in the command
         screen.say(f"removed {', '.join(run.name for run in found)}")
     return EXIT_FINISHED
 

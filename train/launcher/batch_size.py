@@ -181,7 +181,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
                     loss = training_loss(task, strategy.compute, batch, size)
                 strategy.backward(loss.value, 1.0, stats if is_last else None)
         strategy.reduce(stats)
-        strategy.finish_gradients(optimizer, config.clip_grad_norm)
+        strategy.scale_and_clip_gradients(optimizer, config.clip_grad_norm)
         strategy.update(optimizer)
 
 

@@ -95,7 +95,7 @@ class DDP(Strategy):
         self._ddp = DDPModule(
             self._forward,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            **NO_BUFFER_BROADCAST,  # finish_gradients broadcasts them, once a step
+            **NO_BUFFER_BROADCAST,  # scale_and_clip_gradients broadcasts them, once a step
             gradient_as_bucket_view=True,
             find_unused_parameters=parallel.find_unused_parameters,
         )

@@ -9,7 +9,7 @@ The loop knows no strategy by name. A step is, on every rank, the same number of
             strategy.backward(value, weight, stats if is_last else None)
             # or, where none of its samples can be read: strategy.backward(None, 0.0, stats if is_last else None)
     sums = strategy.reduce(stats)
-    strategy.finish_gradients(optimizer, clip_grad_norm, scale)
+    strategy.scale_and_clip_gradients(optimizer, clip_grad_norm, scale)
     strategy.update(optimizer)
 
 To add a strategy: a file beside this one with a subclass of `Strategy`, its name in `parallel.strategy`
@@ -139,7 +139,7 @@ class Strategy:
         with self.communication.waiting():
             return self.world.add(stats.clone())
 
-    def finish_gradients(
+    def scale_and_clip_gradients(
         self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scale: Tensor | None = None
     ) -> None:
         """Multiply gradients with a scalar, clip them to a global 2-norm, where given, and broadcast rank 0's buffers.

@@ -21,23 +21,25 @@ import psutil
 from train.run import heartbeat
 from train.run.heartbeat import Beat
 from train.run.run_folder import Run
-from train.supervise.timeouts import GRACE_AFTER_EXIT, GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, SCRIPT_GRACE
+from train.supervise.timeouts import (
+    GRACE_AFTER_EXIT,
+    GRACE_AFTER_FAILURE,
+    GRACE_AFTER_SIGNAL,
+    HANG_LEAST_MINUTES,
+    HANG_TIMES_SLOWEST,
+    SCRIPT_GRACE,
+    SCRIPT_HANG_MINUTES,
+)
 
 Kill = Callable[[int, int], None]
 """Sends a signal to a process."""
 _WRITING = 1.0
 """Seconds in which ranks that hang write down what they are doing."""
-LEAST_MINUTES = 5.0
-"""A step may always take so long. Beyond it, a run's own experience decides."""
-TIMES_SLOWEST = 20
-"""A step that takes so many times the slowest one before it is a hang."""
 _STOOD_STILL = 10.0
 """Seconds without a look after which this process stood still, and the ranks with it: a container that is paused,
 a machine that sleeps. They have no silence to explain."""
 _SPYING = 20.0
 """Seconds that py-spy has for the ranks of a script."""
-SCRIPT_MINUTES = 30.0
-"""How long a script may show no sign of life, unless watch.hang_minutes says otherwise."""
 _LOOK_EVERY = 2.0
 _SHARE = 0.01
 """Of one CPU: threads that only wait (progress bars, watchdogs, a store's keep-alive) use less."""
@@ -49,7 +51,7 @@ def health_of(run: Run, attempt: int, ranks: Iterable[int], kill: Kill) -> Healt
     if not record.get("script"):
         return TaskHealth(run, run.logs(attempt), ranks, kill)
     minutes = (record.get("watch") or {}).get("hang_minutes")
-    return ScriptHealth(run.logs(attempt), SCRIPT_MINUTES if minutes is None else float(minutes), kill)
+    return ScriptHealth(run.logs(attempt), SCRIPT_HANG_MINUTES if minutes is None else float(minutes), kill)
 
 
 class Health:
@@ -102,9 +104,9 @@ class Health:
 class TaskHealth(Health):
     """Ends ranks that show no sign of life, and peers of one that is gone.
 
-    `watch.hang_minutes` is how long ranks may show none between two steps: None takes the larger of LEAST_MINUTES and
-    TIMES_SLOWEST times the slowest gap seen in this attempt; 0 never finds a hang. Starting, with its first step and
-    compilation, and saving have an allowance of their own, `watch.start_minutes`.
+    `watch.hang_minutes` is how long ranks may show none between two steps: None takes the larger of HANG_LEAST_MINUTES
+    and HANG_TIMES_SLOWEST times the slowest gap seen in this attempt; 0 never finds a hang. Starting, with its first
+    step and compilation, and saving have an allowance of their own, `watch.start_minutes`.
     """
 
     def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
@@ -173,7 +175,7 @@ class TaskHealth(Health):
             return self._start_minutes
         if self._hang_minutes is not None:
             return self._hang_minutes
-        return max(LEAST_MINUTES, TIMES_SLOWEST * self._slowest / 60)
+        return max(HANG_LEAST_MINUTES, HANG_TIMES_SLOWEST * self._slowest / 60)
 
     def _ask_for_stacks(self, living: list[int]) -> None:
         """Let ranks write down what they are doing: by faulthandler (worker.py), and by NCCL's flight recorder."""

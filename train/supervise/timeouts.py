@@ -1,6 +1,6 @@
-"""How long ranks may live on when one is dead, how long nodes wait for each other, and when a node counts as gone.
+"""When ranks hang, how long they live on when one is dead, how long nodes wait for each other, and when one is gone.
 
-In seconds, but for WAIT_MINUTES. When ranks hang is in health.py.
+In seconds, but for those called minutes.
 """
 
 GRACE_AFTER_SIGNAL = 0.2
@@ -12,6 +12,12 @@ GRACE_AFTER_EXIT = 10.0
 SCRIPT_GRACE = 5.0
 """Between SIGTERM and SIGKILL for the peers of a script's rank that has failed."""
 
+HANG_LEAST_MINUTES = 5.0
+"""A step may always take so long. Beyond it, a run's own experience decides."""
+HANG_TIMES_SLOWEST = 20
+"""A step that takes so many times the slowest one before it is a hang."""
+SCRIPT_HANG_MINUTES = 30.0
+"""How long a script may show no sign of life, unless watch.hang_minutes says otherwise."""
 WAIT_MINUTES = 30.0
 """Default of --wait-minutes: how long a node waits for the others."""
 BEAT = 1.0

@@ -55,7 +55,7 @@ def step(
         # gradients are means over `samples`: make them means over what was counted, without looking at the count
         count = sums[COUNT]
         scale = (samples / count).masked_fill(count <= 0, 0.0)
-    strategy.finish_gradients(job.optimizer, job.config.clip_grad_norm, scale)
+    strategy.scale_and_clip_gradients(job.optimizer, job.config.clip_grad_norm, scale)
     if job.optimizer_generators is not None:  # all ranks draw the same in the update, whatever batches they have had
         seed_compute(seed_of(job.config.seed, number), job.world.device, "update", job.optimizer_generators)
     faults.here("update")

@@ -16,7 +16,7 @@ import torch
 from tests.ports import free_port
 from tests.train.conftest import PATIENCE, Station
 from train.bench.collective import KILOBYTES, bus_rate
-from train.bench.interleaved import ratio
+from train.bench.compare import ratio
 
 
 def table(text: str) -> list[list[str]]:

@@ -60,7 +60,7 @@ def test_a_rank_that_has_scaled_no_loss_yet_takes_part_in_a_step_that_scales() -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.start()
     strategy.backward(None, 0.0, torch.zeros(5))
-    strategy.finish_gradients(optimizer, None)
+    strategy.scale_and_clip_gradients(optimizer, None)
     strategy.update(optimizer)
     assert made.scaler.get_scale() == 65536
 
