@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import NoReturn
 import train
 from train import hash_seed, screen
 from train.commands import COMMANDS
-from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, one_line, shortened
+from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, of_system, shortened
 
 _COMPUTING = ("eval", "export")
 """Commands that execute the code of a task in this process; so does `run`, where torchrun has started it."""
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = EXIT_FINISHED
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
-        screen.remark(_said_of(error))
+        screen.remark(of_system(error))
         code = EXIT_REFUSED
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
         what = shortened(ascii(error.object), 100)
@@ -96,15 +95,6 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     runs = runs_folder(options.runs)
     module = importlib.import_module(f"train.commands.{command}")
     return int(module.run(options, runs))
-
-
-def _said_of(error: OSError) -> str:
-    """What is wrong and what to do about it."""
-    where = f": {error.filename}" if error.filename else ""
-    problem = shortened(f"{error.strerror or one_line(error)}{where}")
-    remedy = "; give a shorter one" if error.errno == errno.ENAMETOOLONG else "; look at its owner and mode"
-    # a library's own, without a number, is about what is in the file
-    return f"{problem}{remedy if error.errno else ''}"
 
 
 def overview() -> str:

@@ -97,6 +97,15 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def of_system(error: OSError) -> str:
+    """What is wrong, and what to do about it, where no command has foreseen it."""
+    where = f": {error.filename}" if error.filename else ""
+    problem = shortened(f"{error.strerror or one_line(error)}{where}")
+    remedy = "; give a shorter one" if error.errno == errno.ENAMETOOLONG else "; look at its owner and mode"
+    # a library's own, without a number, is about what is in the file
+    return f"{problem}{remedy if error.errno else ''}"
+
+
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """A hint `; did you mean a, b?` with the names nearest to `word`, or `otherwise` when none is near."""
     candidates = sorted(known)

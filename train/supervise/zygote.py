@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from train import hash_seed
-from train.errors import Refused, one_line
+from train.errors import Refused, of_system, one_line
 from train.supervise import zygote_server as server
 from train.supervise.zygote_server import LIBRARIES, OFF, SIGNALS, called, lender_socket, receive, send
 
@@ -234,7 +234,7 @@ def described(error: BaseException) -> str:
     if isinstance(error, ZygoteLost):
         message = str(error)
     elif isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.strerror or error}: {error.filename}; look at its owner and mode"
+        message = of_system(error)
     return one_line(message)
 
 
