@@ -15,13 +15,17 @@ import sys
 import termios
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train import module_runner
 from train.errors import EXIT_FAILED, EXIT_REFUSED, Refused, one_line
 from train.run import durable, environment, folders, states
 from train.run.run_folder import Lock, Run
 from train.signals import KEEPER, USER, StopRequest, leave
+
+if TYPE_CHECKING:
+    from train.launcher.create_run import OpenedRun
+    from train.launcher.request import LaunchRequest
 
 _OF_PANE = ("TMUX", "TMUX_PANE", "TERM")
 """Variables that are the terminal's own."""
@@ -95,7 +99,7 @@ def _answer(folder: Path, answer: dict[str, Any]) -> bool:
     return True
 
 
-def undo(launch: Any, run: Run, lock: Lock) -> None:
+def undo(launch: LaunchRequest, run: Run, lock: Lock) -> None:
     """Clear away a run whose launch was withdrawn; rest one whose resume was."""
     from train.supervise import attempts
 
@@ -107,7 +111,7 @@ def undo(launch: Any, run: Run, lock: Lock) -> None:
         folders.remove(run)
 
 
-def keep(opened: Any, stop: StopRequest) -> int:
+def keep(opened: OpenedRun, stop: StopRequest) -> int:
     """Keep the run alive until it ends, shown on the terminal as long as there is one. Returns the exit code."""
     from train.launcher import script
     from train.launcher.live_view import LiveView

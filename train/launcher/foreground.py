@@ -69,10 +69,10 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     log_to(sys.stderr)
     rank_env = read_rank_env()
     meeting, _, _ = next(dist.rendezvous("env://", rank_env.rank, rank_env.size))
-    board = dist.PrefixStore(f"train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
-    rank_env = dataclasses.replace(rank_env, init=dist.PrefixStore("train/group", board))
+    store = dist.PrefixStore(f"train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
+    rank_env = dataclasses.replace(rank_env, init=dist.PrefixStore("train/group", store))
     if rank_env.rank:
-        received = json.loads(board.get("run"))
+        received = json.loads(store.get("run"))
         if "refused" in received:
             leave(0)
         leave(_rank_of_torchrun(Run(Path(received["folder"])), received["attempt"], rank_env, StopRequest())[1])
@@ -84,18 +84,18 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
 
         def rank(attempt: int) -> Outcome:
             nonlocal code
-            board.set("run", json.dumps({"folder": str(made.folder), "attempt": attempt}))
+            store.set("run", json.dumps({"folder": str(made.folder), "attempt": attempt}))
             end, code = _rank_of_torchrun(made, attempt, rank_env, stop)
             return end
 
         supervise_alone(made, rank_env.size, rank, stop)
     except Refused as error:
-        board.set("run", json.dumps({"refused": one_line(error)}))
+        store.set("run", json.dumps({"refused": one_line(error)}))
         with contextlib.suppress(OSError):
             screen.remark(str(error))
         code = 0
     except BaseException as error:
-        board.set("run", json.dumps({"refused": one_line(error)}))
+        store.set("run", json.dumps({"refused": one_line(error)}))
         traceback.print_exc()
     finally:
         leave(code)

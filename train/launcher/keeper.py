@@ -179,10 +179,11 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
         tell(run, f"left alone, for it is not known as started here; to go on with it: train resume {run.name}")
     if ended.is_set() or not is_wanted:
         return
-    count = resumable.keeper_count(run, run.read())
     launch = LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
     for line in tmux.start(launch, ended.is_set):
         tell(run, f"warning: {line}")
+    record = run.read()
+    count = record.get("kept") or {"step": record["step"], "times": 1}  # by the process that has opened it
     times = f" for the {count['times']}th time" if count["times"] > 1 else ""
     tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")
 
@@ -201,7 +202,7 @@ def _stop_all(runs: Path, tell: _Log, sign_of_life: Callable[[], None]) -> None:
             if other:
                 tell(run, f"is of another station ({record.get('host')}); left alone")
                 return
-            stopping.ask_to_stop(run, states.KEEPER)
+            stopping.ask_to_stop(run, states.FOR_KEEPER)
             record = run.read_effective()
             tell(run, f"{record['state']}: {record['reason']}" if record["reason"] else record["state"])
         except Exception as error:

@@ -28,7 +28,7 @@ from train.errors import Refused
 from train.launcher.request import LaunchRequest
 from train.run import environment, folders
 from train.run.run_folder import Run
-from train.run.states import KEEPER, NOW
+from train.run.states import FOR_KEEPER, NOW
 from train.supervise import zygote
 
 _TRIES = 50
@@ -160,7 +160,9 @@ def _withdraw(folder: Path, launch: LaunchRequest) -> Path:
         run = Run(Path(launch.runs) / launch.name)
         from train.launcher.stopping import stop_and_wait
 
-        stop_and_wait(run, KEEPER if launch.by_keeper else NOW)  # the keeper's own end is no wish that the run may rest
+        stop_and_wait(
+            run, FOR_KEEPER if launch.by_keeper else NOW
+        )  # the keeper's own end is no wish that the run may rest
         if launch.kind != "resume":
             folders.remove(run)
     return folder

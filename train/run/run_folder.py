@@ -225,7 +225,7 @@ class Run:
         return False
 
     def stop_asked(self) -> str:
-        """POLITE, NOW, KEEPER or PLACED; '' where no stop was asked for by file."""
+        """POLITE, NOW, FOR_KEEPER or PLACED; '' where no stop was asked for by file."""
         try:
             return durable.read_bytes(self.folder / "stop").decode(errors="replace").strip()
         except OSError:

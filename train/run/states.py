@@ -6,17 +6,17 @@ from train import signals
 from train.run.record import Record
 
 CREATED, RUNNING, STOPPED, FAILED, FINISHED = "created", "running", "stopped", "failed", "finished"
-POLITE, NOW, KEEPER, PLACED = "polite", "now", "keeper", "placed"
+POLITE, NOW, FOR_KEEPER, PLACED = "polite", "now", "keeper", "placed"
 """Requests to stop: save first; at once; save first, for the keeper, which will continue the run; save first, for the
 engine of a cluster, which has started the run elsewhere."""
 WHO = {
     POLITE: "train stop",
     NOW: "train stop --now",
-    KEEPER: "the keeper",
+    FOR_KEEPER: "the keeper",
     PLACED: "its place is another machine's now",
 }
 """How run.json's reason names each request."""
-BY = {POLITE: signals.USER, NOW: signals.USER, KEEPER: signals.KEEPER, PLACED: signals.SIGNAL}
+BY = {POLITE: signals.USER, NOW: signals.USER, FOR_KEEPER: signals.KEEPER, PLACED: signals.SIGNAL}
 """Who makes each request: run.json's `stopped_by`."""
 REFUSED = "refused"
 """The field of run.json of a failed run whose other machines refused this one."""

@@ -45,7 +45,7 @@ def record_end(run: Run, state: str, reason: str, by: str | None = None) -> None
     run.update(state=state, reason=reason, stopped_by=by, ended=ended)
 
 
-def wait(run: Run, reason: str) -> None:
+def record_waiting(run: Run, reason: str) -> None:
     """Write down that a run waits for other machines."""
     run.note(state=states.RUNNING, reason=reason, ended=None)
 

@@ -13,7 +13,7 @@ from train.errors import EXIT_STOPPED, Refused
 from train.run import states
 from train.run.run_folder import Run
 from train.supervise import decide, health
-from train.supervise.attempts import Supervisor, asked_by, pids, record_decision, wait
+from train.supervise.attempts import Supervisor, asked_by, pids, record_decision, record_waiting
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode
 from train.supervise.nodes import Nodes
 from train.supervise.ranks import Ranks
@@ -55,7 +55,7 @@ class MultiNodeSupervisor(Supervisor):
             if waits != message:
                 message = waits
                 self.say(waits)
-                wait(self.run, waits)
+                record_waiting(self.run, waits)
             self.show()
             time.sleep(0.02)
         nodes.take_over()
@@ -97,7 +97,7 @@ class MultiNodeSupervisor(Supervisor):
         nodes, asked = self.nodes, asked_by(self.stop)
         self.look_at_others()
         if watch.is_ending:
-            nodes.trouble()
+            nodes.report_death()
         if not self._is_over and nodes.is_over:
             self._is_over = True
             watch.end()

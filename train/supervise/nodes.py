@@ -226,8 +226,8 @@ class Nodes:
             write_atomically(path, text)
             self.run.update(lambda record: record.update(cast(Record, ownership.sign(self.run.folder, record))))
 
-    def trouble(self) -> None:
-        """A rank of this node is dead, and the others will be: the others need not wait to find out."""
+    def report_death(self) -> None:
+        """Tell the other nodes that a rank here is dead: they need not wait to find out."""
         if not self._rendezvous.own.get("bad"):
             self._rendezvous.publish(bad=True)
 
@@ -286,7 +286,7 @@ class Nodes:
         """
         at_once = facts.asked if facts.asked is not None and facts.asked.now else None
         if at_once is None and is_bad(facts):
-            self.trouble()
+            self.report_death()
         if self.settings.node:
             report = None if at_once is not None else report_of(facts, self._why_it_leaves(facts))
             self._rendezvous.publish(report=report, round=self._current.id if report is not None else "")

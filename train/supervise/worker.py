@@ -57,7 +57,9 @@ def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: 
     if outcome.read(logs, rank_env.rank) is None:
         with contextlib.suppress(OSError):
             outcome.write(logs, end)
-    if end.kind in (Kind.FAILED, Kind.REFUSED) and (rank_env.rank == rank_env.lead or not _is_told(logs, rank_env)):
+    if end.kind in (Kind.FAILED, Kind.REFUSED) and (
+        rank_env.rank == rank_env.lead or not _wait_for_lead(logs, rank_env)
+    ):
         with contextlib.suppress(OSError):  # the terminal may be gone
             parts = filter(None, [end.reason, diagnose.hint(end.reason)])
             screen.remark("; ".join(parts))
@@ -242,21 +244,25 @@ def exit_code(logs: Path, rank_env: RankEnv, end: Outcome) -> int:
         return 0
     import torch.distributed as dist
 
-    return 1 if not dist.is_initialized() or (rank_env.rank != rank_env.lead and not _has_told(logs, rank_env)) else 0
+    return (
+        1
+        if not dist.is_initialized() or (rank_env.rank != rank_env.lead and not _lead_has_reported(logs, rank_env))
+        else 0
+    )
 
 
-def _is_told(logs: Path, rank_env: RankEnv) -> bool:
-    """Most failures meet all ranks at the same step, and the first of the machine tells of them; of one rank's alone it
-    knows nothing."""
+def _wait_for_lead(logs: Path, rank_env: RankEnv) -> bool:
+    """Whether the first rank of the machine reports a failure, as it does of one that meets all ranks at the same step;
+    of one rank's alone it knows nothing."""
     deadline = time.monotonic() + _PATIENCE
-    while not _has_told(logs, rank_env):
+    while not _lead_has_reported(logs, rank_env):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
 
 
-def _has_told(logs: Path, rank_env: RankEnv) -> bool:
+def _lead_has_reported(logs: Path, rank_env: RankEnv) -> bool:
     """Whether the first rank of the machine has come to an end of its own, other than by an exception."""
     first = outcome.read(logs, rank_env.lead)
     return not logs.exists() or (first is not None and first.kind is not Kind.DIED)  # a folder gone meets rank 0 too

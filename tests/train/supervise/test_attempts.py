@@ -71,7 +71,7 @@ def test_a_rank_killed_after_it_said_that_all_is_done_costs_nothing(station: Sta
 @pytest.mark.minutes
 def test_a_stop_of_the_keeper_is_known_from_one_of_a_user_by_a_field(station: Station) -> None:
     """For spawned ranks too, whose own words are the same both times: that they were sent a SIGTERM."""
-    for name, wanted, by in (("mine", states.POLITE, signals.USER), ("its", states.KEEPER, signals.KEEPER)):
+    for name, wanted, by in (("mine", states.POLITE, signals.USER), ("its", states.FOR_KEEPER, signals.KEEPER)):
         process = station.start("run", "digits", "--name", name, "--spawn", 2, *FIELDS, "--steps", 10**6)
         station.wait_for_step(name, 2)
         stop_and_wait(station.run(name), wanted)
