@@ -82,10 +82,10 @@ def _riding(world: World) -> Callable[[], None]:
     readback = Readback[None](world.device)
 
     def step() -> None:
-        votes = torch.zeros(len(STEP_STATS), device=world.device)
+        stats = torch.zeros(len(STEP_STATS), device=world.device)
         with strategy.micro_batch(0, is_last=True):
-            strategy.backward(strategy.compute(lambda model: cross_entropy(model(images), classes)), 1 / RANKS, votes)
-        sums = strategy.reduce(votes)
+            strategy.backward(strategy.compute(lambda model: cross_entropy(model(images), classes)), 1 / RANKS, stats)
+        sums = strategy.reduce(stats)
         strategy.scale_and_clip_gradients(optimizer, None)
         strategy.update(optimizer)
         readback.put(None, sums)

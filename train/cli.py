@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -13,11 +14,15 @@ import train
 from train import hash_seed, screen
 from train.commands import COMMANDS
 from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, of_system, shortened
+from train.parallel.rank_env import is_under_torchrun
 
 _COMPUTING = ("eval", "export")
 """Commands that execute the code of a task in this process; so does `run`, where torchrun has started it."""
 _DETACHED = ("launch", "resume")
 """Commands that start a run in tmux, by an agent (train/launcher/agent.py)."""
+_STARTING = (*_COMPUTING, *_DETACHED, "run", "submit")
+"""Commands of which processes begin in the current folder; libraries of torch's end those that have none."""
+_GONE = "the current folder is gone; go to one that is there: cd"
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -39,7 +44,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = EXIT_FINISHED
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
-        screen.remark(of_system(error))
+        screen.remark(_GONE if error.errno == errno.ENOENT and _is_gone() else of_system(error))
         code = EXIT_REFUSED
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
         what = shortened(ascii(error.object), 100)
@@ -86,15 +91,22 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     from train.commands.parser import parse, parser_of, runs_folder
 
     options = parse(parser_of(command), arguments)
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # removed, or made anew, while a shell was in it
-        raise Refused("the current folder is gone; go to one that is there: cd") from None
-    if command in _COMPUTING or (command == "run" and "RANK" in os.environ):
+    if command in _STARTING and _is_gone():
+        raise Refused(_GONE)
+    if command in _COMPUTING or (command == "run" and is_under_torchrun()):
         hash_seed.restart_with_seed(given)
     runs = runs_folder(options.runs)
     module = importlib.import_module(f"train.commands.{command}")
     return int(module.run(options, runs))
+
+
+def _is_gone() -> bool:
+    """Whether the current folder was removed, or made anew, while a shell was in it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def overview() -> str:

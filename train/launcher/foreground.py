@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from train import screen
-from train.errors import Refused, one_line
+from train.errors import EXIT_REFUSED, Refused, one_line
 from train.launcher.create_run import check_in_fork
 from train.launcher.request import ALONE, LaunchRequest, Request
 from train.parallel.rank_env import RankEnv, is_under_torchrun, read_rank_env
@@ -67,6 +67,8 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     from train.supervise.worker import log_to
 
     log_to(sys.stderr)
+    # torchrun would start again what exits with another code than 0; srun, say, does not
+    refused = 0 if "TORCHELASTIC_RUN_ID" in os.environ else EXIT_REFUSED
     rank_env = read_rank_env()
     meeting, _, _ = next(dist.rendezvous("env://", rank_env.rank, rank_env.size))
     store = dist.PrefixStore(f"train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
@@ -74,7 +76,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     if rank_env.rank:
         received = json.loads(store.get("run"))
         if "refused" in received:
-            leave(0)
+            leave(refused)
         leave(_rank_of_torchrun(Run(Path(received["folder"])), received["attempt"], rank_env, StopRequest())[1])
     code = 1
     try:
@@ -93,7 +95,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
         store.set("run", json.dumps({"refused": one_line(error)}))
         with contextlib.suppress(OSError):
             screen.remark(str(error))
-        code = 0
+        code = refused
     except BaseException as error:
         store.set("run", json.dumps({"refused": one_line(error)}))
         traceback.print_exc()

@@ -182,7 +182,8 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
     launch = LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
     for line in tmux.start(launch, ended.is_set):
         tell(run, f"warning: {line}")
-    record = run.read()
+    with contextlib.suppress(Refused):
+        record = run.read()
     count = record.get("kept") or {"step": record["step"], "times": 1}  # by the process that has opened it
     times = f" for the {count['times']}th time" if count["times"] > 1 else ""
     tell(run, f"resumed{times}" if record.get("script") else f"resumed after step {count['step']}{times}")

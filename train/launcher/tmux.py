@@ -157,12 +157,11 @@ def _withdraw(folder: Path, launch: LaunchRequest) -> Path:
     folder = folder.rename(folder.with_name(folder.name + "-withdrawn"))  # from here on no answer can be written
     answer = folder / "answer.json"
     if answer.exists() and "refused" not in json.loads(answer.read_text(encoding="utf-8")):
-        run = Run(Path(launch.runs) / launch.name)
-        from train.launcher.stopping import stop_and_wait
+        from train.launcher.stopping import stop_and_wait  # late: it imports much, and most launches withdraw nothing
 
-        stop_and_wait(
-            run, FOR_KEEPER if launch.by_keeper else NOW
-        )  # the keeper's own end is no wish that the run may rest
+        run = Run(Path(launch.runs) / launch.name)
+        # the keeper's own end is no wish that the run may rest
+        stop_and_wait(run, FOR_KEEPER if launch.by_keeper else NOW)
         if launch.kind != "resume":
             folders.remove(run)
     return folder

@@ -1,8 +1,8 @@
 """What a process died of, by its exception or its log: does it recur, and which check of `train doctor` finds it?
 
-Pure functions. A script is any program, and its output is all there is to judge by. Its own exceptions recur;
-what the network, a device, another rank's death or a busy machine did to it may not. Messages are those of torch, NCCL,
-CUDA, the kernel and this package.
+Pure functions, but for `failure_of`, which is called where an exception is handled. A script is any program, and its
+output is all there is to judge by. Its own exceptions recur; what the network, a device, another rank's death or a
+busy machine did to it may not. Messages are those of torch, NCCL, CUDA, the kernel and this package.
 """
 
 from __future__ import annotations

@@ -233,24 +233,24 @@ class Nodes:
 
     @property
     def is_over(self) -> bool:
-        """Whether the attempt has ended elsewhere: another node's rank is dead, a node is gone, or node 0 says so."""
+        """Whether the attempt has ended elsewhere: a rank of another node is dead, or the node is gone."""
         if self.round is None:
             return False
         for node in self._current.nodes[:1] if self.settings.node else self._current.nodes[1:]:
             public = self._others.get(node["node"], {})
             if self._is_gone(node) or (public.get("round") == self._current.id and public.get("bad")):
                 return True
-        # node 0 has given this one up while it stood still, and its ranks may wait for the others' for ever
-        return self._decided is not None
+        return False
 
     def _is_gone(self, node: Mapping[str, Any]) -> bool:
         """Whether a node of the attempt, as this one follows it, is not in it any more."""
-        public = self._others.get(node["node"], {})
-        if self.settings.node:
-            return self._rendezvous.is_lost or not self._rendezvous.lives(0, node["id"])
+        public, has_joined = self._others.get(node["node"], {}), time.monotonic() - self._began > JOINING
+        if self.settings.node and self._rendezvous.is_lost:
+            return True
         if not self._rendezvous.lives(node["node"], node["id"]):
-            return time.monotonic() - self._began > JOINING or public.get("id") != node["id"]
-        return public.get("round") != self._current.id and time.monotonic() - self._began > JOINING
+            return bool(self.settings.node) or has_joined or public.get("id") != node["id"]
+        # node 0 too: it has given this one up while it stood still, and its ranks may wait for the others' for ever
+        return has_joined and public.get("round") != self._current.id
 
     @property
     def came(self) -> str:
@@ -324,11 +324,10 @@ class Nodes:
 
     def _carried_out(self, facts: Facts, at_once: Asked | None, look: Callable[[], Asked | None]) -> Decision:
         """Node 0's decision, on another node."""
-        decision = None
-        while decision is None and at_once is None and not self._is_gone(self._current.nodes[0]):
-            decision = self._decided
+        while self._decided is None and at_once is None and not self._is_gone(self._current.nodes[0]):
             at_once = look()
             time.sleep(0.02)
+        decision = self._decided
         if at_once is not None:
             return decide(dataclasses.replace(facts, asked=at_once))
         if facts.leaves and (decision is None or decision.again):

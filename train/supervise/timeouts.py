@@ -1,6 +1,6 @@
 """When ranks hang, how long they live on when one is dead, how long nodes wait for each other, and when one is gone.
 
-In seconds, but for those called minutes.
+In seconds, but for those called minutes, and one factor.
 """
 
 GRACE_AFTER_SIGNAL = 0.2
@@ -18,6 +18,7 @@ HANG_TIMES_SLOWEST = 20
 """A step that takes so many times the slowest one before it is a hang."""
 SCRIPT_HANG_MINUTES = 30.0
 """How long a script may show no sign of life, unless watch.hang_minutes says otherwise."""
+
 WAIT_MINUTES = 30.0
 """Default of --wait-minutes: how long a node waits for the others."""
 BEAT = 1.0

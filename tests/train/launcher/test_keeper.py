@@ -166,13 +166,13 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
     station.wait_for_step("a", 6)
     kill_agent(station, "a")
     station.wait("a", lambda record: record["state"] == "interrupted", "its death")
-    (station.folder / "desks").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(station.folder / "desks"))
-    monkeypatch.setenv("TMPDIR", str(station.folder / "desks"))
+    (station.folder / "requests").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(station.folder / "requests"))
+    monkeypatch.setenv("TMPDIR", str(station.folder / "requests"))
     monkeypatch.setenv(zygote.OFF, "off")
 
     def is_answered() -> bool:
-        eventually("the agent has answered", lambda: list(station.folder.glob("desks/*/answer.json")), every=0.01)
+        eventually("the agent has answered", lambda: list(station.folder.glob("requests/*/answer.json")), every=0.01)
         return True
 
     with pytest.raises(Refused, match="given up"):
@@ -182,7 +182,7 @@ def test_a_resume_that_the_keeper_takes_back_is_taken_up_by_the_next(
 
     keeper = station.start("keeper")
     eventually(
-        "the keeper has asked for a session", lambda: list(station.folder.glob("desks/*/request.json")), every=0.01
+        "the keeper has asked for a session", lambda: list(station.folder.glob("requests/*/request.json")), every=0.01
     )
     keeper.send_signal(signal.SIGTERM)
     said = keeper.communicate(timeout=PATIENCE)[0]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.ports import free_port
 from train.launcher import foreground
 from train.launcher.request import Request
 from train.run import folders, states
@@ -146,6 +147,23 @@ def test_a_restart_of_torchrun_finds_its_run_beside_a_damaged_one(
     found, lock = foreground.open_under_torchrun(tmp_path, None, Request("digits", {}))
     lock.release()
     assert found.folder == ours.folder
+
+
+def test_ranks_that_something_else_than_torchrun_starts_share_a_name_or_its_refusal(shared_station: Station) -> None:
+    station, place = shared_station, {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "train", "run", "digits", "--name", "srun", "--steps", "5", "--cpu_threads", "1"]
+    for code, said in ((0, ""), (2, "a run named srun exists")):
+        ranks = [
+            subprocess.Popen(
+                command, cwd=station.folder, env=station.environment() | place | {"RANK": rank}, text=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            )
+            for rank in ("0", "1")
+        ]  # fmt: skip
+        errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [code, code], errors
+        assert said in errors[0]
+    assert (station.record("srun")["state"], station.record("srun")["world_size"]) == (states.FINISHED, 2)
 
 
 @pytest.mark.minutes

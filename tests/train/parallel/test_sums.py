@@ -71,7 +71,7 @@ def test_a_sum_is_that_of_the_tree_to_the_last_bit(micros: int, unused: tuple[in
 
     spread, model = ordered(), make()
     spread.place(model)
-    votes = torch.zeros(len(STEP_STATS))
+    stats = torch.zeros(len(STEP_STATS))
     for _ in range(2):  # what a step leaves behind must not reach the next
         made = make().state_dict()
         model.load_state_dict(made)
@@ -80,8 +80,8 @@ def test_a_sum_is_that_of_the_tree_to_the_last_bit(micros: int, unused: tuple[in
             is_last = number == micros - 1
             with spread.micro_batch(number, is_last):
                 value = spread.compute(functools.partial(loss, number=number, unused=unused))
-                spread.backward(value, 1.0, votes if is_last else None)
-        spread.reduce(votes)
+                spread.backward(value, 1.0, stats if is_last else None)
+        spread.reduce(stats)
         *expected, mean, variance = tree((0, micros))
         assert bits([p.grad for p in model.parameters() if p.grad is not None]) == bits(expected)
         assert bits([model.norm.running_mean, model.norm.running_var]) == bits([mean / micros, variance / micros])

@@ -1,4 +1,4 @@
-"""Which steps save: what was due while a run died and went on from memory is not forgotten."""
+"""Which steps save: what was intervals while a run died and went on from memory is not forgotten."""
 
 import itertools
 import math
@@ -14,13 +14,13 @@ from train.trainer.intervals import Intervals, SaveClock
 def test_a_save_is_missing_where_one_of_the_steps_since_the_newest_saves(
     save_every: int | None, evaluate_every: float, saves_evaluations: bool
 ) -> None:
-    due = Intervals(20, evaluate_every, save_every, saves_evaluations)
+    intervals = Intervals(20, evaluate_every, save_every, saves_evaluations)
     saves = {step for step in range(1, 21) if save_every and step % save_every == 0} | {20}
     if saves_evaluations:
-        saves |= {step for step in range(1, 21) if due.evaluates(step)}
-    assert {step for step in range(21) if due.saves(step)} == saves
+        saves |= {step for step in range(1, 21) if intervals.evaluates(step)}
+    assert {step for step in range(21) if intervals.saves(step)} == saves
     for saved, step in itertools.product(range(21), repeat=2):
-        assert due.misses_save(saved, step) == any(saved < one <= step for one in saves), (saved, step)
+        assert intervals.misses_save(saved, step) == any(saved < one <= step for one in saves), (saved, step)
 
 
 def test_a_clock_counts_what_has_passed_before() -> None:
