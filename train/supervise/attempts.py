@@ -63,7 +63,8 @@ def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
     if decision.reason is not None:
         values |= {"reason": decision.reason, "ended": run_folder.now()}
     if attempt is None:
-        run.update(**values if decision.state is None else {**values, "state": decision.state})
+        # a wait of no time was never recorded: else the run would be about to begin for ever
+        run.update(**{**values, "state": decision.state or states.RUNNING})
         return
     lines = None
     if decision.end == "died" and decision.rank is not None:
