@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from train.signals import POLITE, StopRequest, leave
 from train.supervise.attempts import Supervisor, supervise_alone
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
+
+_HEARD = 10.0
+"""Seconds in which the other ranks, which are connected, hear that they are refused."""
 
 
 def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None) -> int:
@@ -76,6 +80,8 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     if rank_env.rank:
         received = json.loads(store.get("run"))
         if "refused" in received:
+            with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, leaves with the last one
+                store.add("heard", 1)
             leave(refused)
         leave(_rank_of_torchrun(Run(Path(received["folder"])), received["attempt"], rank_env, StopRequest())[1])
     code = 1
@@ -92,15 +98,23 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
 
         supervise_alone(made, rank_env.size, rank, stop)
     except Refused as error:
-        store.set("run", json.dumps({"refused": one_line(error)}))
+        _refuse(store, rank_env.size - 1, error)
         with contextlib.suppress(OSError):
             screen.remark(str(error))
         code = refused
     except BaseException as error:
-        store.set("run", json.dumps({"refused": one_line(error)}))
+        _refuse(store, rank_env.size - 1, error)
         traceback.print_exc()
     finally:
         leave(code)
+
+
+def _refuse(store: Any, others: int, error: BaseException) -> None:
+    """Let the other ranks end, too, and wait until they have heard of it: this one may serve the store."""
+    store.set("run", json.dumps({"refused": one_line(error)}))
+    until = time.monotonic() + _HEARD
+    while store.add("heard", 0) < others and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def shape(rank_env: RankEnv) -> tuple[int, range]:
