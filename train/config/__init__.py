@@ -12,15 +12,7 @@ from train.config.fields import (
     to_toml,
     type_name,
 )
-from train.config.resolve import (
-    build,
-    check_flags,
-    forbidden_changes,
-    from_toml,
-    layer,
-    resolve,
-    with_flags,
-)
+from train.config.resolve import build, check_flags, forbidden_changes, from_toml, layer, resolve, with_flags
 from train.config.schema import SPREAD, Config, Count, Optim, Parallel, Schedule, Share, Watch
 
 LOCAL = ("data.root", "data.workers")

@@ -199,8 +199,8 @@ def _stop_all(runs: Path, tell: _Log, sign_of_life: Callable[[], None]) -> None:
             if not run.alive() or resumable.is_kept_elsewhere(record):
                 return
             # a record without a station is of a user without a key, or of an earlier release
-            other = station != own if (station := record.get(ownership.STATION)) else record.get("host") != here
-            if other:
+            station = record.get(ownership.STATION)
+            if station != own if station else record.get("host") != here:
                 tell(run, f"is of another station ({record.get('host')}); left alone")
                 return
             stopping.ask_to_stop(run, states.FOR_KEEPER)

@@ -34,13 +34,13 @@ def is_under_torchrun() -> bool:
 
 
 def read_rank_env() -> RankEnv:
-    """The rank env that torchrun gave this process; rank 0 of 1 without it.
+    """The rank env that torchrun gave this process; see `is_under_torchrun`.
 
     Raises:
         Refused: the variables are not numbers.
     """
     try:
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return RankEnv(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     except ValueError as error:

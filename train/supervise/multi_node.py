@@ -66,9 +66,8 @@ class MultiNodeSupervisor(Supervisor):
         """How the run ends here while it waits for other nodes; None: it does not."""
         nodes, asked = self.nodes, asked_by(self.stop)
         if asked is not None:
-            saved = (
-                f"; the last checkpoint is of step {self.run.newest_checkpoint}" if self.run.newest_checkpoint else ""
-            )
+            step = self.run.newest_checkpoint
+            saved = f"; the last checkpoint is of step {step}" if step else ""
             reason = f"stopped ({asked.text}) while {waits}{saved}"
             decision = Decision("stopped", states.STOPPED, reason, reason, asked.by, code=EXIT_STOPPED)
             is_users = asked.by == signals.USER or self.stop.interrupts > 0

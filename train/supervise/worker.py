@@ -244,11 +244,9 @@ def exit_code(logs: Path, rank_env: RankEnv, end: Outcome) -> int:
         return 0
     import torch.distributed as dist
 
-    return (
-        1
-        if not dist.is_initialized() or (rank_env.rank != rank_env.lead and not _lead_has_reported(logs, rank_env))
-        else 0
-    )
+    if not dist.is_initialized():
+        return 1
+    return 0 if rank_env.rank == rank_env.lead or _lead_has_reported(logs, rank_env) else 1
 
 
 def _wait_for_lead(logs: Path, rank_env: RankEnv) -> bool:
