@@ -21,9 +21,11 @@ import torch
 from benchmarks import command, virtual
 from train import hash_seed
 from train.checkpoint.save import Saver
+from train.checkpoint.state_dict import TrainState
 from train.errors import EXIT_FINISHED
 from train.launcher import checks
 from train.launcher.request import Request
+from train.parallel.precision import Precision
 from train.parallel.world import World
 from train.run import folders
 from train.run.run_folder import Run
@@ -77,9 +79,9 @@ def _placed(runs: Path, samples: int, step: int) -> Run:
     task = build.task_of(run)
     config = build.config_of(run, task)
     model = build.make_model(task, config)
-    Saver(run, World(0, 1, 0, torch.device("cpu")), config, 1, lambda step: None).save(
-        step, model, make_optimizer(task, model, config), {}
-    )
+    cpu = torch.device("cpu")
+    state = TrainState(model, make_optimizer(task, model, config), Precision("fp32", cpu))
+    Saver(run, World(0, 1, 0, cpu), config, 1, lambda step: None).save(step, state, {})
     return run
 
 

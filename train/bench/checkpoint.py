@@ -22,9 +22,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from train.checkpoint.save import Saver
-from train.checkpoint.state_dict import size_of, state_of
+from train.checkpoint.state_dict import TrainState, size_of, state_of
 from train.config import Config
 from train.parallel.devices import pick_device, take_device
+from train.parallel.precision import Precision
 from train.parallel.world import World
 from train.run.durable import sync_folder
 from train.run.run_folder import Run
@@ -126,13 +127,15 @@ def _ours(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, asy
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     config = Config()
     config.checkpoint.asynchronous, config.checkpoint.keep = asynchronous, 1
-    saver = Saver(run, World(0, 1, 0, next(module.parameters()).device), config, 1, lambda step: None)
-    saver.prepare(module, optimizer)
+    device = next(module.parameters()).device
+    saver = Saver(run, World(0, 1, 0, device), config, 1, lambda step: None)
+    state = TrainState(module, optimizer, Precision("fp32", device))
+    saver.prepare(state)
     steps = itertools.count(1 + asynchronous, 2)  # of the one way odd ones, of the other even ones
 
     def save() -> tuple[float, float]:
         begin = time.perf_counter()
-        saver.save(next(steps), module, optimizer, {})
+        saver.save(next(steps), state, {})
         stall = time.perf_counter() - begin
         saver.wait()
         return stall, time.perf_counter() - begin

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-from train.checkpoint.state_dict import initialized_state, state_of, without_hooks
+from train.checkpoint.extra import AVERAGES, Extra
+from train.checkpoint.state_dict import initialized_state, state_of, weights_of, without_hooks
 from train.errors import one_line
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
@@ -22,11 +23,13 @@ Written = list[tuple[str, Any]]
 
 
 def load(
-    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, by_itself: bool = False
-) -> None:
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, by_itself: bool = False,
+    extra: Extra = Extra(),  # noqa: B008 - of nothing
+) -> None:  # fmt: skip
     """Read a verified checkpoint into a model and, if given, its fresh optimizer. A collective under several ranks.
 
     Args:
+        extra: what else is read.
         by_itself: this rank reads all that it needs, without the others, who do not see the folder.
 
     Raises:
@@ -48,23 +51,46 @@ def load(
         unused = _take_unused(state["optim"], written) if optimizer is not None else []
         if optimizer is not None:
             _add_later(state["optim"]["state"], dict(module.named_parameters()), written, metadata)
+        state |= extra.state()
         dcp.load(state, storage_reader=reader, no_dist=by_itself)
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
         if isinstance(cause_of(error), OSError):  # of the disk, and may pass
             raise OSError(f"{folder.name} cannot be read: {reason_of(error)}") from error
         raise ValueError(f"the model does not fit the checkpoint {folder.name}: {reason_of(error)}") from error
     set_model_state_dict(module, state["model"])
+    extra.load(state, next(module.parameters()).device)
     if optimizer is not None:
-        if unused or state["optim"]["state"]:  # torch asks for all, where there are any
-            for group in state["optim"]["param_groups"]:
-                for name in group["params"]:  # in a group without momentum, say, there is none
-                    state["optim"]["state"].setdefault(name, {})
-        for group, own in zip(state["optim"]["param_groups"], optimizer.param_groups, strict=True):
-            group.update({name: own[name] for name in _KERNELS if name in own})
-        with without_hooks(optimizer):
-            set_optimizer_state_dict(module, optimizer, state["optim"])
-        for without in [parameter for parameter, values in optimizer.state.items() if not values]:
-            del optimizer.state[without]
+        _set_optimizer(module, optimizer, state["optim"], bool(unused))
+
+
+def _set_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], has_unused: bool
+) -> None:
+    """Give a fresh optimizer the state that was read."""
+    if has_unused or state["state"]:  # torch asks for all, where there are any
+        for group in state["param_groups"]:
+            for name in group["params"]:  # in a group without momentum, say, there is none
+                state["state"].setdefault(name, {})
+    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        group.update({name: own[name] for name in _KERNELS if name in own})
+    with without_hooks(optimizer):
+        set_optimizer_state_dict(module, optimizer, state)
+    for without in [parameter for parameter, values in optimizer.state.items() if not values]:
+        del optimizer.state[without]
+
+
+def averages(folder: Path, module: nn.Module) -> dict[str, Tensor]:
+    """The averaged weights in a verified checkpoint of a run with `ema.decay`, on the device of the model.
+
+    Raises:
+        ValueError: names or shapes of the model differ from those in the checkpoint, or it has none.
+    """
+    found = {name: torch.empty_like(tensor) for name, tensor in weights_of(module).items()}
+    try:
+        dcp.load({AVERAGES: found}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    except (dcp.api.CheckpointException, ValueError, KeyError) as error:
+        raise ValueError(f"{folder.name} holds no averaged weights of this model: {reason_of(error)}") from error
+    return found
 
 
 def _take_unused(state: dict[str, Any], written: Written) -> list[str]:

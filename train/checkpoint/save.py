@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from train import faults
 from train.checkpoint.load import reason_of
 from train.checkpoint.manifest import FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
 from train.checkpoint.prune import prune
 from train.checkpoint.staging import Staging
-from train.checkpoint.state_dict import size_of, state_of
+from train.checkpoint.state_dict import TrainState, size_of
 from train.checkpoint.writer import DurableWriter
 from train.config import SPREAD, Config
 from train.parallel.world import World
@@ -70,16 +69,16 @@ class Saver:
         if self._staging is not None and (self._busy is None or self._busy.done()):
             self._staging.close()
 
-    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, state: TrainState) -> None:
         """Allocate memory for copies in the background: the first touch of memory costs more than many copies into it.
 
         Called after each step. Waits until the optimizer has its state, for fp16 may skip the first steps.
         """
-        if self._staging is not None and self._busy is None and not self._is_prepared and optimizer.state:
+        if self._staging is not None and self._busy is None and not self._is_prepared and state.optimizer.state:
             self._is_prepared = True
-            self._busy = self._pool.submit(self._staging.reserve, state_of(module, optimizer))
+            self._busy = self._pool.submit(self._staging.reserve, state.tree())
 
-    def save(self, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
         """Commit a checkpoint of this step, or begin to. A collective: all ranks call it.
 
         The optimizer's gradients must be None. With `asynchronous`, `wait` says how it went.
@@ -91,19 +90,19 @@ class Saver:
             CannotSave: on every rank alike; what was there before is untouched.
         """
         self.wait()
-        state = state_of(module, optimizer) if self._writes else {}
-        size = size_of(state)  # of all of it, over all ranks
+        tree = state.tree() if self._writes else {}
+        size = size_of(tree)  # of all of it, over all ranks
         if not self.config.checkpoint.asynchronous:
-            self._commit(step, state, size, facts)
+            self._commit(step, tree, size, facts)
             return
         if self._staging is not None:
-            state = self._staging.copy(state)
+            tree = self._staging.copy(tree)
         faults.here("save.staged")
 
         def work() -> None:
             if self.world.device.type == "cuda":
                 torch.cuda.set_device(self.world.device)  # a thread begins on the first one, and would open it
-            self._commit(step, state, size, facts)
+            self._commit(step, tree, size, facts)
 
         self._busy = self._pool.submit(work)
 

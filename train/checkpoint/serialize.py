@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from train.checkpoint.buffers import Buffers, begin_of_tensors
-from train.parallel.precision import Precision
+from train.checkpoint.state_dict import TrainState
 from train.parallel.torch_private import copy_metadata
 from train.parallel.world import World
 
@@ -111,19 +111,18 @@ def _bytes_of(value: Tensor) -> Tensor:
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 
-def serialize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, fingerprint: str, step: int, mark: str
-) -> Serialized:
-    """The state of a model, its optimizer and its loss scaling.
+def serialize(state: TrainState, fingerprint: str, step: int, mark: str) -> Serialized:
+    """The state of a run, ready to be copied.
 
     Args:
         fingerprint: of all that must be the same where the copy is used.
         step: after which the state is this.
         mark: of the attempt that made the step.
     """
-    serialized, weights = Serialized(), dict(model.state_dict(keep_vars=True))
-    state = serialized.walk({"model": weights, "optimizer": optimizer.state_dict(), "scaler": precision.scaling()})
-    serialized.plain = pickle.dumps({"fingerprint": fingerprint, "step": step, "mark": mark, "state": state})
+    serialized, weights = Serialized(), dict(state.module.state_dict(keep_vars=True))
+    tree = {"model": weights, "optimizer": state.optimizer.state_dict(), "scaler": state.precision.scaling()}
+    found = serialized.walk(tree | {"extra": state.extra.state()})
+    serialized.plain = pickle.dumps({"fingerprint": fingerprint, "step": step, "mark": mark, "state": found})
     return serialized
 
 
@@ -134,7 +133,7 @@ class Content:
     step: int
     mark: str
     state: dict[str, Any]
-    """`model`, `optimizer`, `scaler`."""
+    """`model`, `optimizer`, `scaler`, `extra`."""
     memory: Any
     """The bytes that they are in: a map of a buffer, or an array."""
     start: int
@@ -181,37 +180,38 @@ def read(buffers: Buffers, slot: int, fingerprint: str) -> Content | None:
     return None
 
 
-def apply(content: Content, module: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    """Load a copy into a model and its fresh optimizer."""
+def apply(content: Content, state: TrainState) -> None:
+    """Load a copy into a model, its fresh optimizer and all else."""
+    module, scaler = state.module, state.precision.scaler
     mesh = next((one.device_mesh for one in module.parameters() if isinstance(one, DTensor)), None)
-    state = OrderedDict(content.walk(content.state["model"], mesh))
-    copy_metadata(state, module)
-    module.load_state_dict(state)
-    optimizer.load_state_dict(content.walk(content.state["optimizer"], mesh))
-    if precision.scaler is not None and content.state["scaler"]:
+    weights = OrderedDict(content.walk(content.state["model"], mesh))
+    copy_metadata(weights, module)
+    module.load_state_dict(weights)
+    state.optimizer.load_state_dict(content.walk(content.state["optimizer"], mesh))
+    state.extra.load(content.walk(content.state["extra"], mesh), state.precision.device)
+    if scaler is not None and content.state["scaler"]:
         scaling = content.walk(content.state["scaler"])
-        precision.scaler.load_state_dict({key: _number(value) for key, value in scaling.items()})
+        scaler.load_state_dict({key: _number(value) for key, value in scaling.items()})
 
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def broadcast_state(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    """Give every rank the model, the optimizer and the loss scaling of rank 0, bit for bit. A collective.
+def broadcast_state(world: World, state: TrainState) -> None:
+    """Give every rank the state of rank 0, bit for bit. A collective.
 
     Needs host memory for one more copy of the state on each rank.
     """
-    state = serialize(model, optimizer, precision, "", 0, "") if world.is_first else None
-    plain, end = world.broadcast((state.plain, state.end) if state is not None else None)
+    own = serialize(state, "", 0, "") if world.is_first else None
+    plain, end = world.broadcast((own.plain, own.end) if own is not None else None)
     start = begin_of_tensors(len(plain))
     memory = torch.empty(start + end, dtype=torch.uint8)
-    if state is not None:
-        state.copy_to(memory)
+    if own is not None:
+        own.copy_to(memory)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
     for piece in memory[start:].split(_PIECE) if end else ():
         dist.broadcast(piece, src=0, group=world.group)
-    if state is None:
-        content = Content(0, "", pickle.loads(plain)["state"], memory.numpy(), start)
-        apply(content, model, optimizer, precision)
+    if own is None:
+        apply(Content(0, "", pickle.loads(plain)["state"], memory.numpy(), start), state)

@@ -26,8 +26,7 @@ from train.checkpoint import serialize
 from train.checkpoint.buffers import Buffers, begin_of_tensors
 from train.checkpoint.serialize import Content, Serialized
 from train.checkpoint.staging import PinnedMemory
-from train.parallel.precision import Precision
-from train.parallel.strategy import Strategy
+from train.checkpoint.state_dict import TrainState
 from train.parallel.world import World
 
 log = logging.getLogger("train")
@@ -105,18 +104,14 @@ class Snapshots:
         self._steps_ahead = 2 if world.device.type == "cuda" else 1
         """Ends of steps from a request to its copy: stats of a GPU are read a step later."""
 
-    def attach(
-        self, strategy: Strategy, optimizer: torch.optim.Optimizer, precision: Precision,
-        is_written: Callable[[], bool], say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    def attach(self, state: TrainState, is_written: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Set what is copied.
 
         Args:
             is_written: whether the disk has taken all lines of this rank.
             say: a line for people, on the first rank of a machine.
         """
-        self._strategy, self._optimizer, self._precision = strategy, optimizer, precision
-        self._is_written, self._say = is_written, say
+        self._state, self._is_written, self._say = state, is_written, say
 
     def copy_request(self) -> float:
         """What this rank adds to the stats of the step that it computes; all copy where the sum is positive.
@@ -192,9 +187,7 @@ class Snapshots:
         self._thread.start()
 
     def _serialize(self, step: int) -> Serialized:
-        return serialize.serialize(
-            self._strategy.module, self._optimizer, self._precision, self.fingerprint, step, self._mark
-        )
+        return serialize.serialize(self._state, self.fingerprint, step, self._mark)
 
     def _copy(self, step: int) -> None:
         """Copy the state after a step into the older buffer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import warnings
 from collections.abc import Iterator
@@ -13,11 +14,28 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from train.checkpoint.extra import Extra
+from train.parallel.precision import Precision
 from train.parallel.torch_private import HOOKS
 
 # torch warns about its own use of storages, and that one process alone is one process alone
 warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a checkpoint holds, as it lives on one rank."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    """For the loss scaling of fp16."""
+    extra: Extra = dataclasses.field(default_factory=Extra)
+
+    def tree(self) -> dict[str, Any]:
+        """As DCP writes it."""
+        return state_of(self.module, self.optimizer) | self.extra.state()
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -16,6 +16,8 @@ def add_arguments(parser: Parser) -> None:
     add_name(parser)
     add_checkpoint(parser)
     add_target(parser, ".safetensors", ".pt", ".onnx")
+    text = "ema: the average of the weights that --ema.decay keeps"
+    parser.add_argument("--weights", choices=("model", "ema"), default="model", help=text)
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -27,6 +29,7 @@ def run(options: Namespace, runs: Path) -> int:
     from train.trainer.export import export
 
     with screen.results_alone():
-        step = export(run, Path(options.to), wanted)
-    screen.say(f"wrote {options.to}: the weights of {run.name} after step {step}")
+        step = export(run, Path(options.to), wanted, options.weights == "ema")
+    which = "averaged weights" if options.weights == "ema" else "weights"
+    screen.say(f"wrote {options.to}: the {which} of {run.name} after step {step}")
     return EXIT_FINISHED

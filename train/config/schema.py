@@ -154,6 +154,15 @@ class Eval:
 
 
 @dataclass(config=_STRICT)
+class Ema:
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential moving average of the weights, with this factor a step; evaluated beside them (ema.NAME), and
+    exported by train export --weights ema; none: off."""
+    warmup: Annotated[int, Field(ge=0, le=2**62)] = 0
+    """Let the factor rise to decay: (1 + step) / (warmup + step) where that is less; 10 is usual, 0: off."""
+
+
+@dataclass(config=_STRICT)
 class Watch:
     hang_minutes: Changeable[NotNegative | None] = None
     """A launched run in which no rank moves for so long is ended and started again; 0: never; none: 5, or 20 times the
@@ -203,6 +212,7 @@ class Config:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
     eval: Eval = dataclasses.field(default_factory=Eval)
+    ema: Ema = dataclasses.field(default_factory=Ema)
     watch: Watch = dataclasses.field(default_factory=Watch)
     task: Any = None
     """The task's Settings; its fields are flags --task.NAME."""

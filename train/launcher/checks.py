@@ -36,6 +36,7 @@ from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build, cores
 from train.trainer.build import config_of, data_differs, task_of
+from train.trainer.hooks import make_objects
 from train.trainer.loggers import wandb
 from train.trainer.optimizer import make_optimizer
 
@@ -300,6 +301,7 @@ def _checked_model(task: Task, config: Config, ranks: int, precision: Precision)
     recompute(model, config.parallel.recompute)
     with without_compiler():
         make_optimizer(task, model, config)
+    make_objects(task, model, config, torch.device("cpu"))
     return model
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from train.errors import Refused, nearest, one_line
 
 _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
-_OPTIONAL = ("metrics", "collate", "on_device", "optimizer", "fingerprint")
+_OPTIONAL = ("metrics", "collate", "on_device", "optimizer", "stateful", "after_step", "fingerprint")
 BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))
 
 
@@ -43,6 +43,8 @@ class Task:
     collate: Callable[..., Any] | None
     on_device: Callable[..., Any] | None
     optimizer: Callable[..., Any] | None
+    stateful: Callable[..., Any] | None
+    after_step: Callable[..., Any] | None
     fingerprint: Callable[..., Any] | None
     Settings: type | None
     DEFAULTS: dict[str, Any]

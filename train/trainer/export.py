@@ -16,19 +16,24 @@ from train.run.durable import check_target, published
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build
-from train.trainer.load import cpu_precision, load_trained
+from train.trainer.load import cpu_precision, load_average, load_trained
 
 SUFFIXES = (".safetensors", ".pt", ".onnx")
 
 
-def export(run: Run, target: Path, step: int | None = None) -> int:
+def export(run: Run, target: Path, step: int | None = None, average: bool = False) -> int:
     """Write the weights of a run to a .safetensors, .pt or .onnx file, whole or not at all. Returns their step.
+
+    Args:
+        average: the average of the weights that `ema.decay` keeps, instead of the weights.
 
     Raises:
         Refused: the target cannot be written, or the model cannot be exported.
     """
     check_target(target, SUFFIXES)
     task, config, model, step = load_trained(run, step)
+    if average:
+        model.load_state_dict(load_average(run, config, model, step), strict=False)
     with published(target) as partial:
         if target.suffix == ".onnx":
             _to_onnx(task, config, model, partial)

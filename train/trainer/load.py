@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from train.checkpoint import manifest as manifests
 from train.checkpoint import serialize, snapshot
-from train.checkpoint.load import load
+from train.checkpoint.load import averages, load
 from train.checkpoint.snapshot import Snapshots
+from train.checkpoint.state_dict import TrainState
 from train.config import Config
 from train.errors import Refused
 from train.parallel.precision import ON_GPU_ALONE, Precision
@@ -44,29 +45,26 @@ class ResumeState:
     from_memory: bool = False
 
 
-def load_newest(
-    run: Run, home: Run, world: World, snapshots: Snapshots, model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer, precision: Precision,
-) -> ResumeState:  # fmt: skip
+def load_newest(run: Run, home: Run, world: World, snapshots: Snapshots, state: TrainState) -> ResumeState:
     """Load the newest state that is whole, from memory or from the disk. A collective.
 
     Args:
         run: whose lines are cut to that state, on each machine.
         home: where checkpoints lie.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [group["lr"] for group in state.optimizer.param_groups]
     if world.nodes == 1 or snapshots.is_sharded:
-        start = _load(home, world, snapshots, model, optimizer, precision)
+        start = _load(home, world, snapshots, state)
     else:  # the others see neither its folder nor its memory
         alone = world.of_rank_0()
-        start = world.on_first(lambda: _load(home, alone, snapshots, model, optimizer, precision))
-        serialize.broadcast_state(world, model, optimizer, precision)
+        start = world.on_first(lambda: _load(home, alone, snapshots, state))
+        serialize.broadcast_state(world, state)
     if world.nodes == 1:
         world.on_first(lambda: metrics.cut(run, start.step))
     else:
         began = world.broadcast(_began(home) if world.is_first else None)
         world.on_leads(lambda: metrics.cut(run, start.step, _parted(_began(run), began)))
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
     return start
 
@@ -85,11 +83,8 @@ def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float
     return min((step for _, step in theirs[common + 1 :]), default=math.inf)
 
 
-def _load(
-    run: Run, world: World, snapshots: Snapshots, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-    precision: Precision,
-) -> ResumeState:  # fmt: skip
-    buffers = snapshots.buffers
+def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState) -> ResumeState:
+    buffers, scaler = snapshots.buffers, state.precision.scaler
     newest = functools.cache(lambda: _newest_valid(run))  # reads every byte of it
     while True:
         start = _choose(run, world, snapshots, newest)
@@ -97,7 +92,7 @@ def _load(
             break
         content = snapshot.read(buffers, world, start.step, snapshots.fingerprint)
         if content is not None:
-            serialize.apply(content, model, optimizer, precision)
+            serialize.apply(content, state)
             break
         if world.is_first:
             log.warning(
@@ -106,9 +101,9 @@ def _load(
     if buffers is not None:
         buffers.wipe_from(start.step + start.from_memory)
     if start.manifest:
-        load(run.checkpoint(start.step), model, optimizer, by_itself=world.size == 1)
-        if precision.scaler is not None and start.manifest.get("scaler"):
-            precision.scaler.load_state_dict(start.manifest["scaler"])
+        load(run.checkpoint(start.step), state.module, state.optimizer, world.size == 1, state.extra)
+        if scaler is not None and start.manifest.get("scaler"):
+            scaler.load_state_dict(start.manifest["scaler"])
     return start
 
 
@@ -168,6 +163,20 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
         why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
         raise Refused(f"{error}{why}") from None
     return task, config, model, step
+
+
+def load_average(run: Run, config: Config, model: nn.Module, step: int) -> dict[str, Tensor]:
+    """The average of the weights in a checkpoint of a run, by the names of the model's state.
+
+    Raises:
+        Refused: the run keeps none.
+    """
+    if config.ema.decay is None:
+        raise Refused(f"{run.name} keeps no average of its weights; a run that does is launched with --ema.decay 0.999")
+    try:
+        return averages(run.checkpoint(step), model)
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def precision_on(device: torch.device, config: Config) -> str:

@@ -17,6 +17,7 @@ from train import faults
 from train.checkpoint.buffers import Buffers
 from train.checkpoint.save import Saver
 from train.checkpoint.snapshot import Snapshots
+from train.checkpoint.state_dict import TrainState
 from train.config import Config
 from train.data.loader import Loader
 from train.data.plan import Plan, Sharing
@@ -34,6 +35,7 @@ from train.run.run_folder import Run
 from train.signals import StopRequest
 from train.tasks import Task
 from train.trainer import build, determinism
+from train.trainer.hooks import Hooks
 from train.trainer.intervals import Intervals
 from train.trainer.load import ResumeState, load_newest
 from train.trainer.loggers.loggers import Loggers, Skipped
@@ -52,7 +54,8 @@ class Job:
     world: World
     precision: Precision
     strategy: Strategy
-    optimizer: torch.optim.Optimizer
+    state: TrainState
+    hooks: Hooks
     loader: Loader
     plan: Plan
     evaluation: Plan | None
@@ -71,6 +74,10 @@ class Job:
     @property
     def total_steps(self) -> int:
         return self.intervals.total_steps
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.state.optimizer
 
     @functools.cached_property
     def sharing(self) -> Sharing:
@@ -116,12 +123,13 @@ def set_up(
     world = join(config, rank_env, device)
     strategy = choose.make(world, config, precision)
     model = strategy.place(_model(run, task, config, precision, world))
-    optimizer = make_optimizer(task, model, config)
     faults.here("start")
     mark, number = world.broadcast((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
     snapshots = _snapshots(task, config, world, memory, mark)
     home = home_of(run, config, world)
-    start = load_newest(run, home, world, snapshots, model, optimizer, precision)
+    hooks = Hooks(task, model, config, world)
+    state = TrainState(model, make_optimizer(task, model, config), precision, hooks.extra)
+    start = load_newest(run, home, world, snapshots, state)
     faults.here("loaded")
     determinism.compile_as_asked(model, config)
     intervals = Intervals.of(config, plan, build.total_steps(config, plan), evaluation is not None)
@@ -136,11 +144,11 @@ def set_up(
 
     saver = Saver(home, world, config, number, saved)
     held.callback(saver.close)
-    snapshots.attach(strategy, optimizer, precision, loggers.is_written, loggers.say)
+    snapshots.attach(state, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
     job = Job(
-        run, task, config, world, precision, strategy, optimizer, loader, plan, evaluation, intervals, saver, snapshots,
-        loggers, stop, heart, evaluated, start.saved,
+        run, task, config, world, precision, strategy, state, hooks, loader, plan, evaluation, intervals, saver,
+        snapshots, loggers, stop, heart, evaluated, start.saved,
     )  # fmt: skip
     if world.is_lead:
         _announce(job, attempt, start, mark)

@@ -128,8 +128,10 @@ class Loop:
         sums = step(job, self._stats, self.done, self._prefetch, self._save_clock.is_due(), check)
         self.timing.step(samples)
         self.done += 1
+        if job.hooks.are_used:
+            job.hooks.after_step(self.done)
         job.heart.beat(heartbeat.TRAINING, self.done)
-        job.saver.prepare(job.strategy.module, job.optimizer)
+        job.saver.prepare(job.state)
         self.readback.put(_Step(self.done, self._logged_rate * factor, samples), sums)
 
     def read_stats(self, everything: bool) -> bool:
@@ -231,6 +233,7 @@ class Loop:
         name = job.strategy.not_finite()
         if name:
             raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
+        job.hooks.check()
         scaler = job.precision.scaler
         facts = {
             "epoch": job.plan.epoch_of(done),
@@ -248,7 +251,7 @@ class Loop:
             problem = job.loggers.sync()
             if job.world.any(bool(problem)):
                 raise CannotSave(f"metrics and sample logs cannot be written: {problem or 'see the other ranks'}")
-            job.saver.save(done, job.strategy.module, job.optimizer, facts)
+            job.saver.save(done, job.state, facts)
             if is_last:
                 job.saver.wait()
         except CannotSave as error:

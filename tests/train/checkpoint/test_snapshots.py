@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.tasks import TASKS
 from tests.train.tiers import later
 from train.checkpoint.buffers import SnapshotMemory
 from train.launcher import checks
@@ -22,6 +24,7 @@ from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
 from train.supervise.zygote import Zygote
+from train.trainer.load import load_average, load_trained
 
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01}
 LONGER = {"epochs": 10}  # forty steps
@@ -143,6 +146,18 @@ def test_a_rank_killed_while_it_copies_leaves_the_copy_before(kept: Kept, point:
     fault = f"{point if point == 'update' else f'snapshot.{point}'}@{victim}:15"
     kept.run(name, 2, [COPY], fault=fault, **LONGER, **way)
     assert len(kept.check(name, reference)) > 2
+
+
+@pytest.mark.parametrize("way", [{}, *later(SPREAD)], ids=["ddp", "fsdp"])
+def test_what_a_task_keeps_and_the_average_of_the_weights_are_copied_too(kept: Kept, way: dict[str, Any]) -> None:
+    flags = LONGER | way | {"task": TASKS / "moving.py", "ema__decay": 0.9}
+    reference, name = f"moving-whole{len(way)}", f"moving-died{len(way)}"
+    kept.engine.run(reference, 2, **flags)
+    kept.run(name, 2, [COPY, "11 1 SIGKILL"], **flags)
+    assert len(kept.check(name, reference)) > 2
+    runs = [kept.engine.station.run(one) for one in (reference, name)]
+    averages = [load_average(run, *load_trained(run)[1:]) for run in runs]
+    assert all(torch.equal(value, averages[1][key]) for key, value in averages[0].items())
 
 
 def test_when_all_die_the_last_copy_serves(kept: Kept) -> None:

@@ -21,8 +21,9 @@ from torch import nn
 from tests.waiting import eventually
 from train.checkpoint.load import load
 from train.checkpoint.save import Saver
-from train.checkpoint.state_dict import size_of, state_of
+from train.checkpoint.state_dict import TrainState, size_of, state_of
 from train.config import Config
+from train.parallel.precision import Precision
 from train.parallel.world import World
 from train.run.folders import create
 
@@ -105,12 +106,13 @@ def test_a_checkpoint_from_before_the_first_step_continues_as_nothing_had_been(k
 def test_room_is_made_once_there_is_a_state(tmp_path: Path) -> None:
     saver = Saver(create(tmp_path, "adam", {}, {}), World(0, 1, 0, torch.device("cpu")), Config(), 1, print)
     model, optimizer = made("adam")
+    state = TrainState(model, optimizer, Precision("fp32", torch.device("cpu")))
     staging = saver._staging
     assert staging is not None
-    saver.prepare(model, optimizer)  # as after a step that fp16 left out
+    saver.prepare(state)  # as after a step that fp16 left out
     assert not optimizer.state
     after(1, model, optimizer)
-    saver.prepare(model, optimizer)
+    saver.prepare(state)
     size = size_of(state_of(model, optimizer))
     eventually("memory for a copy", lambda: staging.bytes >= size)
 

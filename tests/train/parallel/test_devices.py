@@ -26,6 +26,7 @@ from train.parallel.devices import (
     pick_device,
     prepare_nccl,
 )  # fmt: skip
+from train.parallel.precision import Precision
 from train.parallel.rank_env import RankEnv
 from train.run import ownership
 from train.run.outcome import Kind, Outcome, read_all
@@ -138,6 +139,7 @@ def test_ranks_that_torchrun_starts_on_several_machines_need_the_gpus_of_theirs_
 def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has GPUs and a run does not use them, nothing may open one: it would hold memory there."""
     from train.checkpoint.save import Saver
+    from train.checkpoint.state_dict import TrainState
     from train.parallel.world import World
     from train.run.folders import create
     from train.run.run_folder import Run
@@ -154,8 +156,9 @@ def test_on_the_cpu_a_save_touches_no_device(engine: Engine, tmp_path: Path, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", opened)
     saver = Saver(run, World(0, 1, 0, torch.device("cpu")), Config(), 1, lambda step: None)
-    saver.prepare(model, optimizer)
-    saver.save(3, model, optimizer, {})
+    state = TrainState(model, optimizer, Precision("fp32", torch.device("cpu")))
+    saver.prepare(state)
+    saver.save(3, state, {})
     saver.wait()
     assert run.steps_saved() == [3]
     assert provenance.versions()["gpu"] == "none"

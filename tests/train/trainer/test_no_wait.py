@@ -12,7 +12,6 @@ from tests.tasks import TASKS
 from tests.train.absent import GPU, Watch, training
 from train.checkpoint.serialize import serialize
 from train.checkpoint.staging import own_part
-from train.checkpoint.state_dict import state_of
 from train.data.plan import Plan, Sharing, micro_batches_of
 from train.parallel.rank_env import RankEnv
 
@@ -38,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "tf32 decays in steps": {"precision": "tf32", "schedule.decay": "step", "optim.name": "adamw"},
     "bf16 clipped": {"precision": "bf16", "clip_grad_norm": 1.0, "task.half": "bfloat16"},
+    "averaged": {"ema.decay": 0.9, "ema.warmup": 10},
     "fp16": {"precision": "fp16", "optim.name": "adam", "task.half": "float16"},
     "fp16 clipped": {"precision": "fp16", "clip_grad_norm": 1.0, "task.counted": "true"},
     "fp64 counted": {"precision": "fp64", "task.counted": "true"},
@@ -158,8 +158,8 @@ def test_a_state_is_named_and_serialized_without_a_wait(tmp_path: Path, precisio
         loop.step()
         watch.waits.clear()
         job = loop.job
-        assert own_part(state_of(job.strategy.module, job.optimizer), 0, 2)
-        serialized = serialize(job.strategy.module, job.optimizer, job.precision, "same", 1, "mark")
+        assert own_part(job.state.tree(), 0, 2)
+        serialized = serialize(job.state, "same", 1, "mark")
         serialized.copy_to(watch.pinned(torch.empty(serialized.size, dtype=torch.uint8)))
         assert watch.waits == []
         assert job.strategy.not_finite() == "" and functions(watch.waits) == {"not_finite"}

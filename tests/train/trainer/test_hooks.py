@@ -1,0 +1,95 @@
+"""A task's own state, its change after each step, and the average of the weights: on any ranks, through any kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tasks import TASKS
+from tests.train.training import assert_same_training
+from train.checkpoint.extra import Extra
+from train.trainer.export import export
+from train.trainer.load import load_trained
+
+FLAGS: dict[str, Any] = {
+    "task": TASKS / "moving.py", "ema__decay": 0.9, "task__batchnorm": "true", "checkpoint__every_steps": 4,
+    "checkpoint__asynchronous": "false",
+}  # fmt: skip
+
+
+def extra_of(engine: Any, name: str, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """The average of a run's weights, as it is exported."""
+    from safetensors.torch import load_file
+
+    export(engine.station.run(name), tmp_path / f"{name}.safetensors", average=True)
+    return load_file(tmp_path / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize("flags", [{}, {"parallel__strategy": "fsdp", "task__batchnorm": "false"}], ids=["ddp", "fsdp"])
+def test_killed_and_resumed_it_ends_bit_for_bit_as_undisturbed(
+    engine: Any, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    strategy = flags.get("parallel__strategy", "ddp")
+    whole, killed = f"moving-{strategy}", f"moving-{strategy}-killed"
+    assert engine.run(whole, 3, **FLAGS | flags)["state"] == "finished", engine.said(whole)
+    assert engine.run(killed, 3, ["6 1 SIGKILL"], **FLAGS | flags)["state"] == "interrupted", engine.said(killed)
+    engine.resume(killed, 3)
+    assert engine.outcome(killed) == engine.outcome(whole)
+    average, again = extra_of(engine, whole, tmp_path), extra_of(engine, killed, tmp_path)
+    assert average.keys() == again.keys() == engine.weights(whole).keys()
+    assert all(torch.equal(again[name], value) for name, value in average.items())
+    differing = [name for name, value in engine.weights(whole).items() if not torch.equal(average[name], value)]
+    assert "student.enter.weight" in differing
+
+
+def test_it_is_the_same_on_one_and_three_ranks(engine: Any) -> None:
+    flags = FLAGS | {"precision": "fp64", "task__batchnorm": "false", "task__dropout": 0.0}
+    engine.run("one-moving", 1, **flags)
+    engine.run("three-moving", 3, **flags)
+    assert_same_training(engine, "three-moving", "one-moving")
+
+
+def test_state_that_differs_between_ranks_is_refused(engine: Any, capfd: Any) -> None:
+    engine.run("by-rank", 2, **FLAGS, task__by_rank="true")
+    assert engine.code == 3
+    assert "the state of history (stateful) differs between ranks" in capfd.readouterr().err
+
+
+def test_the_average_is_what_its_formula_says(engine: Any, tmp_path: Path) -> None:
+    steps = 5
+    weights = []
+    for step in range(steps + 1):
+        name = f"average-{step}"
+        flags = {"ema__decay": 0.8, "ema__warmup": 3, "schedule__decay": "constant", "schedule__warmup_epochs": 0}
+        if step:
+            engine.run(name, 1, steps=step, **flags)
+            weights.append(engine.weights(name))
+    first = load_trained(engine.station.run("average-1"))
+    from train.trainer.build import make_model
+
+    expected = make_model(first[0], first[1]).state_dict()
+    for step, now in enumerate(weights, 1):
+        decay = min(0.8, (1 + step) / (3 + step))
+        expected = {key: decay * value + (1 - decay) * now[key] for key, value in expected.items()}
+    found = extra_of(engine, f"average-{steps}", tmp_path)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
+
+
+class _Stuck:
+    """Its state holds what no checkpoint may."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"where": Path("x")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_state_that_cannot_be_restored_is_refused() -> None:
+    from train.errors import Refused
+
+    with pytest.raises(Refused, match=r"stateful in task.py: odd cannot be saved and restored"):
+        Extra(objects={"odd": _Stuck()}).check("task.py", torch.device("cpu"))

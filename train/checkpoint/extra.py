@@ -1,0 +1,111 @@
+"""What a checkpoint holds besides model and optimizer: averaged weights, and objects of the task's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train.errors import Refused, TrainingFailed, one_line
+
+AVERAGES, OBJECTS = "ema", "stateful"
+"""Their names in a checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """State beside model and optimizer; most runs have none."""
+
+    averages: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """The average of each tensor of the model's state, by its name; spread over ranks as that one is."""
+    objects: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What has state_dict() and load_state_dict(), by the name that the task's stateful() gives it."""
+
+    def state(self) -> dict[str, Any]:
+        """What is saved: tensors, and all objects as one value. {} where there is nothing."""
+        found: dict[str, Any] = {}
+        if self.averages:
+            found[AVERAGES] = self.averages
+        if self.objects:
+            buffer = io.BytesIO()
+            torch.save({name: one.state_dict() for name, one in self.objects.items()}, buffer)
+            found[OBJECTS] = buffer.getvalue()
+        return found
+
+    def load(self, state: dict[str, Any], device: torch.device) -> None:
+        """Take over what `state` returned, in another process.
+
+        Args:
+            device: where tensors of this rank's GPU belong.
+        """
+        for name, value in state.get(AVERAGES, {}).items():
+            if value is not self.averages[name]:
+                self.averages[name].copy_(value)
+        if self.objects:
+
+            def place(storage: Any, saved_on: str) -> Any:
+                return storage if saved_on == "cpu" else storage.to(device)
+
+            held = torch.load(io.BytesIO(state[OBJECTS]), weights_only=True, map_location=place)
+            for name, one in self.objects.items():
+                one.load_state_dict(held[name])
+
+    def check(self, file: object, device: torch.device) -> None:
+        """Whether the objects can be saved and restored.
+
+        Raises:
+            Refused: one of them cannot.
+        """
+        for name, one in self.objects.items():
+            alone = Extra(objects={name: one})
+            try:
+                alone.load(alone.state(), device)
+            except Exception as error:
+                raise Refused(
+                    f"stateful in {file}: {name} cannot be saved and restored: {one_line(error)[:200]}; state_dict() "
+                    "must hold tensors, numbers, strings, lists and dicts alone, and load_state_dict() take it"
+                ) from error
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each object's state, which is to be the same on all ranks."""
+        found = {}
+        for name, one in self.objects.items():
+            found[name] = hashlib.sha256()
+            _add(found[name], one.state_dict())
+        return {name: digest.hexdigest() for name, digest in found.items()}
+
+
+def check_equal(digests: list[dict[str, str]]) -> None:
+    """Whether all ranks have the same objects.
+
+    Raises:
+        TrainingFailed: they have not, and a resume would continue with those of one rank.
+    """
+    for name in digests[0]:
+        if len({one[name] for one in digests}) > 1:
+            raise TrainingFailed(
+                f"the state of {name} (stateful) differs between ranks: change it in after_step, which is the same on "
+                "all of them, not by what a rank sees of a batch"
+            )
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Add a value to a digest, by its content: equal values may be pickled into other bytes."""
+    if isinstance(value, dict):
+        for key in value:
+            digest.update(f"{key!r}:".encode())
+            _add(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"[{len(value)}".encode())
+        for inner in value:
+            _add(digest, inner)
+    elif isinstance(value, Tensor):
+        whole = value.detach().cpu().contiguous()
+        digest.update(f"{whole.dtype}{tuple(whole.shape)}".encode())
+        digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
+    else:
+        digest.update(repr(value).encode())

@@ -1,0 +1,140 @@
+"""What a task adds to a step: state of its own, a change after the optimizer's step, an average of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from train.checkpoint.extra import Extra, check_equal
+from train.checkpoint.state_dict import weights_of
+from train.config import Config
+from train.data.order import seed_of
+from train.data.seeding import owned, seed_compute, seed_host
+from train.errors import Refused
+from train.parallel.strategy import local
+from train.parallel.world import World
+from train.tasks import Task
+from train.trainer.build import call
+
+_CHECKED = 2
+"""Steps of an attempt after which the task's own state is compared between ranks."""
+
+
+def make_objects(task: Task, model: nn.Module, config: Config, device: torch.device) -> dict[str, Any]:
+    """What the task's stateful() returns, modules on the device. Seeded.
+
+    Raises:
+        Refused: it is no dict of objects that can be saved and restored.
+    """
+    if task.stateful is None:
+        return {}
+    seed_host(seed_of(config.seed, "stateful"))
+    made = call(task, "stateful()", task.stateful, model, config)
+    if not isinstance(made, dict) or not all(isinstance(name, str) for name in made):
+        raise Refused(f"stateful in {task.file} must return a dict from names to objects, got {type(made).__name__}")
+    for name, one in made.items():
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            raise Refused(
+                f"stateful in {task.file}: {name} is a {type(one).__name__} without state_dict() and "
+                "load_state_dict(); give it both, or keep what it holds in a buffer of the model"
+            )
+        if isinstance(one, nn.Module):
+            one.to(device)
+    Extra(objects=made).check(task.file, device)
+    return made
+
+
+class Average:
+    """An exponential moving average of the weights: average = d average + (1 - d) weights, after each step.
+
+    d is `ema.decay`; with `ema.warmup` W it is min(decay, (1 + step) / (W + step)), as TensorFlow's
+    ExponentialMovingAverage does with W = 10. Floating point buffers are averaged alike, others are copied.
+    """
+
+    def __init__(self, module: nn.Module, config: Config) -> None:
+        self.tensors = {name: tensor.clone() for name, tensor in weights_of(module).items()}
+        """By the names of the model's state; spread over ranks as that is."""
+        self._config, self._module = config.ema, module
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for name, tensor in weights_of(module).items():
+            pairs.setdefault(local(tensor).data_ptr() or id(tensor), (local(self.tensors[name]), local(tensor)))
+        self._pairs = list(pairs.values())
+        """Average and weights, each of tied ones once."""
+        self._averaged = [(mean, now) for mean, now in self._pairs if mean.is_floating_point() or mean.is_complex()]
+        self._copied = [(mean, now) for mean, now in self._pairs if not (mean.is_floating_point() or mean.is_complex())]
+
+    def update(self, step: int) -> None:
+        """Take in the weights after a step, counted from 1."""
+        assert self._config.decay is not None
+        decay, warmup = self._config.decay, self._config.warmup
+        if warmup:
+            decay = min(decay, (1 + step) / (warmup + step))
+        means, weights = zip(*self._averaged, strict=True)
+        get_ema_multi_avg_fn(decay)(means, weights, step)
+        for mean, now in self._copied:
+            mean.copy_(now)
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """While the model computes with the average."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        with torch.no_grad():
+            for mean, now in self._pairs:
+                was = now.clone()
+                now.copy_(mean)
+                mean.copy_(was)
+        for part in self._module.modules():
+            if isinstance(part, FSDPModule):  # what it has gathered before is of the other weights
+                part.reshard()
+
+
+class Hooks:
+    """What happens after each step of the optimizer, alike on all ranks; and the state that belongs to it."""
+
+    def __init__(self, task: Task, module: nn.Module, config: Config, world: World) -> None:
+        self._task, self._module, self._config, self._world = task, module, config, world
+        self.average = Average(module, config) if config.ema.decay is not None else None
+        self._objects = make_objects(task, module, config, world.device)
+        self.extra = Extra(self.average.tensors if self.average is not None else {}, self._objects)
+        self.are_used = task.after_step is not None or self.average is not None or bool(self._objects)
+        """Whether there is anything to do; a run without pays nothing in a step."""
+        self._generators = owned(task.after_step, *self._objects.values()) if task.after_step is not None else []
+        self._steps = 0
+
+    def after_step(self, step: int) -> None:
+        """After the update of a step, counted from 1.
+
+        Raises:
+            TrainingFailed: the task's own state differs between ranks.
+        """
+        if self._task.after_step is not None:
+            seed = seed_of(self._config.seed, step)
+            seed_compute(seed, self._world.device, "after_step", self._generators)
+            with torch.no_grad():
+                self._task.after_step(self._module, step, self._objects)
+        if self.average is not None:
+            self.average.update(step)
+        self._steps += 1
+        if self._steps <= _CHECKED:
+            self.check()
+
+    def check(self) -> None:
+        """Compare the task's own state between ranks. A collective, where there is any.
+
+        Raises:
+            TrainingFailed: it differs.
+        """
+        if self._objects:
+            check_equal(self._world.gather(self.extra.digests()))
