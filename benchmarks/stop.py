@@ -89,7 +89,7 @@ def _riding(world: World) -> Callable[[], None]:
         strategy.scale_and_clip_gradients(optimizer, None)
         strategy.update(optimizer)
         readback.put(None, sums)
-        for _, values in readback.take(everything=False):
+        for _, (values,) in readback.take(everything=False):
             assert not values["stop"]
 
     return step

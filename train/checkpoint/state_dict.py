@@ -82,7 +82,8 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         [] if optimizer.state or is_torchs else [p for group in optimizer.param_groups for p in group["params"]]
     )
     were = [parameter.detach().clone() for parameter in parameters]
-    hooks = [vars(optimizer)[name] for name in HOOKS if vars(optimizer).get(name)]
+    optimizers = [optimizer, *getattr(optimizer, "parts", ())]
+    hooks = [vars(each)[name] for each in optimizers for name in HOOKS if vars(each).get(name)]
     before = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()

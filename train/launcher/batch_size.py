@@ -143,7 +143,6 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     """Two steps as the run will make them, on the first samples."""
     import torch
 
-    from train.parallel import choose
     from train.parallel.devices import pick_device, take_device
     from train.parallel.precision import Precision
     from train.parallel.rank_env import RankEnv
@@ -151,7 +150,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     from train.parallel.world import join
     from train.trainer import build, determinism, setup
     from train.trainer.loss import training_loss
-    from train.trainer.optimizer import make_optimizer
+    from train.trainer.updates import spread_updates
 
     config.cpu_threads = config.cpu_threads or 1
     determinism.set_determinism(config)
@@ -164,25 +163,28 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     precision = Precision(config.precision, device)
     batch = build.first_samples(task, config, precision, train_set)
     world = join(config, RankEnv(rank, ranks, rank, ranks, f"file://{store}"), device)
-    strategy = choose.make(world, config, precision)
-    model = strategy.place(setup.arrange(build.make_model(task, config, precision.weights), config, ranks))
-    optimizer = make_optimizer(task, model, config)
-    model.train()
-    strategy.start()
+    model = setup.arrange(build.make_model(task, config, precision.weights), config, ranks)
+    updates, _ = spread_updates(task, model, config, world, precision)
+    updates[0].strategy.module.train()
+    for update in updates:
+        update.activate()
+        update.strategy.start()
     size = config.micro_batch_size
     slots = min(_SLOTS, math.ceil(math.ceil(config.batch_size / size) / ranks))
-    for _ in range(2):
+    for update in 2 * updates:
+        update.activate()
+        strategy = update.strategy
         stats = torch.zeros(len(STEP_STATS), dtype=strategy.stats_dtype, device=device)
         strategy.begin(slots * ranks)
         for slot in range(slots):
             is_last = slot == slots - 1
             with strategy.micro_batch(rank * slots + slot, is_last):
                 with precision.autocast():
-                    loss = training_loss(task, strategy.compute, batch, size)
+                    loss = training_loss(update.loss, strategy.compute, batch, size, update.what)
                 strategy.backward(loss.value, 1.0, stats if is_last else None)
         strategy.reduce(stats)
-        strategy.scale_and_clip_gradients(optimizer, config.clip_grad_norm)
-        strategy.update(optimizer)
+        strategy.scale_and_clip_gradients(update.optimizer, config.clip_grad_norm)
+        strategy.update(update.optimizer)
 
 
 if __name__ == "__main__":

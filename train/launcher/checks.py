@@ -38,7 +38,7 @@ from train.trainer import build, cores
 from train.trainer.build import config_of, data_differs, task_of
 from train.trainer.hooks import make_objects
 from train.trainer.loggers import wandb
-from train.trainer.optimizer import make_optimizer
+from train.trainer.updates import read_updates
 
 
 @dataclasses.dataclass
@@ -163,6 +163,11 @@ def _check(
     elif not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
         raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
     train_set, eval_set = build.make_datasets(task, config)
+    if task.updates is not None and eval_set is not None and task.metrics is None:
+        raise Refused(
+            f"{task.file} has updates and an evaluation set, and no figure to evaluate: define metrics(model, batch), "
+            "or let datasets() return None for it"
+        )
     if run is not None:
         warnings = _check_data(run, task, config, train_set, eval_set)
     if is_best_new:
@@ -300,7 +305,7 @@ def _checked_model(task: Task, config: Config, ranks: int, precision: Precision)
         fsdp.check(model, config.parallel.wrap)
     recompute(model, config.parallel.recompute)
     with without_compiler():
-        make_optimizer(task, model, config)
+        read_updates(task, model, config)
     make_objects(task, model, config, torch.device("cpu"))
     return model
 
@@ -343,7 +348,7 @@ def check_best(config: Config, task: Task, eval_set: Any, known: Collection[str]
             f"--checkpoint.best {text} needs evaluations, and datasets() in {task.file} returns None for the "
             "evaluation set; leave it out"
         )
-    known = known or (["loss"] if task.metrics is None else [])
+    known = known or (["loss"] if task.metrics is None and task.loss is not None else [])
     if not metric or (known and metric not in known):
         names = nearest(metric, known, f"; there are: {', '.join(known) or 'loss and the names that metrics() gives'}")
         raise Refused(f"--checkpoint.best {text}: no evaluation gives {metric or 'a figure without a name'}{names}")

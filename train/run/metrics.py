@@ -35,7 +35,10 @@ class Speed(TypedDict):
 
 
 class Training(Speed):
-    """A training line: a step's loss and learning rate, and the speed."""
+    """A training line: a step's loss and learning rate, and the speed.
+
+    Of a task with several updates `loss` is the sum, and `loss.NAME` stands beside it.
+    """
 
     step: int
     """Counted from 1, as everywhere."""

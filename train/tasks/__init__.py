@@ -25,7 +25,9 @@ from typing import Any
 from train.errors import Refused, nearest, one_line
 
 _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
-_OPTIONAL = ("metrics", "collate", "on_device", "optimizer", "stateful", "after_step", "fingerprint")
+_OPTIONAL = (
+    "metrics", "collate", "on_device", "optimizer", "updates", "stateful", "after_step", "fingerprint",
+)  # fmt: skip
 BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))
 
 
@@ -38,11 +40,13 @@ class Task:
     sha256: str
     model: Callable[..., Any]
     datasets: Callable[..., Any]
-    loss: Callable[..., Any]
+    loss: Callable[..., Any] | None
+    """None: it has updates."""
     metrics: Callable[..., Any] | None
     collate: Callable[..., Any] | None
     on_device: Callable[..., Any] | None
     optimizer: Callable[..., Any] | None
+    updates: Callable[..., Any] | None
     stateful: Callable[..., Any] | None
     after_step: Callable[..., Any] | None
     fingerprint: Callable[..., Any] | None
@@ -108,8 +112,12 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
         if sys.path[:1] != [str(beside)]:  # it may be there already, behind what is installed
             sys.path.insert(0, str(beside))
         module = _execute(path)
+    has_updates = getattr(module, "updates", None) is not None
+    for function in ("loss", "optimizer"):
+        if has_updates and getattr(module, function, None) is not None:
+            raise Refused(f"{path} has updates and {function}, which it takes the place of; leave out one of them")
     for function, arguments in _REQUIRED.items():
-        if not callable(getattr(module, function, None)):
+        if not (has_updates and function == "loss") and not callable(getattr(module, function, None)):
             raise Refused(f"{path} has no function {function}; a task needs def {function}({arguments})")
     for function in _OPTIONAL:
         if getattr(module, function, None) is not None and not callable(getattr(module, function)):

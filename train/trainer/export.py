@@ -58,6 +58,8 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None
         raise Refused(
             "export to .onnx needs the packages onnx and onnxscript; pip install 'trainstation[onnx]'"
         ) from None
+    if task.loss is None:
+        raise Refused(f"export to .onnx calls the model as loss does, and {task.file} has updates; export .safetensors")
     calls = _calls(task, config, model)
     if not calls or not all(isinstance(argument, torch.Tensor) for argument in calls[0]):
         raise Refused("export to .onnx needs a model that is called with tensors alone; export .safetensors instead")
@@ -82,6 +84,7 @@ def _calls(task: Task, config: Config, model: nn.Module) -> list[tuple[Any, ...]
     model.eval()
     with build.refusing(task), torch.no_grad():
         count, of_evaluation = min(2, len(dataset)), dataset is eval_set
+        assert task.loss is not None
         task.loss(model, build.first_samples(task, config, cpu_precision(config), dataset, count, of_evaluation))
     hook.remove()
     return calls

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,11 +49,11 @@ class Figure:
         return self.samples if self.count is None else self.count
 
 
-def figure(value: Any, samples: int, what: str, file: Path) -> Figure:
+def figure(value: Any, samples: int, what: str) -> Figure:
     """Read what a task's function returned.
 
     Args:
-        what: which figure, for the message.
+        what: which figure of which file, for messages.
 
     Raises:
         TrainingFailed: it is neither a mean nor (total, count).
@@ -64,19 +63,18 @@ def figure(value: Any, samples: int, what: str, file: Path) -> Figure:
         value, count = value
         if not (_is_scalar(value) and (_is_scalar(count) or isinstance(count, (int, float)))):
             raise TrainingFailed(
-                f"{what} in {file} must return (total, count) as a scalar tensor and a number; "
+                f"{what} must return (total, count) as a scalar tensor and a number; "
                 f"got ({_kind(value)}, {_kind(count)})"
             )
         if isinstance(count, Tensor) and count.requires_grad:
             raise TrainingFailed(
-                f"{what} in {file} returns a pair, which is (total, count), and its count depends on the model's "
+                f"{what} returns a pair, which is (total, count), and its count depends on the model's "
                 "parameters; of two losses return the sum; a count that is meant, detach()"
             )
         count = count.detach().reshape(()) if isinstance(count, Tensor) else count
     if not _is_scalar(value):
         raise TrainingFailed(
-            f"{what} in {file} must return a scalar tensor, the mean over the batch, or (total, count); "
-            f"got {_kind(value)}"
+            f"{what} must return a scalar tensor, the mean over the batch, or (total, count); got {_kind(value)}"
         )
     if value.dim():
         value = value.reshape(())
@@ -85,11 +83,14 @@ def figure(value: Any, samples: int, what: str, file: Path) -> Figure:
 
 
 def training_loss(
-    task: Task, compute: Callable[[Callable[[nn.Module], Tensor]], Tensor], batch: Any, samples: int
-) -> Figure:
+    function: Callable[[nn.Module, Any], Any], compute: Callable[[Callable[[nn.Module], Tensor]], Tensor], batch: Any,
+    samples: int, what: str,
+) -> Figure:  # fmt: skip
     """The loss of a batch, to be differentiated.
 
     Args:
+        function: the task's.
+        what: its name and file, for messages.
         compute: of a strategy: calls a function with the model to compute with.
 
     Raises:
@@ -98,11 +99,9 @@ def training_loss(
     found: list[Figure] = []
 
     def value_of(model: nn.Module) -> Tensor:
-        one = figure(task.loss(model, batch), samples, "loss", task.file)
+        one = figure(function(model, batch), samples, what)
         if not one.value.requires_grad:
-            raise TrainingFailed(
-                f"loss in {task.file} does not depend on the model's parameters: call model(...) in it"
-            )
+            raise TrainingFailed(f"{what} does not depend on the model's parameters: call model(...) in it")
         found.append(one)
         return one.value
 
@@ -122,13 +121,14 @@ def evaluation_figures(task: Task, model: nn.Module, batch: Any, samples: int) -
     made = {} if task.metrics is None else task.metrics(model, batch)
     if not isinstance(made, dict):
         raise TrainingFailed(f"metrics must return a dict from names to tensors, got {type(made).__name__}")
-    if "loss" not in made:
+    if "loss" not in made and task.loss is not None:
         made = {"loss": task.loss(model, batch), **made}
-    figures = {"loss": figure(made["loss"], samples, "loss", task.file)}
-    for name, value in made.items():
-        if name != "loss":
-            given = value if isinstance(value, (Tensor, tuple)) else torch.as_tensor(value)
-            figures[name] = figure(given, samples, f"metric {name}", task.file)
+    figures = {}
+    for name in sorted(made, key=lambda name: name != "loss"):
+        value = made[name]
+        given = value if name == "loss" or isinstance(value, (Tensor, tuple)) else torch.as_tensor(value)
+        what = "loss" if name == "loss" else f"metric {name}"
+        figures[name] = figure(given, samples, f"{what} in {task.file}")
     return figures
 
 

@@ -6,12 +6,11 @@ Such changes would differ between ranks, and a resume would lose them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from train.data.seeding import Seed, owned
+from train.data.seeding import Seed
 from train.errors import TrainingFailed
 from train.parallel.strategy import local
 
@@ -29,12 +28,13 @@ class ModelCheck:
     Changes in the optimizer's step are allowed: all ranks make the same step, with the same hooks.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any], known: Sequence[Seed]) -> None:
+    def __init__(self, model: nn.Module, known: Sequence[Seed], find: Callable[[], Sequence[Seed]]) -> None:
         """
         Args:
             known: the random generators in the model and the loss before the first step.
+            find: finds them again.
         """
-        self._model, self._loss, self._generators = model, loss, len(known)
+        self._model, self._find, self._generators = model, find, len(known)
         self._parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
         self._names, self._numbers = set(model.state_dict(keep_vars=True)), _numbers(model)
         self._is_first = True
@@ -66,7 +66,7 @@ class ModelCheck:
         return self._warnings() if is_first else []
 
     def _warnings(self) -> list[str]:
-        found = [_LATE] if len(owned(self._model, self._loss)) > self._generators else []
+        found = [_LATE] if len(self._find()) > self._generators else []
         counted = [name for name, value in _numbers(self._model).items() if self._numbers.get(name, value) != value]
         if counted:
             found.append(

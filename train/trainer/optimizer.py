@@ -27,17 +27,8 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
                 f"optimizer in {task.file} must return a torch.optim.Optimizer, got {type(optimizer).__name__}; for "
                 "parts of a model at rates of their own give one optimizer several groups of parameters"
             )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise Refused(
-                f"optimizer in {task.file} returns a {type(optimizer).__name__}, which computes the loss several times "
-                "in a step, and here a step computes it once; use another optimizer"
-            )
-        _check_groups(optimizer, model, task)
-        _check_sharded(optimizer, config)
-        # a checkpoint names groups by their parameters: one without any could not be read back
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        return _keep_dtypes(optimizer)
+        check_optimizer(optimizer, model, task, config)
+        return keep_dtypes(optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optim = config.optim
     common: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
@@ -52,6 +43,24 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
         return made
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return kind(parameters, betas=(optim.momentum, 0.999), **common)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task, config: Config) -> None:
+    """Whether an optimizer of the task's own can train the model.
+
+    Raises:
+        Refused: it cannot.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise Refused(
+            f"optimizer in {task.file} returns a {type(optimizer).__name__}, which computes the loss several times "
+            "in a step, and here a step computes it once; use another optimizer"
+        )
+    _check_groups(optimizer, model, task)
+    _check_sharded(optimizer, config)
+    # a checkpoint names groups by their parameters: one without any could not be read back
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def takes_fused(parameters: list[nn.Parameter], config: Config) -> bool:
@@ -95,7 +104,7 @@ def _check_sharded(optimizer: torch.optim.Optimizer, config: Config) -> None:
         )
 
 
-def _keep_dtypes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def keep_dtypes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Let what this optimizer loads have the dtypes that it was saved with.
 
     torch gives every tensor of a state the dtype of its parameter, so that NAdam's products, or moments of fp32 over

@@ -39,7 +39,7 @@ from train.trainer.hooks import Hooks
 from train.trainer.intervals import Intervals
 from train.trainer.load import ResumeState, load_newest
 from train.trainer.loggers.loggers import Loggers, Skipped
-from train.trainer.optimizer import make_optimizer
+from train.trainer.updates import SpreadUpdate, spread_updates
 
 log = logging.getLogger("train")
 
@@ -53,7 +53,8 @@ class Job:
     config: Config
     world: World
     precision: Precision
-    strategy: Strategy
+    updates: list[SpreadUpdate]
+    """Of a step, in their order; most tasks have one."""
     state: TrainState
     hooks: Hooks
     loader: Loader
@@ -76,6 +77,11 @@ class Job:
         return self.intervals.total_steps
 
     @property
+    def strategy(self) -> Strategy:
+        """How the model is spread; where there are several updates, that of the first one."""
+        return self.updates[0].strategy
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self.state.optimizer
 
@@ -87,7 +93,11 @@ class Job:
     @functools.cached_property
     def generators(self) -> list[Seed]:
         """Random generators of the task that a training loss may draw from; see data/seeding.py."""
-        return owned(self.strategy.module, self.task.loss)
+        return self.find_generators()
+
+    def find_generators(self) -> list[Seed]:
+        """The same, as they are found now."""
+        return owned(self.strategy.module, *(update.loss for update in self.updates))
 
     @functools.cached_property
     def optimizer_generators(self) -> list[Seed] | None:
@@ -121,14 +131,14 @@ def set_up(
     held.callback(loader.close)
     take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on
     world = join(config, rank_env, device)
-    strategy = choose.make(world, config, precision)
-    model = strategy.place(_model(run, task, config, precision, world))
+    updates, optimizer = spread_updates(task, _model(run, task, config, precision, world), config, world, precision)
+    model = updates[0].strategy.module
     faults.here("start")
     mark, number = world.broadcast((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
     snapshots = _snapshots(task, config, world, memory, mark)
     home = home_of(run, config, world)
     hooks = Hooks(task, model, config, world)
-    state = TrainState(model, make_optimizer(task, model, config), precision, hooks.extra)
+    state = TrainState(model, optimizer, precision, hooks.extra)
     start = load_newest(run, home, world, snapshots, state)
     faults.here("loaded")
     determinism.compile_as_asked(model, config)
@@ -147,7 +157,7 @@ def set_up(
     snapshots.attach(state, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
     job = Job(
-        run, task, config, world, precision, strategy, state, hooks, loader, plan, evaluation, intervals, saver,
+        run, task, config, world, precision, updates, state, hooks, loader, plan, evaluation, intervals, saver,
         snapshots, loggers, stop, heart, evaluated, start.saved,
     )  # fmt: skip
     if world.is_lead:

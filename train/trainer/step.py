@@ -1,11 +1,13 @@
-"""One optimizer update: the micro batches of a global batch, and the stats that all ranks sum up in it."""
+"""One step: the micro batches of a global batch, its optimizer updates, and the stats that all ranks sum up in it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from train import faults
@@ -17,35 +19,65 @@ from train.trainer.model_check import ModelCheck
 from train.trainer.prefetch import Prefetch
 from train.trainer.setup import Job
 from train.trainer.step_stats import COUNT, StepStats
+from train.trainer.updates import SpreadUpdate
+
+Fetched = tuple[MicroBatch, Any, bool]
+"""A micro batch, its data on the device, and whether it is this rank's last one of the step."""
+
+
+def due(job: Job, number: int) -> list[SpreadUpdate]:
+    """The updates of a step, counted from 0."""
+    updates = job.updates
+    return updates if len(updates) == 1 else [one for one in updates if (number + 1) % one.every == 0]
 
 
 def step(
-    job: Job, stats: StepStats, number: int, prefetch: Prefetch, wants_save: bool, check: ModelCheck | None
+    job: Job, stats: dict[str, StepStats], number: int, prefetch: Prefetch, wants_save: bool, check: ModelCheck | None
 ) -> Tensor:
-    """Make the update of a step, counted from 0. Returns the stats summed over the ranks, still on the device.
+    """Make the updates of a step, counted from 0, all micro batches of one before the next one.
+
+    Returns the stats of each update that is `due`, one after the other, summed over the ranks, still on the device.
 
     Args:
-        stats: this rank's, of any step before.
+        stats: this rank's of each update, of any step before.
         wants_save: whether the clock asks for a checkpoint; rank 0's counts.
         check: in the first steps of an attempt.
     """
-    strategy, samples, micros = job.strategy, job.plan.samples(number), job.plan.micro_batches(number)
-    slots = len(job.sharing.computed(micros))
-    consumed: list[npt.NDArray[np.int64]] = []
     faults.here("step")
-    strategy.begin(micros)
-    if check is not None:
-        check.begin()
-    stats.begin(micros, wants_save and job.world.is_first)
+    updates, fetched = due(job, number), _fetched(job, number, prefetch)
+    if len(updates) == 1:
+        return _update(job, updates[0], stats[updates[0].name], number, fetched, wants_save, check)
+    batches = list(fetched)
+    return torch.cat([_update(job, one, stats[one.name], number, batches, wants_save, check) for one in updates])
+
+
+def _fetched(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:
+    """This rank's micro batches of a step."""
+    slots = len(job.sharing.computed(job.plan.micro_batches(number)))
+    consumed: list[npt.NDArray[np.int64]] = []
     for slot in range(1, slots + 1):
-        is_last = slot == slots
         micro, batch = prefetch.next()
         assert micro.step == number and not micro.of_evaluation
         if not micro.is_repeated:
             consumed.append(micro.indices)
-        if is_last:  # before others can have made this step: see Loggers.samples
+        if slot == slots:  # before others can have made this step: see Loggers.samples
             job.loggers.samples(number + 1, consumed)
-        _micro_batch(job, micro, batch, stats, samples, is_last)
+        yield micro, batch, slot == slots
+
+
+def _update(
+    job: Job, update: SpreadUpdate, stats: StepStats, number: int, batches: Iterable[Fetched], wants_save: bool,
+    check: ModelCheck | None,
+) -> Tensor:  # fmt: skip
+    """Make one update. Returns its stats, summed over the ranks."""
+    strategy, samples, micros = update.strategy, job.plan.samples(number), job.plan.micro_batches(number)
+    update.activate()
+    strategy.begin(micros)
+    if check is not None:
+        check.begin()
+    stats.begin(micros, wants_save and job.world.is_first)
+    for micro, batch, is_last in batches:
+        _micro_batch(job, update, micro, batch, stats, samples, is_last)
     sums = stats.summed(strategy.reduce(stats.tensor()))
     for warning in check.end() if check is not None else ():
         if job.world.is_lead:
@@ -55,29 +87,32 @@ def step(
         # gradients are means over `samples`: make them means over what was counted, without looking at the count
         count = sums[COUNT]
         scale = (samples / count).masked_fill(count <= 0, 0.0)
-    strategy.scale_and_clip_gradients(job.optimizer, job.config.clip_grad_norm, scale)
+    strategy.scale_and_clip_gradients(update.optimizer, job.config.clip_grad_norm, scale)
     if job.optimizer_generators is not None:  # all ranks draw the same in the update, whatever batches they have had
-        seed_compute(seed_of(job.config.seed, number), job.world.device, "update", job.optimizer_generators)
+        tag = f"update{update.name}"
+        seed_compute(seed_of(job.config.seed, number), job.world.device, tag, job.optimizer_generators)
     faults.here("update")
-    strategy.update(job.optimizer)
+    strategy.update(update.optimizer)
     return sums
 
 
-def _micro_batch(job: Job, micro: MicroBatch, batch: Any, stats: StepStats, samples: int, is_last: bool) -> None:
+def _micro_batch(
+    job: Job, update: SpreadUpdate, micro: MicroBatch, batch: Any, stats: StepStats, samples: int, is_last: bool
+) -> None:
     """Forward and backward of one micro batch: of nothing where none of its samples could be read.
 
     Its weight is 0 where another rank counts it. Rank 0 never repeats one, and all ranks take over its buffers.
     """
-    value, weight = None, 0.0
-    with job.strategy.micro_batch(micro.number, is_last):
+    value, weight, strategy = None, 0.0, update.strategy
+    with strategy.micro_batch(micro.number, is_last):
         if len(micro.indices):
-            seed_compute(micro.seed, job.world.device, own=job.generators)
+            seed_compute(micro.seed, job.world.device, f"compute{update.name}", job.generators)
             with job.precision.autocast():
-                loss = training_loss(job.task, job.strategy.compute, batch, len(micro.indices))
+                loss = training_loss(update.loss, strategy.compute, batch, len(micro.indices), update.what)
             value = loss.value
             if micro.is_repeated:
                 stats.counts_itself |= loss.counts_itself
             else:
                 stats.add(micro.number, loss)
                 weight = loss.weight / samples
-        job.strategy.backward(value, weight, stats.tensor() if is_last else None)
+        strategy.backward(value, weight, stats.tensor() if is_last else None)

@@ -137,8 +137,8 @@ class Readback(Generic[T]):
             event.record()
         self._pending.append((step, sums, event))
 
-    def take(self, everything: bool) -> Iterator[tuple[T, dict[str, float]]]:
-        """The sums that can be read by now, by the names of STATS.
+    def take(self, everything: bool) -> Iterator[tuple[T, list[dict[str, float]]]]:
+        """The sums that can be read by now, of each update of a step by the names of STATS.
 
         Args:
             everything: wait for those of the last step too.
@@ -147,4 +147,5 @@ class Readback(Generic[T]):
             step, sums, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            yield step, dict(zip(STATS, sums.tolist(), strict=True))
+            numbers, size = sums.tolist(), len(STATS)
+            yield step, [dict(zip(STATS, numbers[at : at + size], strict=True)) for at in range(0, len(numbers), size)]

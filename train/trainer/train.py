@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from train.trainer.model_check import ModelCheck
 from train.trainer.optimizer import rate_factor, rate_scale
 from train.trainer.prefetch import DataWait, Prefetch, micro_batches
 from train.trainer.setup import Job
-from train.trainer.step import step
+from train.trainer.step import due, step
 from train.trainer.step_stats import Readback, StepStats
 from train.trainer.timing import Timing, WaitAdvice
 
@@ -54,7 +54,9 @@ def train(job: Job, done: int) -> Done:
     loop, intervals = Loop(job, done), job.intervals
     job.strategy.module.train()
     with loop.timing.spent("start"):
-        job.strategy.start()
+        for update in job.updates:
+            update.activate()
+            update.strategy.start()
     try:
         if intervals.misses_save(job.saved, done):  # a death came before: the state is from memory
             loop.save()
@@ -96,10 +98,15 @@ class Loop:
         self.timing = Timing(wait, advice, device)
         micros = micro_batches(job.intervals, job.plan, job.evaluation, job.sharing, done, job.evaluated)
         self._prefetch = Prefetch(job.loader, micros, wait)
-        self._check = ModelCheck(job.strategy.module, job.task.loss, job.generators)
-        self._stats = StepStats(
-            job.strategy.stats_dtype, device, job.strategy.is_ordered, job.stop, job.snapshots.copy_request
-        )
+        self._check = ModelCheck(job.strategy.module, job.generators, job.find_generators)
+        first = next(update for update in job.updates if update.every == 1)  # it asks for copies, in every step
+        self._stats = {
+            update.name: StepStats(
+                update.strategy.stats_dtype, device, update.strategy.is_ordered, job.stop,
+                *([job.snapshots.copy_request] if update is first else []),
+            )
+            for update in job.updates
+        }  # fmt: skip
         self.readback = Readback[_Step](device)
         self._begun, self._saved = done, job.saved
         self._rates = [group["lr"] * rate_scale(job.config) for group in job.optimizer.param_groups]
@@ -141,23 +148,26 @@ class Loop:
             everything: wait for the last step's too.
         """
         save = False
-        for made, sums in self.readback.take(everything):
-            self._log(made, sums)
-            self.job.snapshots.stats_read(made.number, sums["copy"])
-            self.is_stopping |= sums["stop"] > 0
-            save |= sums["save"] > 0
+        for made, updates in self.readback.take(everything):
+            self._log(made, updates)
+            self.job.snapshots.stats_read(made.number, sum(sums["copy"] for sums in updates))
+            self.is_stopping |= any(sums["stop"] > 0 for sums in updates)
+            save |= any(sums["save"] > 0 for sums in updates)
         return save
 
-    def _log(self, made: _Step, sums: dict[str, float]) -> None:
-        """Check the loss of a step; write its line."""
+    def _log(self, made: _Step, updates: list[dict[str, float]]) -> None:
+        """Check the losses of a step; write its line."""
         job, leaves_out = self.job, self.job.config.data.leaves_out
-        count = sums["count"] if sums["counted"] or leaves_out else made.samples
-        loss = sums["loss"] / count if sums["count"] else 0.0
-        if not math.isfinite(loss):
-            raise TrainingFailed(
-                f"the loss is {loss} at step {made.number}; lower --optim.lr or set --clip_grad_norm, "
-                "and look at the data of that step (--log.samples true)"
-            )
+        losses = {}
+        for update, sums in zip(due(job, made.number - 1), updates, strict=True):
+            count = sums["count"] if sums["counted"] or leaves_out else made.samples
+            name = f"loss.{update.name}" if update.name else "loss"
+            losses[name] = loss = sums["loss"] / count if sums["count"] else 0.0
+            if not math.isfinite(loss):
+                raise TrainingFailed(
+                    f"the {name} is {loss} at step {made.number}; lower --optim.lr or set --clip_grad_norm, "
+                    "and look at the data of that step (--log.samples true)"
+                )
         self._empty = 0 if sums["count"] or not leaves_out else self._empty + 1
         if self._empty == _EMPTY_STEPS or (self._empty and made.number == self._empty == job.total_steps):
             raise TrainingFailed(
@@ -165,14 +175,14 @@ class Loop:
                 f"why, says {SKIPPED} in the run folder"
             )
         if job.world.is_lead and job.intervals.logs(made.number):
-            self._write_line(made, loss)
+            self._write_line(made, losses)
 
-    def _write_line(self, made: _Step, loss: float) -> None:
+    def _write_line(self, made: _Step, losses: dict[str, float]) -> None:
         job = self.job
-        line: Training = {
-            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": loss, "lr": made.rate,
-            **self.timing.speed(),
-        }  # fmt: skip
+        line = cast(Training, {
+            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": sum(losses.values()), "lr": made.rate,
+            **self.timing.speed(), **losses,
+        })  # fmt: skip
         job.loggers.training(line, self.times)
         advice = self.timing.advice.text(made.number == job.total_steps)
         if advice:
@@ -181,9 +191,10 @@ class Loop:
 
     def times(self) -> Times:
         """Where the time of this attempt has gone so far, on this rank."""
-        strategy = self.job.strategy
+        strategies = [update.strategy for update in self.job.updates]
+        measures = all(strategy.measures_communication for strategy in strategies)
         return self.timing.times(
-            self.done, strategy.communication.seconds() if strategy.measures_communication else None
+            self.done, sum(strategy.communication.seconds() for strategy in strategies) if measures else None
         )
 
     def evaluate(self) -> None:
@@ -230,8 +241,11 @@ class Loop:
     def _commit(self, is_last: bool) -> bool:
         """Whether the checkpoint is there now, or on its way."""
         job, done = self.job, self.done
-        name = job.strategy.not_finite()
-        if name:
+        for update in job.updates:
+            update.activate()
+            name = update.strategy.not_finite()
+            if not name:
+                continue
             raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
         job.hooks.check()
         scaler = job.precision.scaler

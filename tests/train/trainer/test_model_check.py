@@ -26,7 +26,7 @@ class Telling(Counting):
 @pytest.mark.parametrize(("part", "is_told"), [(Counting, True), (Telling, False)])
 def test_a_count_is_told_of_unless_it_is_in_the_extra_state_of_its_module(part: type[Counting], is_told: bool) -> None:
     model = nn.Sequential(nn.Linear(1, 1), part())
-    check = ModelCheck(model, lambda *_: None, [])
+    check = ModelCheck(model, [], list)
     check.begin()
     model[1].calls += 1
     assert ["1.calls" in warning for warning in check.end()] == [True] * is_told
@@ -36,7 +36,7 @@ def test_a_count_is_told_of_unless_it_is_in_the_extra_state_of_its_module(part: 
 def test_a_weight_of_any_type_is_looked_at_for_changes(dtype: torch.dtype) -> None:
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.tensor([0.0, 1.0, 1.0]).to(dtype), requires_grad=False)
-    check = ModelCheck(model, lambda *_: None, [])
+    check = ModelCheck(model, [], list)
     check.begin()
     check.end()
     check.begin()

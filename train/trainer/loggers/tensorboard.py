@@ -90,7 +90,8 @@ class TensorBoard:
             if is_evaluation(line):
                 figures = {f"eval/{name}": math.nan if value is None else value for name, value in line["eval"].items()}
             else:
-                figures = {tag: value for key, tag in _TAGS.items() if isinstance(value := line.get(key), (int, float))}
+                tags = _TAGS | {key: f"train/{key}" for key in line if key.startswith("loss.")}
+                figures = {tag: value for key, tag in tags.items() if isinstance(value := line.get(key), (int, float))}
             if self._writer is not None:
                 values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
                 self._try(self._writer.file_writer.add_summary, self._summary(value=values), line["step"], when)

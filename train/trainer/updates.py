@@ -1,0 +1,164 @@
+"""The updates of a step: one loss and one optimizer, or several of the task's, in turn on the same batch (a GAN).
+
+Each of several has a strategy of its own, which knows the parameters of its optimizer alone: while its loss is computed
+no others require gradients. For checkpoints and the schedule their optimizers are one.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.config import SPREAD, Config
+from train.errors import Refused, nearest
+from train.parallel import choose
+from train.parallel.precision import Precision
+from train.parallel.strategy import Strategy
+from train.parallel.world import World
+from train.tasks import Task
+from train.trainer.build import call
+from train.trainer.optimizer import check_optimizer, keep_dtypes, make_optimizer
+
+_KEYS = ("loss", "optimizer", "every")
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One update of a step."""
+
+    name: str
+    """The task's; '' where there is one alone."""
+    loss: Callable[[nn.Module, Any], Any]
+    optimizer: torch.optim.Optimizer
+    every: int
+    """It is made in each step whose number, counted from 1, this divides."""
+
+    what: str
+    """The loss and its file, for messages."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadUpdate(Update):
+    """An update with the strategy that spreads it over ranks."""
+
+    strategy: Strategy = dataclasses.field(kw_only=True)
+    others: list[nn.Parameter] = dataclasses.field(default_factory=list)
+    """Parameters of the other updates."""
+
+    def activate(self) -> None:
+        """Let the parameters of this update alone require gradients."""
+        if self.others:
+            for parameter in self.others:
+                parameter.requires_grad_(False)
+            for parameter in self.parameters:
+                parameter.requires_grad_(True)
+
+
+class JoinedOptimizers(torch.optim.Optimizer):
+    """Several optimizers as one: its groups and its state are theirs."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.parts = parts
+        state = {key: value for part in parts for key, value in part.state.items()}
+        self.__setstate__({"param_groups": groups, "state": collections.defaultdict(dict, state)})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also what loading a state does: the parts get theirs."""
+        super().__setstate__(state)
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.state = self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step of all, as torch makes it for a fresh state."""
+        for part in self.parts:
+            part.step()
+
+
+def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
+    """What the task's updates() returns, checked; or its loss with its optimizer.
+
+    Raises:
+        Refused: something in it is missing, unknown or wrong.
+    """
+    if task.updates is None:
+        assert task.loss is not None
+        return [Update("", task.loss, make_optimizer(task, model, config), 1, f"loss in {task.file}")]
+    if config.parallel.strategy in SPREAD:
+        raise Refused(
+            f"--parallel.strategy {config.parallel.strategy} has one update a step, and {task.file} has updates(); "
+            "use --parallel.strategy ddp"
+        )
+    where = f"updates in {task.file}"
+    made = call(task, "updates()", task.updates, model, config)
+    if not isinstance(made, dict) or not made or not all(isinstance(name, str) and name for name in made):
+        raise Refused(f'{where} must return a dict: {{"d": {{"loss": f, "optimizer": o}}, …}}')
+    updates = [_read(name, entry, where) for name, entry in made.items()]
+    if all(update.every > 1 for update in updates):
+        raise Refused(f'{where}: each of them leaves out steps ("every"); one must be made in every step')
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    seen: dict[int, str] = {}
+    for update in updates:
+        check_optimizer(update.optimizer, model, task, config)
+        for parameter in update.parameters:
+            other = seen.setdefault(id(parameter), update.name)
+            if other != update.name:
+                raise Refused(f"{where}: {names.get(id(parameter), 'a parameter')} is in {other} and in {update.name}")
+    for left_out in names.keys() - seen.keys():
+        raise Refused(
+            f"{where}: {names[left_out]} is in no optimizer; give it to one, or freeze it (requires_grad_(False))"
+        )
+    return updates
+
+
+def _read(name: str, entry: Any, where: str) -> Update:
+    if not isinstance(entry, dict):
+        raise Refused(f'{where}: {name} must be a dict: {{"loss": f, "optimizer": o}}, got {type(entry).__name__}')
+    for key in entry:
+        if key not in _KEYS:
+            raise Refused(f"{where}: {name} has an unknown key {key!r}{nearest(str(key), _KEYS)}")
+    loss, optimizer, every = entry.get("loss"), entry.get("optimizer"), entry.get("every", 1)
+    if not callable(loss):
+        raise Refused(f'{where}: {name} needs "loss", a function of (model, batch)')
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Refused(f'{where}: {name} needs "optimizer", a torch.optim.Optimizer; got {type(optimizer).__name__}')
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise Refused(f'{where}: {name} has "every" {every!r}; a whole number of steps, 1 or more')
+    return Update(name, loss, optimizer, every, f"loss of {name} in {where}")
+
+
+def spread_updates(
+    task: Task, model: nn.Module, config: Config, world: World, precision: Precision
+) -> tuple[list[SpreadUpdate], torch.optim.Optimizer]:
+    """Place a model, with its first weights and on the CPU, and make its updates ready. A collective.
+
+    Returns them, and one optimizer for all.
+    """
+    if task.updates is None:
+        strategy = choose.make(world, config, precision)
+        (update,) = read_updates(task, strategy.place(model), config)
+        return [SpreadUpdate(**vars(update), strategy=strategy)], update.optimizer
+    updates = read_updates(task, model.to(world.device), config)
+    spread = []
+    for update in updates:
+        others = [parameter for other in updates if other is not update for parameter in other.parameters]
+        made = SpreadUpdate(**vars(update), strategy=choose.make(world, config, precision), others=others)
+        made.activate()
+        made.strategy.take(model)
+        spread.append(made)
+    for update in updates:  # what makes and loads the state of optimizers asks for gradients of all
+        for parameter in update.parameters:
+            parameter.requires_grad_(True)
+    return spread, keep_dtypes(JoinedOptimizers([update.optimizer for update in updates]))
