@@ -15,6 +15,7 @@ from train import faults
 from train.checkpoint.save import CannotSave
 from train.checkpoint.state_dict import weights_of, weights_sha256
 from train.errors import TrainingFailed
+from train.parallel import gather
 from train.run import best, heartbeat, outcome
 from train.run.metrics import Training, last_evaluation
 from train.run.outcome import Kind, Outcome
@@ -92,6 +93,7 @@ class Loop:
 
     def __init__(self, job: Job, done: int) -> None:
         self.job, self.done, self.is_stopping = job, done, False
+        gather.begin(job.world, job.config)
         device = job.world.device
         wait = DataWait(device)
         advice = WaitAdvice(job.run.name, job.config.data.workers or 0, job.world.local_size)
@@ -203,7 +205,7 @@ class Loop:
         faults.here("evaluate")
         assert job.evaluation is not None
         beat = functools.partial(job.heart.beat, heartbeat.EVALUATING, self.done)
-        with self.timing.spent("evaluation"):
+        with self.timing.spent("evaluation"), gather.paused():
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._prefetch.batches,
                 job.sharing, lambda: job.stop.asked, beat, job.loggers.evaluated_samples,

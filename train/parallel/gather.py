@@ -1,0 +1,84 @@
+"""`train.gather`: all ranks' rows, for losses over all samples of a step (contrastive ones)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from train.config import Config
+from train.errors import Refused
+from train.parallel.world import World
+
+_ranks: dict[str, Any] = {"world": None, "problem": ""}
+"""While a run trains: its ranks, and why they cannot gather."""
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
+        ctx.world, ctx.rows = world, len(tensor)
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world.size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        own = slice(ctx.world.rank * ctx.rows, (ctx.world.rank + 1) * ctx.rows)
+        return ctx.world.add(gradient.clone(memory_format=torch.contiguous_format))[own], None
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The rows of all ranks' tensors, in the order of the batch; gradients flow back to all ranks.
+
+    For a loss that compares its rows with those of all ranks and returns the mean over its own. In an evaluation, and
+    outside of a run, the rows are those that were given.
+
+    Args:
+        tensor: of shape (n, …), the same on all ranks.
+
+    Raises:
+        Refused: ranks may have different numbers of rows.
+    """
+    if _ranks["world"] is None:
+        return tensor
+    if _ranks["problem"]:
+        raise Refused(_ranks["problem"])
+    return tensor if _ranks["world"].size == 1 else _Gather.apply(tensor, _ranks["world"])
+
+
+def begin(world: World, config: Config) -> None:
+    """Let the losses of a run gather."""
+    _ranks.update(world=world, problem=_problem(config, world.size))
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """While figures are computed that do not follow the number of ranks."""
+    world, _ranks["world"] = _ranks["world"], None
+    try:
+        yield
+    finally:
+        _ranks["world"] = world
+
+
+def _problem(config: Config, ranks: int) -> str:
+    """Why ranks may have different numbers of rows; '' where they have the same."""
+    assert isinstance(config.micro_batch_size, int)
+    if config.parallel.reduce == "ordered":
+        return "train.gather follows the number of ranks, and --parallel.reduce ordered must not; leave out one of them"
+    if config.data.leaves_out:
+        return "train.gather needs every sample of a batch: leave out --data.on_error skip"
+    if not config.data.drop_last:
+        return "train.gather needs batches of one size: use --data.drop_last true"
+    share = config.micro_batch_size * ranks
+    if config.batch_size % share:
+        return (
+            f"train.gather needs micro batches that divide evenly among the ranks: --batch_size {config.batch_size} is "
+            f"no multiple of micro_batch_size x ranks = {share}"
+        )
+    return ""
