@@ -149,6 +149,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     from train.parallel.strategy import STEP_STATS
     from train.parallel.world import join
     from train.trainer import build, determinism, setup
+    from train.trainer.hooks import Hooks
     from train.trainer.loss import training_loss
     from train.trainer.updates import spread_updates
 
@@ -165,6 +166,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     world = join(config, RankEnv(rank, ranks, rank, ranks, f"file://{store}"), device)
     model = setup.arrange(build.make_model(task, config, precision.weights), config, ranks)
     updates, _ = spread_updates(task, model, config, world, precision)
+    _hooks = Hooks(task, updates[0].strategy.module, config, world)  # an average of the weights takes memory, too
     updates[0].strategy.module.train()
     for update in updates:
         update.activate()
