@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
+import re
 import socket
 from collections.abc import Iterable
 
@@ -30,8 +32,13 @@ _LONGEST_WORD, _LONGEST_LINE = 160, 1200
 
 def shortened(text: str, longest: int = _LONGEST_LINE) -> str:
     """The text with every word, and then the whole, cut in its middle where it is too long."""
-    words = (_cut(word, min(_LONGEST_WORD, longest)) for word in text.split(" "))
+    words = (_cut(word, min(_LONGEST_WORD, longest)) for word in _by_path(text).split(" "))
     return _cut(" ".join(words), longest)
+
+
+def _by_path(text: str) -> str:
+    """The text with the path of each folder that this process names by its descriptor, as Run.folder does."""
+    return re.sub(r"/proc/self/fd/\d+", lambda found: os.path.realpath(found[0]), text)
 
 
 def _cut(text: str, longest: int) -> str:
@@ -94,7 +101,7 @@ def whole(digits: str) -> int:
 
 def one_line(text: object) -> str:
     """The text with every run of white space, line ends included, made one blank."""
-    return " ".join(str(text).split())
+    return " ".join(_by_path(str(text)).split())
 
 
 def of_system(error: OSError) -> str:

@@ -123,7 +123,7 @@ def reason_of(error: BaseException) -> str:
     """The innermost cause of a failed save: DCP wraps an OSError in several layers of its own."""
     error = cause_of(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
+        return one_line(f"{error.strerror}" + (f": {error.filename}" if error.filename else ""))
     return one_line(error)[:300]
 
 

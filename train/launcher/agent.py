@@ -48,6 +48,8 @@ def main() -> None:
     launch = LaunchRequest(**content["launch"])
     try:
         opened = open_run(launch, environment.keep(content["env"]))
+        if not opened.run.read().get("cluster"):  # other machines know it by its path
+            opened.run = opened.run.held()
     except BaseException as error:
         _answer(folder, {"refused": error_line(error)})
         sys.exit(EXIT_REFUSED if isinstance(error, Refused) else 1)
@@ -115,17 +117,21 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     """Keep the run alive until it ends, shown on the terminal as long as there is one. Returns the exit code."""
     from train.launcher import script
     from train.launcher.live_view import LiveView
+    from train.launcher.tmux import note_move
     from train.supervise.attempts import Supervisor
     from train.supervise.decide import LaunchMode
     from train.supervise.multi_node import MultiNodeSupervisor
     from train.supervise.nodes import Nodes, settings_of
     from train.supervise.ranks import Ranks
 
-    run, record = opened.run, opened.run.read()
+    run, record, place = opened.run, opened.run.read(), opened.run.path
     is_script = bool(record.get("script"))
     view = LiveView(run, sys.stderr, show_log=is_script)
 
     def show() -> None:
+        nonlocal place
+        if run.path != place and note_move(run, place):
+            place = run.path
         with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
             view.update(run.read())
 

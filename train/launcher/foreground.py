@@ -46,7 +46,7 @@ def run(runs: Path, name: str | None, request: dict[str, Any], spawn: int | None
     launch = LaunchRequest("new", str(runs), name or "", request, nproc=str(spawn or 1))
     zygote, checked = check_in_fork(launch)
     name = name or folders.fresh_name(runs, Path(request["task"]).stem)
-    made = folders.create(runs, name, _with_environment(checked.files), checked.record)
+    made = folders.create(runs, name, _with_environment(checked.files), checked.record).held()
     lock = made.acquire()
     assert lock is not None  # a folder that has just been made
     stop = StopRequest((*POLITE, signal.SIGHUP))
@@ -83,7 +83,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
             with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, leaves with the last one
                 store.add("heard", 1)
             leave(refused)
-        leave(_rank_of_torchrun(Run(Path(received["folder"])), received["attempt"], rank_env, StopRequest())[1])
+        leave(_rank_of_torchrun(Run(Path(received["folder"])).held(), received["attempt"], rank_env, StopRequest())[1])
     code = 1
     try:
         request.ranks, request.nodes = shape(rank_env)
@@ -92,7 +92,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
 
         def rank(attempt: int) -> Outcome:
             nonlocal code
-            store.set("run", json.dumps({"folder": str(made.folder), "attempt": attempt}))
+            store.set("run", json.dumps({"folder": str(made.path), "attempt": attempt}))
             end, code = _rank_of_torchrun(made, attempt, rank_env, stop)
             return end
 
@@ -159,4 +159,4 @@ def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple
     lock = made.acquire(patience=30.0)  # the ranks of the attempt before may still be ending
     if lock is None:
         raise Refused(f"{made.name} is running already")
-    return made, lock
+    return made.held(), lock

@@ -19,6 +19,7 @@ def stop(run: Run, now: bool) -> tuple[int, str]:
     Raises:
         Refused: its folder takes no request, or no record.
     """
+    run = run.held()  # it may be renamed meanwhile
     is_script = bool(run.read().get("script"))
     while True:
         if run.alive():

@@ -26,7 +26,7 @@ from typing import Any
 from train import hash_seed, module_runner
 from train.errors import Refused
 from train.launcher.request import LaunchRequest
-from train.run import environment, folders
+from train.run import environment, folders, ownership
 from train.run.run_folder import Run
 from train.run.states import FOR_KEEPER, NOW
 from train.supervise import zygote
@@ -180,6 +180,22 @@ def _wait(folder: Path, runs: Path, session: str, cancelled: Callable[[], bool])
     return dict(json.loads(answer.read_text(encoding="utf-8")))
 
 
+def note_move(run: Run, before: Path) -> bool:
+    """Record that a run lay elsewhere before: it stays this station's, and its session has its name. Whether it is
+    recorded; what is already is left as it is."""
+    changes: dict[str, Any] = {}
+    with contextlib.suppress(Refused):
+        record, session = run.read(), session_of(run.name)
+        if ownership.was_started_here(before, record, run.folder):
+            changes = ownership.sign(run.path, record)
+        if (old := record.get("tmux_session")) not in (None, session) and before.parent == run.path.parent:
+            command = tmux(before.parent, "rename-session", "-t", f"={old}", session)
+            if not subprocess.run(command, capture_output=True, check=False).returncode:
+                changes["tmux_session"] = session
+        return not changes or run.note(**changes)
+    return False
+
+
 def attach(run: Run) -> None:
     """Replace this process by the run's terminal.
 
@@ -188,7 +204,7 @@ def attach(run: Run) -> None:
     """
     run = Run(folders.of_this_machine(run.folder.parent, run.name) / run.name)
     session = run.read().get("tmux_session")
-    if not session or not _has_session(run.folder.parent, session):
+    if not session or not run.alive() or not _has_session(run.folder.parent, session):
         raise Refused(f"{run.name} has no terminal now ({run.state()}); its output: train logs {run.name}")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Refused(f"attaching needs a terminal; over ssh use ssh -t, or: train logs {run.name} --follow")

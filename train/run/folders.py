@@ -80,7 +80,7 @@ def check_free(runs: Path, name: str) -> None:
             "beginning with a letter or digit"
         )
     if os.path.lexists(runs / name):
-        raise Refused(f"a run named {name} exists in {runs}; choose another --name, or: train resume {name}")
+        raise Refused(f"a run named {name} exists in {runs}; choose another name, or: train resume {name}")
     folder = runs
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -128,7 +128,7 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
         base |= ownership.sign(runs / name, base, staging)
         write_atomically(staging / "run.json", json.dumps(base, indent=1) + "\n")
         if os.path.lexists(runs / name):
-            raise Refused(f"a run named {name} exists in {runs}; choose another --name, or: train resume {name}")
+            raise Refused(f"a run named {name} exists in {runs}; choose another name, or: train resume {name}")
         staging.rename(runs / name)
         sync_folder(runs)
     except OSError as error:
@@ -202,8 +202,8 @@ def delete_locked(run: Run) -> None:
         Refused: it cannot be removed.
     """
     try:
-        grave = run.folder.with_name(f".removing-{run.name}-{os.getpid()}")
-        run.folder.rename(grave)
+        grave = run.path.with_name(f".removing-{run.name}-{os.getpid()}")
+        run.path.rename(grave)
         shutil.rmtree(grave.resolve())  # the run may have been moved to another disk, and a link have its name
         if grave.is_symlink():
             grave.unlink()

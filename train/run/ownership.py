@@ -56,9 +56,9 @@ def sign(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> 
     return {STATION: station if digest else None, DIGEST: digest}
 
 
-def was_started_here(folder: Path, record: Mapping[str, Any]) -> bool:
-    """Whether this station has started the run, and it is still the same run in the same folder."""
-    given, digest = record.get(DIGEST), _digest(folder, record, folder)
+def was_started_here(folder: Path, record: Mapping[str, Any], files: Path | None = None) -> bool:
+    """Whether this station has started the run, and it is still the same run in the same folder. `files`: as `sign`."""
+    given, digest = record.get(DIGEST), _digest(folder, record, files or folder)
     return digest is not None and isinstance(given, str) and given.isascii() and hmac.compare_digest(given, digest)
 
 

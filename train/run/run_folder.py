@@ -17,6 +17,7 @@ import re
 import socket
 import time
 import tomllib
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -62,15 +63,33 @@ class Lock:
 
 
 class Run:
-    """One run folder."""
+    """One run folder.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        folder: where it lies.
+        fd: it, opened: then `folder` is a path for this process alone, which stays right where the folder is renamed.
+    """
+
+    def __init__(self, folder: Path, fd: int = -1) -> None:
+        self.folder, self.fd, self._given = folder, fd, folder
+        if fd >= 0:
+            self.folder, self._real = Path(f"/proc/self/fd/{fd}"), os.path.realpath(folder)
+            weakref.finalize(self, os.close, fd)
+
+    def held(self) -> Run:
+        """The same run with its folder open, for who must find it wherever it is moved. Raises OSError: it is gone."""
+        return self if self.fd >= 0 else Run(self.folder, os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY))
+
+    @property
+    def path(self) -> Path:
+        """Where it lies now, for people and other processes."""
+        now = str(self.folder.readlink()).removesuffix(" (deleted)") if self.fd >= 0 else ""
+        return Path(now) if now and now != self._real else self._given  # which may be a link to it
 
     @property
     def name(self) -> str:
         """The folder's name: a run may be renamed by renaming its folder."""
-        return self.folder.name
+        return self.path.name
 
     @property
     def checkpoints(self) -> Path:
@@ -206,7 +225,7 @@ class Run:
         is_alive = record["state"] not in (states.RUNNING, states.CREATED) or self.alive()
         if not is_alive:
             record = self.read()  # it may have ended between the two looks
-        return states.effective(record, is_alive, lambda: ownership.was_started_here(self.folder, record))
+        return states.effective(record, is_alive, lambda: ownership.was_started_here(self.path, record))
 
     def state(self) -> str:
         """The effective state."""

@@ -57,7 +57,7 @@ class Ranks:
         environ: Mapping[str, str] | None = None,
         is_foreground: bool = False,
     ) -> None:
-        self.run, self.count, self.environ = run, count, dict(environ or {})
+        self.run, self.count, self.environ = run.held(), count, dict(environ or {})
         self.memory = None if is_foreground else snapshot_memory(run, count)
         self.problem = ""
         """Why they could not be started, in a line."""
@@ -108,7 +108,7 @@ class Ranks:
                 held.callback(os.close, place[0])
             for rank_env in self.rank_envs:
                 known = {key: value for key, value in dataclasses.asdict(rank_env).items() if key != "init"}
-                arguments = [str(self.run.folder), attempt, known, meeting, self._has_terminal(rank_env)]
+                arguments = [str(self.run.path), attempt, known, meeting, self._has_terminal(rank_env)]
                 at = place if not meeting or rank_env.rank == 0 else []
                 self._fork("task_rank", arguments, attempt, rank_env, common | _of_rank(rank_env), at)
 
@@ -137,7 +137,7 @@ class Ranks:
     ) -> None:
         logs = self.run.logs(attempt)
         environ = {
-            **hash_seed.with_seed(os.environ), **flight_recorder(logs), **environ, **self.environ,
+            **hash_seed.with_seed(os.environ), **flight_recorder(logs.resolve()), **environ, **self.environ,
             "TRAIN_ATTEMPT": str(attempt), "TRAIN_AGENT_PID": str(os.getpid()),
         }  # fmt: skip
         with contextlib.ExitStack() as held:
@@ -148,7 +148,7 @@ class Ranks:
                 files = [os.open(os.devnull, os.O_RDONLY), log, log]
                 held.callback(os.close, files[0])
             self._pids[rank_env.rank] = self._zygote.fork(
-                f"train.supervise.worker:{function}", arguments, [*files, self._lock.fd, *more], environ,
+                f"train.supervise.worker:{function}", arguments, [*files, self._lock.fd, self.run.fd, *more], environ,
                 after="" if self._command is not None else RANKS[-1],
             )  # fmt: skip
 

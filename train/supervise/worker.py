@@ -44,15 +44,14 @@ def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: 
 
     What it dies of is not printed: it is in the outcome.
     """
-    logs = run.logs(attempt)
+    logs, file = run.logs(attempt), run.path / "task.py"
     try:
         end = _train(run, rank_env, attempt, stop, bar)
     except BaseException as error:
         before = outcome.read(logs, rank_env.rank)
         if before is not None:  # clearing away failed: that changes nothing of how training has ended
             return before
-        file = run.folder / "task.py"
-        why = diagnose.failure_of(error, file if file.exists() else None)
+        why = diagnose.failure_of(error, file if (run.folder / "task.py").exists() else None)
         end = Outcome(rank_env.rank, Kind.DIED, is_of_system=isinstance(error, OSError), **why)
     if outcome.read(logs, rank_env.rank) is None:
         with contextlib.suppress(OSError):
@@ -123,12 +122,12 @@ def task_rank(
         rank_env: the fields of RankEnv but `init`.
         has_terminal: whether its output is the terminal of `train run`, and not its log.
         meeting: where the ranks meet: {} in an open file, else host and port, which rank 0 listens at.
-        files: standard files; the run's lock; the open file, or the listening socket, where they meet.
+        files: standard files; the run's lock, and its folder; the open file, or the listening socket, where they meet.
     """
     stop = StopRequest()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    run, rank = Run(Path(folder)), rank_env["rank"]
+    run, rank = Run(Path(folder), files.pop(4)), rank_env["rank"]
     logs = run.logs(attempt)
     _begin(f"train-rank {rank} {run.name}", files)
     limit_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -160,7 +159,7 @@ def script_rank(command: list[str], files: list[int]) -> NoReturn:
 
     Args:
         command: what follows `python -u`.
-        files: standard files; the run's lock.
+        files: standard files; the run's lock, and its folder.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)

@@ -93,25 +93,26 @@ def data_root(config: Any) -> Path:
     return root
 
 
-def load(name: str, file: Path | None = None, beside: Path | None = None) -> Task:
+def load(name: str, file: Path | None = None, beside: Path | None = None, source: bytes | None = None) -> Task:
     """Import a task.
 
     Args:
         name: what the user called it.
         file: where it lies, if not where the name says: the copy in a run folder.
         beside: the folder whose modules it may import; default: its own.
+        source: its text, where the file may be moved meanwhile.
 
     Raises:
         Refused: there is no such task, it cannot be imported, or it lacks a function.
     """
     path = file or locate(name)
-    beside = beside or path.parent
+    beside, source = beside or path.parent, path.read_bytes() if source is None else source
     if path.parent == Path(__file__).parent:
         module: Any = importlib.import_module(f"train.tasks.{path.stem}")
     else:
         if sys.path[:1] != [str(beside)]:  # it may be there already, behind what is installed
             sys.path.insert(0, str(beside))
-        module = _execute(path)
+        module = _execute(path, source)
     has_updates = getattr(module, "updates", None) is not None
     for function in ("loss", "optimizer"):
         if has_updates and getattr(module, function, None) is not None:
@@ -129,17 +130,16 @@ def load(name: str, file: Path | None = None, beside: Path | None = None) -> Tas
     if settings is not None and not (isinstance(settings, type) and dataclasses.is_dataclass(settings)):
         raise Refused(f"Settings in {path} must be a dataclass: put @dataclass above it")
     functions: dict[str, Any] = {function: getattr(module, function, None) for function in (*_REQUIRED, *_OPTIONAL)}
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256(source).hexdigest()
     return Task(name=name, file=path, sha256=digest, Settings=settings, DEFAULTS=dict(defaults), **functions)
 
 
-def _execute(path: Path) -> Any:
+def _execute(path: Path, source: bytes) -> Any:
     # importable under this name in the processes that the task's own code starts
     name = f"task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise Refused(f"{path} is not a Python file; give a built-in task or the path of a .py file")
-    source = path.read_bytes()
     before, null, _ = source.partition(b"\0")
     if null:  # a ValueError without a line up to Python 3.11.3
         line = before.count(b"\n") + 1

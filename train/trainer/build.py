@@ -50,9 +50,11 @@ def task_of(run: Run) -> Task:
     if record["task"] != "task.py":
         return load(record["task"])
     source = Path(record["task_source"])
-    if not (run.folder / "task.py").is_file():
-        raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
-    return load("task.py", run.folder / "task.py", source.parent if source.parent.is_dir() else None)
+    copy = run.folder / "task.py"
+    if not copy.is_file():
+        raise Refused(f"{copy} is missing; put the task's copy back")
+    beside = source.parent if source.parent.is_dir() else None
+    return load("task.py", run.path / "task.py", beside, copy.read_bytes())
 
 
 def config_of(run: Run, task: Task) -> Config:

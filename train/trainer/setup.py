@@ -169,7 +169,7 @@ def home_of(run: Run, config: Config, world: World) -> Run:
     """Where this rank finds the checkpoints: in node 0's run folder, which all machines see with fsdp and hsdp."""
     is_of_node_0 = world.rank == world.local_rank  # ranks are numbered node by node
     is_elsewhere = world.nodes > 1 and not is_of_node_0 and config.parallel.strategy in configuration.SPREAD
-    return Run(folders.of_node_0(run.folder)) if is_elsewhere else run
+    return Run(folders.of_node_0(run.path)) if is_elsewhere else run
 
 
 def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, Plan | None]:

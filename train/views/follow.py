@@ -35,6 +35,8 @@ def follow(run: Run, rank: int = 0) -> int:
     """
     record = run.read_effective()
     is_job = jobs.is_submitted(record)
+    if not is_job:
+        run = run.held()  # it may be renamed meanwhile
     shows_log = is_job or bool(record.get("script"))
     view = LiveView(run, sys.stdout if is_job else sys.stderr, show_log=shows_log)
     try:

@@ -158,17 +158,21 @@ def test_an_i_o_error_costs_nothing_that_was_saved(mount: Mount, engine: Engine,
 @pytest.mark.parametrize("flags", [ASYNC, *later(SYNC)], ids=["async", "sync"])
 @pytest.mark.parametrize("what", ["checkpoints", "."])
 def test_a_folder_that_vanishes_ends_the_run_with_a_line_and_what_comes_back_is_used(
-    engine: Engine, wanted: Any, what: str, flags: dict[str, Any]
+    engine: Engine, wanted: Any, what: str, flags: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     name = f"vanishing-{'part' if what == 'checkpoints' else 'whole'}-{flags['checkpoint__asynchronous']}"
     run = engine.station.run(name)
     folder = run.checkpoints if what == "checkpoints" else run.folder
     away = engine.station.folder / f"{name}-away"
-    engine.run(name, 2, [f"6 0 sh mv {folder} {away} && touch {folder}"], **flags)
+    # a run is followed to where it is renamed, so it is copied, its record first, and removed
+    copy = f"mkdir {away} && cp -a {folder}/run.json {away}; cp -an {folder}/. {away}; mv {folder} {away}-doomed"
+    take = f"{copy}; until rm -rf {away}-doomed; do :; done" if what == "." else f"mv {folder} {away}"
+    engine.run(name, 2, [f"6 0 sh {take}; touch {folder}"], **flags)
     assert engine.code == 3
     folder.unlink()
     away.rename(folder)
-    assert "could not be saved" in engine.said(name) and "Traceback" not in engine.said(name)
+    said = capfd.readouterr().err
+    assert "could not be saved" in said and "Traceback" not in said
     newest = manifest.newest_valid(run)
     assert newest[0] >= run.read()["saved_step"] >= 2
     assert engine.resume(name, 2)["state"] == "finished"

@@ -54,6 +54,7 @@ OFFERED = {
     "train show ": {"alpha", "beta"},
     "train show a": {"alpha"},
     "train rm alpha b": {"beta"},
+    "train mv a": {"alpha"},
     "train --runs elsewhere stop ": {"gamma"},
     "train --runs=elsewhere stop ": {"gamma"},
     "train stop --runs elsewhere ": {"gamma"},

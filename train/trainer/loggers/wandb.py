@@ -55,7 +55,7 @@ class WandbProcess:
         """`log` takes the output of wandb. Raises OSError where no process can be started."""
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                module_runner.command("train.trainer.loggers.wandb", str(run.folder), project),
+                module_runner.command("train.trainer.loggers.wandb", str(run.path), project),
                 stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
 
@@ -101,7 +101,7 @@ class _Sent:
 
 def main() -> None:
     """Send the lines of a run until it ends."""
-    run, project = Run(Path(sys.argv[1])), sys.argv[2]
+    run, project = Run(Path(sys.argv[1])).held(), sys.argv[2]
     with contextlib.suppress(OSError):
         os.nice(10)  # training comes first
     try:
@@ -119,7 +119,7 @@ def _send(run: Run, project: str) -> None:
     entity, _, name = project.rpartition("/")
     options = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
     there = wandb.init(
-        project=name, entity=entity or None, id=sent.id, name=run.name, resume="allow", dir=str(run.folder),
+        project=name, entity=entity or None, id=sent.id, name=run.name, resume="allow", dir=str(run.path),
         config=run.read_config(), settings=options,
     )  # fmt: skip
     run.note(wandb={"project": project, "id": sent.id, "url": "" if there.offline else there.url})
