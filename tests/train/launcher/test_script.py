@@ -146,7 +146,7 @@ def test_a_restart_of_torchrun_finds_its_run_beside_a_damaged_one(
     ours = folders.create(tmp_path, "b", {}, {"torchelastic": f"job/{os.getppid()}"})
     found, lock = foreground.open_under_torchrun(tmp_path, None, Request("digits", {}))
     lock.release()
-    assert found.folder == ours.folder
+    assert found.path == ours.path
 
 
 def test_ranks_that_something_else_than_torchrun_starts_share_a_name_or_its_refusal(shared_station: Station) -> None:
