@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from train.errors import one_line
 from train.run.metrics import Evaluation, Line, Training, is_evaluation
 
 _EVERY = 2.0
@@ -115,7 +116,7 @@ class TensorBoard:
 
     def _give_up(self, error: OSError) -> None:
         self._writer = None
-        self._say(f"warning: no more TensorBoard events: {error}")
+        self._say(f"warning: no more TensorBoard events: {one_line(error)}")
 
     def close(self) -> None:
         """Write what is left."""
