@@ -12,12 +12,15 @@ batch there before loss and metrics get it: from bytes to floating point numbers
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import difflib
 import hashlib
 import importlib.util
 import re
 import sys
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,12 @@ _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
 _OPTIONAL = (
     "metrics", "collate", "on_device", "optimizer", "updates", "stateful", "after_step", "fingerprint",
 )  # fmt: skip
+_ELSEWHERE = {
+    "collate_fn": "collate", "configure_optimizers": "optimizer", "get_optimizer": "optimizer", "get_model": "model",
+    "make_model": "model", "loss_fn": "loss", "compute_loss": "loss", "criterion": "loss", "training_step": "loss",
+    "get_datasets": "datasets", "make_datasets": "datasets", "metric_fn": "metrics", "metrics_fn": "metrics",
+}  # fmt: skip
+"""What other programs and libraries call a function of a task."""
 BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))
 
 
@@ -103,7 +112,7 @@ def load(name: str, file: Path | None = None, beside: Path | None = None, source
         source: its text, where the file may be moved meanwhile.
 
     Raises:
-        Refused: there is no such task, it cannot be imported, or it lacks a function.
+        Refused: there is no such task, it cannot be imported, or it lacks a function or has a misspelt one.
     """
     path = file or locate(name)
     beside, source = beside or path.parent, path.read_bytes() if source is None else source
@@ -119,10 +128,13 @@ def load(name: str, file: Path | None = None, beside: Path | None = None, source
             raise Refused(f"{path} has updates and {function}, which it takes the place of; leave out one of them")
     for function, arguments in _REQUIRED.items():
         if not (has_updates and function == "loss") and not callable(getattr(module, function, None)):
-            raise Refused(f"{path} has no function {function}; a task needs def {function}({arguments})")
+            instead = next((f"; is it {name}?" for name, meant in _misspelt(module) if meant == function), "")
+            raise Refused(f"{path} has no function {function}; a task needs def {function}({arguments}){instead}")
     for function in _OPTIONAL:
         if getattr(module, function, None) is not None and not callable(getattr(module, function)):
             raise Refused(f"{function} in {path} is no function; define it with def, or give it another name")
+    if file is None:  # a copy trains as it did, and can be changed no more
+        _check_spelling(module, path)
     defaults = getattr(module, "DEFAULTS", {})
     if not (isinstance(defaults, dict) and all(isinstance(name, str) for name in defaults)):
         raise Refused(f'DEFAULTS in {path} must be a dict from field names to values: {{"optim.lr": 0.1}}')
@@ -132,6 +144,30 @@ def load(name: str, file: Path | None = None, beside: Path | None = None, source
     functions: dict[str, Any] = {function: getattr(module, function, None) for function in (*_REQUIRED, *_OPTIONAL)}
     digest = hashlib.sha256(source).hexdigest()
     return Task(name=name, file=path, sha256=digest, Settings=settings, DEFAULTS=dict(defaults), **functions)
+
+
+def _misspelt(module: Any) -> list[tuple[str, str]]:
+    """What a file defines under almost the name of something that a task may have, and the file has not: both names."""
+    kinds = {types.FunctionType: (*_REQUIRED, *_OPTIONAL), type: ("Settings",), dict: ("DEFAULTS",)}
+    found = []
+    for name, value in vars(module).items():
+        is_own = getattr(value, "__module__", module.__name__) == module.__name__
+        among = next((known for kind, known in kinds.items() if is_own and isinstance(value, kind)), ())
+        for known in among:
+            likeness = difflib.SequenceMatcher(None, name.lower(), known.lower()).ratio()
+            is_near = likeness > 0.85 and name[0].lower() == known[0].lower()  # to_device is not on_device
+            if not hasattr(module, known) and (is_near or _ELSEWHERE.get(name) == known):
+                found.append((name, known))
+    return found
+
+
+def _check_spelling(module: Any, path: Path) -> None:
+    """Refuse what looks like a misspelt part of a task, unless the file itself uses it as a helper. Raises Refused."""
+    nodes = ast.walk(ast.parse(path.read_bytes())) if (misspelt := _misspelt(module)) else ()
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    for name, known in misspelt:
+        if name not in used:
+            raise Refused(f"{path}: nothing uses {name}; did you mean {known}? If not, call it _{name}")
 
 
 def _execute(path: Path, source: bytes) -> Any:
