@@ -10,6 +10,7 @@ them alone, with fsdp and hsdp all ranks do, into a folder that all machines sha
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from train import faults
 from train.checkpoint.load import reason_of
 from train.checkpoint.manifest import FORMAT, MANIFEST, PARTIAL, manifest_text, set_aside
-from train.checkpoint.prune import prune
+from train.checkpoint.prune import make_room, prune
 from train.checkpoint.staging import Staging
 from train.checkpoint.state_dict import TrainState, size_of
 from train.checkpoint.writer import DurableWriter
@@ -31,6 +32,9 @@ from train.config import SPREAD, Config
 from train.parallel.world import World
 from train.run.durable import sync_folder
 from train.run.run_folder import Run
+
+_END = 2**16
+"""Bytes that recording the end of a run takes, and more."""
 
 
 class CannotSave(OSError):
@@ -63,6 +67,8 @@ class Saver:
         self._busy: Future[None] | None = None
         """What the thread does: it reserves memory, or writes a checkpoint."""
         self._is_prepared = False
+        self._margin: float = 2**20
+        """Bytes that a save must leave free."""
 
     def close(self) -> None:
         """Free the memory, unless a checkpoint is still being written: it may wait for a peer that is gone."""
@@ -105,6 +111,16 @@ class Saver:
             self._commit(step, tree, size, facts)
 
         self._busy = self._pool.submit(work)
+
+    def make_room(self, error: CannotSave) -> int:
+        """Remove an older checkpoint where a full disk is why a run's last one could not be written. Returns its step;
+        0: none was removed, so trying again makes no sense. A collective."""
+        is_full = any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+        if not self.world.any(is_full):
+            return 0
+        spare = self.world.on_first(lambda: make_room(self.run, self.config.checkpoint.best))
+        self._margin = _END if len(spare) > 1 else -math.inf  # then whatever there is will do
+        return spare[-1] if spare else 0
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written.
@@ -155,9 +171,10 @@ class Saver:
         self.run.checkpoints.mkdir(exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         free = shutil.disk_usage(self.run.checkpoints).free
-        needed = size * 1.05 + 2**20
+        needed = size * 1.05 + self._margin
         if free < needed:
-            raise OSError(errno.ENOSPC, f"no space left: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free")
+            full = f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
+            raise OSError(errno.ENOSPC, full)
         partial.mkdir()
 
     def _publish(self, partial: Path, final: Path, manifest: str) -> None:
@@ -175,4 +192,5 @@ class Saver:
         sync_folder(self.run.checkpoints)
         faults.here("save.published")
         # durable from here on; only now may older ones go
-        prune(self.run, self.config.checkpoint.keep, self.config.checkpoint.best)
+        is_full = self._margin < 0 and shutil.disk_usage(final).free < _END
+        prune(self.run, 1 if is_full else self.config.checkpoint.keep, self.config.checkpoint.best)

@@ -271,6 +271,9 @@ class Loop:
             if is_last:
                 job.saver.wait()
         except CannotSave as error:
+            if is_last and (older := job.saver.make_room(error)):
+                job.loggers.say(f"warning: {error}; the checkpoint of step {older} was removed for that of step {done}")
+                return self._commit(is_last)
             if is_last:
                 raise TrainingFailed(f"the checkpoint of step {done} could not be saved: {error}") from error
             self._warn_unsaved(error)

@@ -93,6 +93,22 @@ def test_a_full_disk_is_an_error_of_the_write_and_of_the_close(mount: Mount, tmp
     assert not [name for name in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{name}") == small]
 
 
+@pytest.mark.parametrize(("ranks", "keep", "stay"), [(2, 9, {6, 7, 10}), (1, 2, {10})])
+def test_on_a_disk_that_is_full_at_the_end_older_checkpoints_make_room_for_the_last(
+    mount: Mount, tmp_path: Path, engine: Engine, ranks: int, keep: int, stay: set[int]
+) -> None:
+    small = elsewhere(engine, mount("-t tmpfs -o size=16m none", tmp_path / "small"))
+    flags = {"task__width": 250, "eval__every_epochs": 0, "checkpoint__keep": keep, "checkpoint__every_steps": 2}
+    assert small.run("full", ranks, ["7 0 SIGTERM"], **flags)["state"] == "stopped"
+    fill = f"2 0 sh cat /dev/zero > {small.station.runs}/ballast || true"  # in step 9, to the last byte
+    record = small.resume("full", ranks, [fill], checkpoint__every_steps=100)
+    assert record["state"] == "finished", record["reason"]
+    said = small.said("full")
+    assert "No space left on device" in said and "was removed for that of step 10" in said
+    run = small.station.run("full")
+    assert set(run.steps_saved()) == stay and manifest.newest_valid(run)[0] == 10
+
+
 def test_a_checkpoint_does_not_know_where_it_lies(engine: Engine, wanted: Any) -> None:
     run = engine.station.run("wanted")
     for path in run.checkpoint(10).iterdir():
