@@ -26,7 +26,7 @@ def run(options: Namespace, runs: Path) -> int:
     from train.run import best, folders
 
     run = folders.find(runs, options.name)
-    wanted = best.checkpoint_named(run, options.checkpoint)
+    wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
     from train.trainer.evaluate import evaluate_run
 
     with screen.results_alone():

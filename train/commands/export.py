@@ -10,22 +10,25 @@ from train.commands.options import add_checkpoint, add_name, add_target
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
+SUFFIXES = (".safetensors", ".pt", ".onnx")
+
 
 def add_arguments(parser: Parser) -> None:
     """Of which run and checkpoint, and where to."""
     add_name(parser)
     add_checkpoint(parser)
-    add_target(parser, ".safetensors", ".pt", ".onnx")
+    add_target(parser, *SUFFIXES)
     text = "ema: the average of the weights that --ema.decay keeps"
     parser.add_argument("--weights", choices=("model", "ema"), default="model", help=text)
 
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
-    from train.run import best, folders
+    from train.run import best, durable, folders
 
+    durable.check_target(Path(options.to), SUFFIXES)
     run = folders.find(runs, options.name)
-    wanted = best.checkpoint_named(run, options.checkpoint)
+    wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
     from train.trainer.export import export
 
     with screen.results_alone():

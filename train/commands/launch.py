@@ -13,6 +13,7 @@ from train.errors import EXIT_FINISHED, Refused
 
 def add_arguments(parser: Parser) -> None:
     """A task with its fields, or a script with its arguments; on what."""
+    parser.takes_fields = True
     add = parser.add_argument
     add_task(parser, nargs="?")
     add_ranks(parser)
@@ -20,7 +21,6 @@ def add_arguments(parser: Parser) -> None:
     add("--script", metavar="FILE", help="launch this torchrun program instead of a TASK; its arguments after --")
     add("arguments", nargs="*", metavar="-- ARGS", help="arguments of --script", offer=words())
     parser.rest = "script"
-    parser.takes_fields = True
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -61,7 +61,7 @@ def _check(options: Namespace) -> None:
     if options.script is None:
         if options.arguments:
             raise Refused(f"what is {options.arguments[0]}? a TASK takes flags only; see: train launch --help")
-        check_now(options.task, options.flags)
+        check_now(request_of(options))
         return
     given = [name for name in options.flags if not name.startswith("watch.")]
     given += [name for name in ("config", "init") if getattr(options, name) is not None]

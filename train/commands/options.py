@@ -140,16 +140,26 @@ def request_of(options: Namespace) -> dict[str, Any]:
     return {"task": options.task, "flags": options.flags, "config_file": options.config, "init": options.init}
 
 
-def check_now(task: str, flags: dict[str, str]) -> None:
-    """Find what can be found wrong without torch, at once: the task's name and the fields' values.
+def check_now(request: dict[str, Any], is_here: bool = True) -> None:
+    """Find what can be found wrong without torch, at once: the task's name, the fields' values, and, where the run
+    begins on this machine, files that it has not.
 
     Raises:
         Refused: something is.
     """
     from train import config, tasks
 
-    tasks.locate(task)
-    config.check_flags(flags)
+    tasks.locate(request["task"])
+    config.check_flags(request["flags"])
+    if request["config_file"] is not None:
+        config.read_toml(Path(request["config_file"]))
+    root, init = request["flags"].get("data.root"), request["init"]
+    if is_here and root and request["task"] in tasks.BUILT_IN:  # a task of the user's own may make the folder
+        tasks.data_root(root)
+    if is_here and init is not None and not Path(init).is_file():
+        raise Refused(f"--init {init}: there is no such file")
+    if init is not None and Path(init).suffix not in (".safetensors", ".pt", ".pth"):
+        raise Refused(f"--init {init}: must end in .safetensors or .pt")
 
 
 def warn(warnings: list[str]) -> None:

@@ -14,12 +14,12 @@ from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused
 
 def add_arguments(parser: Parser) -> None:
     """One run, with what may change; or all."""
+    parser.takes_fields = True
     add = parser.add_argument
     add_ranks(parser)
     add_nodes(parser)
     add_name(parser, nargs="?")
     add("--all", action="store_true", help="every run of this station that was interrupted, or stopped by a signal")
-    parser.takes_fields = True
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -60,12 +60,13 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     from train.cluster import jobs
     from train.launcher import tmux
     from train.launcher.request import LaunchRequest
-    from train.launcher.resumable import nothing_left
+    from train.launcher.resumable import check_flags, nothing_left
     from train.run import folders
 
     runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))
     run = folders.find(runs, name)
     record = run.read()
+    check_flags(run, options.flags)
     if jobs.is_submitted(record):
         _check_submitted(options, name)
         said = jobs.resume(run, options.flags)

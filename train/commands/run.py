@@ -13,9 +13,9 @@ from train.parallel.rank_env import is_under_torchrun
 
 def add_arguments(parser: Parser) -> None:
     """A task, its fields, and how many ranks."""
+    parser.takes_fields = True
     add_task(parser)
     parser.add_argument("--spawn", metavar="N", help="start N ranks on this machine")
-    parser.takes_fields = True
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -25,7 +25,7 @@ def run(options: Namespace, runs: Path) -> int:
         from train.run import folders
 
         folders.check_free(runs, options.name)
-    check_now(options.task, options.flags)
+    check_now(request)
     from train.launcher import foreground
 
     return foreground.run(runs, options.name, request, spawn)

@@ -19,6 +19,7 @@ from train.supervise.timeouts import WAIT_MINUTES
 
 def add_arguments(parser: Parser) -> None:
     """A task with its fields, on what, and for how long; then what each engine has beyond that."""
+    parser.takes_fields = True
     add = parser.add_argument
     add_task(parser)
     add("--on", metavar="ENGINE", help=" or ".join(ENGINES), offer=words(*ENGINES))
@@ -37,7 +38,6 @@ def add_arguments(parser: Parser) -> None:
     add("--follow", action="store_true", help="show how it stands and its log, and exit as the run does: 0, 3 or 75")
     for name in ENGINES:
         engine(name).options(parser)
-    parser.takes_fields = True
 
 
 def run(options: Namespace, runs: Path) -> int:
@@ -63,7 +63,7 @@ def _submission(options: Namespace, runs: Path) -> Submission:
         given = "--on is missing" if options.on is None else f"--on {options.on}"
         raise Refused(f"{given}: give the engine that takes the run: {' or '.join(ENGINES)}")
     request = request_of(options)
-    check_now(options.task, options.flags)
+    check_now(request, is_here=False)
     name = options.name or folders.fresh_name(runs, Path(options.task).stem)
     folders.check_free(runs, name)
     gpus = number("gpus-per-node", options.gpus_per_node, most=MOST_RANKS) or 0

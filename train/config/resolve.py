@@ -244,3 +244,14 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
     defaults = {name: info.default for name, info in known.items()}
     names = [name for name in sorted(before.keys() | after.keys()) if not (name in known and known[name].may_change)]
     return [name for name in names if before.get(name, defaults.get(name)) != after.get(name)]
+
+
+def check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
+    """Raises Refused where fields differ that a resume may not change; the message begins with `what`."""
+    forbidden = forbidden_changes(before, after)
+    if forbidden:
+        name, may_change = forbidden[0], [field.name for field in fields().values() if field.may_change]
+        raise Refused(
+            f"{what}: {name} was {before.get(name)} and is {after.get(name)} now; put it back, or start a new run "
+            f"(a resume may change {', '.join(may_change)})"
+        )

@@ -19,6 +19,7 @@ from train import config as configuration
 from train import gpus
 from train.checkpoint import manifest as manifests
 from train.config import Config
+from train.config.resolve import check_changes
 from train.data import fingerprint
 from train.data.fetch import is_indexed_at_once
 from train.errors import Refused, nearest
@@ -114,11 +115,11 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if flags:
         before = configuration.to_flat(config)
         config = configuration.with_flags(flags, task.Settings, task.file, before)
-        _check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
+        check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
     step, manifest, unused = manifests.newest_valid(run)
     if manifest:
         what = f"{run.folder / 'config.toml'} does not fit its checkpoints"
-        _check_changes(manifest["config"], configuration.to_flat(config), what)
+        check_changes(manifest["config"], configuration.to_flat(config), what)
         if manifest.get("task_sha256") != task.sha256:
             if not task.is_built_in:
                 raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
@@ -265,16 +266,6 @@ def _edited(run: Run, record: Record) -> list[str]:
     if changed:
         lines.append(f"{changed}, imported by the task, changed since; {run.name} goes on with it as it is now")
     return lines
-
-
-def _check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
-    forbidden = configuration.forbidden_changes(before, after)
-    if forbidden:
-        name, may_change = forbidden[0], [field.name for field in configuration.fields().values() if field.may_change]
-        raise Refused(
-            f"{what}: {name} was {before.get(name)} and is {after.get(name)} now; put it back, or start a new run "
-            f"(a resume may change {', '.join(may_change)})"
-        )
 
 
 def _cut_batch(config: Config, ranks: int) -> None:

@@ -40,6 +40,18 @@ def is_kept_elsewhere(record: Record) -> bool:
     return bool(record.get("submitted") or record.get("submission") or is_elsewhere)
 
 
+def check_flags(run: Run, flags: dict[str, str]) -> None:
+    """Raises Refused where a resume may not change fields to these values, as far as is known without the task."""
+    from train import config
+    from train.config.resolve import check_changes
+
+    before, known = run.read_config(), config.fields()
+    given = {name: config.parse_value(name, known[name].annotation, flags[name]) for name in flags if name in known}
+    # a field that is not in the file may have its default, or be none
+    after = before | {name: value for name, value in given.items() if name in before}
+    check_changes(before, after, f"cannot change {run.name}")
+
+
 def nothing_left(run: Run, flags: dict[str, str]) -> str:
     """What to say instead of resuming a run that has finished, unless these fields give it more to do; '' otherwise.
 

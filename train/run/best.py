@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from train.errors import Refused, is_whole, whole
@@ -46,8 +47,14 @@ class Best(NamedTuple):
     step: int
     metric: str
     value: float
-    lost: int | None = None
-    """The step of a better evaluation whose checkpoint was pruned."""
+    lost: tuple[int, float] | None = None
+    """Step and value of a better evaluation whose checkpoint was not kept."""
+
+    @property
+    def warning(self) -> str:
+        """What there is to say of that one; '' where this is the best of all."""
+        better = "step {} was better, {metric} {:.4f}, and is not kept: --checkpoint.best {metric} keeps it"
+        return better.format(*self.lost, metric=self.metric) if self.lost else ""
 
 
 def best(run: Run, text: str = "") -> Best | None:
@@ -58,7 +65,7 @@ def best(run: Run, text: str = "") -> Best | None:
     step, first = pick(aim, {at: score for at, score in scores.items() if at in saved}), pick(aim, scores)
     if step is None or first is None:
         return None
-    return Best(step, aim.metric, scores[step], first if scores[first] != scores[step] else None)
+    return Best(step, aim.metric, scores[step], (first, scores[first]) if scores[first] != scores[step] else None)
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -68,20 +75,25 @@ def facts(run: Run) -> dict[str, Any]:
     return {"checkpoints": sorted(run.steps_saved()), "best": shown}
 
 
-def checkpoint_named(run: Run, text: str | None) -> int | None:
+def checkpoint_named(run: Run, text: str | None, tell: Callable[[str], None]) -> int | None:
     """The step that `--checkpoint` means: a number, or `best`; None where nothing was given.
+    `tell` is called with a warning where a better one than the best was not kept.
 
     Raises:
-        Refused: it is neither, or no checkpoint was evaluated.
+        Refused: it is neither, there is none of that step, or none was evaluated.
     """
     if text is None:
         return None
+    saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
     if text == "best":
         found = best(run)
         if found is None:
-            saved = ", ".join(map(str, sorted(run.steps_saved()))) or "none"
             raise Refused(f"{run.name} has no evaluation at any of its checkpoints ({saved}); give --checkpoint STEP")
+        if found.warning:
+            tell(f"warning: {found.warning}")
         return found.step
     if not is_whole(text) or whole(text) < 1:
         raise Refused(f"--checkpoint {text}: must be the step of a checkpoint, or best; see: train show {run.name}")
+    if whole(text) not in run.steps_saved():
+        raise Refused(f"{run.name} has no checkpoint of step {whole(text)}; there are: {saved}")
     return whole(text)

@@ -57,7 +57,7 @@ class Settings:
 
 
 def datasets(config: Any) -> tuple[Any, Any]:
-    root = data_root(config)
+    root = data_root(config.data.root)
     size, (varied, augment), plain = config.task.size, *_crops(config)
     if config.data.name:
         transforms = CropTransform(varied, size, augment), CropTransform(plain, size)
@@ -190,7 +190,7 @@ def network(name: str, classes: int, size: int = 224) -> nn.Module:
 
 
 def model(config: Any) -> nn.Module:
-    classes = _number_of_classes(str(data_root(config)), config.data.name)
+    classes = _number_of_classes(str(data_root(config.data.root)), config.data.name)
     return network(config.task.model, classes, config.task.size)
 
 

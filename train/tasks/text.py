@@ -75,7 +75,7 @@ def datasets(config: Any) -> tuple[Blocks, Blocks]:
     task = config.task
     if task.width % task.heads:
         raise Refused(f"--task.heads {task.heads}: must divide --task.width {task.width}")
-    root = data_root(config)
+    root = data_root(config.data.root)
     if _is_split(root):
         parts = [[(path, 0, size) for path, size in text_files(root / part)] for part in ("train", "val")]
     else:
@@ -89,7 +89,7 @@ def datasets(config: Any) -> tuple[Blocks, Blocks]:
 
 def fingerprint(config: Any) -> dict[str, int]:
     """The files that samples are cut from, with their sizes."""
-    root = data_root(config)
+    root = data_root(config.data.root)
     folders = [root / "train", root / "val"] if _is_split(root) else [root]
     return {str(path.relative_to(root)): size for folder in folders for path, size in text_files(folder)}
 

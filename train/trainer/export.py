@@ -12,13 +12,11 @@ from torch import nn
 from train.checkpoint.state_dict import weights
 from train.config import Config
 from train.errors import Refused, one_line
-from train.run.durable import check_target, published
+from train.run.durable import published
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build
 from train.trainer.load import cpu_precision, load_average, load_trained
-
-SUFFIXES = (".safetensors", ".pt", ".onnx")
 
 
 def export(run: Run, target: Path, step: int | None = None, average: bool = False) -> int:
@@ -30,7 +28,6 @@ def export(run: Run, target: Path, step: int | None = None, average: bool = Fals
     Raises:
         Refused: the target cannot be written, or the model cannot be exported.
     """
-    check_target(target, SUFFIXES)
     task, config, model, step = load_trained(run, step)
     if average:
         model.load_state_dict(load_average(run, config, model, step), strict=False)

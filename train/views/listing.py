@@ -71,8 +71,7 @@ def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
     submitted: Any = record.get("submitted") or {}
     sent, found, top = record.get("wandb") or {}, best(run), ""
     if found is not None:
-        lost = f"; step {found.lost} was better and is not kept: --checkpoint.best {found.metric} does"
-        top = f"step {found.step}, {found.metric} {found.value:.4f}{lost if found.lost else ''}"
+        top = "; ".join(filter(None, [f"step {found.step}, {found.metric} {found.value:.4f}", found.warning]))
     return [
         ("task", record.get("script") or record.get("task_source") or record.get("task")),
         ("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None),

@@ -100,22 +100,24 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
     run = Run(runs / "exp-1")
     assert best.best(run) is None and best.facts(run) == {"checkpoints": [], "best": None}
     with pytest.raises(Refused, match="no evaluation at any of its checkpoints"):
-        best.checkpoint_named(run, "best")
+        best.checkpoint_named(run, "best", print)
     scores: dict[int, dict[str, float | None]] = {
         2: {"loss": 0.1, "accuracy": 0.5}, 4: {"loss": 0.3, "accuracy": 0.9}, 6: {"loss": 0.2, "accuracy": 0.9},
         8: {"loss": None, "accuracy": None},
     }  # fmt: skip
     evaluated(run, [4, 6, 7, 8], scores)
-    assert best.best(run) == best.Best(6, "loss", 0.2, lost=2)
-    assert best.checkpoint_named(run, "best") == 6 and best.checkpoint_named(run, "7") == 7
+    assert best.best(run) == best.Best(6, "loss", 0.2, lost=(2, 0.1))
+    said: list[str] = []
+    assert best.checkpoint_named(run, "best", said.append) == 6 and best.checkpoint_named(run, "7", said.append) == 7
+    assert said == ["warning: step 2 was better, loss 0.1000, and is not kept: --checkpoint.best loss keeps it"]
     evaluated(run, [], scores, "accuracy")
     assert best.best(run) == best.Best(6, "accuracy", 0.9, lost=None)
     evaluated(run, [], scores, "min:accuracy")
-    assert best.best(run) == best.Best(6, "accuracy", 0.9, lost=2)
+    assert best.best(run) == best.Best(6, "accuracy", 0.9, lost=(2, 0.5))
     evaluated(run, [], scores, "max:loss")
     assert best.best(run) == best.Best(4, "loss", 0.3, lost=None)
     evaluated(run, [], scores, "acuracy")  # which no evaluation has
-    assert best.best(run) == best.Best(6, "loss", 0.2, lost=2)
+    assert best.best(run) == best.Best(6, "loss", 0.2, lost=(2, 0.1))
 
 
 def test_a_best_that_no_evaluation_can_name_is_refused_or_told_and_the_lowest_loss_is_kept(

@@ -33,22 +33,34 @@ WITHOUT_TORCH = [
     ["stop", "done"],
     ["resume", "done"],
 ]
+REFUSED_WITHOUT_TORCH = [
+    ["launch", "nosuch.py"],
+    ["launch", "digits", "--config", "nosuch.toml"],
+    ["launch", "digits", "--init", "nosuch.safetensors"],
+    ["launch", "digits", "--data.root", "nosuch"],
+    ["resume", "done", "--optim.lr", "1"],
+    ["resume", "done", "--epochs", "3", "--batch_size", "many"],
+    ["export", "done", "--to", "nosuch/x.pt"],
+    ["export", "done", "--to", "x.foo"],
+    ["eval", "done", "--checkpoint", "3"],
+]
 
 
-def test_help_ls_show_logs_stop_and_resume_import_no_torch(finished: Station) -> None:
-    code = (
+@pytest.mark.parametrize(("lines", "code"), [(WITHOUT_TORCH, 0), (REFUSED_WITHOUT_TORCH, 2)], ids=["done", "refused"])
+def test_what_needs_no_torch_imports_none(finished: Station, lines: list[list[str]], code: int) -> None:
+    program = (
         "import json, sys\n"
         "from train import cli\n"
         "for arguments in json.loads(sys.argv[1]):\n"
         "    try:\n"
         "        cli.main(arguments)\n"
         "    except SystemExit as end:\n"
-        "        assert end.code == 0, (arguments, end.code)\n"
+        "        assert end.code == int(sys.argv[2]), (arguments, end.code)\n"
         "    heavy = {'torch', 'numpy', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
         "    assert not heavy, (arguments, heavy)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(WITHOUT_TORCH)],
+        [sys.executable, "-c", program, json.dumps(lines), str(code)],
         cwd=finished.folder, env=finished.environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
