@@ -113,11 +113,12 @@ def of_system(error: OSError) -> str:
     return f"{problem}{remedy if error.errno else ''}"
 
 
-def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+def nearest(word: str, known: Iterable[str], otherwise: str = "", dashes: str = "") -> str:
     """A hint `; did you mean a, b?` with the names nearest to `word`, or `otherwise` when none is near."""
     candidates = sorted(known)
-    found = difflib.get_close_matches(word, candidates, n=3, cutoff=0.6)
+    # of one that is very near, others that are only alike would distract
+    found = next(filter(None, (difflib.get_close_matches(word, candidates, 3, cutoff) for cutoff in (0.8, 0.6))), [])
     if not found:  # a field's last part is often remembered without its group: lr for optim.lr
         last = word.rsplit(".", 1)[-1]
         found = [name for name in candidates if name.rsplit(".", 1)[-1] == last][:3]
-    return f"; did you mean {', '.join(found)}?" if found else otherwise
+    return f"; did you mean {', '.join(dashes + name for name in found)}?" if found else otherwise

@@ -21,6 +21,12 @@ from train.errors import Refused, is_whole, nearest, one_line, whole
 if TYPE_CHECKING:
     from train.commands.completion_values import Offer
 
+_FIRST = {
+    "name", "config", "nproc", "gpus", "follow", "spawn", "all", "on", "nodes", "gpus-per-node", "time", "epochs",
+    "steps", "batch_size", "optim.lr",
+}  # fmt: skip
+"""What help shows first where fields are flags too, and flags are many."""
+
 
 class Parser(argparse.ArgumentParser):
     """The parser of one command, which knows its flags by name."""
@@ -31,14 +37,17 @@ class Parser(argparse.ArgumentParser):
         self.short: dict[str, Action] = {}
         """Those of one letter, as `-n`."""
         self.takes_fields = False
-        """Whether the fields of Config are flags of this command."""
+        """Whether the fields of Config are flags of this command. To be set before its arguments."""
         self.rest: str | None = None
         """The option with which arguments after -- are taken, as `options.arguments`."""
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self._more = self.add_argument_group("more options")
 
     def add_argument(self, *names: str, offer: Offer | None = None, **kwargs: Any) -> Action:
         """As argparse has it. `offer`: what a shell offers for its value."""
-        return self._known(super().add_argument(*names, **kwargs), offer)
+        is_first = not (self.takes_fields and names[0].startswith("-")) or names[-1].lstrip("-") in _FIRST
+        add = super().add_argument if is_first else self._more.add_argument
+        return self._known(add(*names, **kwargs), offer)
 
     def _known(self, action: Action, offer: Offer | None) -> Action:
         for option in action.option_strings:
@@ -55,15 +64,18 @@ class Parser(argparse.ArgumentParser):
         from train import config
 
         self.usage = self.format_usage().removeprefix("usage: ").rstrip() + " [--FIELD VALUE ...]"
-        group = self.add_argument_group(
-            "fields (flags here, keys of a --config file; task settings are --task.NAME)"
-        ).add_argument
+        title = "fields (flags here, keys of a --config file; task settings are --task.NAME)"
+        groups = {"": self.add_argument_group(title)}
         for info in config.fields().values():
             kind = config.type_name(info.annotation)
             default = "" if info.default in (None, "") else f" [{str(info.default).lower()}]"
             choices = [word for word in kind.split("|") if not word.isupper()]
-            action = group(
-                f"--{info.name}", action=_Field, metavar=kind + default, help=one_line(info.help).replace("%", "%%")
+            name, of = info.name, info.name.rpartition(".")[0]
+            if of not in groups:
+                groups[of] = self.add_argument_group(f"fields of {of}")
+            add = super().add_argument if name in _FIRST else groups[of].add_argument
+            action = add(
+                f"--{name}", action=_Field, metavar=kind + default, help=one_line(info.help).replace("%", "%%")
             )
             self._known(action, words(*choices) if choices else None)
 
@@ -78,7 +90,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{plain}", action=_Field, help="a setting, which only the task itself knows")
         if plain not in self.flags:
             known = [action.option_strings[-1][2:] for action in self.flags.values()]
-            raise Refused(f"unknown flag --{plain}{nearest(plain, known, f'; see: {self.prog} --help')}")
+            raise Refused(f"unknown flag --{plain}{nearest(plain, known, f'; see: {self.prog} --help', '--')}")
         return self.flags[plain]
 
     def error(self, message: str) -> NoReturn:

@@ -85,6 +85,9 @@ def test_help_names_every_command_and_every_field(capsys: pytest.CaptureFixture[
             cli.main([command, "--help"])
         text = capsys.readouterr().out
         assert all(f"--{name} " in text for name in fields())
+        first, _, rest = text.partition("more options")
+        assert all(f"--{name} " in first for name in ("epochs", "batch_size", "optim.lr")) and "--seed" not in first
+        assert "fields of schedule:" in rest
 
 
 def parse(*arguments: str) -> tuple[Any, dict[str, str]]:

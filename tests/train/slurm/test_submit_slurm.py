@@ -31,7 +31,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["digits"], ["--on is missing", "slurm or kubernetes"]),
         (["digits", "--on", "pbs"], ["--on pbs", "slurm or kubernetes"]),
         (["digitz", *SHAPE], ["did you mean digits"]),
-        (["digits", *SHAPE, "--optim.lrr", 1], ["did you mean optim.lr"]),
+        (["digits", *SHAPE, "--optim.lrr", 1], ["did you mean --optim.lr"]),
         (["digits", "--on", "slurm"], ["--gpus-per-node", "--nproc"]),
         (["digits", *SHAPE, "--nproc", 5], ["more ranks than the 4 GPUs"]),
         (["digits", *SHAPE, "--time", "soon"], ["--time soon", "8:00:00"]),
