@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, nearest
 from train.run import folders, states
+from train.run.best import aim_of
+from train.run.metrics import last_evaluation
 from train.run.record import Record
 from train.run.run_folder import Run
+from train.views import listing
 
-ORDERS = ("created", "name", "state", "step", "loss")
-"""For --sort: the oldest first, by the alphabet, most steps first, the lowest loss first; what has none comes last."""
+ORDERS = ("created", "name", "state", "step")
+"""For --sort, beside fields and figures: the oldest first, by the alphabet, most steps first."""
 
 
 def is_pattern(name: str) -> bool:
@@ -49,20 +54,19 @@ def chosen(
 
     Args:
         wanted: states, one or several with commas; None: all.
-        order: one of ORDERS; None is `created`.
+        order: one of ORDERS, a field (the smallest first), or a figure (the best first); None is `created`.
         limit: how many at most: by `created` the newest ones, otherwise the first ones of the order.
 
     Raises:
         Refused: there is no such state or order.
     """
+    check_names("--sort", [order] if order is not None else [], records)
     if wanted is not None:
         among = [state.strip() for state in wanted.split(",")]
         for state in among:
             if state not in states.ALL:
                 raise Refused(f"--state {state}: {_choices(state, states.ALL)}")
         records = [record for record in records if record.get("state") in among]
-    if order is not None and order not in ORDERS:
-        raise Refused(f"--sort {order}: {_choices(order, ORDERS)}")
     if order in (None, "created"):
         records = records[-limit if limit else 0 :]
         return records[::-1] if reverse else records
@@ -77,11 +81,28 @@ def _choices(given: str, choices: tuple[str, ...]) -> str:
 
 def _key(record: Record, order: str) -> Any:
     """What to sort by; None where a run has no such thing."""
-    if order == "name":
-        return record["name"]
+    found = listing.value(record, order)
     if order == "state":
-        return states.ALL.index(record["state"]) if record["state"] in states.ALL else len(states.ALL)
-    if order == "step":
-        return -record["step"] if record.get("total_steps") else None
-    loss = (record.get("metrics") or {}).get("loss", record.get("loss"))  # of the last evaluation, else the last step
-    return loss if loss is not None and math.isfinite(loss) else None
+        return states.ALL.index(found) if found in states.ALL else len(states.ALL)
+    if isinstance(found, int | float):  # before text: a field may be either
+        is_most = order == "step" or (order in (record.get("metrics") or {}) and not aim_of(order).is_least)
+        return (0, -found if is_most else found) if math.isfinite(found) else None
+    return None if found is None else (1, str(found))
+
+
+def add_details(records: list[Record], runs: Path) -> None:
+    """Add to the records of these runs their configuration, and the figures of their last evaluation so far."""
+    for record in records:
+        run = Run(runs / record["name"])
+        record["config"] = run.read_config()
+        if not record.get("metrics") and (line := last_evaluation(run)) is not None:
+            record["metrics"] = line["eval"]
+
+
+def check_names(option: str, names: Iterable[str], records: list[Record]) -> None:
+    """Refuse columns and orders that none of these runs has. Raises Refused."""
+    parts = (part for record in records for part in (record.get("metrics"), record.get("config")) if part)
+    known = {*listing.COLUMNS, *ORDERS, "loss", *itertools.chain.from_iterable(parts)}
+    for name in names if records else ():
+        if name not in known:
+            raise Refused(f"{option} {name}: no run here has that{nearest(name, known, '; see: train ls --help')}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from argparse import Namespace
 from pathlib import Path
 
-from train import screen
+from train import format, screen
 from train.cluster import jobs
 from train.commands import choose_runs
 from train.commands.options import add_names
@@ -24,11 +25,24 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Delete all of them, or none where one is alive."""
     found = choose_runs.matching(runs, options.names)
+    removed = [f"removed {screen.name(run.name)}: {_content(run)}" for run in found]
     for line in _remove_all(found):
         screen.remark(line)
-    if any(map(choose_runs.is_pattern, options.names)):  # which ones that were is not in the command
-        screen.say(f"removed {', '.join(run.name for run in found)}")
+    for line in removed:
+        screen.say(line)
     return EXIT_FINISHED
+
+
+def _content(run: Run) -> str:
+    """What a run folder holds: `finished, 276 steps, 1.2 MiB`."""
+    files = [Path(folder, name) for folder, _, names in os.walk(run.folder) for name in names]
+    size = format.size(sum(file.lstat().st_size for file in files if os.path.lexists(file)))
+    try:
+        record = run.read_effective()
+    except Refused:
+        return f"its run.json could not be read, {size}"
+    steps = f", {record['step']} steps" if record.get("total_steps") else ""
+    return f"{record['state']}{steps}, {size}"
 
 
 def _remove_all(runs: list[Run]) -> list[str]:

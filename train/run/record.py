@@ -137,6 +137,8 @@ class Record(TypedDict):
     submitted: NotRequired[Submitted]
     submission: NotRequired[str]
     """Its id, by which the engine's jobs of the run are found."""
+    config: NotRequired[dict[str, Any]]
+    """The fields of config.toml by their dotted names: in the output of `train ls`, not in the file."""
     refused: NotRequired[Any]
     """This machine cannot be one of the run's several."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from train.run.best import best
 from train.run.record import Attempt, Record
 from train.run.run_folder import Run, seconds_of
 from train.views import time_spent
+
+COLUMNS = ("name", "state", "step", "ranks", "started", "result")
+"""Of `train ls`, unless others are asked for."""
 
 
 def _ago(stamp: Any) -> str:
@@ -50,20 +54,33 @@ def _done(record: Record) -> str:
     return f"{record['step']}/{record['total_steps']}" if record.get("total_steps") else "-"
 
 
-def listing(records: list[Record], runs: Path, is_part: bool = False) -> str:
+def value(record: Record, name: str) -> Any:
+    """What a run has by this name: a column of the table, a figure of an evaluation, a field; None: it has none."""
+    columns = {column: record.get(column) for column in ("name", "state", "created", "started")}
+    columns |= {"step": record["step"] if record.get("total_steps") else None, "ranks": record.get("world_size")}
+    columns |= {"result": _figures(record) or None}
+    parts = (columns, record.get("metrics") or {}, {"loss": record.get("loss")}, record.get("config") or {})
+    return next((part[name] for part in parts if name in part), None)
+
+
+def _cell(record: Record, column: str) -> str:
+    found = value(record, column)
+    if column in ("created", "started"):
+        return _ago(found)
+    if column == "step":
+        return _done(record)
+    return "-" if found in (None, "") else f"{found:.6g}" if isinstance(found, float) else str(found)
+
+
+def listing(records: list[Record], runs: Path, is_part: bool = False, columns: Sequence[str] = COLUMNS) -> str:
     """A table of runs in their order. `is_part`: others were left out."""
     if not records and is_part:
         return f"none of the runs in {shortened(str(runs))} is such a one"
     if not records:
         return f"no runs in {shortened(str(runs))}; a first one: train launch digits --follow"
-    rows = [["NAME", "STATE", "STEP", "RANKS", "STARTED", "RESULT"]]
-    for record in records:
-        row = [
-            record["name"], record["state"], _done(record), str(record.get("world_size") or "-"),
-            _ago(record.get("started")), _figures(record) or "-",
-        ]  # fmt: skip
-        rows.append([screen.printable(text) for text in row])
-    return screen.table(rows, screen.width(sys.stdout), spare=(3, 4))
+    rows = [[column.upper() for column in columns]]
+    rows += [[screen.printable(_cell(record, column)) for column in columns] for record in records]
+    return screen.table(rows, screen.width(sys.stdout), spare=(3, 4) if columns == COLUMNS else ())
 
 
 def facts(run: Run, record: Record) -> list[tuple[str, Any]]:

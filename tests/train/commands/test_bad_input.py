@@ -407,7 +407,8 @@ def test_a_damaged_record_is_refused_by_every_command_but_rm(here: Path, content
     code, _, err = command("ls")
     assert code == 0 and "damaged" in err
     assert (here / "runs/hurt/run.json").read_text() == content
-    assert command("rm", "hurt") == (0, "", "")
+    code, out, err = command("rm", "hurt")
+    assert (code, out) == (0, "") and err.startswith("removed hurt: ") and err.count("\n") == 1
     assert entries(here) == {"runs"}
 
 

@@ -37,7 +37,10 @@ def names(records: list[dict[str, Any]]) -> list[str]:
 
 
 def test_rm_takes_patterns_and_names_and_removes_each_once(runs: Path, station: Station) -> None:
-    station.ok("--runs", runs, "rm", "exp-*", "exp-1", "exp-?")
+    done = station.ok("--runs", runs, "rm", "exp-*", "exp-1", "exp-?")
+    first, second, third = done.stderr.splitlines()
+    assert first.startswith("removed exp-1: stopped, 3 steps, ") and first.split()[-1] in ("bytes", "KiB")
+    assert "exp-2: failed, 9 steps" in second and "exp-10: finished, 5 steps" in third
     assert sorted(path.name for path in runs.iterdir()) == ["other"]
 
 
@@ -86,6 +89,31 @@ def test_ls_filters_sorts_and_limits(runs: Path, station: Station) -> None:
         refused = station("--runs", runs, "ls", *wrong)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, wrong
         assert str(wrong[-1]) in refused.stderr
+
+
+def test_ls_shows_and_sorts_by_fields_and_figures(runs: Path, station: Station) -> None:
+    for name, rate in (("exp-1", 0.1), ("exp-2", 0.01)):
+        evaluated(Run(runs / name), [], {4: {"accuracy": rate, "val.f1": 1 - rate}})
+        with (runs / name / "config.toml").open("a") as file:
+            file.write(f"[optim]\nlr = {rate}\n")
+
+    def listed(*arguments: str) -> list[str]:
+        return station.ok("--runs", runs, "ls", *arguments).stdout.splitlines()
+
+    by_accuracy = listed("--columns", "name,optim.lr,accuracy,loss,step", "--sort", "accuracy", "--csv")
+    assert by_accuracy == [
+        "name,optim.lr,accuracy,loss,step", "exp-1,0.1,0.1,0.5,3", "exp-2,0.01,,0.1,9", "exp-10,,,,5", "other,,,0.3,"
+    ]  # fmt: skip
+    assert [line.split()[0] for line in listed("--columns", "name", "--sort", "optim.lr")[1:3]] == ["exp-2", "exp-1"]
+    assert listed("--columns", "name,val.f1", "exp-1")[1].split() == ["exp-1", "0.9"]
+    first = json.loads(station.ok("--runs", runs, "ls", "--json", "exp-1").stdout)[0]
+    assert first["config"] == {"checkpoint.best": "", "optim.lr": 0.1} and first["metrics"]["val.f1"] == 0.9
+    for wrong, hint in (("optim.lrr", "optim.lr"), ("acuracy", "accuracy")):
+        refused = station("--runs", runs, "ls", "--columns", wrong)
+        assert (
+            refused.returncode == 2
+            and f"--columns {wrong}: no run here has that; did you mean {hint}?" in refused.stderr
+        )
 
 
 def evaluated(run: Run, saved: list[int], scores: dict[int, dict[str, float | None]], metric: str = "") -> None:

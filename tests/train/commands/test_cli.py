@@ -32,6 +32,7 @@ WITHOUT_TORCH = [
     ["logs", "done"],
     ["stop", "done"],
     ["resume", "done"],
+    ["ls", "--columns", "name,optim.lr,accuracy", "--sort", "accuracy", "--csv"],
 ]
 REFUSED_WITHOUT_TORCH = [
     ["launch", "nosuch.py"],
