@@ -205,6 +205,9 @@ class Config:
     """CPU threads per rank, fixed for the life of a run (another number gives other bits). Default:
     OMP_NUM_THREADS where set; else 1 for a model of less than 100,000 parameters on a CPU, and the cores over the
     ranks for others."""
+    freeze: str = ""
+    """Parameters that are not trained: patterns of names of parameters or modules, with commas ('backbone.*,embed').
+    Modules that are frozen as a whole stay in eval mode."""
     optim: Optim = dataclasses.field(default_factory=Optim)
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     parallel: Parallel = dataclasses.field(default_factory=Parallel)

@@ -149,6 +149,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     from train.parallel.strategy import STEP_STATS
     from train.parallel.world import join
     from train.trainer import build, determinism, setup
+    from train.trainer.freeze import set_training
     from train.trainer.hooks import Hooks
     from train.trainer.loss import training_loss
     from train.trainer.updates import spread_updates
@@ -167,7 +168,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     model = setup.arrange(build.make_model(task, config, precision.weights), config, ranks)
     updates, _ = spread_updates(task, model, config, world, precision)
     _hooks = Hooks(task, updates[0].strategy.module, config, world)  # an average of the weights takes memory, too
-    updates[0].strategy.module.train()
+    set_training(updates[0].strategy.module, config.freeze)
     for update in updates:
         update.activate()
         update.strategy.start()

@@ -29,6 +29,7 @@ from train.parallel.torch_private import buffers_of
 from train.run.run_folder import Run
 from train.tasks import Task, load, where
 from train.trainer import determinism
+from train.trainer.freeze import freeze
 
 T = TypeVar("T")
 _WRAPPERS = re.compile(r"^(_orig_mod\.)?(module\.)?(_orig_mod\.)?")
@@ -144,6 +145,7 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
             f"the model of {task.file} has parameters without a shape yet (torch.nn.Lazy…): give their sizes, or call "
             "the model once in model()"
         )
+    freeze(model, config.freeze)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise Refused(f"the model of {task.file} has no parameter to train")
     _give_memory(model)

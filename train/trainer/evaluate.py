@@ -66,7 +66,7 @@ def evaluate(
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
     """
-    was_training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     rows: dict[int, Row] = {}
     names: list[str] = []
@@ -94,7 +94,8 @@ def evaluate(
                         raise TrainingFailed(_OTHER_NAMES)
                     rows[micro.number] = _row(len(micro.indices), figures)
     finally:
-        module.train(was_training)
+        for part, mode in modes:  # not train(): what is frozen stays in eval mode
+            part.training = mode
     return summed(rows, names, micros, world)
 
 

@@ -21,6 +21,7 @@ from train.run.metrics import Training, last_evaluation
 from train.run.outcome import Kind, Outcome
 from train.run.record import Times
 from train.trainer.evaluate import evaluate
+from train.trainer.freeze import set_training
 from train.trainer.intervals import SaveClock
 from train.trainer.loggers.loggers import SKIPPED
 from train.trainer.model_check import STEPS as CHECKED_STEPS
@@ -53,7 +54,7 @@ def train(job: Job, done: int) -> Done:
         TrainingFailed: the loss is not finite, or the last checkpoint cannot be saved.
     """
     loop, intervals = Loop(job, done), job.intervals
-    job.strategy.module.train()
+    set_training(job.strategy.module, job.config.freeze)
     with loop.timing.spent("start"):
         for update in job.updates:
             update.activate()

@@ -111,7 +111,11 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     seen: dict[int, str] = {}
     for update in updates:
+        for group in update.optimizer.param_groups:  # frozen ones are to stay frozen
+            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
         check_optimizer(update.optimizer, model, task, config)
+        if not update.parameters:
+            raise Refused(f"{where}: all parameters of {update.name} are frozen; leave it out, or freeze fewer")
         for parameter in update.parameters:
             other = seen.setdefault(id(parameter), update.name)
             if other != update.name:
