@@ -86,8 +86,8 @@ class Parser(argparse.ArgumentParser):
             Refused: there is none.
         """
         plain = name.replace("-", "_")
-        if plain not in self.flags and self.takes_fields and plain.startswith("task."):
-            self.add_argument(f"--{plain}", action=_Field, help="a setting, which only the task itself knows")
+        if plain not in self.flags and self.takes_fields and plain.startswith(("task.", "optim.args.")):
+            self.add_argument(f"--{plain}", action=_Field, help="which only the task, or torch, knows")
         if plain not in self.flags:
             known = [action.option_strings[-1][2:] for action in self.flags.values()]
             raise Refused(f"unknown flag --{plain}{nearest(plain, known, f'; see: {self.prog} --help', '--')}")

@@ -27,6 +27,8 @@ from train.errors import Refused, nearest, one_line
 
 NONE = "none"
 """The key of a TOML file that lists the fields that are none."""
+_TABLE = "optim.args"
+"""The field that is a table of any names, each of which is a field `optim.args.NAME`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,22 @@ def _walk(owner: Any, prefix: str) -> typing.Iterator[FieldInfo]:
             yield from _walk(hints[name], f"{prefix}{name}.")
         else:
             marks = getattr(hints[name], "__metadata__", ())
-            yield FieldInfo(prefix + name, hints[name], field.default, owner.__name__, ON_RESUME in marks)
+            default = None if prefix + name == _TABLE else field.default
+            yield FieldInfo(prefix + name, hints[name], default, owner.__name__, ON_RESUME in marks)
+
+
+def is_argument(name: str) -> bool:
+    """Whether a dotted name is one of the optimizer's arguments, which only torch knows."""
+    return name.rpartition(".")[0] == _TABLE
+
+
+def spread(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"optim.args": {"eps": 1}} as {"optim.args.eps": 1}."""
+    table = flat.get(_TABLE)
+    if not isinstance(table, dict):
+        return flat
+    rest = {name: value for name, value in flat.items() if name != _TABLE}
+    return rest | {f"{_TABLE}.{name}": value for name, value in table.items()}
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -100,7 +117,9 @@ def type_name(annotation: Any) -> str:
         if typing.get_origin(member) is Literal:
             names += map(str, typing.get_args(member))
         else:
-            names.append({bool: "true|false", int: "N", float: "X", type(None): "none"}.get(member, "TEXT"))
+            plain = typing.get_origin(member) or member
+            words = {dict: "TABLE", bool: "true|false", int: "N", float: "X", type(None): "none"}
+            names.append(words.get(plain, "TEXT"))
     return "|".join(names)
 
 
@@ -188,7 +207,7 @@ def flatten(tree: dict[str, Any], source: str = "") -> dict[str, Any]:
         elif key not in groups:
             flat[key] = value
         elif isinstance(value, dict):
-            flat.update({f"{key}.{inner}": leaf for inner, leaf in value.items()})
+            flat |= spread({f"{key}.{inner}": leaf for inner, leaf in value.items()})
         else:
             raise Refused(f"{source}{key} is a group of fields, not a value; write a table [{key}]")
     return flat

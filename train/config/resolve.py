@@ -18,15 +18,17 @@ from pydantic import TypeAdapter
 from train.config.fields import (
     fields,
     flatten,
+    is_argument,
     is_optional,
     of_settings,
     parse_value,
     read_toml,
     reason_of,
+    spread,
     to_flat,
     to_toml,
 )
-from train.config.schema import Config
+from train.config.schema import Argument, Config
 from train.errors import Refused, nearest, one_line, shortened
 
 
@@ -65,6 +67,7 @@ def with_flags(flags: Mapping[str, str], settings: type | None, task_file: Path,
     """
     own = {f"task.{name}": hint for name, hint in _settings_types(settings, task_file).items()}
     known = {name: info.annotation for name, info in fields().items()} | own
+    known |= dict.fromkeys(filter(is_argument, flags), Argument)
     for name in flags:
         if name not in known:
             hint = nearest(name, known, f"; the settings of this task: {', '.join(own)}" if own else "")
@@ -98,8 +101,8 @@ def layer(
         Refused: a name is unknown, or both steps and epochs are in this layer.
     """
     own = {f"task.{field.name}" for field in dataclasses.fields(settings)} if settings else set()
-    known = set(fields()) | own
-    for name in flat:
+    flat, known = spread(flat), set(fields()) | own
+    for name in filter(lambda name: not is_argument(name), flat):
         if name not in known:
             raise Refused(f"{source}unknown field {name}{nearest(name, known, '; train run --help lists all fields')}")
     if flat.get("steps") is not None and flat.get("epochs") is not None:
@@ -120,8 +123,8 @@ def check_flags(flags: dict[str, str]) -> None:
     """
     known = fields()
     for name, text in flags.items():
-        if name in known:
-            parse_value(name, known[name].annotation, text)
+        if name in known or is_argument(name):
+            parse_value(name, known[name].annotation if name in known else Argument, text)
     if flags.get("steps", "none") != "none" and flags.get("epochs", "none") != "none":
         raise Refused("steps and epochs replace each other; give one of them")
 
@@ -141,6 +144,8 @@ def build(flat: dict[str, Any], settings: type | None = None, source: str = "", 
         group, _, inner = name.rpartition(".")
         if group == "task":
             task[inner] = value
+        elif is_argument(name):
+            tree.setdefault("optim", {}).setdefault("args", {})[inner] = value
         elif group:
             tree.setdefault(group, {})[inner] = value
         else:
@@ -183,7 +188,8 @@ def _checked(owner: Any, tree: dict[str, Any], source: str, prefix: str = "", pa
         first = errors[0]
         parts = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
         # a union adds the name of its member to the place of an error
-        name = ".".join(parts[: 2 if parts and parts[0] in tree and isinstance(tree[parts[0]], dict) else 1])
+        depth = 3 if is_argument(".".join(parts[:3])) else 2
+        name = ".".join(parts[: depth if parts and parts[0] in tree and isinstance(tree[parts[0]], dict) else 1])
         if first["type"] == "missing":
             raise Refused(f"{source}{prefix}{name} has no default; give it with --{prefix}{name}") from None
         known = fields().get(prefix + name)

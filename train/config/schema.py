@@ -7,10 +7,12 @@ field is the flag's help; its type says what values it takes and whether a resum
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 # built when first used: then once, all of Config together. Most processes of a run only read names and types
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -29,6 +31,24 @@ Count = Annotated[int, Field(ge=1, le=2**62)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+_OfTorch = Literal[
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"
+]  # fmt: skip
+OptimizerName = Annotated[_OfTorch, BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name)]
+"""A class of torch.optim in lower case; its own spelling is taken too."""
+
+
+def _as_argument(value: Any, check: Callable[[Any], Any]) -> Any:
+    try:
+        return check(value)
+    except ValidationError:
+        raise PydanticCustomError("argument", "must be a finite number, true, false or a list of numbers") from None
+
+
+Argument = Annotated[bool | float | list[float] | None, WrapValidator(_as_argument)]
+"""A value in `optim.args`; None: as if it were not there."""
+
+
 class _OnResume:
     """Marks a field that a resume may change: it does not touch what is computed, or says when it ends."""
 
@@ -41,23 +61,38 @@ Changeable = Annotated[T, ON_RESUME]
 
 @dataclass(config=_STRICT)
 class Optim:
-    name: Literal["sgd", "adam", "adamw"] = "adamw"
-    """Optimizer. A task's own optimizer(model, config) takes its place."""
+    name: OptimizerName = "adamw"
+    """Optimizer of torch.optim, except those that need a closure or sparse gradients. A task's own
+    optimizer(model, config) takes its place."""
     # the largest rates, scaled and multiplied with each other, are still numbers of single precision
     lr: Annotated[float, Field(gt=0, le=1e30)] = 1e-3
     """Peak learning rate, before schedule.scaling."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of sgd, beta1 of adam and adamw."""
+    """Momentum of sgd, beta1 of optimizers with betas. Others take theirs from optim.args."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.01
     """Weight decay (decoupled with adamw)."""
+    args: dict[str, Argument] = dataclasses.field(default_factory=dict)
+    """Further arguments of the optimizer, each a flag: --optim.args.betas '[0.9, 0.95]', --optim.args.eps 1e-6; none
+    leaves one out. In a file the table [optim.args]."""
+    no_decay: bool = False
+    """No weight decay for biases, other vectors and the weights of normalisation layers."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Layer-wise rates: layer i of L has the rate lr * layer_decay^(L - i) (Clark et al., ELECTRA, 2020; layers as in
+    docs/tasks.md); 1: one rate for all."""
 
 
 @dataclass(config=_STRICT)
 class Schedule:
     warmup_epochs: Epochs = 0.0
     """Epochs over which the learning rate rises linearly from near 0 to its peak; fractions are fine."""
-    decay: Literal["constant", "cosine", "step"] = "cosine"
-    """What the learning rate does after the warm-up: constant, cosine to 0, or times gamma every step_epochs."""
+    decay: Literal["constant", "linear", "cosine", "step", "wsd", "onecycle"] = "cosine"
+    """What the learning rate does after the warm-up: constant; linear or cosine to min_factor; step: times gamma every
+    step_epochs; wsd: constant, and linear to min_factor over the last steps (Hu et al., MiniCPM, 2024); onecycle: from
+    1/25 up over 30 % of all steps, and down (Smith and Topin, 2018)."""
+    min_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of the peak rate that a decay does not fall below."""
+    decay_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """With decay wsd: the share of all steps, at the end, in which the rate falls."""
     step_epochs: Annotated[float, Field(ge=1e-9, le=1e9)] = 30.0
     """With decay step: epochs between two drops."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1

@@ -35,7 +35,7 @@ from train.run.metrics import evaluations
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import build, cores
+from train.trainer import build, cores, schedule
 from train.trainer.build import config_of, data_differs, task_of
 from train.trainer.hooks import make_objects
 from train.trainer.loggers import wandb
@@ -175,6 +175,7 @@ def _check(
         known = {name: None for line in evaluations(run) for name in line["eval"]} if run is not None else ()
         check_best(config, task, eval_set, known)
     check_sync_batchnorm(config, device, ranks, len(train_set))
+    schedule.check(task, config, build.total_steps(config, build.plan_of(config, len(train_set))))
     is_first_of_several = run is not None and run.read()["world_size"] == 1 < ranks
     model = None
     if run is None or is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:

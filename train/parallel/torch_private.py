@@ -68,6 +68,11 @@ def after_gradients(action: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
+def version_of(value: Any) -> int:
+    """A number that changes with each write to a tensor, without a wait for the device; 0 of other things."""
+    return getattr(value, "_version", 0)
+
+
 def cuda_architectures() -> list[str]:
     """What this torch has code for. `torch.cuda.get_arch_list` opens the driver first, after which no fork is safe."""
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()

@@ -30,7 +30,8 @@ from train.errors import Refused, nearest, one_line
 
 _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
 _OPTIONAL = (
-    "metrics", "collate", "on_device", "optimizer", "updates", "stateful", "after_step", "fingerprint",
+    "metrics", "collate", "on_device", "optimizer", "param_groups", "schedule", "updates", "stateful", "after_step",
+    "fingerprint",
 )  # fmt: skip
 _ELSEWHERE = {
     "collate_fn": "collate", "configure_optimizers": "optimizer", "get_optimizer": "optimizer", "get_model": "model",
@@ -38,6 +39,8 @@ _ELSEWHERE = {
     "get_datasets": "datasets", "make_datasets": "datasets", "metric_fn": "metrics", "metrics_fn": "metrics",
 }  # fmt: skip
 """What other programs and libraries call a function of a task."""
+_REPLACED = ("loss", "optimizer", "param_groups")
+"""What updates takes the place of."""
 BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))
 
 
@@ -56,6 +59,8 @@ class Task:
     collate: Callable[..., Any] | None
     on_device: Callable[..., Any] | None
     optimizer: Callable[..., Any] | None
+    param_groups: Callable[..., Any] | None
+    schedule: Callable[..., Any] | None
     updates: Callable[..., Any] | None
     stateful: Callable[..., Any] | None
     after_step: Callable[..., Any] | None
@@ -123,9 +128,9 @@ def load(name: str, file: Path | None = None, beside: Path | None = None, source
             sys.path.insert(0, str(beside))
         module = _execute(path, source)
     has_updates = getattr(module, "updates", None) is not None
-    for function in ("loss", "optimizer"):
-        if has_updates and getattr(module, function, None) is not None:
-            raise Refused(f"{path} has updates and {function}, which it takes the place of; leave out one of them")
+    for one, other in (*[("updates", replaced) for replaced in _REPLACED], ("optimizer", "param_groups")):
+        if getattr(module, one, None) is not None and getattr(module, other, None) is not None:
+            raise Refused(f"{path} has {one} and {other}, which it takes the place of; leave out one of them")
     for function, arguments in _REQUIRED.items():
         if not (has_updates and function == "loss") and not callable(getattr(module, function, None)):
             instead = next((f"; is it {name}?" for name, meant in _misspelt(module) if meant == function), "")

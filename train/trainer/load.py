@@ -25,6 +25,7 @@ from train.run import metrics
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build
+from train.trainer.optimizer import has_modes, make_optimizer
 
 log = logging.getLogger("train")
 
@@ -153,12 +154,17 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
             where = " here; it is on node 0" if cluster and cluster["node"] else ""
             raise Refused(f"{run.name} has no usable checkpoint yet{where}; see: train show {run.name}")
     model = build.make_model(task, config, cpu_precision(config).weights)
+    optimizer = make_optimizer(task, model, config) if task.optimizer is not None else None
+    if optimizer is not None and not has_modes(optimizer):
+        optimizer = None
     try:
-        load(run.checkpoint(step), model)
+        load(run.checkpoint(step), model, optimizer)
     except ValueError as error:
         differs = build.data_differs(run, task, config, *build.make_datasets(task, config))
         why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
         raise Refused(f"{error}{why}") from None
+    if optimizer is not None:
+        optimizer.eval()  # type: ignore[attr-defined] # what it evaluates is in its state
     return task, config, model, step
 
 

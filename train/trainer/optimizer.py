@@ -1,21 +1,34 @@
-"""The optimizer of a run: the task's own, checked, or the one that config.optim describes; and its learning rate.
-
-The rate is a function of the step, so nothing of it is saved.
-"""
+"""The optimizer of a run: the task's own, checked, or the one that config.optim describes."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from train.config import SPREAD, Config
-from train.errors import Refused
+from train import config as configuration
+from train.config import SPREAD, Config, Optim
+from train.errors import Refused, nearest, one_line
 from train.tasks import Task
 from train.trainer.build import call
+from train.trainer.param_groups import groups_of
+
+_FUSED = ("sgd", "adam", "adamw")
+"""Optimizers with one kernel for all parameters on a GPU."""
+_NOT_TAKEN = {"params", "lr", "weight_decay", "differentiable"}
+"""What torch's optimizers take, and optim.args does not."""
+_GROUPS = ("optim.no_decay", "optim.layer_decay")
+_INSTEAD = {
+    "updates": (*_GROUPS, "optim.args."),
+    "optimizer": (*_GROUPS, "optim.args."),
+    "param_groups": _GROUPS,
+    "schedule": ("schedule.warmup", "schedule.decay", "schedule.min_factor", "schedule.step_epochs", "schedule.gamma"),
+}
+"""By function of a task, how the fields begin that it takes the place of."""
 
 
 def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -29,20 +42,90 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
             )
         check_optimizer(optimizer, model, task, config)
         return keep_dtypes(optimizer)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return keep_dtypes(_described(task, model, config))
+
+
+def check_fields(task: Task, config: Config) -> None:
+    """Whether functions of the task leave a field without use.
+
+    Raises:
+        Refused: one that has another value than its default.
+    """
+    known = configuration.fields()
+    for name, value in configuration.to_flat(config).items():
+        default = known[name].default if name in known else None
+        for function, fields in _INSTEAD.items():
+            if getattr(task, function) is not None and name.startswith(fields) and value != default:
+                raise Refused(f"{function}() in {task.file} takes the place of --{name} {value}; leave out one of them")
+
+
+def _described(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """The optimizer of config.optim."""
     optim = config.optim
-    common: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    kind = next(one for name, one in vars(torch.optim).items() if isinstance(one, type) and name.lower() == optim.name)
+    known = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    common, groups = _arguments(optim, known), groups_of(task, model, config, known)
+    parameters = [parameter for group in groups for parameter in group["params"]]
     if parameters[0].device.type == "cuda" and takes_fused(parameters, config):
         common["fused"] = True  # False would keep torch from its second best, one kernel for several
-    if optim.name == "sgd":
-        made = torch.optim.SGD(parameters, momentum=optim.momentum, **common)
-        if config.precision == "fp16" and optim.momentum:
-            # a first step that fp16 leaves out would make buffers, and leave them unwritten (torch 2.7, fused)
-            for parameter in parameters:
+    try:
+        made: torch.optim.Optimizer = kind(groups, **common)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise Refused(f"--optim.name {optim.name}: {one_line(error)[:300]}; see --optim.args") from None
+    _check_sharded(made, config)
+    if config.precision == "fp16" and optim.name == "sgd":
+        # a first step that fp16 leaves out would make buffers, and leave them unwritten (torch 2.7, fused)
+        for group in made.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
                 made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return made
-    kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
-    return kind(parameters, betas=(optim.momentum, 0.999), **common)
+    return made
+
+
+def _arguments(optim: Optim, known: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of one of torch's optimizers, but for its parameters.
+
+    Args:
+        known: what it takes, with the defaults.
+
+    Raises:
+        Refused: it takes no such argument, or one of another kind.
+    """
+    given = {name: value for name, value in optim.args.items() if value is not None}
+    for name, value in given.items():
+        if name in ("lr", "weight_decay"):
+            raise Refused(f"--optim.args.{name} is a field of its own: --optim.{name}")
+        if name not in known or name in _NOT_TAKEN:
+            there = nearest(name, known, f"; there are {', '.join(sorted(known.keys() - _NOT_TAKEN))}")
+            raise Refused(f"--optim.args.{name}: {optim.name} takes no such argument{there}")
+        given[name] = _like(value, known[name], name)
+    momentum = "betas" if "betas" in known else "momentum" if optim.name == "sgd" else ""
+    if (not momentum or momentum in given) and optim.momentum != configuration.fields()["optim.momentum"].default:
+        raise Refused(f"--optim.momentum {optim.momentum} is not what {optim.name} takes: leave it to --optim.args")
+    if optim.weight_decay and "weight_decay" not in known:
+        raise Refused(f"{optim.name} has no weight decay; give --optim.weight_decay 0")
+    common: dict[str, Any] = {"lr": optim.lr}
+    if "weight_decay" in known:
+        common["weight_decay"] = optim.weight_decay
+    if momentum:
+        common[momentum] = optim.momentum if momentum == "momentum" else (optim.momentum, *known["betas"][1:])
+    return common | given
+
+
+def _like(value: Any, default: Any, name: str) -> Any:
+    """An argument as torch takes it, with numbers in tuples.
+
+    Raises:
+        Refused: it is of another kind than the default.
+    """
+    if isinstance(default, tuple):
+        is_like, wanted = isinstance(value, list) and len(value) == len(default), f"a list of {len(default)} numbers"
+    elif default is None or isinstance(default, bool):
+        is_like, wanted = isinstance(value, bool), "true or false"
+    else:
+        is_like, wanted = type(value) is float, "a number"
+    if not is_like:
+        raise Refused(f"--optim.args.{name} {value}: must be {wanted}")
+    return tuple(value) if isinstance(value, list) else value
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, task: Task, config: Config) -> None:
@@ -61,12 +144,43 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, task: Ta
     _check_sharded(optimizer, config)
     # a checkpoint names groups by their parameters: one without any could not be read back
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    if has_modes(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer trains other weights than it evaluates, as schedule-free ones do."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
+@contextlib.contextmanager
+def evaluated_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While the model has the weights that an optimizer with train() and eval() evaluates.
+
+    Its own are copied: there and back is not the same to the last bit, and a resume does not repeat evaluations.
+    """
+    if not has_modes(optimizer):
+        yield
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter.detach().clone() for parameter in parameters]
+    optimizer.eval()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        optimizer.train()  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for parameter, value in zip(parameters, trained, strict=True):
+                parameter.copy_(value)
 
 
 def takes_fused(parameters: list[nn.Parameter], config: Config) -> bool:
     """Whether one kernel can make the step of all parameters (torch 2.7): it knows no complex ones, and SGD's none
     that are spread over ranks."""
-    is_spread = config.optim.name == "sgd" and config.parallel.strategy in SPREAD
+    optim = config.optim
+    if optim.name not in _FUSED or {"fused", "foreach"} & optim.args.keys():
+        return False
+    is_spread = optim.name == "sgd" and config.parallel.strategy in SPREAD
     return not is_spread and all(parameter.is_floating_point() for parameter in parameters)
 
 
@@ -126,30 +240,3 @@ def keep_dtypes(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     optimizer.register_load_state_dict_pre_hook(note)
     optimizer.register_load_state_dict_post_hook(restore)
     return optimizer
-
-
-def rate_scale(config: Config) -> float:
-    """The factor between optim.lr and the peak learning rate.
-
-    linear: batch_size / base_batch_size (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1);
-    sqrt: its square root (Krizhevsky, "One weird trick", 2014, section 5).
-    """
-    ratio = config.batch_size / config.schedule.base_batch_size
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.schedule.scaling]
-
-
-def rate_factor(config: Config, step: int, steps_per_epoch: int, total_steps: int) -> float:
-    """What the peak learning rate is multiplied with in this step (counted from 0).
-
-    The warm-up rises linearly and reaches 1 with its last step. Cosine decay (Loshchilov and Hutter, "SGDR", 2017)
-    would reach 0 at total_steps, so every step has a positive rate.
-    """
-    schedule = config.schedule
-    warmup = min(round(schedule.warmup_epochs * steps_per_epoch), total_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule.decay == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total_steps - warmup, 1)))
-    if schedule.decay == "step":
-        return schedule.gamma ** math.floor(step / (schedule.step_epochs * steps_per_epoch) + 1e-9)
-    return 1.0

@@ -26,8 +26,9 @@ from train.trainer.intervals import SaveClock
 from train.trainer.loggers.loggers import SKIPPED
 from train.trainer.model_check import STEPS as CHECKED_STEPS
 from train.trainer.model_check import ModelCheck
-from train.trainer.optimizer import rate_factor, rate_scale
+from train.trainer.optimizer import evaluated_weights
 from train.trainer.prefetch import DataWait, Prefetch, micro_batches
+from train.trainer.schedule import Rates
 from train.trainer.setup import Job
 from train.trainer.step import due, step
 from train.trainer.step_stats import Readback, StepStats
@@ -112,9 +113,7 @@ class Loop:
         }  # fmt: skip
         self.readback = Readback[_Step](device)
         self._begun, self._saved = done, job.saved
-        self._rates = [group["lr"] * rate_scale(job.config) for group in job.optimizer.param_groups]
-        # a task's may be a tensor on a GPU: reading it waits for the GPU, so once and not in every step
-        self._logged_rate = float(self._rates[0])
+        self._rates = Rates(job.task, job.config, job.optimizer, job.plan.steps_per_epoch, job.total_steps)
         from_memory = job.saved < done  # deaths must not put off what the disk is to have
         since = job.run.since_saved(job.saved) if from_memory else 0.0
         self._save_clock = SaveClock(job.config.checkpoint.every_minutes, since)
@@ -130,9 +129,7 @@ class Loop:
     def step(self) -> None:
         """Make the next step."""
         job = self.job
-        factor = rate_factor(job.config, self.done, job.plan.steps_per_epoch, job.total_steps)
-        for group, rate in zip(job.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * factor
+        rate = self._rates.set_for(self.done)
         check = self._check if self.done - self._begun < CHECKED_STEPS else None
         samples = job.plan.samples(self.done)
         sums = step(job, self._stats, self.done, self._prefetch, self._save_clock.is_due(), check)
@@ -142,7 +139,7 @@ class Loop:
             job.hooks.after_step(self.done)
         job.heart.beat(heartbeat.TRAINING, self.done)
         job.saver.prepare(job.state)
-        self.readback.put(_Step(self.done, self._logged_rate * factor, samples), sums)
+        self.readback.put(_Step(self.done, rate, samples), sums)
 
     def read_stats(self, everything: bool) -> bool:
         """Read the stats of the steps that can be read by now. Whether a rank asks for a checkpoint in them.
@@ -206,7 +203,7 @@ class Loop:
         faults.here("evaluate")
         assert job.evaluation is not None
         beat = functools.partial(job.heart.beat, heartbeat.EVALUATING, self.done)
-        with self.timing.spent("evaluation"), gather.paused():
+        with self.timing.spent("evaluation"), gather.paused(), evaluated_weights(job.optimizer):
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._prefetch.batches,
                 job.sharing, lambda: job.stop.asked, beat, job.loggers.evaluated_samples,
@@ -333,8 +330,9 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
 
 
 def digest(job: Job) -> str:
-    """The digest of the weights on rank 0, '' on others. A collective where they are sharded."""
-    found = weights_sha256(weights_of(job.strategy.module), job.world.is_first)
+    """The digest of the weights as they are evaluated, on rank 0; '' on others. A collective where they are sharded."""
+    with evaluated_weights(job.optimizer):
+        found = weights_sha256(weights_of(job.strategy.module), job.world.is_first)
     if job.config.parallel.strategy in configuration.SPREAD:
         # a rank that has sent its part must not end while the first one still receives: wait for all, on the host,
         # where a call returns only once all ranks have made it

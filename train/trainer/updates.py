@@ -22,7 +22,7 @@ from train.parallel.strategy import Strategy
 from train.parallel.world import World
 from train.tasks import Task
 from train.trainer.build import call
-from train.trainer.optimizer import check_optimizer, keep_dtypes, make_optimizer
+from train.trainer.optimizer import check_fields, check_optimizer, has_modes, keep_dtypes, make_optimizer
 
 _KEYS = ("loss", "optimizer", "every")
 
@@ -93,6 +93,7 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
     Raises:
         Refused: something in it is missing, unknown or wrong.
     """
+    check_fields(task, config)
     if task.updates is None:
         assert task.loss is not None
         return [Update("", task.loss, make_optimizer(task, model, config), 1, f"loss in {task.file}")]
@@ -116,6 +117,10 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
         check_optimizer(update.optimizer, model, task, config)
         if not update.parameters:
             raise Refused(f"{where}: all parameters of {update.name} are frozen; leave it out, or freeze fewer")
+        if has_modes(update.optimizer):
+            raise Refused(
+                f"{where}: {update.name} has an optimizer with train() and eval(), which only optimizer() may"
+            )
         for parameter in update.parameters:
             other = seen.setdefault(id(parameter), update.name)
             if other != update.name:

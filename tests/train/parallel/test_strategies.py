@@ -300,7 +300,7 @@ def test_a_resume_on_more_ranks_than_can_add_its_gradients_is_refused_and_on_one
 
 
 def _optimizer(make: Any) -> Any:
-    return SimpleNamespace(optimizer=lambda model, config: make(model), file="task.py")
+    return SimpleNamespace(optimizer=lambda model, config: make(model), param_groups=None, file="task.py")
 
 
 def test_an_optimizer_of_more_than_the_model_or_without_a_rate_is_refused() -> None:
@@ -376,7 +376,9 @@ def test_what_these_ranks_cannot_do_is_refused_in_a_line(
 def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_spread(name: str) -> None:
     model = torch.nn.Linear(2, 2)
     optimizers: Any = SimpleNamespace(
-        optimizer=lambda model, config: getattr(torch.optim, name)(model.parameters()), file="task.py"
+        optimizer=lambda model, config: getattr(torch.optim, name)(model.parameters()),
+        param_groups=None,
+        file="task.py",
     )
     for strategy in ("fsdp", "hsdp"):
         with pytest.raises(Refused, match=f"{name} needs whole parameters"):

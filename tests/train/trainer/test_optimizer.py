@@ -1,120 +1,222 @@
-"""The learning rate as a function of the step."""
+"""The optimizer that [optim] describes, its groups, and optimizers that evaluate other weights than they train."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
+from torch import nn
 
-from train.config import Config, build
-from train.trainer.optimizer import rate_factor, rate_scale
+from tests.train.training import assert_same_training
+from train.checkpoint.state_dict import weights, weights_sha256
+from train.config import Config, build, resolve
+from train.errors import Refused
+from train.trainer.evaluate import evaluate_run
+from train.trainer.load import load_trained
+from train.trainer.optimizer import make_optimizer
+
+RATES = {"optim__name": "nadam", "optim__args__momentum_decay": 0.01, "optim__no_decay": "true",
+         "optim__layer_decay": 0.5, "freeze": "enter,no*", "task__batchnorm": "true"}  # fmt: skip
 
 
-def config(**schedule: Any) -> Config:
-    batch = schedule.pop("batch_size", 64)
-    return build({"batch_size": batch} | {f"schedule.{key}": value for key, value in schedule.items()})
+def made(model: nn.Module, own: Any = None, **optim: Any) -> torch.optim.Optimizer:
+    """An optimizer for a model; `own`: the task's param_groups."""
+    task: Any = SimpleNamespace(optimizer=None, param_groups=own, schedule=None, file=Path("task.py"))
+    return make_optimizer(task, model, build({f"optim.{key}": value for key, value in optim.items()}))
 
 
-def rates(made: Config, steps_per_epoch: int, total: int) -> list[float]:
-    return [rate_factor(made, step, steps_per_epoch, total) for step in range(total)]
+def groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Rate and weight decay of each parameter."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(p)]: (round(group["lr"], 12), group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(1, 2))
+        self.embed = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm([2, 2]), nn.Linear(2, 2)) for _ in range(3)])
+        self.head = nn.Linear(2, 2, bias=False)
+
+
+def test_arguments_reach_torchs_optimizer_and_a_wrong_one_is_refused_with_the_nearest() -> None:
+    adam = made(nn.Linear(2, 2), name="AdamW", args={"betas": [0.8, 0.95], "amsgrad": True, "eps": None})
+    group = adam.param_groups[0]
+    assert type(adam) is torch.optim.AdamW
+    assert (group["betas"], group["amsgrad"], group["eps"]) == ((0.8, 0.95), True, 1e-8)
+    assert made(nn.Linear(2, 2), name="rmsprop").param_groups[0]["momentum"] == 0  # torch's own
+    assert made(nn.Linear(2, 2), name="radam", momentum=0.7).param_groups[0]["betas"] == (0.7, 0.999)
 
 
 @pytest.mark.parametrize(
-    ("rule", "batch", "base", "expected"),
-    [("none", 1024, 256, 1), ("linear", 1024, 256, 4), ("sqrt", 1024, 256, 2), ("linear", 64, 256, 0.25)],
+    ("optim", "words"),
+    [
+        ({"args": {"beta": [0.9, 0.9]}}, "adamw takes no such argument; did you mean betas"),
+        ({"args": {"betas": [0.9]}}, "must be a list of 2 numbers"),
+        ({"args": {"betas": [2, 0.9]}}, "Invalid beta parameter"),
+        ({"args": {"eps": True}}, "must be a number"),
+        ({"args": {"lr": 0.1}}, "a field of its own: --optim.lr"),
+        ({"args": {"betas": [0.9, 0.9]}, "momentum": 0.5}, "leave it to --optim.args"),
+        ({"name": "rmsprop", "momentum": 0.5}, "leave it to --optim.args"),
+        ({"name": "rprop", "weight_decay": 0.5}, "has no weight decay; give --optim.weight_decay 0"),
+        ({"layer_decay": 0.5}, "one layer only"),
+    ],
 )
-def test_the_peak_follows_the_scaling_rule(rule: str, batch: int, base: int, expected: float) -> None:
-    assert rate_scale(config(scaling=rule, batch_size=batch, base_batch_size=base)) == expected
+def test_what_the_optimizer_cannot_do_is_refused(optim: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        made(nn.Linear(2, 2), **optim)
 
 
-def test_the_warm_up_rises_in_equal_steps_and_ends_at_the_peak() -> None:
-    assert rates(config(warmup_epochs=2, decay="constant"), 5, 20) == pytest.approx(
-        [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0] + [1.0] * 10
-    )
+def test_arguments_are_flags_that_are_laid_over_a_tasks_and_protected_on_a_resume(tmp_path: Path) -> None:
+    from train import config
+
+    flags = {"optim.args.betas": "[0.9, 0.95]", "optim.args.eps": "none"}
+    made = resolve(flags, None, None, {"optim.args": {"eps": 0.1, "amsgrad": True}}, tmp_path)
+    assert made.optim.args == {"eps": None, "amsgrad": True, "betas": [0.9, 0.95]}
+    (tmp_path / "config.toml").write_text(config.to_toml(made))
+    again = config.from_toml(tmp_path / "config.toml", None)
+    assert again.optim.args == {"amsgrad": True, "betas": [0.9, 0.95]}
+    changed = config.with_flags({"optim.args.betas": "[0.9, 0.9]"}, None, tmp_path, config.to_flat(again))
+    assert config.forbidden_changes(config.to_flat(again), config.to_flat(changed)) == ["optim.args.betas"]
+    with pytest.raises(Refused, match=r"optim\.args\.eps nan: must be a finite number"):
+        resolve({"optim.args.eps": "nan"}, None, None, {}, tmp_path)
 
 
-def test_cosine_falls_from_the_peak_through_half_to_almost_nothing() -> None:
-    made = rates(config(decay="cosine"), 10, 100)
-    assert made[0] == 1
-    assert made[50] == pytest.approx(0.5)
-    assert made[25] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-    assert 0 < made[99] < 0.001
-    assert made == sorted(made, reverse=True)
+def test_layers_have_falling_rates_and_norms_and_biases_no_decay() -> None:
+    model = Deep()
+    rates = groups(made(model, lr=1.0, weight_decay=0.1, layer_decay=0.5, no_decay=True), model)
+    assert rates["place"] == rates["embed.weight"] == (0.5**4, 0.1)
+    assert rates["blocks.0.1.weight"] == (0.5**3, 0.1)
+    assert rates["blocks.2.1.weight"] == (0.5, 0.1) and rates["blocks.2.1.bias"] == (0.5, 0)
+    assert rates["blocks.2.0.weight"] == (0.5, 0)
+    assert rates["head.weight"] == (1, 0.1)
 
 
-def test_cosine_begins_where_the_warm_up_ends() -> None:
-    made = rates(config(decay="cosine", warmup_epochs=1), 10, 30)
-    assert made[9] == made[10] == 1
-    assert made[20] == pytest.approx(0.5)
+def test_groups_of_the_tasks_own_have_rates_by_lr_scale() -> None:
+    model = Deep()
+    model.embed.requires_grad_(False)
+
+    def own(model: Any, config: Config) -> list[dict[str, Any]]:
+        blocks = model.blocks.named_parameters()
+        return [{"params": blocks, "lr_scale": 0.1, "betas": (0.5, 0.5)}, {"params": model.embed.parameters()},
+                {"params": model.place, "lr": 0.3}, {"params": [model.head.weight], "weight_decay": 0}]  # fmt: skip
+
+    optimizer = made(model, own, lr=1.0)
+    rates = groups(optimizer, model)
+    assert rates["blocks.0.1.weight"] == (0.1, 0.01) and rates["place"] == (0.3, 0.01)
+    assert rates["head.weight"] == (1, 0) and "embed.weight" not in rates
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.5)
 
 
-def test_step_decay_drops_by_gamma_each_so_many_epochs() -> None:
-    made = rates(config(decay="step", step_epochs=2.0, gamma=0.1), 3, 15)
-    assert made == pytest.approx([1.0] * 6 + [0.1] * 6 + [0.01] * 3)
-
-
-def test_step_decay_takes_fractions_of_epochs_without_rounding_errors() -> None:
-    made = rates(config(decay="step", step_epochs=0.1, gamma=0.5), 10, 10)
-    assert made == pytest.approx([0.5**step for step in range(10)])
-
-
-def test_a_warm_up_longer_than_the_run_still_rises_to_the_peak() -> None:
-    assert rates(config(warmup_epochs=100), 10, 4) == [0.25, 0.5, 0.75, 1.0]
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    decay=st.sampled_from(["constant", "cosine", "step"]),
-    warmup=st.floats(0, 5),
-    per_epoch=st.integers(1, 50),
-    total=st.integers(1, 200),
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (lambda m: [{"params": [m.weight, m.weight]}], "names weight twice"),
+        (lambda m: [{"params": m.weight}], "leaves out bias; .* --freeze bias"),
+        (lambda m: [{"params": [torch.ones(2)]}], "no parameter of the model"),
+        (lambda m: [{"params": m.parameters(), "lr_scal": 1}], "unknown key 'lr_scal'; did you mean lr_scale"),
+        (lambda m: [{"params": m.parameters(), "lr_scale": "0.1"}], "lr_scale is '0.1'"),
+        (lambda m: m.parameters(), "must return a list of dicts"),
+    ],
 )
-def test_every_step_has_a_positive_rate_up_to_the_peak(decay: str, warmup: float, per_epoch: int, total: int) -> None:
-    made = rates(config(decay=decay, warmup_epochs=warmup), per_epoch, total)
-    assert all(0 < rate <= 1 for rate in made)
+def test_wrong_groups_are_refused_by_name(own: Any, words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        made(nn.Linear(2, 2), lambda model, config: own(model))
 
 
-def test_a_run_trains_with_these_rates(steady: Any) -> None:
-    lines = [line for line in steady.station.metrics("one") if "lr" in line]
-    made = config(warmup_epochs=0.5)
-    assert [line["lr"] for line in lines] == pytest.approx([0.1 * rate_factor(made, step, 4, 10) for step in range(10)])
+def test_functions_and_fields_that_take_each_others_place_are_refused(engine: Any, tmp_path: Path) -> None:
+    task = tmp_path / "both.py"
+    groups = "\n\ndef param_groups(model, config):\n    return [{'params': model.parameters()}]\n"
+    own = "\n\ndef optimizer(model, config):\n    return torch.optim.SGD(model.parameters())\n"
+    for text, flags, words in (
+        (groups, {"optim__layer_decay": 0.5}, r"param_groups\(\) in .* takes the place of --optim.layer_decay"),
+        (own, {"optim__args__eps": 0.5}, r"optimizer\(\) in .* takes the place of --optim.args"),
+        (own + groups, {}, "has optimizer and param_groups, which it takes the place of"),
+    ):
+        task.write_text(engine.task.read_text() + text)
+        with pytest.raises(Refused, match=words):
+            engine.run("never-grouped", task=task, **flags)
 
 
-RATED = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+def test_groups_and_frozen_parts_are_the_same_on_any_ranks_and_over_a_kill(engine: Any) -> None:
+    engine.run("grouped", 1, precision="fp64", **RATES)
+    engine.run("grouped3", 3, precision="fp64", **RATES)
+    assert_same_training(engine, "grouped3", "grouped")
+    assert engine.run("grouped2", 2, parallel__strategy="fsdp", **RATES)["state"] == "finished"
+    by_four = {"checkpoint__every_steps": 4, "checkpoint__asynchronous": "false", "parallel__strategy": "fsdp"}
+    engine.run("grouped2-killed", 2, ["6 0 SIGKILL"], **by_four, **RATES)
+    engine.resume("grouped2-killed", 2)
+    assert engine.outcome("grouped2-killed") == engine.outcome("grouped2")
 
-class Rate(torch.Tensor):
-    asked = 0
 
-    def __float__(self):
-        Rate.asked += 1
-        if Rate.asked > 3:
-            raise AssertionError("the host asked for a rate again and again, and on a GPU waited for it")
-        return super().__float__()
+FREE = '''
 
-def datasets(config):
-    return TensorDataset(torch.randn(32, 4)), None
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD by Defazio et al., "The Road Less Scheduled", 2024: trains y, evaluates the mean x, keeps z."""
 
-def model(config):
-    return nn.Linear(4, 4)
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.5, "steps": 0, "trains": False})
+
+    def _move(self, group, weight):
+        for p in group["params"]:
+            if "z" in self.state[p]:
+                p.lerp_(self.state[p]["z"], weight)
+
+    @torch.no_grad()
+    def train(self):
+        for group in self.param_groups:
+            if not group["trains"]:
+                self._move(group, 0.1)
+            group["trains"] = True
+
+    @torch.no_grad()
+    def eval(self):
+        for group in self.param_groups:
+            if group["trains"]:
+                self._move(group, 1 - 1 / 0.9)
+            group["trains"] = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["trains"]
+            group["steps"] += 1
+            share = 1 / group["steps"]
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, share).add_(p.grad, alpha=group["lr"] * (0.9 * (1 - share) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
 
 def optimizer(model, config):
-    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25).as_subclass(Rate), foreach=False)
-
-def loss(model, batch):
-    return model(batch[0]).square().mean()
-"""
+    return ScheduleFree(model.parameters())
+'''
 
 
-def test_a_rate_that_is_a_tensor_is_read_once(engine: Any, tmp_path: Path) -> None:
-    task = tmp_path / "rated.py"
-    task.write_text(RATED)
-    record = engine.run("rated", task=task, steps=8, epochs=None, schedule__warmup_epochs=0, schedule__decay="constant")
-    assert record["state"] == "finished", engine.said("rated")
-    assert [line["lr"] for line in engine.station.metrics("rated")] == [0.25] * 8
+def test_an_optimizer_with_modes_evaluates_its_means_and_resumes_with_the_same_bits(
+    engine: Any, tmp_path: Path
+) -> None:
+    task = tmp_path / "averaged.py"
+    task.write_text(engine.task.read_text() + FREE)
+    flags = {
+        "task": task,
+        "eval__every_epochs": 0.25,
+        "checkpoint__every_steps": 2,
+        "checkpoint__asynchronous": "false",
+    }
+    assert engine.run("averaged", 2, **flags)["state"] == "finished", engine.said("averaged")
+    engine.run("averaged-killed", 2, ["6 0 SIGKILL"], **flags)
+    engine.resume("averaged-killed", 2)
+    assert engine.outcome("averaged-killed") == engine.outcome("averaged")
+    # what is evaluated alone, and exported, is what the run has evaluated at its end
+    run = engine.station.run("averaged")
+    assert evaluate_run(run, None)[2] == pytest.approx(engine.evaluations("averaged")[-1], rel=1e-12)
+    assert weights_sha256(weights(load_trained(run)[2])) == run.read()["weights_sha256"]

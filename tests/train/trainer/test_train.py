@@ -38,7 +38,7 @@ def _end(rank: int, folder: Path) -> None:
 
     mock.patch.object(train, "weights_sha256", slow).start()
     job: Any = SimpleNamespace(
-        strategy=SimpleNamespace(module=model), world=World(rank, 2, rank, torch.device("cpu")),
+        strategy=SimpleNamespace(module=model), world=World(rank, 2, rank, torch.device("cpu")), optimizer=None,
         config=Config(parallel=Parallel(strategy="fsdp")),
     )  # fmt: skip
     digest = train.digest(job)
