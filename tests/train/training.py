@@ -28,7 +28,7 @@ from train.supervise.ranks import Ranks
 from train.trainer.load import load_trained
 
 TASK = TASKS / "learner.py"
-SPEED = ("samples_per_s", "data_wait", "step_time", "memory")
+SPEED = ("samples_per_s", "data_wait", "step_time", "memory", "counted_per_s")
 
 FLAGS: dict[str, Any] = {
     "epochs": 2.5,  # ten steps: 55 samples in batches of 16 leave a last batch of 7, in micro batches of 4 and 3
@@ -55,7 +55,7 @@ class Engine:
         self.zygote = forks.zygote(station.environment())
 
     def run(
-        self, name: str, ranks: int = 1, script: Iterable[str] = (), task: Path = TASK, **flags: Any
+        self, name: str, ranks: int = 1, script: Iterable[str] = (), task: Path = TASK, fault: str = "", **flags: Any
     ) -> dict[str, Any]:
         """A new run of the test task, to its end; its effective record. A dot in a flag is written as two _."""
         merged = FLAGS | {key.replace("__", "."): value for key, value in flags.items()}
@@ -64,7 +64,7 @@ class Engine:
         texts = {key: str(value) for key, value in merged.items() if value is not None}
         prepared = checks.prepare(Request(str(task), texts, ranks=ranks))
         made = folders.create(self.station.runs, name, prepared.files, prepared.record)
-        return self.train_run(made, ranks, script)
+        return self.train_run(made, ranks, script, fault)
 
     def resume(self, name: str, ranks: int = 1, script: Iterable[str] = (), **flags: Any) -> dict[str, Any]:
         """Go on with a run on so many ranks; its effective record."""
@@ -75,12 +75,12 @@ class Engine:
             changes.apply(run, config)
         return self.train_run(run, ranks, script)
 
-    def train_run(self, run: run_folder.Run, ranks: int, script: Iterable[str]) -> dict[str, Any]:
+    def train_run(self, run: run_folder.Run, ranks: int, script: Iterable[str], fault: str = "") -> dict[str, Any]:
         (run.folder / "script").write_text("\n".join(script))
         lock = run.acquire()
         assert lock is not None, f"{run.name} is alive"
         try:
-            made = Ranks(run, lock, ranks, self.zygote, is_foreground=True)
+            made = Ranks(run, lock, ranks, self.zygote, environ={"TRAIN_FAULT": fault}, is_foreground=True)
             self.code = Supervisor(run, made, LaunchMode.FOREGROUND, StopRequest(())).keep()
         finally:
             lock.release()

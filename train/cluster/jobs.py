@@ -19,6 +19,7 @@ from train.cluster import engine as engines
 from train.cluster.engine import Engine, JobStatus, Submission, engine
 from train.errors import Refused
 from train.launcher import stopping
+from train.launcher.resumable import gives_more
 from train.run import durable, folders, states
 from train.run.record import Record
 from train.run.run_folder import Run
@@ -257,7 +258,7 @@ def resume(run: Run, flags: dict[str, str]) -> str:
 
     config.check_flags(flags)  # what is handed over once stays, until it is given anew
     with run.handing_over():  # two at once would give it two jobs
-        if status(run, lambda _: None)["state"] == states.FINISHED and not {"epochs", "steps"} & flags.keys():
+        if status(run, lambda _: None)["state"] == states.FINISHED and not gives_more(flags):
             return ""
         if (job := _job_of(run)) is not None:
             raise Refused(f"{run.name} is at its engine already: {job.text}")

@@ -74,9 +74,8 @@ class Parser(argparse.ArgumentParser):
             if of not in groups:
                 groups[of] = self.add_argument_group(f"fields of {of}")
             add = super().add_argument if name in _FIRST else groups[of].add_argument
-            action = add(
-                f"--{name}", action=_Field, metavar=kind + default, help=one_line(info.help).replace("%", "%%")
-            )
+            names = [f"--{name}", *(["--trace"] if name == "log.trace" else [])]
+            action = add(*names, action=_Field, metavar=kind + default, help=one_line(info.help).replace("%", "%%"))
             self._known(action, words(*choices) if choices else None)
 
     def flag(self, name: str) -> Action:

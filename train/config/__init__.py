@@ -13,13 +13,13 @@ from train.config.fields import (
     type_name,
 )
 from train.config.resolve import build, check_flags, forbidden_changes, from_toml, layer, resolve, with_flags
-from train.config.schema import SPREAD, Config, Count, Optim, Parallel, Schedule, Share, Watch
+from train.config.schema import SPREAD, Config, Count, EarlyStopping, Optim, Parallel, Schedule, Share, Watch
 
 LOCAL = ("data.root", "data.workers")
 """Fields that may differ from machine to machine of a run: no result depends on them."""
 
 __all__ = [
-    "LOCAL", "SPREAD", "Config", "Count", "FieldInfo", "Optim", "Parallel", "Schedule", "Share", "Watch", "build",
-    "check_flags", "fields", "flatten", "forbidden_changes", "from_toml", "is_optional",
+    "LOCAL", "SPREAD", "Config", "Count", "EarlyStopping", "FieldInfo", "Optim", "Parallel", "Schedule", "Share",
+    "Watch", "build", "check_flags", "fields", "flatten", "forbidden_changes", "from_toml", "is_optional",
     "layer", "of_settings", "parse_value", "read_toml", "resolve", "to_flat", "to_toml", "type_name", "with_flags",
 ]  # fmt: skip

@@ -175,6 +175,10 @@ class Log:
     """Write the data set index of every consumed sample to samples.rank*.log."""
     tensorboard: Changeable[bool] = True
     """Write TensorBoard event files."""
+    gradients: Changeable[bool] = False
+    """Also log the global 2-norm of the gradients, before clipping, as grad_norm."""
+    trace: Changeable[str] = ""
+    """Trace steps FIRST:LAST of rank 0 by torch's profiler, into trace/ of the run folder; empty: none. As --trace."""
     wandb: Changeable[str] = ""
     """Send curves to Weights & Biases, to this PROJECT or ENTITY/PROJECT (needs the package wandb; with
     WANDB_MODE=offline they stay in the run folder); empty: do not."""
@@ -195,6 +199,16 @@ class Ema:
     exported by train export --weights ema; none: off."""
     warmup: Annotated[int, Field(ge=0, le=2**62)] = 0
     """Let the factor rise to decay: (1 + step) / (warmup + step) where that is less; 10 is usual, 0: off."""
+
+
+@dataclass(config=_STRICT)
+class EarlyStopping:
+    metric: Changeable[str] = ""
+    """End the run when this figure of the evaluations no longer improves, named as in checkpoint.best; empty: never."""
+    patience: Changeable[Count] = 3
+    """After so many evaluations in a row without an improvement."""
+    min_delta: Changeable[NotNegative] = 0.0
+    """An improvement is a change by more than this."""
 
 
 @dataclass(config=_STRICT)
@@ -229,6 +243,9 @@ class Config:
     """Keep images and the weights of convolutions channels last, which GPUs compute faster."""
     clip_grad_norm: Positive | None = None
     """Scale gradients down to at most this global 2-norm; none: off."""
+    on_nan: Changeable[Literal["stop", "skip"]] = "stop"
+    """What a loss or gradient that is not finite does: stop the run, named; or have the update of its step left out and
+    listed, at most 10 in a row. A GPU is waited for in every step then. Not with fp16, whose scaler skips by itself."""
     sync_batchnorm: bool = False
     """Share BatchNorm's batch statistics between ranks; needs GPUs and batches that divide evenly."""
     deterministic: bool = True
@@ -251,6 +268,7 @@ class Config:
     log: Log = dataclasses.field(default_factory=Log)
     eval: Eval = dataclasses.field(default_factory=Eval)
     ema: Ema = dataclasses.field(default_factory=Ema)
+    early_stopping: EarlyStopping = dataclasses.field(default_factory=EarlyStopping)
     watch: Watch = dataclasses.field(default_factory=Watch)
     task: Any = None
     """The task's Settings; its fields are flags --task.NAME."""

@@ -35,7 +35,7 @@ from train.run.metrics import evaluations
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import build, cores, schedule
+from train.trainer import build, cores, schedule, trace
 from train.trainer.build import config_of, data_differs, task_of
 from train.trainer.hooks import make_objects
 from train.trainer.loggers import wandb
@@ -124,11 +124,13 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
             if not task.is_built_in:
                 raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
             unused.append(f"the task {task.name} has changed since; {run.name} goes on with it as it is now")
-    found = _check(task, config, local, nodes, run, "checkpoint.best" in flags)
+    found = _check(task, config, local, nodes, run, flags)
     plan = build.plan_of(config, len(found.train_set))
     total = build.total_steps(config, plan)
     if total < step:
         raise Refused(f"{run.name} has trained {step} steps already, more than the {total} now asked for")
+    if "log.trace" in flags:
+        trace.steps_of(config.log.trace, step, total)
     warnings = [*unused, *found.warnings, *_edited(run, record)]
     micros = plan.micro_batches(0)
     if micros < ranks:
@@ -138,7 +140,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
 
 
 def _check(
-    task: Task, config: Config, local: int, nodes: range, run: Run | None = None, is_best_new: bool = True
+    task: Task, config: Config, local: int, nodes: range, run: Run | None = None, given: Collection[str] = ()
 ) -> _Checked:
     """The checks of a run, new or resumed, in their order; its device and micro batch are written into `config`.
 
@@ -146,7 +148,7 @@ def _check(
         local: ranks of each machine.
         nodes: numbers of machines that it may have.
         run: the one that is resumed; None: it is a new one.
-        is_best_new: checkpoint.best is asked for now; one that a run has had from before is no reason to refuse it.
+        given: fields that the resume changes; a metric that the run has had from before is no reason to refuse it.
 
     Raises:
         Refused: it cannot be run as asked for.
@@ -159,6 +161,11 @@ def _check(
     precision = Precision(config.precision, device)
     check_ranks(config, local, nodes)
     wandb.check(config.log.wandb)
+    trace.steps_of(config.log.trace)
+    if config.early_stopping.metric and not config.eval.every_epochs:
+        raise Refused("--early_stopping.metric needs evaluations before the end; give --eval.every_epochs")
+    if config.on_nan == "skip" and config.precision == "fp16":
+        raise Refused("--on_nan skip: the loss scaling of fp16 leaves such steps out by itself; leave out --on_nan")
     if run is None:
         _cut_batch(config, ranks)
     elif not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
@@ -171,9 +178,11 @@ def _check(
         )
     if run is not None:
         warnings = _check_data(run, task, config, train_set, eval_set)
-    if is_best_new:
-        known = {name: None for line in evaluations(run) for name in line["eval"]} if run is not None else ()
-        check_best(config, task, eval_set, known)
+    known = {name: None for line in evaluations(run) for name in line["eval"]} if run is not None else ()
+    named = {"checkpoint.best": config.checkpoint.best, "early_stopping.metric": config.early_stopping.metric}
+    for field, text in named.items():
+        if text and (run is None or field in given):
+            check_metric(field, text, task, eval_set, known)
     check_sync_batchnorm(config, device, ranks, len(train_set))
     schedule.check(task, config, build.total_steps(config, build.plan_of(config, len(train_set))))
     is_first_of_several = run is not None and run.read()["world_size"] == 1 < ranks
@@ -220,7 +229,8 @@ def _files(request: Request, task: Task, config: Config, found: _Checked) -> dic
 
 def _record(request: Request, task: Task, config: Config, samples: int) -> dict[str, Any]:
     """What run.json says of a new run's task and data."""
-    plan = build.plan_of(config, samples)
+    total = build.total_steps(config, build.plan_of(config, samples))
+    trace.steps_of(config.log.trace, total=total)
     source = None if task.is_built_in else Path(request.task).absolute()
     return {
         "task": task.name if task.is_built_in else "task.py",
@@ -228,7 +238,7 @@ def _record(request: Request, task: Task, config: Config, samples: int) -> dict[
         "task_imports": provenance.digests(task.file, source.parent) if source else {},
         "task_sha256": task.sha256,
         "cwd": os.getcwd(),
-        "total_steps": build.total_steps(config, plan),
+        "total_steps": total,
         "samples": samples,
         "git_revision": provenance.git_revision(),
     }
@@ -322,28 +332,25 @@ def check_ranks(config: Config, local: int, nodes: range) -> None:
         )
 
 
-def check_best(config: Config, task: Task, eval_set: Any, known: Collection[str] = ()) -> None:
-    """Whether evaluations can say which checkpoint is the best, as far as that is known.
+def check_metric(field: str, text: str, task: Task, eval_set: Any, known: Collection[str] = ()) -> None:
+    """Whether evaluations give the figure that a field names, as far as that is known.
 
     Args:
         known: the figures of the run's evaluations; none before there was one.
 
     Raises:
-        Refused: they cannot, so that no checkpoint would be the best one.
+        Refused: they do not.
     """
-    text = config.checkpoint.best
-    if not text:
-        return
     metric = best.aim_of(text).metric
     if eval_set is None:
         raise Refused(
-            f"--checkpoint.best {text} needs evaluations, and datasets() in {task.file} returns None for the "
+            f"--{field} {text} needs evaluations, and datasets() in {task.file} returns None for the "
             "evaluation set; leave it out"
         )
     known = known or (["loss"] if task.metrics is None and task.loss is not None else [])
     if not metric or (known and metric not in known):
         names = nearest(metric, known, f"; there are: {', '.join(known) or 'loss and the names that metrics() gives'}")
-        raise Refused(f"--checkpoint.best {text}: no evaluation gives {metric or 'a figure without a name'}{names}")
+        raise Refused(f"--{field} {text}: no evaluation gives {metric or 'a figure without a name'}{names}")
 
 
 def check_micro_batches(config: Config, ranks: int) -> None:

@@ -6,6 +6,7 @@ What a resume checks, and which fields it may change, is in checks.py.
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
 
 from train.errors import Refused
 from train.run import heartbeat, run_folder, states
@@ -60,10 +61,18 @@ def nothing_left(run: Run, flags: dict[str, str]) -> str:
     """
     if run.state() == states.RUNNING:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
-    if run.state() != states.FINISHED or {"epochs", "steps"} & set(flags):
+    if run.state() != states.FINISHED or gives_more(flags):
         return ""
-    more = "" if run.read().get("script") else f"; for more: train resume {run.name} --epochs N"
-    return f"{run.name} has finished already{more}"
+    record = run.read()
+    why = f" ({record['reason']})" if record.get("reason") else ""
+    field = "early_stopping.patience" if why else "epochs"
+    more = "" if record.get("script") else f"; for more: train resume {run.name} --{field} N"
+    return f"{run.name} has finished already{why}{more}"
+
+
+def gives_more(flags: Iterable[str]) -> bool:
+    """Whether one of these fields can give a finished run more to do."""
+    return any(name in ("epochs", "steps") or name.startswith("early_stopping.") for name in flags)
 
 
 def keeper_count(run: Run, record: Record) -> dict[str, int]:

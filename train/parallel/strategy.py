@@ -140,11 +140,12 @@ class Strategy:
             return self.world.add(stats.clone())
 
     def scale_and_clip_gradients(
-        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scale: Tensor | None = None
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, scale: Tensor | None = None,
+        measures: bool = False,
+    ) -> Tensor | None:  # fmt: skip
         """Multiply gradients with a scalar, clip them to a global 2-norm, where given, and broadcast rank 0's buffers.
 
-        The last method of a step that waits for other ranks.
+        The last method of a step that waits for other ranks. With `measures` it returns the norm before clipping.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise TrainingFailed(
@@ -157,11 +158,13 @@ class Strategy:
                 torch_private.multiply_all_(gradients, scale)
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_(optimizer)
-        if clip_norm is not None:
-            self._clip(clip_norm)
+        norm = self._norm() if clip_norm is not None or measures else None
+        if clip_norm is not None and norm is not None:
+            nn.utils.clip_grads_with_norm_(self.trainable, clip_norm, norm)
         self.restore_buffers()
         # not before the next forward: evaluations and checkpoints, of which every rank writes a part, read buffers too
         self._broadcast_buffers()
+        return norm
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the step of the optimizer, and clear the gradients. No collective."""
@@ -173,11 +176,11 @@ class Strategy:
             torch_private.optimizer_step(optimizer)
         self.clear()
 
-    def _clip(self, largest: float) -> None:
+    def _norm(self) -> Tensor:
+        """The global 2-norm of the gradients."""
         norm = nn.utils.get_total_norm([p.grad for p in self.trainable if p.grad is not None])
-        if isinstance(norm, DTensor):  # of parts: what torch then adds to it against division by 0 is added to each
-            norm = norm.full_tensor()
-        nn.utils.clip_grads_with_norm_(self.trainable, largest, norm)
+        # of parts: what clipping adds to it against division by 0 would be added to each
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def restore_buffers(self) -> None:
         """Write buffers that a forward has reassigned (`self.mean = 0.9 * self.mean + …`) into the tensors they were.
@@ -217,6 +220,18 @@ class Strategy:
                     parts = flat.split([buffer.numel() for buffer in buffers])
                     views = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
                     torch_private.copy_all(buffers, views)
+
+    def copy_buffers(self) -> list[Tensor]:
+        """Copies of the buffers, for `leave_out`."""
+        return [buffer.clone() for buffer in self._buffers]
+
+    def leave_out(self, buffers: list[Tensor]) -> None:
+        """Make no update: put the buffers back as they were before the step, and clear the gradients."""
+        self.restore_buffers()
+        with torch.no_grad():
+            for buffer, before in zip(self._buffers, buffers, strict=True):
+                buffer.copy_(before)
+        self.clear()
 
     def clear(self) -> None:
         """Clear the gradients."""

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,6 +113,15 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 def copy_metadata(state: Any, module: nn.Module) -> None:
     """Give a state the versions of a module's own state dict, by which modules read older states."""
     state._metadata = getattr(module.state_dict(), "_metadata", {})
+
+
+def dump_gpu_memory(path: Path) -> bool:
+    """Write what holds the GPU's memory, for https://pytorch.org/memory_viz. Whether that was possible."""
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except Exception:  # it is for a message that is about another error
+        return False
+    return True
 
 
 def fix_compiler(compiles: bool, deterministic: bool) -> None:

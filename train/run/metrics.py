@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from train.run import durable
 from train.run.run_folder import Run
@@ -32,6 +32,10 @@ class Speed(TypedDict):
     """Seconds per step."""
     memory: float
     """Bytes, the highest so far: of the GPU, or of rank 0's process where it computes on the CPU."""
+    counted_per_s: NotRequired[float]
+    """What a loss with a count of its own has counted: tokens, say."""
+    mfu: NotRequired[float]
+    """Model FLOP utilisation, from 0 to 1."""
 
 
 class Training(Speed):
@@ -45,6 +49,10 @@ class Training(Speed):
     epoch: int
     loss: float
     lr: float
+    grad_norm: NotRequired[float]
+    """The global 2-norm of the gradients, before clipping (log.gradients)."""
+    skipped: NotRequired[bool]
+    """Its update was left out (on_nan)."""
 
 
 class Evaluation(TypedDict):
@@ -196,6 +204,11 @@ def each(run: Run) -> Iterator[Line]:
 def evaluations(run: Run) -> list[Evaluation]:
     """The evaluation lines alone: quick, for there are few of them among many."""
     return [line for line in _parsed(text for text in _texts(run) if b'"eval"' in text) if is_evaluation(line)]
+
+
+def skipped_steps(run: Run) -> list[int]:
+    """The steps whose updates were left out (on_nan)."""
+    return [line["step"] for line in _parsed(text for text in _texts(run) if b'"skipped"' in text)]
 
 
 def last_evaluation(run: Run) -> Evaluation | None:

@@ -43,7 +43,7 @@ class Outcome:
     step: int = 0
     """The last one it made, counted from 1."""
     reason: str = ""
-    """Why it failed or died; of one that stopped, what asked it to: a signal, or another rank."""
+    """Why it failed, died or finished early; of one that stopped, what asked it to: a signal, or another rank."""
     recurs: bool = False
     """Whether it would fail or die so again."""
     is_of_system: bool = False

@@ -122,6 +122,8 @@ class Record(TypedDict):
     weights_sha256: NotRequired[str | None]
     data_wait: NotRequired[str]
     """How much of the time training waited for data, and what helps."""
+    nan_steps: NotRequired[int]
+    """Steps whose updates were left out (on_nan)."""
     skipped: NotRequired[dict[str, int]]
     """Samples that could not be read, by data set."""
     wandb: NotRequired[dict[str, Any]]

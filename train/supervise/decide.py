@@ -213,7 +213,7 @@ def _as_reported(facts: Facts, reported: Outcome) -> Decision:
     """Rank 0 has brought its run to an end of its own."""
     if reported.kind is Kind.FINISHED:
         figures = reported.figures | {"step": reported.step}
-        return Decision(states.FINISHED, states.FINISHED, reason="", figures=figures, code=EXIT_FINISHED)
+        return Decision(states.FINISHED, states.FINISHED, reason=reported.reason, figures=figures, code=EXIT_FINISHED)
     if reported.kind is Kind.STOPPED:
         # ranks know of a signal, or of another rank; who supervises them may know whose it was
         asked = facts.asked or Asked(signals.SIGNAL, reported.reason)

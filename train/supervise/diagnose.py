@@ -75,15 +75,19 @@ def is_of_others(text: str) -> bool:
     return any(word in text for word in OF_OTHERS) and not any(word in text for word in _OF_PROGRAM)
 
 
-def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
+def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | None = None) -> dict[str, Any]:
     """Why a rank dies of an exception: `reason`, `recurs`, `traceback`, for its outcome.
 
     `recurs` says whether it would fail again in the same way: randomness is a function here, so an exception of the
     task does, while one of the network, the machine or another rank's death may not.
+
+    Args:
+        snapshot: where to write what holds the memory of a GPU that has too little.
     """
     import torch
     import torch.distributed as dist
 
+    from train.parallel.torch_private import dump_gpu_memory
     from train.tasks import where
 
     text = one_line(f"{type(error).__name__}: {error}")
@@ -100,6 +104,8 @@ def failure_of(error: BaseException, task_file: Path | None) -> dict[str, Any]:
     line = where(error, task_file) if task_file is not None else text
     if isinstance(error, torch.OutOfMemoryError):
         line = f"out of memory ({line[:300]}): {memory.ADVICE_ON_GPU}"
+        if snapshot is not None and dump_gpu_memory(snapshot):
+            line += f"; what was in it: {snapshot.parent.name}/{snapshot.name}, for https://pytorch.org/memory_viz"
     elif isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
         line = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}"
         passing = False

@@ -51,7 +51,8 @@ def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: 
         before = outcome.read(logs, rank_env.rank)
         if before is not None:  # clearing away failed: that changes nothing of how training has ended
             return before
-        why = diagnose.failure_of(error, file if (run.folder / "task.py").exists() else None)
+        snapshot = logs / f"rank{rank_env.rank}.memory.pickle"
+        why = diagnose.failure_of(error, file if (run.folder / "task.py").exists() else None, snapshot)
         end = Outcome(rank_env.rank, Kind.DIED, is_of_system=isinstance(error, OSError), **why)
     if outcome.read(logs, rank_env.rank) is None:
         with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from train.data.plan import MicroBatch
 from train.data.seeding import seed_compute
 from train.trainer.loss import training_loss
 from train.trainer.model_check import ModelCheck
+from train.trainer.not_finite import is_finite
 from train.trainer.prefetch import Prefetch
 from train.trainer.setup import Job
 from train.trainer.step_stats import COUNT, StepStats
@@ -33,10 +35,11 @@ def due(job: Job, number: int) -> list[SpreadUpdate]:
 
 def step(
     job: Job, stats: dict[str, StepStats], number: int, prefetch: Prefetch, wants_save: bool, check: ModelCheck | None
-) -> Tensor:
+) -> tuple[Tensor, bool]:
     """Make the updates of a step, counted from 0, all micro batches of one before the next one.
 
-    Returns the stats of each update that is `due`, one after the other, summed over the ranks, still on the device.
+    Returns the stats, a row for each update that is `due` where there are several, summed over the ranks, still on the
+    device; behind them the norm of its gradients, where that is logged. And whether an update was left out (on_nan).
 
     Args:
         stats: this rank's of each update, of any step before.
@@ -48,7 +51,8 @@ def step(
     if len(updates) == 1:
         return _update(job, updates[0], stats[updates[0].name], number, fetched, wants_save, check)
     batches = list(fetched)
-    return torch.cat([_update(job, one, stats[one.name], number, batches, wants_save, check) for one in updates])
+    made = [_update(job, one, stats[one.name], number, batches, wants_save, check) for one in updates]
+    return torch.stack([sums for sums, _ in made]), any(is_skipped for _, is_skipped in made)
 
 
 def _fetched(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:
@@ -68,10 +72,12 @@ def _fetched(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:
 def _update(
     job: Job, update: SpreadUpdate, stats: StepStats, number: int, batches: Iterable[Fetched], wants_save: bool,
     check: ModelCheck | None,
-) -> Tensor:  # fmt: skip
-    """Make one update. Returns its stats, summed over the ranks."""
+) -> tuple[Tensor, bool]:  # fmt: skip
+    """Make one update. Returns its row of `step`, and whether it was left out."""
     strategy, samples, micros = update.strategy, job.plan.samples(number), job.plan.micro_batches(number)
+    measures = job.config.log.gradients and job.intervals.logs(number + 1)
     update.activate()
+    buffers = strategy.copy_buffers() if job.config.on_nan == "skip" else None
     strategy.begin(micros)
     if check is not None:
         check.begin()
@@ -82,18 +88,23 @@ def _update(
     for warning in check.end() if check is not None else ():
         if job.world.is_lead:
             job.loggers.say(warning)
+    if buffers is not None and not is_finite(sums, strategy.trainable, job.world):
+        strategy.leave_out(buffers)
+        return torch.nn.functional.pad(sums, (0, int(measures)), value=math.nan), True
     scale = None
     if job.config.data.leaves_out or stats.counts_itself:
         # gradients are means over `samples`: make them means over what was counted, without looking at the count
         count = sums[COUNT]
         scale = (samples / count).masked_fill(count <= 0, 0.0)
-    strategy.scale_and_clip_gradients(update.optimizer, job.config.clip_grad_norm, scale)
+    norm = strategy.scale_and_clip_gradients(update.optimizer, job.config.clip_grad_norm, scale, measures)
+    if measures and norm is not None:
+        sums = torch.cat([sums, norm.reshape(1).to(sums)])
     if job.optimizer_generators is not None:  # all ranks draw the same in the update, whatever batches they have had
         tag = f"update{update.name}"
         seed_compute(seed_of(job.config.seed, number), job.world.device, tag, job.optimizer_generators)
     faults.here("update")
     strategy.update(update.optimizer)
-    return sums
+    return sums, False
 
 
 def _micro_batch(

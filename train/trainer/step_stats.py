@@ -138,7 +138,7 @@ class Readback(Generic[T]):
         self._pending.append((step, sums, event))
 
     def take(self, everything: bool) -> Iterator[tuple[T, list[dict[str, float]]]]:
-        """The sums that can be read by now, of each update of a step by the names of STATS.
+        """The sums that can be read by now, of each update of a step by the names of STATS; grad_norm, if measured.
 
         Args:
             everything: wait for those of the last step too.
@@ -147,5 +147,5 @@ class Readback(Generic[T]):
             step, sums, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            numbers, size = sums.tolist(), len(STATS)
-            yield step, [dict(zip(STATS, numbers[at : at + size], strict=True)) for at in range(0, len(numbers), size)]
+            rows = sums.reshape(-1, sums.shape[-1]).tolist()
+            yield step, [dict(zip((*STATS, "grad_norm"), row, strict=False)) for row in rows]

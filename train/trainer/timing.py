@@ -62,11 +62,16 @@ class Timing:
         self._samples += samples
         self._steps += 1
 
+    def count(self, amount: float) -> None:
+        """Add what the loss of a step has counted by itself."""
+        self._counted += amount
+
     def restart(self) -> None:
         """Measure the speed from now on."""
         self._since = time.perf_counter()
         self._waited, self._fetched = self.wait.seconds(), self.wait.host
         self._samples = self._steps = 0
+        self._counted = 0.0
 
     def speed(self) -> Speed:
         """The speed of the steps since the last call, and the memory."""
@@ -83,6 +88,8 @@ class Timing:
             "step_time": elapsed / steps,
             "memory": memory,
         }
+        if self._counted:
+            figures["counted_per_s"] = self._counted / elapsed
         self.restart()
         return figures
 

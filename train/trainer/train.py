@@ -17,15 +17,18 @@ from train.checkpoint.state_dict import weights_of, weights_sha256
 from train.errors import TrainingFailed
 from train.parallel import gather
 from train.run import best, heartbeat, outcome
-from train.run.metrics import Training, last_evaluation
+from train.run.metrics import Training, last_evaluation, skipped_steps
 from train.run.outcome import Kind, Outcome
 from train.run.record import Times
+from train.trainer.early_stopping import EarlyStopping
 from train.trainer.evaluate import evaluate
+from train.trainer.flops import flops_of
 from train.trainer.freeze import set_training
 from train.trainer.intervals import SaveClock
 from train.trainer.loggers.loggers import SKIPPED
 from train.trainer.model_check import STEPS as CHECKED_STEPS
 from train.trainer.model_check import ModelCheck
+from train.trainer.not_finite import note_skipped, why_it_ends
 from train.trainer.optimizer import evaluated_weights
 from train.trainer.prefetch import DataWait, Prefetch, micro_batches
 from train.trainer.schedule import Rates
@@ -33,7 +36,9 @@ from train.trainer.setup import Job
 from train.trainer.step import due, step
 from train.trainer.step_stats import Readback, StepStats
 from train.trainer.timing import Timing, WaitAdvice
+from train.trainer.trace import Trace, steps_of
 
+_NOTHING = contextlib.nullcontext()
 _EMPTY_STEPS = 10
 """Steps in a row without a sample that can be read after which a run has failed."""
 
@@ -44,6 +49,8 @@ class Done:
 
     step: int
     stopped: bool
+    reason: str
+    """Why before its last step without a stop request; '' where it was not so."""
     times: Times
     """Where the time of the attempt went on this rank."""
 
@@ -65,7 +72,7 @@ def train(job: Job, done: int) -> Done:
             loop.save()
         if intervals.evaluates(done) and job.evaluated < done:  # it ended before the evaluation that was due
             loop.evaluate()
-        while loop.done < intervals.total_steps and not loop.is_stopping:
+        while loop.done < intervals.total_steps and not (loop.is_stopping or loop.early_reason):
             loop.step()
             saves, evaluates = intervals.saves(loop.done), intervals.evaluates(loop.done)
             saves |= loop.read_stats(everything=saves or evaluates)
@@ -74,6 +81,9 @@ def train(job: Job, done: int) -> Done:
                 loop.save()
             if evaluates and not loop.is_stopping:
                 loop.evaluate()
+        loop.trace.after(loop.done, is_last=True)
+        if loop.early_reason:
+            loop.save()
         loop.finish_saving()
     except TrainingFailed:
         # every rank fails at this step; the checkpoint before it may still be on its way to the disk
@@ -81,13 +91,14 @@ def train(job: Job, done: int) -> Done:
             job.saver.wait()
         job.loggers.times(loop.times())
         raise
-    return Done(loop.done, loop.is_stopping and not loop.is_complete, loop.times())
+    return Done(loop.done, loop.is_stopping and not loop.is_complete, loop.early_reason, loop.times())
 
 
 class _Step(NamedTuple):
     number: int
     rate: float
     samples: int
+    is_skipped: bool
 
 
 class Loop:
@@ -119,6 +130,15 @@ class Loop:
         self._save_clock = SaveClock(job.config.checkpoint.every_minutes, since)
         self._empty = 0
         """Steps in a row of which no sample could be read."""
+        skips = job.config.on_nan == "skip"
+        self._skipped = job.world.on_first(lambda: skipped_steps(job.run)) if skips else []
+        self._flops = flops_of(job.config, job.world)
+        traced = steps_of(job.config.log.trace if job.world.is_first else "")
+        self.trace = Trace(job.run, traced, device.type == "cuda", job.loggers.say)
+        early = job.config.early_stopping
+        self._early = EarlyStopping(early, job.run, job.world) if early.metric else None
+        self.early_reason = self._ends_early()
+        """Why the evaluations up to now end the run before its last step; '' where they do not."""
 
     @property
     def is_complete(self) -> bool:
@@ -126,20 +146,32 @@ class Loop:
         is_evaluated = self.job.evaluated >= self.done or not self.job.intervals.evaluates(self.done)
         return self.done >= self.job.total_steps and is_evaluated
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no step of this attempt comes after the present one."""
+        return self.is_stopping or self.done == self.job.total_steps or bool(self.early_reason)
+
+    def _ends_early(self) -> str:
+        return self._early.reason() if self._early is not None and self.done < self.job.total_steps else ""
+
     def step(self) -> None:
         """Make the next step."""
         job = self.job
         rate = self._rates.set_for(self.done)
         check = self._check if self.done - self._begun < CHECKED_STEPS else None
         samples = job.plan.samples(self.done)
-        sums = step(job, self._stats, self.done, self._prefetch, self._save_clock.is_due(), check)
+        self.trace.before(self.done + 1)
+        flops = self._flops if self.done == self._begun else None
+        with flops.counting(job.plan, job.sharing, self.done) if flops is not None else _NOTHING:
+            sums, is_skipped = step(job, self._stats, self.done, self._prefetch, self._save_clock.is_due(), check)
         self.timing.step(samples)
         self.done += 1
-        if job.hooks.are_used:
+        self.trace.after(self.done)
+        if job.hooks.are_used and not is_skipped:
             job.hooks.after_step(self.done)
         job.heart.beat(heartbeat.TRAINING, self.done)
         job.saver.prepare(job.state)
-        self.readback.put(_Step(self.done, rate, samples), sums)
+        self.readback.put(_Step(self.done, rate, samples, is_skipped), sums)
 
     def read_stats(self, everything: bool) -> bool:
         """Read the stats of the steps that can be read by now. Whether a rank asks for a checkpoint in them.
@@ -163,26 +195,32 @@ class Loop:
             count = sums["count"] if sums["counted"] or leaves_out else made.samples
             name = f"loss.{update.name}" if update.name else "loss"
             losses[name] = loss = sums["loss"] / count if sums["count"] else 0.0
-            if not math.isfinite(loss):
-                raise TrainingFailed(
-                    f"the {name} is {loss} at step {made.number}; lower --optim.lr or set --clip_grad_norm, "
-                    "and look at the data of that step (--log.samples true)"
-                )
+            if not (math.isfinite(loss) or made.is_skipped):
+                raise TrainingFailed(why_it_ends(name, loss, made.number))
+        if made.is_skipped:
+            note_skipped(job, self._skipped, made.number)
+        self.timing.count(sums["count"] if sums["counted"] else 0.0)
         self._empty = 0 if sums["count"] or not leaves_out else self._empty + 1
         if self._empty == _EMPTY_STEPS or (self._empty and made.number == self._empty == job.total_steps):
             raise TrainingFailed(
                 f"not one sample could be read in {self._empty} steps in a row, up to step {made.number}; "
                 f"why, says {SKIPPED} in the run folder"
             )
-        if job.world.is_lead and job.intervals.logs(made.number):
-            self._write_line(made, losses)
+        if job.world.is_lead and (job.intervals.logs(made.number) or made.is_skipped):
+            self._write_line(made, losses, [sums["grad_norm"] for sums in updates if "grad_norm" in sums])
 
-    def _write_line(self, made: _Step, losses: dict[str, float]) -> None:
+    def _write_line(self, made: _Step, losses: dict[str, float], norms: list[float]) -> None:
         job = self.job
         line = cast(Training, {
             "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": sum(losses.values()), "lr": made.rate,
             **self.timing.speed(), **losses,
         })  # fmt: skip
+        if norms:
+            line["grad_norm"] = math.hypot(*norms)
+        if made.is_skipped:
+            line["skipped"] = True
+        if self._flops is not None:
+            line["mfu"] = self._flops.utilisation(line["samples_per_s"])
         job.loggers.training(line, self.times)
         advice = self.timing.advice.text(made.number == job.total_steps)
         if advice:
@@ -216,6 +254,9 @@ class Loop:
             job.evaluated = self.done
             if job.world.is_lead:
                 job.loggers.evaluation(self.done, job.plan.epoch_of(self.done), samples, figures)
+            if self._early is not None:
+                self._early.add(self.done, figures)
+                self.early_reason = self._ends_early()
         self.timing.restart()
 
     def save(self) -> None:
@@ -228,14 +269,14 @@ class Loop:
             return
         self.read_stats(everything=True)
         with self.timing.spent("checkpoints"):
-            if self._commit(is_last=self.is_stopping or self.done == self.job.total_steps):
+            if self._commit(is_last=self.is_last):
                 self._saved = self.done
         self._save_clock.restart()
 
     def finish_saving(self) -> None:
         """Wait for what is being written; where it failed and nothing comes after it, write it again."""
         with self.timing.spent("checkpoints"):
-            if not self._wait_for_save() and self.is_stopping:  # it was under way when the stop came
+            if not self._wait_for_save() and self.is_last:  # it was under way when the end came
                 self._commit(is_last=True)
 
     def _commit(self, is_last: bool) -> bool:
@@ -303,7 +344,7 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
     faults.here("digest")
     weights = "" if done.stopped else digest(job)  # before the first rank is alone
     job.heart.beat(heartbeat.ENDING, done.step)
-    reason = (job.stop.reason or "another rank was asked to") if done.stopped else ""
+    reason = (job.stop.reason or "another rank was asked to") if done.stopped else done.reason
     end = Outcome(job.world.rank, Kind.STOPPED if done.stopped else Kind.FINISHED, done.step, reason)
     if not job.world.is_first:
         return end
@@ -314,7 +355,8 @@ def conclude(job: Job, done: Done, attempt: int) -> Outcome:
         evaluation = last_evaluation(job.run)
         faults.here("finish")
         figures |= {"weights_sha256": weights, "metrics": dict(evaluation["eval"]) if evaluation else {}}
-        text = f"finished after {done.step} steps; weights {weights[:16]}…"
+        why = f" ({reason})" if reason else ""
+        text = f"finished after {done.step} steps{why}; weights {weights[:16]}…"
     end = Outcome(end.rank, end.kind, end.step, end.reason, figures=figures)
     try:
         outcome.write(job.run.logs(attempt), end)

@@ -123,8 +123,10 @@ def _tell_end(run: Run, record: Record) -> int:
     """
     state, step = record["state"], record.get("step", 0)
     reason = f": {record['reason']}" if record.get("reason") else ""
+    why = f" ({record['reason']})" if record.get("reason") else ""
+    results = figures(record.get("metrics") or {})
     last = {
-        states.FINISHED: f"{run.name} finished after {step} steps  {figures(record.get('metrics') or {})}".rstrip(),
+        states.FINISHED: f"{run.name} finished after {step} steps{why}  {results}".rstrip(),
         states.STOPPED: f"{run.name} {record['reason'] or 'stopped'}; {how_to_go_on(record)}",
         states.FAILED: f"{run.name} failed{reason}",
         states.INTERRUPTED: f"{run.name} was interrupted{reason}",

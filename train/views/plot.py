@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     Figures = NDArray[Any]
 
 LOSS, LR, SPEED, WAIT, STEP = "loss", "lr", "samples_per_s", "data_wait", "step_time"
-_TRAINING = (LOSS, LR, SPEED, WAIT, STEP)
+NORM = "grad_norm"
+_TRAINING = (LOSS, LR, SPEED, WAIT, STEP, NORM)
 HIGHEST = 1e100
 """Above it matplotlib's axes overflow; a loss in single precision is infinite long before."""
 SUFFIXES = (".png", ".svg", ".pdf")
 
 TITLES = {
     LOSS: "loss", LR: "learning rate", SPEED: "samples / s", WAIT: "data wait, % of a step",
-    STEP: "a step, ms",
+    STEP: "a step, ms", NORM: "norm of gradients",
 }  # fmt: skip
 _FROM_ZERO = (SPEED, WAIT, STEP)
 _FEW = 10
@@ -62,7 +63,7 @@ class Curves:
     training: dict[str, array[float]] = dataclasses.field(
         default_factory=lambda: {name: array("d") for name in _TRAINING}
     )
-    """LOSS, LR, SPEED, WAIT and STEP of each training line, in the units of metrics.Training."""
+    """LOSS, LR, SPEED, WAIT, STEP and NORM of each training line, in the units of metrics.Training."""
     evaluations: dict[str, tuple[array[float], array[float]]] = dataclasses.field(default_factory=dict)
     """What they measured, by name: the steps after which they did, and the values."""
 
@@ -153,7 +154,8 @@ def _figure(drawn: list[Curves]) -> Any:
 
     # an accuracy beside the loss when the task has one
     measured = measures(drawn)
-    panels = [LOSS, *(f"eval {name}" for name in measured[:MOST_MEASURES]), LR, SPEED, WAIT]
+    norm = [NORM] if any(math.isfinite(value) for curves in drawn for value in curves.training[NORM]) else []
+    panels = [LOSS, *(f"eval {name}" for name in measured[:MOST_MEASURES]), *norm, LR, SPEED, WAIT]
     labels = [f"{curves.name}   {curves.own}".rstrip() for curves in drawn]
     columns = 1 if max(map(len, labels)) > 45 else 2 if max(map(len, labels)) > 25 else 3
     size = (9, 2.3 * len(panels) + 0.6 + 0.19 * math.ceil(len(drawn) / columns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
 import re
 import signal
 from pathlib import Path
@@ -128,3 +129,15 @@ def test_an_error_of_the_data_set_in_a_loader_process_ends_the_run(engine: Any) 
     assert "bad sample 33" in done.stderr.splitlines()[-1]
     assert station.record("broken")["state"] == "failed"
     assert not station.run("broken").alive()
+
+
+def test_a_gpu_without_memory_leaves_a_snapshot_of_it(engine: Any, tmp_path: Path) -> None:
+    task = tmp_path / "full.py"
+    fails = (
+        "def loss(model, batch):\n    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9.00 GiB')\n"
+    )
+    task.write_text(f"{engine.task.read_text()}\n\n{fails}")
+    reason = engine.run("full", task=task)["reason"]
+    assert "out of memory" in reason and "attempt-1/rank0.memory.pickle, for https://pytorch.org/memory_viz" in reason
+    found = pickle.loads((engine.station.runs / "full/logs/attempt-1/rank0.memory.pickle").read_bytes())
+    assert "segments" in found

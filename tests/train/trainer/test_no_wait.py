@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "optim.name": "adam", "task.half": "float16"},
     "fp16 clipped": {"precision": "fp16", "clip_grad_norm": 1.0, "task.counted": "true"},
     "fp64 counted": {"precision": "fp64", "task.counted": "true"},
+    "gradients logged": {"log.gradients": "true", "log.every_steps": 1},
     "channels last": {"channels_last": "true", "micro_batch_size": 8},
     "ordered": {"parallel.reduce": "ordered", "micro_batch_size": 2},
     "bad samples": SKIP,

@@ -53,6 +53,15 @@ def test_a_png_shows_the_curves_of_the_run(tmp_path: Path) -> None:
     assert other.shape == picture.shape and (other != picture).any()
 
 
+def test_norms_of_gradients_have_a_panel_where_they_were_logged(tmp_path: Path) -> None:
+    run = made(tmp_path / "runs", "a")
+    plot([run], tmp_path / "without.png")
+    run.metrics.write_text(run.metrics.read_text().replace('"memory": 1', '"memory": 1, "grad_norm": 0.5'))
+    plot([run], tmp_path / "with.png")
+    heights = [matplotlib.image.imread(tmp_path / f"{name}.png").shape[0] for name in ("without", "with")]
+    assert heights[0] < heights[1]
+
+
 def test_several_runs_share_a_picture_also_when_only_one_was_evaluated(tmp_path: Path) -> None:
     runs = [made(tmp_path, "a"), made(tmp_path, "b", steps=20, evaluations=False), made(tmp_path, "c", steps=30)]
     plot(runs, tmp_path / "all.png")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 import time
 from collections import Counter
@@ -96,8 +97,9 @@ class Loggers:
             log.info("step %d/%d  epoch %d  loss %.4f  %.0f samples/s", step, self._total_steps, epoch, loss, speed)
         if now >= self._next_note:
             self._next_note = now + _PROGRESS_EVERY
+            shown = loss if math.isfinite(loss) else None  # run.json is JSON, too
             # on a full disk the next one may get through
-            self.run.note(_with_times(times()), step=step, epoch=epoch, loss=loss, samples_per_s=round(speed, 1))
+            self.run.note(_with_times(times()), step=step, epoch=epoch, loss=shown, samples_per_s=round(speed, 1))
 
     def evaluation(self, step: int, epoch: int, samples: int, figures: dict[str, float]) -> None:
         """An evaluation line of metrics.jsonl. The first rank of a machine only."""

@@ -1,0 +1,52 @@
+"""Figures of a step beside its loss: the norm of its gradients, and what its loss has counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.training import CLOSE
+from train.trainer.load import load_trained
+
+PLAIN = {
+    "steps": 2, "precision": "fp64", "log__gradients": "true", "optim__momentum": 0, "optim__weight_decay": 0,
+    "schedule__decay": "constant", "schedule__warmup_epochs": 0, "checkpoint__every_steps": 1,
+}  # fmt: skip
+
+
+def _norms(engine: Any, name: str) -> list[float]:
+    return [line["grad_norm"] for line in engine.station.metrics(name) if "loss" in line]
+
+
+def test_the_norm_of_the_gradients_is_that_of_the_update_over_the_rate(engine: Any) -> None:
+    engine.run("norms1", 1, **PLAIN)
+    first, second = (load_trained(engine.station.run("norms1"), step)[2] for step in (1, 2))
+    update = torch.cat([(a - b).flatten() for a, b in zip(first.parameters(), second.parameters(), strict=True)])
+    assert _norms(engine, "norms1")[1] == pytest.approx(update.norm().item() / 0.1, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(3, {}), (2, {"parallel__strategy": "fsdp"}), (2, {"parallel__reduce": "ordered"}), (1, {"clip_grad_norm": 1e3})],
+)
+def test_it_is_the_same_on_any_ranks_and_before_clipping(engine: Any, ranks: int, flags: dict[str, Any]) -> None:
+    if not (engine.station.runs / "norms").exists():
+        engine.run("norms", 1, **PLAIN)
+    name = f"norms-{ranks}-{'-'.join(map(str, flags.values()))}".replace(".", "-")
+    engine.run(name, ranks, **PLAIN, **flags)
+    assert _norms(engine, name) == pytest.approx(_norms(engine, "norms"), **CLOSE)
+
+
+def test_a_clipped_step_logs_the_norm_from_before(engine: Any) -> None:
+    engine.run("norms-clipped", 1, **PLAIN, clip_grad_norm=1e-3)
+    assert min(_norms(engine, "norms-clipped")) > 1e-3
+
+
+def test_what_a_loss_counts_by_itself_is_logged_by_the_second(engine: Any) -> None:
+    engine.run("counts", 2, steps=4, task__counted="true")
+    lines = [line for line in engine.station.metrics("counts") if "loss" in line]
+    assert all(0 < line["counted_per_s"] < line["samples_per_s"] for line in lines)  # two of three samples
+    engine.run("counts-not", 1, steps=1)
+    assert all("counted_per_s" not in line for line in engine.station.metrics("counts-not"))

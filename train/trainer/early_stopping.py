@@ -1,0 +1,63 @@
+"""Early stopping: whether the evaluations of a run up to now end it.
+
+That follows from their figures alone. metrics.jsonl holds them, and a resume cuts it to its step: no state is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from train.config import EarlyStopping as Settings
+from train.errors import TrainingFailed, nearest
+from train.parallel.world import World
+from train.run.best import Aim, aim_of
+from train.run.metrics import evaluations
+from train.run.run_folder import Run
+
+Score = tuple[int, float | None]
+"""The step after which was evaluated, and the figure; None: it was not finite, or there was none of that name."""
+
+
+class EarlyStopping:
+    """The scores of a run, the same on every rank."""
+
+    def __init__(self, settings: Settings, run: Run, world: World) -> None:
+        """A collective."""
+        self._settings, self._run, self._world, self._aim = settings, run, world, aim_of(settings.metric)
+        lines = world.on_first(lambda: evaluations(run))
+        self._scores: list[Score] = [(line["step"], line["eval"].get(self._aim.metric)) for line in lines]
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add an evaluation, by rank 0's figures. A collective.
+
+        Raises:
+            TrainingFailed: it does not give the metric.
+        """
+        name, score = self._aim.metric, self._world.broadcast(figures.get(self._aim.metric))
+        if score is None:
+            raise TrainingFailed(
+                f"no evaluation gives {name}, which early_stopping.metric names{nearest(name, figures)} (there are: "
+                f"{', '.join(figures)}); for another: train resume {self._run.name} --early_stopping.metric NAME"
+            )
+        self._scores.append((step, score if math.isfinite(score) else None))
+
+    def reason(self) -> str:
+        """Why the run ends after the newest evaluation; '' where it does not."""
+        count, best = without_improvement(self._scores, self._aim, self._settings.min_delta)
+        if count < self._settings.patience:
+            return ""
+        since = "" if best is None else f" since step {best[0]} ({best[1]:.6g})"
+        return f"early stopping: {self._aim.metric} did not improve in {count} evaluation{'s' * (count > 1)}{since}"
+
+
+def without_improvement(scores: Iterable[Score], aim: Aim, min_delta: float) -> tuple[int, Score | None]:
+    """How many of the newest scores brought no improvement by more than `min_delta`, and the one that did last."""
+    best, count, found = -math.inf, 0, None
+    for step, score in scores:
+        value = None if score is None else -score if aim.is_least else score
+        if value is not None and value > best + min_delta:
+            best, count, found = value, 0, (step, score)
+        else:
+            count += 1
+    return count, found

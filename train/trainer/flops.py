@@ -1,0 +1,59 @@
+"""Model FLOP utilisation: the share of a GPU's peak that forward and backward use.
+
+As in Chowdhery et al., "PaLM", 2022, appendix B; of matrix products, convolutions and attention, as torch counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from train import gpus
+from train.config import Config
+from train.data.plan import Plan, Sharing
+from train.parallel.world import World
+
+_PEAKS = {
+    "H200": (989, 495, 67), "H100 PCIe": (756, 378, 51), "H100 NVL": (835, 417, 60), "H100": (989, 495, 67),
+    "A100": (312, 156, 19.5), "L40S": (362, 183, 91.6), "L40": (181, 90.5, 90.5), "NVIDIA L4": (121, 60, 30.3),
+    "RTX 4090": (165, 82.6, 82.6), "RTX 3090": (71, 35.6, 35.6),
+}  # fmt: skip
+"""TFLOP/s without sparsity, of bf16 and fp16 (sums in fp32), tf32 and fp32, by a part of the GPU's name; the first one
+that fits. From NVIDIA's data sheets of these cards, and its white papers of GA102 and Ada."""
+_COLUMNS = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}
+
+
+def peak(name: str, precision: str) -> float:
+    """FLOP/s of a GPU at its best; 0: unknown."""
+    found = next((speeds for part, speeds in _PEAKS.items() if part in name and "Laptop" not in name), (0, 0, 0))
+    return found[_COLUMNS[precision]] * 1e12 if precision in _COLUMNS else 0.0
+
+
+def flops_of(config: Config, world: World) -> Flops | None:
+    """What counts FLOPs on rank 0; None where that says nothing: compiled, with recompute, on unknown GPUs."""
+    if not world.is_first or world.device.type != "cuda" or config.compile or config.parallel.recompute:
+        return None
+    found = peak(next((card.name for card in gpus.seen_here()), ""), config.precision)
+    return Flops(found * world.size) if found else None
+
+
+class Flops:
+    """What a sample costs on this rank, beside what all ranks could compute."""
+
+    def __init__(self, peak: float) -> None:
+        self._peak, self._of_sample = peak, 0.0
+
+    @contextlib.contextmanager
+    def counting(self, plan: Plan, sharing: Sharing, step: int) -> Iterator[None]:
+        """Around a step, counted from 0."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        size, all_samples = plan.micro_batch_size, plan.samples(step)
+        own = sum(min(size, all_samples - number * size) for number, _ in sharing.computed(plan.micro_batches(step)))
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self._of_sample = counter.get_total_flops() / own
+
+    def utilisation(self, samples_per_s: float) -> float:
+        """The share of the GPUs' peak, from 0 to 1."""
+        return self._of_sample * samples_per_s / self._peak
