@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from train.checkpoint.extra import Extra, check_equal
@@ -60,7 +59,7 @@ class Average:
     def __init__(self, module: nn.Module, config: Config) -> None:
         self.tensors = {name: tensor.clone() for name, tensor in weights_of(module).items()}
         """By the names of the model's state; spread over ranks as that is."""
-        self._config, self._module = config.ema, module
+        self._config = config.ema
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for name, tensor in weights_of(module).items():
             pairs.setdefault(local(tensor).data_ptr() or id(tensor), (local(self.tensors[name]), local(tensor)))
@@ -95,9 +94,6 @@ class Average:
                 was = now.clone()
                 now.copy_(mean)
                 mean.copy_(was)
-        for part in self._module.modules():
-            if isinstance(part, FSDPModule):  # what it has gathered before is of the other weights
-                part.reshard()
 
 
 class Hooks:
