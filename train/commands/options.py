@@ -158,7 +158,7 @@ def check_now(request: dict[str, Any], is_here: bool = True) -> None:
         tasks.data_root(root)
     if is_here and init is not None and not Path(init).is_file():
         raise Refused(f"--init {init}: there is no such file")
-    if init is not None and Path(init).suffix not in (".safetensors", ".pt", ".pth"):
+    if is_here and init is not None and Path(init).suffix not in (".safetensors", ".pt", ".pth"):
         raise Refused(f"--init {init}: must end in .safetensors or .pt")
 
 
