@@ -36,8 +36,7 @@ from train.run.record import Record
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build, cores, schedule, trace
-from train.trainer.build import config_of, data_differs, task_of
-from train.trainer.hooks import make_objects
+from train.trainer.build import config_of, data_differs, make_objects, task_of
 from train.trainer.loggers import wandb
 from train.trainer.updates import read_updates
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from train import config as configuration
+from train.checkpoint.extra import Extra
 from train.config import Config
 from train.data import fingerprint as fingerprints
 from train.data.fetch import fetcher
@@ -151,6 +152,30 @@ def make_model(task: Task, config: Config, weights: torch.dtype = torch.float32)
     _give_memory(model)
     # not to(weights), which would turn complex numbers into real ones
     return model.double() if weights == torch.float64 else model
+
+
+def make_objects(task: Task, model: nn.Module, config: Config, device: torch.device) -> dict[str, Any]:
+    """What the task's stateful() returns, modules on the device. Seeded.
+
+    Raises:
+        Refused: it is no dict of objects that can be saved and restored.
+    """
+    if task.stateful is None:
+        return {}
+    seed_host(seed_of(config.seed, "stateful"))
+    made = call(task, "stateful()", task.stateful, model, config)
+    if not isinstance(made, dict) or not all(isinstance(name, str) for name in made):
+        raise Refused(f"stateful in {task.file} must return a dict from names to objects, got {type(made).__name__}")
+    for name, one in made.items():
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            raise Refused(
+                f"stateful in {task.file}: {name} is a {type(one).__name__} without state_dict() and "
+                "load_state_dict(); give it both, or keep what it holds in a buffer of the model"
+            )
+        if isinstance(one, nn.Module):
+            one.to(device)
+    Extra(objects=made).check(task.file, device)
+    return made
 
 
 def check_forward(task: Task, model: nn.Module) -> None:

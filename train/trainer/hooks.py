@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,39 +13,14 @@ from train.checkpoint.extra import Extra, check_equal
 from train.checkpoint.state_dict import weights_of
 from train.config import Config
 from train.data.order import seed_of
-from train.data.seeding import owned, seed_compute, seed_host
-from train.errors import Refused
+from train.data.seeding import owned, seed_compute
 from train.parallel.strategy import local
 from train.parallel.world import World
 from train.tasks import Task
-from train.trainer.build import call
+from train.trainer.build import make_objects
 
 _CHECKED = 2
 """Steps of an attempt after which the task's own state is compared between ranks."""
-
-
-def make_objects(task: Task, model: nn.Module, config: Config, device: torch.device) -> dict[str, Any]:
-    """What the task's stateful() returns, modules on the device. Seeded.
-
-    Raises:
-        Refused: it is no dict of objects that can be saved and restored.
-    """
-    if task.stateful is None:
-        return {}
-    seed_host(seed_of(config.seed, "stateful"))
-    made = call(task, "stateful()", task.stateful, model, config)
-    if not isinstance(made, dict) or not all(isinstance(name, str) for name in made):
-        raise Refused(f"stateful in {task.file} must return a dict from names to objects, got {type(made).__name__}")
-    for name, one in made.items():
-        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
-            raise Refused(
-                f"stateful in {task.file}: {name} is a {type(one).__name__} without state_dict() and "
-                "load_state_dict(); give it both, or keep what it holds in a buffer of the model"
-            )
-        if isinstance(one, nn.Module):
-            one.to(device)
-    Extra(objects=made).check(task.file, device)
-    return made
 
 
 class Average:
