@@ -128,8 +128,6 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     total = build.total_steps(config, plan)
     if total < step:
         raise Refused(f"{run.name} has trained {step} steps already, more than the {total} now asked for")
-    if "log.trace" in flags:
-        trace.steps_of(config.log.trace, step, total)
     warnings = [*unused, *found.warnings, *_edited(run, record)]
     micros = plan.micro_batches(0)
     if micros < ranks:
@@ -160,7 +158,6 @@ def _check(
     precision = Precision(config.precision, device)
     check_ranks(config, local, nodes)
     wandb.check(config.log.wandb)
-    trace.steps_of(config.log.trace)
     if config.early_stopping.metric and not config.eval.every_epochs:
         raise Refused("--early_stopping.metric needs evaluations before the end; give --eval.every_epochs")
     if config.on_nan == "skip" and config.precision == "fp16":
@@ -183,7 +180,10 @@ def _check(
         if text and (run is None or field in given):
             check_metric(field, text, task, eval_set, known)
     check_sync_batchnorm(config, device, ranks, len(train_set))
-    schedule.check(task, config, build.total_steps(config, build.plan_of(config, len(train_set))))
+    total = build.total_steps(config, build.plan_of(config, len(train_set)))
+    schedule.check(task, config, total)
+    if run is None or "log.trace" in given:
+        trace.steps_of(config.log.trace, run.newest_checkpoint if run is not None else 0, total)
     is_first_of_several = run is not None and run.read()["world_size"] == 1 < ranks
     model = None
     if run is None or is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:
@@ -228,8 +228,7 @@ def _files(request: Request, task: Task, config: Config, found: _Checked) -> dic
 
 def _record(request: Request, task: Task, config: Config, samples: int) -> dict[str, Any]:
     """What run.json says of a new run's task and data."""
-    total = build.total_steps(config, build.plan_of(config, samples))
-    trace.steps_of(config.log.trace, total=total)
+    plan = build.plan_of(config, samples)
     source = None if task.is_built_in else Path(request.task).absolute()
     return {
         "task": task.name if task.is_built_in else "task.py",
@@ -237,7 +236,7 @@ def _record(request: Request, task: Task, config: Config, samples: int) -> dict[
         "task_imports": provenance.digests(task.file, source.parent) if source else {},
         "task_sha256": task.sha256,
         "cwd": os.getcwd(),
-        "total_steps": total,
+        "total_steps": build.total_steps(config, plan),
         "samples": samples,
         "git_revision": provenance.git_revision(),
     }
