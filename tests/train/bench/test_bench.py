@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,14 @@ def test_input_compares_the_task_images_with_torchvisions_reference(station: Sta
     assert [row[0] for row in rows[2:]] == ["torchvision's reference", "train: images"]
     assert rows[2][3] == "1.00" and all(float(row[1]) > 0 and float(row[2]) > 0 for row in rows[2:])
     assert os.listdir(station.runs) == []
+
+
+def test_lr_draws_the_loss_over_the_rate_and_suggests_one_that_lowers_it(station: Station) -> None:
+    flags = ("--times", 40, "--batch_size", 32, "--micro_batch_size", 16, "--cpu_threads", 1)
+    text = station.ok("bench", "lr", "digits", "--to", "lr.png", *flags).stdout
+    (rate,) = re.findall(r"the loss falls steepest at --optim.lr (\S+);", text)
+    assert 1e-3 < float(rate) < 5
+    assert (station.folder / "lr.png").stat().st_size > 10_000 and os.listdir(station.runs) == []
 
 
 def test_one_that_is_terminated_leaves_nothing_behind(station: Station) -> None:

@@ -78,7 +78,7 @@ OFFERED = {
     "train submit di": {"digits"},
     "train ls --sort=l": {"loss"},
     "train export alpha --checkpoint ": {"best", "20", "40"},
-    "train bench ": {"checkpoint", "collective", "input", "scaling"},
+    "train bench ": {"checkpoint", "collective", "input", "lr", "scaling"},
     "train keeper --": {"--help", "--once", "--runs"},
     "train nonsense ": set(),
 }
