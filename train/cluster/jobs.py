@@ -282,7 +282,8 @@ def resume(run: Run, flags: dict[str, str]) -> str:
 
 def merge_flags(fields: dict[str, str], flags: dict[str, str]) -> dict[str, str]:
     """Fields as text, and others that were given later over them; steps and epochs replace each other."""
-    other = {"steps": "epochs", "epochs": "steps"}
+    pairs = (("steps", "epochs"), ("eval.every_steps", "eval.every_epochs"))
+    other = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
     replaced = {other[name] for name, text in flags.items() if name in other and text != "none"}
     return {name: text for name, text in fields.items() if name not in replaced} | flags
 

@@ -31,6 +31,9 @@ from train.config.fields import (
 from train.config.schema import Argument, Config
 from train.errors import Refused, nearest, one_line, shortened
 
+_REPLACE = (("steps", "epochs"), ("eval.every_steps", "eval.every_epochs"))
+"""Fields of which one is given."""
+
 
 def resolve(
     flags: Mapping[str, str], config_file: str | None, settings: type | None, defaults: Mapping[str, Any],
@@ -91,27 +94,27 @@ def _settings_types(settings: type | None, task_file: Path) -> dict[str, Any]:
 def layer(
     flat: dict[str, Any], settings: type | None, source: str, below: dict[str, Any], replaces: bool = True
 ) -> dict[str, Any]:
-    """The fields of `flat` (dotted names) laid over those of `below`; steps and epochs replace each other.
+    """The fields of `flat` (dotted names) laid over those of `below`; those of _REPLACE replace each other.
 
     Args:
         settings: the task's Settings, whose fields are known as task.NAME.
         source: where the values come from, for messages.
 
     Raises:
-        Refused: a name is unknown, or both steps and epochs are in this layer.
+        Refused: a name is unknown, or both fields of a pair are in this layer.
     """
     own = {f"task.{field.name}" for field in dataclasses.fields(settings)} if settings else set()
     flat, known = spread(flat), set(fields()) | own
     for name in filter(lambda name: not is_argument(name), flat):
         if name not in known:
             raise Refused(f"{source}unknown field {name}{nearest(name, known, '; train run --help lists all fields')}")
-    if flat.get("steps") is not None and flat.get("epochs") is not None:
-        raise Refused(f"{source}steps and epochs replace each other; give one of them")
     merged = dict(below)
-    if replaces:
-        for name, other in (("steps", "epochs"), ("epochs", "steps")):
-            if flat.get(name) is not None:
-                merged[other] = None
+    for pair in _REPLACE:
+        given = [name for name in pair if flat.get(name) is not None]
+        if len(given) == 2:
+            raise Refused(f"{source}{' and '.join(pair)} replace each other; give one of them")
+        if replaces and given:
+            merged |= dict.fromkeys(pair)
     return merged | flat
 
 
@@ -125,8 +128,9 @@ def check_flags(flags: dict[str, str]) -> None:
     for name, text in flags.items():
         if name in known or is_argument(name):
             parse_value(name, known[name].annotation if name in known else Argument, text)
-    if flags.get("steps", "none") != "none" and flags.get("epochs", "none") != "none":
-        raise Refused("steps and epochs replace each other; give one of them")
+    for pair in _REPLACE:
+        if all(flags.get(name, "none") != "none" for name in pair):
+            raise Refused(f"{' and '.join(pair)} replace each other; give one of them")
 
 
 def build(flat: dict[str, Any], settings: type | None = None, source: str = "", partial: bool = False) -> Config:
@@ -155,6 +159,10 @@ def build(flat: dict[str, Any], settings: type | None = None, source: str = "", 
         raise Refused(f"{source}neither epochs nor steps is given; give one of them")
     if config.steps is not None:
         config.epochs = None
+    if config.eval.every_steps is not None:
+        config.eval.every_epochs = None
+    elif config.eval.every_epochs is None:
+        config.eval.every_epochs = fields()["eval.every_epochs"].default
     if settings:
         with of_settings(f"{source}Settings"):
             config.task = _checked(settings, _defaults(settings) | task, source, "task.", partial)

@@ -186,8 +186,10 @@ class Log:
 
 @dataclass(config=_STRICT)
 class Eval:
-    every_epochs: Changeable[Epochs] = 1.0
-    """Evaluate every so many epochs, and at the end; 0: at the end only. Fractions are fine."""
+    every_epochs: Changeable[Epochs | None] = 1.0
+    """Evaluate every so many epochs, and at the end; 0: at the end only. Fractions are fine. Replaces every_steps."""
+    every_steps: Changeable[Count | None] = None
+    """Evaluate every so many steps, and at the end. Replaces every_epochs."""
     limit_batches: Changeable[Annotated[int, Field(ge=0, le=2**62)]] = 0
     """Evaluate at most so many global batches: a random choice of samples, always the same; 0: all of them."""
 

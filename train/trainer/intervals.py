@@ -31,7 +31,8 @@ class Intervals:
     @classmethod
     def of(cls, config: Config, plan: Plan, total_steps: int, has_evaluation: bool) -> Intervals:
         """What is due in a run, by its configuration."""
-        every = config.eval.every_epochs * plan.steps_per_epoch if has_evaluation else math.inf
+        every = config.eval.every_steps or (config.eval.every_epochs or 0) * plan.steps_per_epoch
+        every = every if has_evaluation else math.inf
         every = max(every, _LEAST) if every else 0
         saved = config.checkpoint
         return cls(total_steps, every, saved.every_steps, bool(saved.best), config.log.every_steps)

@@ -137,6 +137,10 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["launch", "digits", "--optim.name", "sdg"], ["did you mean sgd"]),
         (["launch", "digits", "--parallel.strategy", "fsd"], ["or 'hsdp'; did you mean fsdp"]),
         (["launch", "digits", "--epochs", "1", "--steps", "2"], ["replace each other"]),
+        (
+            ["launch", "digits", "--eval.every_steps=1", "--eval.every_epochs=2"],
+            ["eval.every_epochs replace each other"],
+        ),
         (["launch", "digits", "--max-restarts", "-1"], ["at least 0"]),
         (["launch", "digits", "--max-restarts", "9" * 5000], ["--max-restarts 999", "at most"]),
         (["launch", "digits", "--max-restarts", "\u0663"], ["at least 0"]),

@@ -33,7 +33,7 @@ def test_every_field_is_a_flag_with_a_help_text() -> None:
         "optim.weight_decay", "schedule.warmup_epochs", "schedule.decay", "schedule.scaling",
         "schedule.base_batch_size", "parallel.strategy", "precision", "compile", "clip_grad_norm", "sync_batchnorm",
         "deterministic", "data.root", "data.workers", "checkpoint.every_steps", "checkpoint.every_minutes",
-        "checkpoint.keep", "log.every_steps", "log.samples", "eval.every_epochs",
+        "checkpoint.keep", "log.every_steps", "log.samples", "eval.every_epochs", "eval.every_steps",
     ):  # fmt: skip
         assert name in known
     assert all(len(info.help) > 20 and info.help.endswith(".") for info in known.values())
@@ -109,6 +109,25 @@ def test_steps_and_epochs_replace_each_other(
         flat = config.layer(one, None, "", flat)
     made = config.build(flat)
     assert (made.epochs, made.steps) == (epochs, steps)
+
+
+@pytest.mark.parametrize(
+    ("layers", "epochs", "steps"),
+    [
+        ([], 1.0, None), ([{"eval.every_steps": 5}], None, 5),
+        ([{"eval.every_steps": 5}, {"eval.every_epochs": 0.0}], 0.0, None),
+        ([{"eval.every_epochs": 2.0}, {"eval.every_steps": 5}], None, 5),
+    ],
+)  # fmt: skip
+def test_evaluations_come_by_steps_or_by_epochs(
+    layers: list[dict[str, Any]], epochs: float | None, steps: int | None, tmp_path: Path
+) -> None:
+    flat: dict[str, Any] = {"epochs": 1.0}
+    for one in layers:
+        flat = config.layer(one, None, "", flat)
+    (tmp_path / "config.toml").write_text(config.to_toml(config.build(flat)))
+    made = config.from_toml(tmp_path / "config.toml", None)
+    assert (made.eval.every_epochs, made.eval.every_steps) == (epochs, steps)
 
 
 def test_a_configuration_written_as_toml_reads_back_as_itself(tmp_path: Path) -> None:
