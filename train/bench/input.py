@@ -135,7 +135,7 @@ def ours(folder: Path) -> Callable[[], Iterator[Any]]:
     train_set, _ = task.datasets(config)
     plan = Plan(len(train_set), BATCH, BATCH)
     cpu = torch.device("cpu")
-    loader = Loader(train_set, None, task.collate, 0, cpu, None, on_device=task.on_device)
+    loader = Loader(train_set, {}, task.collate, 0, cpu, None, on_device=task.on_device)
     epochs = iter(range(1_000_000))
 
     def batches() -> Iterator[Any]:

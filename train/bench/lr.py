@@ -69,7 +69,7 @@ def measure(task: Task, config: Config, steps: int) -> tuple[list[float], list[f
     train_set, _ = build.make_datasets(task, config)
     plan = build.plan_of(config, len(train_set))
     loader = Loader(
-        train_set, None, task.collate, 0, device, precision.inputs, None, config.channels_last, task.on_device,
+        train_set, {}, task.collate, 0, device, precision.inputs, None, config.channels_last, task.on_device,
         task.datasets,
     )  # fmt: skip
     model = setup.arrange(build.make_model(task, config, precision.weights), config, 1)

@@ -28,6 +28,8 @@ _OF_THE_FILE = {
     errno.ENAMETOOLONG,
 }  # fmt: skip
 """Error numbers that recur with the same file; all others are of the machine, a disk or a network."""
+TRAINING, EVALUATION = "training", "evaluation"
+"""Names of the training set, and of an evaluation set that its task gives none."""
 _REASON = 300
 """Longest reason, in characters."""
 
@@ -37,17 +39,14 @@ class BadSample:
     """A sample that cannot be read."""
 
     index: int
-    of_evaluation: bool
+    set: str
+    """The name of its data set."""
     file: str
     """Its path, or '' where the data set does not have it."""
     reason: str
     error: Exception
     trace: str = ""
     """Of the process that read it, if that was another one."""
-
-    @property
-    def set(self) -> str:
-        return "evaluation" if self.of_evaluation else "training"
 
     def __str__(self) -> str:
         name = f"sample {self.index} of the {self.set} set"
@@ -93,13 +92,15 @@ def is_indexed_at_once(dataset: Any, collate: Callable[[list[Any]], Any] | None)
 
 
 def gatherer(
-    dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool, made_by: Callable[..., Any] | None = None
-) -> Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]:
+    dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool, made_by: Callable[..., Any] | None = None,
+    name: str = TRAINING,
+) -> Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]:  # fmt: skip
     """The function that turns a micro batch's indices into a batch and those samples of it that cannot be read.
 
     With `skip` the batch is made of the others, and None without any; else it is None where there is a bad one, and
     only the first is named, which may be one that does not go into a batch with the others. What may pass (see
     `passes`) is raised, as is whatever else `collate` raises. Generators in the file of `made_by` are seeded too.
+    `name` is that of the data set in messages.
     """
     tensors, rows = _in_memory(dataset) if collate is None else ((), None)
 
@@ -110,7 +111,7 @@ def gatherer(
         return [tensor.index_select(0, indices) for tensor in tensors], ()  # half the time of tensor[indices]
 
     # indexing once is ten times faster than item by item and collation; nothing is drawn, nor seeded
-    return gather_tensors if tensors else _Items(dataset, collate, skip, made_by).gather
+    return gather_tensors if tensors else _Items(dataset, collate, skip, made_by, name).gather
 
 
 @dataclass
@@ -121,6 +122,7 @@ class _Items:
     collate: Callable[[list[Any]], Any] | None
     skip: bool
     made_by: Callable[..., Any] | None
+    name: str
     own: list[Seed] | None = None
     """The task's generators, found in the process that fetches."""
 
@@ -155,7 +157,7 @@ class _Items:
             if found is None:
                 raise
             place, problem = found
-            return None, [_bad(self.dataset, int(micro.indices[place]), micro.of_evaluation, problem)]
+            return None, [_bad(self.dataset, int(micro.indices[place]), self.name, problem)]
 
     def _at_once(self, many: Callable[[list[int]], Any], micro: MicroBatch) -> tuple[Any, list[BadSample]]:
         indices = micro.indices.tolist()
@@ -185,7 +187,7 @@ class _Items:
             except (Exception, SystemExit) as error:
                 if passes(error):
                     raise
-                bad.append(_bad(self.dataset, index, micro.of_evaluation, error))
+                bad.append(_bad(self.dataset, index, self.name, error))
                 if not self.skip:
                     break
         return items, bad
@@ -241,9 +243,11 @@ def _in_memory(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
     return (dataset.tensors, rows) if type(dataset) is TensorDataset else ((), None)
 
 
-def fetcher(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Callable[[MicroBatch], Any]:
+def fetcher(
+    dataset: Any, collate: Callable[[list[Any]], Any] | None, name: str = TRAINING
+) -> Callable[[MicroBatch], Any]:
     """The function that turns a micro batch's indices into a batch; a sample that cannot be read is an exception."""
-    gather = gatherer(dataset, collate, skip=False)
+    gather = gatherer(dataset, collate, skip=False, name=name)
 
     def fetch(micro: MicroBatch) -> Any:
         batch, bad = gather(micro)
@@ -254,7 +258,7 @@ def fetcher(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Callabl
     return fetch
 
 
-def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception | SystemExit) -> BadSample:
+def _bad(dataset: Any, index: int, name: str, error: Exception | SystemExit) -> BadSample:
     known = isinstance(error, TrainingFailed)
     reason = one_line(error if known else f"{type(error).__name__}: {error}")[: 2 * _REASON if known else _REASON]
     try:
@@ -263,7 +267,7 @@ def _bad(dataset: Any, index: int, of_evaluation: bool, error: Exception | Syste
         file = ""
     if isinstance(error, (StopIteration, SystemExit)):  # raised on, they would end a generator, or a loader process
         error = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
-    return BadSample(index, of_evaluation, file, reason, error)
+    return BadSample(index, name, file, reason, error)
 
 
 def file_of(dataset: Any, index: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ _SHOWN = 200
 _CHUNK = 1000
 
 
-def of_sets(root: str, own: Any, train_set: Any, eval_set: Any) -> dict[str, Any]:
+def of_sets(root: str, own: Any, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint of these data sets, as it is written into the run folder.
 
     Args:
@@ -44,7 +44,8 @@ def of_sets(root: str, own: Any, train_set: Any, eval_set: Any) -> dict[str, Any
     """
     facts: dict[str, Any] = {}
     files: dict[str, int] = {}
-    for of, dataset in (("training set", train_set), ("evaluation set", eval_set)):
+    named = {f"evaluation set {name}".rstrip(): dataset for name, dataset in (eval_sets or {"": None}).items()}
+    for of, dataset in {"training set": train_set, **named}.items():
         facts[f"{of}: samples"] = 0 if dataset is None else len(dataset)
         if own is None and dataset is not None:
             _look(facts, files, of, dataset, root, set())
@@ -85,10 +86,12 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for key in {} if differences_found else then["facts"] | now["facts"]:  # what follows from other files needs no word
         had, has = (facts.get(key, "nothing") for facts in (then["facts"], now["facts"]))
         of, what = key.split(": ", 1)
-        if had == has or ("nothing" in (had, has) and of != "fingerprint()"):
+        if had == has or ("nothing" in (had, has) and of != "fingerprint()" and what != "samples"):
             continue
         if of == "fingerprint()":
             differences_found.append(f"fingerprint() gives {has}{f' for {what!r}' if what else ''} and gave {had}")
+        elif what == "samples" and "nothing" in (had, has):
+            differences_found.append(f"the {of} is {'gone' if has == 'nothing' else 'new'}")
         elif what == "samples":
             differences_found.append(f"the {of} has {has} samples now and had {had}")
         elif what == "order of files":

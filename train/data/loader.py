@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from train.data.fetch import BadSample, gatherer
+from train.data.fetch import EVALUATION, TRAINING, BadSample, gatherer
 from train.data.plan import MicroBatch
 from train.data.seeding import owned
 from train.data.to_device import AsyncCopies, OnDevice, pinned, prepared
@@ -35,11 +35,11 @@ class _Fetching(Dataset[Any]):
     """A data set whose items are whole micro batches: a MicroBatch is the index."""
 
     def __init__(self, gather: list[Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]]) -> None:
-        """Takes what gathers micro batches of the training and of the evaluation set."""
+        """Takes what gathers micro batches of the training set, and of each evaluation set."""
         self._gather = gather
 
     def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any, Sequence[BadSample]]:
-        batch, bad = self._gather[micro.of_evaluation](micro)
+        batch, bad = self._gather[micro.evaluation](micro)
         if bad and get_worker_info() is not None:
             bad = [one.portable() for one in bad]
         return micro, batch, bad
@@ -55,7 +55,7 @@ class _Sampler:
 
 
 class Loader:
-    """Fetches micro batches of the training and the evaluation set, in this process or in workers.
+    """Fetches micro batches of the training and evaluation sets, in this process or in workers.
 
     The workers are forked here, for the whole life of the loader, and not whenever an evaluation begins: a fork copies
     one thread of its process and the locks of all, so a worker would wait for ever for a lock that another thread
@@ -66,7 +66,7 @@ class Loader:
     def __init__(
         self,
         train_set: Any,
-        eval_set: Any,
+        eval_sets: Mapping[str, Any],
         collate: Callable[[list[Any]], Any] | None,
         workers: int,
         device: torch.device,
@@ -78,7 +78,8 @@ class Loader:
     ) -> None:
         """
         Args:
-            train_set: may be None, as may `eval_set`, where no micro batch of it is asked for.
+            train_set: may be None where no micro batch of it is asked for.
+            eval_sets: by name, in the order of their numbers.
             dtype: floating point tensors are converted to it; None leaves them.
             channels_last: whether tensors of four dimensions are laid out so.
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
@@ -99,7 +100,8 @@ class Loader:
             _check_files()
         self._sampler = _Sampler()
         skips = skipped is not None
-        self._fetching = _Fetching([gatherer(each, collate, skips, made_by) for each in (train_set, eval_set)])
+        sets = [(TRAINING, train_set), *((name or EVALUATION, each) for name, each in eval_sets.items())]
+        self._fetching = _Fetching([gatherer(each, collate, skips, made_by, name) for name, each in sets])
         self._loader = DataLoader(
             self._fetching,
             sampler=self._sampler,  # anything to iterate over is enough

@@ -106,7 +106,8 @@ class MicroBatch(NamedTuple):
     number: int
     indices: npt.NDArray[np.int64]
     seed: int
-    of_evaluation: bool = False
+    evaluation: int = 0
+    """The number of its evaluation set, counted from 1; 0: it is of the training set."""
     is_repeated: bool = False
     """Another rank's: this one has none left in the step, and computes it again with weight 0."""
 
@@ -128,13 +129,14 @@ def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Ite
             low = number * plan.micro_batch_size
             high = min(low + plan.micro_batch_size, stop - start)
             indices, seed = chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
-            yield MicroBatch(step, number, indices, seed, False, is_repeated)
+            yield MicroBatch(step, number, indices, seed, 0, is_repeated)
 
 
-def evaluation_micro_batches(plan: Plan, sharing: Sharing) -> Iterator[MicroBatch]:
-    """The micro batches of one evaluation that a rank fetches: every sample once, in the data set's order.
+def evaluation_micro_batches(plan: Plan, sharing: Sharing, evaluation: int = 1) -> Iterator[MicroBatch]:
+    """The micro batches of an evaluation set that a rank fetches: every sample once, in the data set's order.
 
-    With a limit, always the same random choice: the first samples of class folders are all of one class.
+    With a limit, always the same random choice: the first samples of class folders are all of one class. `evaluation`
+    is the number of the set; what is drawn at random does not depend on it.
     """
     chosen: npt.NDArray[np.int64] | None = None
     if plan.evaluated < plan.length:
@@ -145,4 +147,4 @@ def evaluation_micro_batches(plan: Plan, sharing: Sharing) -> Iterator[MicroBatc
         high = min(low + plan.micro_batch_size, plan.evaluated)
         indices = np.arange(low, high) if chosen is None else chosen[low:high]
         seed = seed_of(plan.seed, "eval", number)
-        yield MicroBatch(0, number, indices, seed, of_evaluation=True, is_repeated=is_repeated)
+        yield MicroBatch(0, number, indices, seed, evaluation, is_repeated)

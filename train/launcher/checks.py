@@ -59,7 +59,7 @@ class _Checked:
     cards: list[gpus.Card]
     """GPUs that this process sees; none on the CPU."""
     train_set: Any
-    eval_set: Any
+    eval_sets: dict[str, Any]
     model: torch.nn.Module | None
     """None: of a resume that has nothing to ask it."""
     warnings: list[str]
@@ -158,7 +158,7 @@ def _check(
     precision = Precision(config.precision, device)
     check_ranks(config, local, nodes)
     wandb.check(config.log.wandb)
-    if config.early_stopping.metric and not config.eval.every_epochs:
+    if config.early_stopping.metric and not (config.eval.every_epochs or config.eval.every_steps):
         raise Refused("--early_stopping.metric needs evaluations before the end; give --eval.every_epochs")
     if config.on_nan == "skip" and config.precision == "fp16":
         raise Refused("--on_nan skip: the loss scaling of fp16 leaves such steps out by itself; leave out --on_nan")
@@ -166,19 +166,19 @@ def _check(
         _cut_batch(config, ranks)
     elif not isinstance(config.micro_batch_size, int) or config.cpu_threads is None:
         raise Refused(f"{run.folder / 'config.toml'} lacks micro_batch_size or cpu_threads; put them back")
-    train_set, eval_set = build.make_datasets(task, config)
-    if task.updates is not None and eval_set is not None and task.metrics is None:
+    train_set, eval_sets = build.make_datasets(task, config)
+    if task.updates is not None and eval_sets and task.metrics is None and task.compute_metrics is None:
         raise Refused(
             f"{task.file} has updates and an evaluation set, and no figure to evaluate: define metrics(model, batch), "
             "or let datasets() return None for it"
         )
     if run is not None:
-        warnings = _check_data(run, task, config, train_set, eval_set)
+        warnings = _check_data(run, task, config, train_set, eval_sets)
     known = {name: None for line in evaluations(run) for name in line["eval"]} if run is not None else ()
     named = {"checkpoint.best": config.checkpoint.best, "early_stopping.metric": config.early_stopping.metric}
     for field, text in named.items():
         if text and (run is None or field in given):
-            check_metric(field, text, task, eval_set, known)
+            check_metric(field, text, config, task, eval_sets, known)
     check_sync_batchnorm(config, device, ranks, len(train_set))
     total = build.total_steps(config, build.plan_of(config, len(train_set)))
     schedule.check(task, config, total)
@@ -188,7 +188,7 @@ def _check(
     model = None
     if run is None or is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:
         model = _checked_model(task, config, ranks, precision)
-    return _Checked(device, cards, train_set, eval_set, model, warnings)
+    return _Checked(device, cards, train_set, eval_sets, model, warnings)
 
 
 def _device(config: Config, local: int, run: Run | None) -> torch.device:
@@ -211,7 +211,7 @@ def _device(config: Config, local: int, run: Run | None) -> torch.device:
 
 def _files(request: Request, task: Task, config: Config, found: _Checked) -> dict[str, str | bytes]:
     """What lies in the folder of a new run."""
-    data = build.fingerprint(task, config, found.train_set, found.eval_set)
+    data = build.fingerprint(task, config, found.train_set, found.eval_sets)
     files: dict[str, str | bytes] = {fingerprint.FACTS: json.dumps(data, indent=1) + "\n"}
     files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
@@ -242,13 +242,13 @@ def _record(request: Request, task: Task, config: Config, samples: int) -> dict[
     }
 
 
-def _check_data(run: Run, task: Task, config: Config, train_set: Any, eval_set: Any) -> list[str]:
+def _check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]) -> list[str]:
     """Whether the data are those that a run began with. Returns warnings.
 
     Raises:
         Refused: they are not.
     """
-    differs = data_differs(run, task, config, train_set, eval_set)
+    differs = data_differs(run, task, config, train_set, eval_sets)
     if differs:
         raise Refused(
             f"the data differ from those that {run.name} began with: {differs}; put them back as they were, "
@@ -302,7 +302,11 @@ def _checked_model(task: Task, config: Config, ranks: int, precision: Precision)
     if choose.shards(config, ranks):
         from train.parallel import fsdp
 
+        if task.inference_model is not None:
+            how = config.parallel.strategy
+            raise Refused(f"{how} computes whole models alone: use ddp, or leave out inference_model in {task.file}")
         fsdp.check(model, config.parallel.wrap)
+    build.inference_model(task, model)
     recompute(model, config.parallel.recompute)
     with without_compiler():
         read_updates(task, model, config)
@@ -330,7 +334,9 @@ def check_ranks(config: Config, local: int, nodes: range) -> None:
         )
 
 
-def check_metric(field: str, text: str, task: Task, eval_set: Any, known: Collection[str] = ()) -> None:
+def check_metric(
+    field: str, text: str, config: Config, task: Task, eval_sets: Collection[str], known: Collection[str] = ()
+) -> None:
     """Whether evaluations give the figure that a field names, as far as that is known.
 
     Args:
@@ -340,14 +346,18 @@ def check_metric(field: str, text: str, task: Task, eval_set: Any, known: Collec
         Refused: they do not.
     """
     metric = best.aim_of(text).metric
-    if eval_set is None:
-        raise Refused(
-            f"--{field} {text} needs evaluations, and datasets() in {task.file} returns None for the "
-            "evaluation set; leave it out"
-        )
-    known = known or (["loss"] if task.metrics is None and task.loss is not None else [])
-    if not metric or (known and metric not in known):
-        names = nearest(metric, known, f"; there are: {', '.join(known) or 'loss and the names that metrics() gives'}")
+    if not eval_sets:
+        why = f"datasets() in {task.file} returns None for the evaluation set; leave it out"
+        raise Refused(f"--{field} {text} needs evaluations, and {why}")
+    weights = ("", "ema.") if config.ema.decay is not None else ("",)
+    prefixes = [which + (f"{name}." if name else "") for which in weights for name in eval_sets]
+    is_open = not known and (task.metrics is not None or task.compute_metrics is not None)
+    if is_open and metric and any(map(metric.startswith, prefixes)):
+        return  # only the first evaluation says which names there are
+    known = known or [f"{prefix}loss" for prefix in prefixes if task.loss is not None]
+    if metric not in known:
+        likely = {prefix + metric.rpartition(".")[2] for prefix in prefixes if is_open and metric}
+        names = nearest(metric, likely.union(known), f"; there are: {', '.join(known)}")
         raise Refused(f"--{field} {text}: no evaluation gives {metric or 'a figure without a name'}{names}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -38,12 +39,17 @@ class World:
         self.timeout: datetime.timedelta | None = None
         """How long a collective may take; None is torch's default."""
 
-    def with_own_group(self) -> World:
+    def with_own_group(self, timeout: datetime.timedelta | None = None) -> World:
         """The same ranks with a group on the CPU of its own, for collectives of another thread. A collective."""
         other = copy.copy(self)
-        other.device = torch.device("cpu")
-        other.group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
+        other.device, other.timeout = torch.device("cpu"), timeout or self.timeout
+        other.group = dist.new_group(backend="gloo", timeout=other.timeout) if self.size > 1 else None
         return other
+
+    @functools.cached_property
+    def patient(self) -> World:
+        """The same ranks, who wait for rank 0 as long as it takes, or dies. A collective when it is first asked for."""
+        return self.with_own_group(datetime.timedelta(days=365))
 
     def of_rank_0(self) -> World:
         """Rank 0 without the others, for what it does alone."""
@@ -89,6 +95,14 @@ class World:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def gather_on_first(self, value: T) -> list[T]:
+        """Every rank's value on rank 0; [] on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.is_first else []
+        dist.gather_object(value, values if self.is_first else None, dst=0, group=self.group)
         return values
 
     def add(self, tensor: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ class Aim(NamedTuple):
 
 
 def aim_of(text: str) -> Aim:
-    """What checkpoint.best means: NAME (loss: the lowest, anything else: the highest), min:NAME or max:NAME."""
+    """What checkpoint.best means: NAME (loss, val.loss: the lowest, others: the highest), min:NAME or max:NAME."""
     direction, colon, name = text.partition(":")
     if colon and direction in ("min", "max"):
         return Aim(name, direction == "min")
-    return Aim(text, text == "loss")
+    return Aim(text, text.rpartition(".")[2] == "loss")
 
 
 def pick(aim: Aim, scores: dict[int, float]) -> int | None:
@@ -32,11 +32,12 @@ def pick(aim: Aim, scores: dict[int, float]) -> int | None:
 
 
 def scores_of(run: Run, text: str) -> tuple[Aim, dict[int, float]]:
-    """What checkpoint.best means in this run (the loss where its metric was never measured), and the finite values of
+    """What checkpoint.best means in this run (a loss where its metric was never measured), and the finite values of
     that metric by the step after which they were evaluated."""
     lines, aim = evaluations(run), aim_of(text)
     if not any(aim.metric in line["eval"] for line in lines):
-        aim = aim_of("loss")
+        losses = [name for line in lines for name in line["eval"] if aim_of(name).is_least]
+        aim = aim_of(losses[0] if losses else "loss")
     scores = {line["step"]: line["eval"].get(aim.metric) for line in lines}
     return aim, {step: score for step, score in scores.items() if score is not None}
 

@@ -96,6 +96,10 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
+    def images(self) -> Path:
+        return self.folder / "images"
+
+    @property
     def metrics(self) -> Path:
         return self.folder / "metrics.jsonl"
 

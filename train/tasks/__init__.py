@@ -4,10 +4,12 @@
     def datasets(config) -> (train, evaluation or None)     # map-style data sets
     def loss(model, batch) -> Tensor                        # mean over the batch, or (total, count)
 
-and, optional, `metrics(model, batch) -> dict[str, Tensor]`, `collate(items)`, `on_device(batch)` (what becomes of a
-batch there before loss and metrics get it: from bytes to floating point numbers, say), `optimizer(model, config)`,
-`fingerprint(config)` (anything JSON can hold that changes when the data do; a resume compares it), a dataclass
-`Settings`, and `DEFAULTS`, a dict from field names ("optim.lr") to the values this task starts from.
+and, optional, `metrics(model, batch) -> dict[str, Tensor]`, `predict(model, batch)` and `compute_metrics(predictions)`
+(figures of a whole set), `inference_model(model)` (what evaluation and export take), `images(model, batch)` (pictures,
+at evaluations), `collate(items)`, `on_device(batch)` (what becomes of a batch there before loss and metrics get it:
+from bytes to floating point numbers, say), `optimizer(model, config)`, `fingerprint(config)` (anything JSON can hold
+that changes when the data do; a resume compares it), a dataclass `Settings`, and `DEFAULTS`, a dict from field names
+("optim.lr") to the values this task starts from.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from train.errors import Refused, nearest, one_line
 
 _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
 _OPTIONAL = (
-    "metrics", "collate", "on_device", "optimizer", "param_groups", "schedule", "updates", "stateful", "after_step",
-    "fingerprint",
+    "metrics", "predict", "compute_metrics", "inference_model", "images", "collate", "on_device", "optimizer",
+    "param_groups", "schedule", "updates", "stateful", "after_step", "fingerprint",
 )  # fmt: skip
 _ELSEWHERE = {
     "collate_fn": "collate", "configure_optimizers": "optimizer", "get_optimizer": "optimizer", "get_model": "model",
@@ -56,6 +58,10 @@ class Task:
     loss: Callable[..., Any] | None
     """None: it has updates."""
     metrics: Callable[..., Any] | None
+    predict: Callable[..., Any] | None
+    compute_metrics: Callable[..., Any] | None
+    inference_model: Callable[..., Any] | None
+    images: Callable[..., Any] | None
     collate: Callable[..., Any] | None
     on_device: Callable[..., Any] | None
     optimizer: Callable[..., Any] | None
@@ -127,6 +133,30 @@ def load(name: str, file: Path | None = None, beside: Path | None = None, source
         if sys.path[:1] != [str(beside)]:  # it may be there already, behind what is installed
             sys.path.insert(0, str(beside))
         module = _execute(path, source)
+    _check_functions(module, path)
+    whole = [function for function in ("predict", "compute_metrics") if getattr(module, function, None) is not None]
+    if file is None:  # a copy trains as it did, and can be changed no more
+        _check_spelling(module, path)
+        if len(whole) == 1:
+            raise Refused(
+                f"{path} has {whole[0]} alone: compute_metrics(predictions) gets what predict(model, batch) returns "
+                "for a whole evaluation set; define both, or neither"
+            )
+    defaults = getattr(module, "DEFAULTS", {})
+    if not (isinstance(defaults, dict) and all(isinstance(name, str) for name in defaults)):
+        raise Refused(f'DEFAULTS in {path} must be a dict from field names to values: {{"optim.lr": 0.1}}')
+    settings = getattr(module, "Settings", None)
+    if settings is not None and not (isinstance(settings, type) and dataclasses.is_dataclass(settings)):
+        raise Refused(f"Settings in {path} must be a dataclass: put @dataclass above it")
+    functions: dict[str, Any] = {function: getattr(module, function, None) for function in (*_REQUIRED, *_OPTIONAL)}
+    if len(whole) == 1:  # a helper in a run of before
+        functions[whole[0]] = None
+    digest = hashlib.sha256(source).hexdigest()
+    return Task(name=name, file=path, sha256=digest, Settings=settings, DEFAULTS=dict(defaults), **functions)
+
+
+def _check_functions(module: Any, path: Path) -> None:
+    """Whether a file has the functions of a task. Raises Refused."""
     has_updates = getattr(module, "updates", None) is not None
     for one, other in (*[("updates", replaced) for replaced in _REPLACED], ("optimizer", "param_groups")):
         if getattr(module, one, None) is not None and getattr(module, other, None) is not None:
@@ -138,17 +168,6 @@ def load(name: str, file: Path | None = None, beside: Path | None = None, source
     for function in _OPTIONAL:
         if getattr(module, function, None) is not None and not callable(getattr(module, function)):
             raise Refused(f"{function} in {path} is no function; define it with def, or give it another name")
-    if file is None:  # a copy trains as it did, and can be changed no more
-        _check_spelling(module, path)
-    defaults = getattr(module, "DEFAULTS", {})
-    if not (isinstance(defaults, dict) and all(isinstance(name, str) for name in defaults)):
-        raise Refused(f'DEFAULTS in {path} must be a dict from field names to values: {{"optim.lr": 0.1}}')
-    settings = getattr(module, "Settings", None)
-    if settings is not None and not (isinstance(settings, type) and dataclasses.is_dataclass(settings)):
-        raise Refused(f"Settings in {path} must be a dataclass: put @dataclass above it")
-    functions: dict[str, Any] = {function: getattr(module, function, None) for function in (*_REQUIRED, *_OPTIONAL)}
-    digest = hashlib.sha256(source).hexdigest()
-    return Task(name=name, file=path, sha256=digest, Settings=settings, DEFAULTS=dict(defaults), **functions)
 
 
 def _misspelt(module: Any) -> list[tuple[str, str]]:

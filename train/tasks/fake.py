@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from train.config import Count
-from train.tasks import images
+from train.tasks.images import loss, metrics, network  # noqa: F401 - the first two are functions of this task too
 
 DEFAULTS = {"epochs": 1}
 
@@ -57,8 +57,4 @@ def datasets(config: Any) -> tuple[Noise, Noise]:
 
 
 def model(config: Any) -> nn.Module:
-    return images.network(config.task.model, config.task.classes)
-
-
-loss = images.loss
-metrics = images.metrics
+    return network(config.task.model, config.task.classes)

@@ -212,6 +212,12 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(output, labels)
 
 
+def images(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    shown = batch[0][:16].float()
+    mean, std = (shown.new_tensor(values)[:, None, None] for values in (MEAN, STD))
+    return {"samples": shown * std + mean}
+
+
 def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     images, labels = batch
     logits = model(images)

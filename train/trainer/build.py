@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from train import config as configuration
 from train.checkpoint.extra import Extra
 from train.config import Config
 from train.data import fingerprint as fingerprints
-from train.data.fetch import fetcher
+from train.data.fetch import EVALUATION, TRAINING, fetcher
 from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan
 from train.data.seeding import seed_host
@@ -64,8 +64,10 @@ def config_of(run: Run, task: Task) -> Config:
     return configuration.from_toml(run.folder / "config.toml", task.Settings)
 
 
-def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
-    """The training set and the evaluation set (or None). Seeded, so that a random split is the same everywhere.
+def make_datasets(task: Task, config: Config) -> tuple[Any, dict[str, Any]]:
+    """The training set and the evaluation sets by name. Seeded, so that a random split is the same everywhere.
+
+    A single set without a name has the name ''.
 
     Raises:
         Refused: the task cannot make them, or they are no map-style data sets.
@@ -79,9 +81,8 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
         torch.set_num_threads(threads)
     if not isinstance(made, (tuple, list)) or len(made) != 2:
         raise Refused(f"datasets in {task.file} must return (train, evaluation or None), got {type(made).__name__}")
-    for part, dataset in zip(("training", "evaluation"), made, strict=True):
-        if dataset is None and part == "evaluation":
-            continue
+    evaluations = _named(task, made[1])
+    for part, dataset in ((TRAINING, made[0]), *((name or EVALUATION, each) for name, each in evaluations.items())):
         by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if not by_index or isinstance(dataset, IterableDataset):  # the latter inherits a __getitem__ that only raises
             raise Refused(
@@ -90,7 +91,22 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, Any]:
             )
         if call(task, f"len() of the {part} set", len, dataset) == 0:
             raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
-    return made[0], made[1]
+    return made[0], evaluations
+
+
+def _named(task: Task, made: Any) -> dict[str, Any]:
+    """The evaluation sets by name, from what datasets() returns as its second value."""
+    if not isinstance(made, dict):
+        return {} if made is None else {"": made}
+    if not made:
+        raise Refused(f"datasets in {task.file} returns an empty dict of evaluation sets; return None for none")
+    for name in made:
+        if not (isinstance(name, str) and name.isidentifier()) or name in ("ema", TRAINING):
+            raise Refused(
+                f"datasets in {task.file} calls an evaluation set {name!r}; use letters, digits and _, but not ema "
+                f"or {TRAINING}: figures are called NAME.loss"
+            )
+    return made
 
 
 def _instead_of(dataset: Any) -> str:
@@ -100,7 +116,7 @@ def _instead_of(dataset: Any) -> str:
     return ": of what can only be read in turn, make a list once, or an index of where each sample begins"
 
 
-def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> dict[str, Any]:
+def fingerprint(task: Task, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint of a run's data: the task's own, or one of its data sets.
 
     Raises:
@@ -109,10 +125,10 @@ def fingerprint(task: Task, config: Config, train_set: Any, eval_set: Any) -> di
     own = call(task, "fingerprint()", task.fingerprint, config) if task.fingerprint is not None else None
     if own is not None:
         call(task, "fingerprint()", json.dumps, own)
-    return call(task, "a look at the data sets", fingerprints.of_sets, config.data.root, own, train_set, eval_set)
+    return call(task, "a look at the data sets", fingerprints.of_sets, config.data.root, own, train_set, eval_sets)
 
 
-def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_set: Any) -> str:
+def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> str:
     """How these data differ from those that a run began with; '' where they do not, or it is not known.
 
     Raises:
@@ -121,7 +137,7 @@ def data_differs(run: Run, task: Task, config: Config, train_set: Any, eval_set:
     then = fingerprints.recorded(run.folder)
     if then is None or then["format"] != fingerprints.FORMAT:
         return ""
-    found = fingerprints.differences(then, fingerprint(task, config, train_set, eval_set))
+    found = fingerprints.differences(then, fingerprint(task, config, train_set, eval_sets))
     more = f"; and {len(found) - _NAMED} more differences" if len(found) > _NAMED else ""
     return one_line("; ".join(found[:_NAMED]) + more)
 
@@ -192,6 +208,16 @@ def check_forward(task: Task, model: nn.Module) -> None:
             )
 
 
+def inference_model(task: Task, model: nn.Module) -> nn.Module:
+    """What evaluation and export take: of a task with inference_model() what that returns, else the model itself."""
+    if task.inference_model is None:
+        return model
+    made = call(task, "inference_model()", task.inference_model, model)
+    if not isinstance(made, nn.Module):
+        raise Refused(f"inference_model in {task.file} must return a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
 def _give_memory(model: nn.Module) -> None:
     """Give each element of a buffer memory of its own: what expand() made cannot be written to."""
     for part in model.modules():
@@ -203,19 +229,20 @@ def _give_memory(model: nn.Module) -> None:
 
 
 def first_samples(
-    task: Task, config: Config, precision: Precision, dataset: Any, count: int = 0, of_evaluation: bool = False
+    task: Task, config: Config, precision: Precision, dataset: Any, count: int = 0, name: str = TRAINING
 ) -> Any:
     """A batch of the first samples of a data set (again from the first where it is too small).
 
     Args:
         count: how many; 0: a micro batch.
+        name: of the data set.
     """
     assert isinstance(config.micro_batch_size, int)
-    fetch, wanted = fetcher(dataset, task.collate), count or config.micro_batch_size
+    fetch, wanted = fetcher(dataset, task.collate, name), count or config.micro_batch_size
 
     def is_readable(index: int) -> bool:
         with contextlib.suppress(Exception):
-            fetch(MicroBatch(0, 0, np.array([index]), config.seed, of_evaluation))
+            fetch(MicroBatch(0, 0, np.array([index]), config.seed))
             return True
         return False
 
@@ -223,7 +250,7 @@ def first_samples(
     if config.data.leaves_out:
         found = list(itertools.islice(filter(is_readable, found), wanted)) or found
     indices = np.resize(np.array(list(itertools.islice(found, wanted))), wanted)
-    batch = fetch(MicroBatch(0, 0, indices, config.seed, of_evaluation))
+    batch = fetch(MicroBatch(0, 0, indices, config.seed))
     return prepared(batch, config.seed, precision.device, precision.inputs, config.channels_last, task.on_device)
 
 
@@ -307,11 +334,11 @@ def plan_of(config: Config, length: int) -> Plan:
     return Plan(length, config.batch_size, config.micro_batch_size, config.seed, config.data.drop_last)
 
 
-def evaluation_plan(config: Config, length: int) -> Plan:
-    """How the evaluation set is cut, and how much of it is evaluated."""
-    assert isinstance(config.micro_batch_size, int)
-    limit = config.eval.limit_batches * config.batch_size
-    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, limit=limit)
+def evaluation_plans(config: Config, eval_sets: Mapping[str, Any]) -> dict[str, Plan]:
+    """How each evaluation set is cut, and how much of it is evaluated."""
+    size, limit = config.micro_batch_size, config.eval.limit_batches * config.batch_size
+    assert isinstance(size, int)
+    return {name: Plan(len(one), config.batch_size, size, config.seed, limit=limit) for name, one in eval_sets.items()}
 
 
 def total_steps(config: Config, plan: Plan) -> int:

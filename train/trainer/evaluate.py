@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from train.config import Config
 from train.data.fetch import BadSample
 from train.data.loader import Loader
+from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches
 from train.data.seeding import owned, seed_compute
 from train.errors import Refused, TrainingFailed
@@ -24,9 +27,10 @@ from train.parallel.torch_private import buffers_of
 from train.parallel.world import World
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import build, determinism
+from train.trainer import build, determinism, pictures
 from train.trainer.load import load_trained, precision_on
 from train.trainer.loss import Figure, evaluation_figures
+from train.trainer.predictions import Predictions
 
 log = logging.getLogger("train")
 
@@ -34,6 +38,12 @@ _ASK_EVERY = 16
 """Micro batches between two checks of all ranks for a stop request."""
 _LARGE = 64 << 20
 """Bytes of a buffer that holds weights rather than statistics."""
+Show = Callable[[dict[str, bytes]], None]
+"""Takes pictures by name, as PNG files."""
+Weights = Callable[[], AbstractContextManager[None]]
+"""While what this gives is entered, the model has certain weights."""
+Variant = tuple[str, Weights]
+"""Weights to evaluate, and what the names of their figures begin with."""
 Row = list[Tensor | float]
 """Of a micro batch: the number of its samples, then total and count of each figure, in the order of their names."""
 _OTHER_NAMES = "metrics must return the same names for every batch"
@@ -42,61 +52,117 @@ _OTHER_NAMES = "metrics must return the same names for every batch"
 def evaluate(
     task: Task,
     module: nn.Module,
-    plan: Plan,
+    plans: Mapping[str, Plan],
     world: World,
     precision: Precision,
     stream: Iterator[tuple[MicroBatch, Any]],
     sharing: Sharing,
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
-    show: Callable[[Any], None] = lambda _: None,
+    show: Show | None = None,
+    variants: Sequence[Variant] = (("", contextlib.nullcontext),),
 ) -> tuple[dict[str, float], int] | None:
-    """Loss and metrics over the data set, weighted by true counts, and the number of samples that were read.
+    """The figures of all evaluation sets, and the number of samples that were read; None if a stop came in between.
 
-    None if a stop came in between.
-
-    A collective: all ranks call it. Sums are made in the order of the data set, whatever the number of ranks.
+    Loss and metrics are weighted by true counts. A collective: all ranks call it. Sums are made in the order of a data
+    set, whatever the number of ranks.
 
     Args:
-        plan: of the evaluation set.
+        plans: of the evaluation sets by name.
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
         sharing: which micro batches are this rank's.
-        show: called with the first batch of this rank.
+        show: called with what `images` makes of this rank's first batch; None: it is not asked.
+        variants: weights to evaluate; each batch is computed with one after the other, `images` with the first.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
     """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
-    rows: dict[int, Row] = {}
-    names: list[str] = []
-    micros = math.ceil(plan.evaluated / plan.micro_batch_size)
-    generators = owned(module, task.loss, task.metrics)
+    figures: dict[str, float] = {}
+    samples = 0
     try:
         # what an evaluation counts or observes is no part of training: a resume does not repeat it
         with torch.no_grad(), _same_buffers(module):
-            for slot in range(len(sharing.computed(micros))):
-                if slot % _ASK_EVERY == 0 and world.any(stop()):
+            for name, plan in plans.items():
+                passes = [_Pass(task, module, weights, world, precision) for _, weights in variants]
+                micros = math.ceil(plan.evaluated / plan.micro_batch_size)
+                if not _compute(passes, stream, len(sharing.computed(micros)), lambda: world.any(stop()), beat, show):
                     return None
-                beat()
-                micro, batch = next(stream)
-                assert micro.of_evaluation
-                if not len(micro.indices):  # none of its samples could be read
-                    continue
-                if not rows:
-                    show(batch)
-                seed_compute(micro.seed, world.device, own=generators)
-                with precision.autocast():
-                    figures = evaluation_figures(task, module, batch, len(micro.indices))
-                if not micro.is_repeated:
-                    names = names or list(figures)
-                    if figures.keys() != set(names):
-                        raise TrainingFailed(_OTHER_NAMES)
-                    rows[micro.number] = _row(len(micro.indices), figures)
+                show, seed = None, seed_of(plan.seed, "compute_metrics")
+                ends = [one.end(micros, seed, beat) for one in passes]
+                samples += ends[0][1]
+                for (prefix, _), (found, _) in zip(variants, ends, strict=True):
+                    before = f"{prefix}{name}." if name else prefix
+                    figures |= {f"{before}{figure}": value for figure, value in found.items()}
     finally:
         for part, mode in modes:  # not train(): what is frozen stays in eval mode
             part.training = mode
-    return summed(rows, names, micros, world)
+    return figures, samples
+
+
+def _compute(
+    passes: Sequence[_Pass], stream: Iterator[tuple[MicroBatch, Any]], slots: int, stops: Callable[[], bool],
+    beat: Callable[[], None], show: Show | None,
+) -> bool:  # fmt: skip
+    """Compute this rank's micro batches of a set. False if a stop came in between."""
+    for slot in range(slots):
+        if slot % _ASK_EVERY == 0:
+            if stops():
+                return False
+            for one in passes:
+                one.predictions.collect()
+        beat()
+        micro, batch = next(stream)
+        assert micro.evaluation
+        if not len(micro.indices):  # none of its samples could be read
+            continue
+        for one in passes:
+            one.compute(micro, batch, show)
+            show = None
+    return True
+
+
+class _Pass:
+    """The computation of one evaluation set with the same weights."""
+
+    def __init__(self, task: Task, module: nn.Module, weights: Weights, world: World, precision: Precision) -> None:
+        self.task, self.module, self.weights, self.world, self.precision = task, module, weights, world, precision
+        self.rows: dict[int, Row] = {}
+        self.names: list[str] = []
+        self.predictions = Predictions(task, world)
+        self.generators = owned(module, task.loss, task.metrics, task.predict, task.images)
+        with weights():  # it may copy them
+            self.inference = build.inference_model(task, module).eval()
+
+    def compute(self, micro: MicroBatch, batch: Any, show: Show | None) -> None:
+        """Compute the figures and predictions of a micro batch, and the pictures where they are to be shown."""
+        task, samples, made = self.task, len(micro.indices), None
+        seed_compute(micro.seed, self.world.device, own=self.generators)
+        with self.weights(), self.precision.autocast():
+            figures = evaluation_figures(task, self.module, self.inference, batch, samples)
+            if task.predict is not None:
+                made = task.predict(self.inference, batch)
+            if show is not None and task.images is not None:
+                show(pictures.encoded(task, task.images(self.inference, batch)))
+        if micro.is_repeated:
+            return
+        self.names = self.names or list(figures)
+        if figures.keys() != set(self.names):
+            raise TrainingFailed(_OTHER_NAMES)
+        self.rows[micro.number] = _row(samples, figures)
+        if task.predict is not None:
+            self.predictions.add(micro.number, made, samples)
+
+    def end(self, micros: int, seed: int, beat: Callable[[], None]) -> tuple[dict[str, float], int]:
+        """The figures of the set, and the number of its samples. A collective."""
+        figures, samples = summed(self.rows, self.names, micros, self.world)
+        whole = self.predictions.figures(seed, beat)
+        for name in figures.keys() & whole.keys():
+            raise TrainingFailed(
+                f"compute_metrics in {self.task.file} gives {name}, as the loss or metrics do; give it another name"
+            )
+        return figures | whole, samples
 
 
 @contextlib.contextmanager
@@ -147,7 +213,7 @@ def summed(rows: dict[int, Row], names: list[str], micros: int, world: World) ->
         name: total / count if count else math.nan
         for name, total, count in zip(sorted(names), sums[::2], sums[1::2], strict=True)
     }
-    return {name: means[name] for name in names} or {"loss": math.nan}, round(samples)
+    return {name: means[name] for name in names} if samples else {"loss": math.nan}, round(samples)
 
 
 def _warn(bad: Sequence[BadSample]) -> None:
@@ -168,26 +234,27 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     if name != config.precision:
         log.warning("warning: a CPU has no %s: evaluated in %s", config.precision, name)
     precision = Precision(name, device)
-    train_set, eval_set = build.make_datasets(task, config)
-    if eval_set is None:
+    train_set, eval_sets = build.make_datasets(task, config)
+    if not eval_sets:
         raise Refused(f"the task of {run.name} has no evaluation set: its datasets() returns None for it")
-    differs = build.data_differs(run, task, config, train_set, eval_set)
+    differs = build.data_differs(run, task, config, train_set, eval_sets)
     if differs:
         log.warning("warning: the data differ from those that %s was trained with: %s", run.name, differs)
-    plan = build.evaluation_plan(config, len(eval_set))
+    plans = build.evaluation_plans(config, eval_sets)
     world = World(0, 1, 0, device)
     skipped = _warn if config.data.leaves_out else None
     loader = Loader(
-        None, eval_set, task.collate, config.data.workers or 0, device, precision.inputs, skipped,
+        None, eval_sets, task.collate, config.data.workers or 0, device, precision.inputs, skipped,
         config.channels_last, task.on_device, task.datasets,
     )  # fmt: skip
     with loader, build.refusing(task):
         take_device(device)
         sharing = Sharing()
-        stream = loader.batches(evaluation_micro_batches(plan, sharing))
+        micros = (evaluation_micro_batches(plan, sharing, number) for number, plan in enumerate(plans.values(), 1))
+        stream = loader.batches(itertools.chain.from_iterable(micros))
         model = determinism.lay_out(model, config).to(device)
         determinism.compile_as_asked(model, config)
-        evaluated = evaluate(task, model, plan, world, precision, stream, sharing)
+        evaluated = evaluate(task, model, plans, world, precision, stream, sharing)
     assert evaluated is not None
     figures, samples = evaluated
     return step, samples, figures

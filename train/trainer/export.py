@@ -11,6 +11,7 @@ from torch import nn
 
 from train.checkpoint.state_dict import weights
 from train.config import Config
+from train.data.fetch import EVALUATION, TRAINING
 from train.errors import Refused, one_line
 from train.run.durable import published
 from train.run.run_folder import Run
@@ -31,12 +32,13 @@ def export(run: Run, target: Path, step: int | None = None, average: bool = Fals
     task, config, model, step = load_trained(run, step)
     if average:
         model.load_state_dict(load_average(run, config, model, step), strict=False)
+    inference = build.inference_model(task, model)
     with published(target) as partial:
         if target.suffix == ".onnx":
-            _to_onnx(task, config, model, partial)
+            _to_onnx(task, config, model, inference, partial)
         else:
             # copies: tied weights share memory, which safetensors refuses to write
-            state = {name: tensor.clone() for name, tensor in weights(model).items()}
+            state = {name: tensor.clone() for name, tensor in weights(inference).items()}
             if target.suffix == ".safetensors":
                 from safetensors.torch import save_file
 
@@ -47,17 +49,15 @@ def export(run: Run, target: Path, step: int | None = None, average: bool = Fals
     return step
 
 
-def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None:
-    """Export with the inputs that the task's own loss gives the model on one sample; the batch may vary."""
+def _to_onnx(task: Task, config: Config, model: nn.Module, inference: nn.Module, target: Path) -> None:
+    """Export with the inputs that the task's own functions give the model on two samples; the batch may vary."""
     try:
         import onnx  # noqa: F401
     except ImportError:
         raise Refused(
             "export to .onnx needs the packages onnx and onnxscript; pip install 'trainstation[onnx]'"
         ) from None
-    if task.loss is None:
-        raise Refused(f"export to .onnx calls the model as loss does, and {task.file} has updates; export .safetensors")
-    calls = _calls(task, config, model)
+    calls = _calls(task, config, model, inference)
     if not calls or not all(isinstance(argument, torch.Tensor) for argument in calls[0]):
         raise Refused("export to .onnx needs a model that is called with tensors alone; export .safetensors instead")
     names = [f"input{index}" for index in range(len(calls[0]))]
@@ -65,23 +65,25 @@ def _to_onnx(task: Task, config: Config, model: nn.Module, target: Path) -> None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.onnx.export(
-                model, calls[0], str(target), input_names=names, output_names=["output"],
+                inference, calls[0], str(target), input_names=names, output_names=["output"],
                 dynamic_axes={name: {0: "batch"} for name in [*names, "output"]}, dynamo=False,
             )  # fmt: skip
     except Exception as error:
         raise Refused(f"the model cannot be exported to .onnx: {one_line(error)[:300]}") from None
 
 
-def _calls(task: Task, config: Config, model: nn.Module) -> list[tuple[Any, ...]]:
-    """The arguments with which the task's loss calls the model, on two samples."""
-    train_set, eval_set = build.make_datasets(task, config)
-    dataset = eval_set if eval_set is not None else train_set
+def _calls(task: Task, config: Config, model: nn.Module, inference: nn.Module) -> list[tuple[Any, ...]]:
+    """The arguments with which the task's functions call the inference model, on two samples."""
+    train_set, eval_sets = build.make_datasets(task, config)
+    name, dataset = next(((name or EVALUATION, each) for name, each in eval_sets.items()), (TRAINING, train_set))
     calls: list[tuple[Any, ...]] = []
-    hook = model.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
+    hook = inference.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
     model.eval()
+    inference.eval()
     with build.refusing(task), torch.no_grad():
-        count, of_evaluation = min(2, len(dataset)), dataset is eval_set
-        assert task.loss is not None
-        task.loss(model, build.first_samples(task, config, cpu_precision(config), dataset, count, of_evaluation))
+        batch = build.first_samples(task, config, cpu_precision(config), dataset, min(2, len(dataset)), name)
+        for function, of in ((task.loss, model), (task.metrics, inference), (task.predict, inference)):
+            if function is not None and not calls:
+                function(of, batch)
     hook.remove()
     return calls

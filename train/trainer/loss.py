@@ -64,7 +64,7 @@ def figure(value: Any, samples: int, what: str) -> Figure:
         if not (_is_scalar(value) and (_is_scalar(count) or isinstance(count, (int, float)))):
             raise TrainingFailed(
                 f"{what} must return (total, count) as a scalar tensor and a number; "
-                f"got ({_kind(value)}, {_kind(count)})"
+                f"got ({kind_of(value)}, {kind_of(count)})"
             )
         if isinstance(count, Tensor) and count.requires_grad:
             raise TrainingFailed(
@@ -74,7 +74,7 @@ def figure(value: Any, samples: int, what: str) -> Figure:
         count = count.detach().reshape(()) if isinstance(count, Tensor) else count
     if not _is_scalar(value):
         raise TrainingFailed(
-            f"{what} must return a scalar tensor, the mean over the batch, or (total, count); got {_kind(value)}"
+            f"{what} must return a scalar tensor, the mean over the batch, or (total, count); got {kind_of(value)}"
         )
     if value.dim():
         value = value.reshape(())
@@ -110,15 +110,20 @@ def training_loss(
     return found[0]
 
 
-def evaluation_figures(task: Task, model: nn.Module, batch: Any, samples: int) -> dict[str, Figure]:
+def evaluation_figures(
+    task: Task, model: nn.Module, inference: nn.Module, batch: Any, samples: int
+) -> dict[str, Figure]:
     """The loss and the metrics of a batch, by name, the loss first.
 
     Where the metrics include `loss`, the task's loss is not called: one forward serves both.
 
+    Args:
+        inference: what metrics get: the model, or what the task's inference_model() makes of it.
+
     Raises:
         TrainingFailed: the task returns something else.
     """
-    made = {} if task.metrics is None else task.metrics(model, batch)
+    made = {} if task.metrics is None else task.metrics(inference, batch)
     if not isinstance(made, dict):
         raise TrainingFailed(f"metrics must return a dict from names to tensors, got {type(made).__name__}")
     if "loss" not in made and task.loss is not None:
@@ -136,5 +141,8 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
 
 
-def _kind(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+def kind_of(value: Any) -> str:
+    """What a value is, for messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ class Prefetch:
 
 
 def micro_batches(
-    intervals: Intervals, plan: Plan, evaluation: Plan | None, sharing: Sharing, done: int, evaluated: int
+    intervals: Intervals, plan: Plan, evaluations: Mapping[str, Plan], sharing: Sharing, done: int, evaluated: int
 ) -> Iterator[MicroBatch]:
     """All that a rank fetches after step `done`, evaluations included, in the order in which the loop takes it.
 
     Args:
+        evaluations: the plans of the evaluation sets by name.
         evaluated: the last step after which an evaluation is on record; -1 without one.
     """
     first = done
@@ -48,8 +49,8 @@ def micro_batches(
             yield from micro_batches_of(plan, sharing, first, step)
             first = step
         if is_evaluated:
-            assert evaluation is not None
-            yield from evaluation_micro_batches(evaluation, sharing)
+            for number, evaluation in enumerate(evaluations.values(), 1):
+                yield from evaluation_micro_batches(evaluation, sharing, number)
     yield from micro_batches_of(plan, sharing, first, intervals.total_steps)
 
 

@@ -59,8 +59,8 @@ class Job:
     hooks: Hooks
     loader: Loader
     plan: Plan
-    evaluation: Plan | None
-    """The plan of the evaluation set, if there is one."""
+    evaluations: dict[str, Plan]
+    """The plans of the evaluation sets by name; of one that has no name by ''."""
     intervals: Intervals
     saver: Saver
     snapshots: Snapshots
@@ -127,7 +127,7 @@ def set_up(
     device = pick_device(config, rank_env.local_size, rank_env.local_rank)
     choose.check(config, rank_env.size)  # with several machines their sum was not known before
     precision = Precision(config.precision, device)
-    loader, plan, evaluation = _data(run, task, config, precision)
+    loader, plan, evaluations = _data(run, task, config, precision)
     held.callback(loader.close)
     take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on
     world = join(config, rank_env, device)
@@ -142,7 +142,7 @@ def set_up(
     start = load_newest(run, home, world, snapshots, state)
     faults.here("loaded")
     determinism.compile_as_asked(model, config)
-    intervals = Intervals.of(config, plan, build.total_steps(config, plan), evaluation is not None)
+    intervals = Intervals.of(config, plan, build.total_steps(config, plan), bool(evaluations))
     last = world.on_first(lambda: metrics.last_evaluation(run))
     evaluated = last["step"] if last is not None else -1
     loggers = Loggers(run, world, config, intervals.total_steps, start.step, bar and world.is_first)
@@ -157,7 +157,7 @@ def set_up(
     snapshots.attach(state, loggers.is_written, loggers.say)
     held.callback(snapshots.close)
     job = Job(
-        run, task, config, world, precision, updates, state, hooks, loader, plan, evaluation, intervals, saver,
+        run, task, config, world, precision, updates, state, hooks, loader, plan, evaluations, intervals, saver,
         snapshots, loggers, stop, heart, evaluated, start.saved,
     )  # fmt: skip
     if world.is_lead:
@@ -172,17 +172,17 @@ def home_of(run: Run, config: Config, world: World) -> Run:
     return Run(folders.of_node_0(run.path)) if is_elsewhere else run
 
 
-def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, Plan | None]:
-    """The loader and the plans of both data sets. Before ranks connect: that starts threads, and the loader forks."""
-    train_set, eval_set = build.make_datasets(task, config)
+def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[Loader, Plan, dict[str, Plan]]:
+    """The loader and the plans of the data sets. Before ranks connect: that starts threads, and the loader forks."""
+    train_set, eval_sets = build.make_datasets(task, config)
     plan = build.plan_of(config, len(train_set))
-    evaluation = None if eval_set is None else build.evaluation_plan(config, len(eval_set))
+    evaluations = build.evaluation_plans(config, eval_sets)
     skipped = Skipped(run) if config.data.leaves_out else None
     loader = Loader(
-        train_set, eval_set, task.collate, config.data.workers or 0, precision.device, precision.inputs, skipped,
+        train_set, eval_sets, task.collate, config.data.workers or 0, precision.device, precision.inputs, skipped,
         config.channels_last, task.on_device, task.datasets,
     )  # fmt: skip
-    return loader, plan, evaluation
+    return loader, plan, evaluations
 
 
 def _model(run: Run, task: Task, config: Config, precision: Precision, world: World) -> torch.nn.Module:

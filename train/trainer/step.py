@@ -61,7 +61,7 @@ def _fetched(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:
     consumed: list[npt.NDArray[np.int64]] = []
     for slot in range(1, slots + 1):
         micro, batch = prefetch.next()
-        assert micro.step == number and not micro.of_evaluation
+        assert micro.step == number and not micro.evaluation
         if not micro.is_repeated:
             consumed.append(micro.indices)
         if slot == slots:  # before others can have made this step: see Loggers.samples

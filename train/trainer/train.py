@@ -111,7 +111,7 @@ class Loop:
         wait = DataWait(device)
         advice = WaitAdvice(job.run.name, job.config.data.workers or 0, job.world.local_size)
         self.timing = Timing(wait, advice, device)
-        micros = micro_batches(job.intervals, job.plan, job.evaluation, job.sharing, done, job.evaluated)
+        micros = micro_batches(job.intervals, job.plan, job.evaluations, job.sharing, done, job.evaluated)
         self._prefetch = Prefetch(job.loader, micros, wait)
         self._check = ModelCheck(job.strategy.module, job.generators, job.find_generators)
         first = next(update for update in job.updates if update.every == 1)  # it asks for copies, in every step
@@ -239,12 +239,11 @@ class Loop:
         """Evaluate. A stop request ends it; a resume then makes up for it."""
         job = self.job
         faults.here("evaluate")
-        assert job.evaluation is not None
         beat = functools.partial(job.heart.beat, heartbeat.EVALUATING, self.done)
         with self.timing.spent("evaluation"), gather.paused(), evaluated_weights(job.optimizer):
             evaluated = evaluate(
-                job.task, job.strategy.module, job.evaluation, job.world, job.precision, self._prefetch.batches,
-                job.sharing, lambda: job.stop.asked, beat, job.loggers.evaluated_samples,
+                job.task, job.strategy.module, job.evaluations, job.world, job.precision, self._prefetch.batches,
+                job.sharing, lambda: job.stop.asked, beat, functools.partial(job.loggers.pictures, self.done),
             )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True

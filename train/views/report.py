@@ -6,6 +6,8 @@ matplotlib escapes. A policy in the page forbids scripts.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import io
 import json
 import re
@@ -17,7 +19,7 @@ from typing import Any
 import train
 from train import screen
 from train.format import duration
-from train.run.durable import check_target, published
+from train.run.durable import check_target, published, read_bytes
 from train.run.record import Record
 from train.run.run_folder import Run, now, seconds_of
 from train.views import listing, settings, time_spent
@@ -94,6 +96,7 @@ def html(run: Run) -> str:
         "parts": parts(account),
         "verdict": time_spent.verdict(account, record),
         "figures": drawn(run),
+        "pictures": _pictures(run),
         "settings": settings.listed(run),
         "facts": _facts(run, record),
         "made": now(),
@@ -146,6 +149,17 @@ def drawn(run: Run) -> dict[str, str]:
         return {}
     panels = [LOSS, *(f"eval {name}" for name in measures([curves])[:MOST_MEASURES]), LR, SPEED, STEP, WAIT]
     return {TITLES.get(panel, panel.removeprefix("eval ")): _svg(curves, panel) for panel in panels}
+
+
+def _pictures(run: Run) -> dict[str, str]:
+    """The newest picture of each name that evaluations have made, by a title, as a URL that holds it."""
+    newest = {path.stem.rpartition("-step-")[0]: path for path in sorted(run.images.glob("*-step-*.png"))}
+    found = {}
+    for name, path in newest.items():
+        with contextlib.suppress(OSError):
+            content = base64.b64encode(read_bytes(path)).decode()
+            found[f"{name}, step {path.stem.rpartition('-')[2].lstrip('0')}"] = f"data:image/png;base64,{content}"
+    return found
 
 
 def _svg(curves: Curves, panel: str) -> str:

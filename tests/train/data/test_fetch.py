@@ -55,7 +55,7 @@ def leaves(index: int) -> Any:
 
 def failure(dataset: Any, indices: list[int], workers: int) -> str:
     """The reason that a run has failed for."""
-    with Loader(dataset, None, None, workers, CPU, None) as loader:
+    with Loader(dataset, {}, None, workers, CPU, None) as loader:
         with pytest.raises(Exception) as caught:
             list(loader.batches(iter([MicroBatch(0, 0, np.array(indices), 0)])))
         why = failure_of(caught.value, Path("own.py"))
@@ -112,7 +112,7 @@ def test_a_data_set_that_gives_fewer_items_than_it_was_asked_for_is_an_error() -
     ],
 )
 def test_how_a_loader_process_died_is_said(ends: Callable[[], None], said: str, checks: str) -> None:
-    with Loader(Made(lambda index: ends()), None, None, 1, CPU, None) as loader:
+    with Loader(Made(lambda index: ends()), {}, None, 1, CPU, None) as loader:
         with pytest.raises(RuntimeError) as caught:
             list(loader.batches(iter([MicroBatch(0, 0, np.array([1]), 0)])))
         pid = loader._workers[0].pid
@@ -125,7 +125,7 @@ def test_how_a_loader_process_died_is_said(ends: Callable[[], None], said: str, 
 
 
 def test_a_loader_process_that_ends_with_batches_of_its_own_on_the_way_is_named() -> None:
-    with Loader(Made(lambda index: torch.full((9,), index)), None, None, 1, CPU, None) as loader:
+    with Loader(Made(lambda index: torch.full((9,), index)), {}, None, 1, CPU, None) as loader:
         stream = loader.batches(iter([MicroBatch(0, number, np.array([number]), 0) for number in range(8)]))
         next(stream)
         (worker,) = loader._workers
@@ -145,7 +145,7 @@ def test_a_signal_that_comes_while_loader_processes_begin_ends_none_of_them() ->
     os.register_at_fork(after_in_child=at_once)
     in_fork += [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP]
     try:
-        loader = Loader(Made(int), None, None, 2, CPU, None)
+        loader = Loader(Made(int), {}, None, 2, CPU, None)
     finally:
         in_fork.clear()
     with loader:

@@ -46,7 +46,7 @@ def compared(then: Any, now: Any, own: tuple[Any, Any] = (None, None)) -> list[s
 
 
 def changed(root: Path, change: Callable[[Path], Any]) -> list[str]:
-    then = of_sets(str(root), None, listed(pets(root)), None)
+    then = of_sets(str(root), None, listed(pets(root)), {})
     change(root)
     return differences(then, of_sets(str(root), None, listed(root), None))
 
@@ -70,7 +70,7 @@ def test_a_change_among_files_is_named(
 
 def test_times_and_places_do_not_matter(tmp_path: Path) -> None:
     root = pets(tmp_path / "pets")
-    then = of_sets(str(root), None, listed(root), None)
+    then = of_sets(str(root), None, listed(root), {})
     for path in root.rglob("*"):
         os.utime(path, (1, 1))
     shutil.copytree(root, tmp_path / "else" / "where")
@@ -114,6 +114,18 @@ def test_one_changed_value_is_noticed_wherever_a_data_set_holds_it() -> None:
     assert "4999 samples now and had 5000" in compared(TensorDataset(points), TensorDataset(points[1:]))[0]
 
 
+def test_every_evaluation_set_is_compared_by_its_name() -> None:
+    train, one, other = range(3), TensorDataset(torch.zeros(5)), TensorDataset(torch.ones(5))
+    then = of_sets("", None, train, {"val": one, "test": one})
+    assert differences(then, of_sets("", None, train, {"val": one, "test": one})) == []
+    for sets, words in (
+        ({"val": one, "test": other}, ["tensors of the evaluation set test: not as it was"]),
+        ({"val": one}, ["the evaluation set test is gone"]),
+        ({"val": one, "test": one, "more": other}, ["the evaluation set more is new"]),
+    ):
+        assert differences(then, of_sets("", None, train, sets)) == words
+
+
 def test_a_large_array_on_the_disk_is_looked_at_in_places(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).integers(0, 255, (80, 1 << 20), dtype=np.uint8)
     np.save(tmp_path / "a.npy", rows)
@@ -139,7 +151,7 @@ def test_a_tasks_own_fingerprint_is_compared_part_by_part(then: Any, now: Any, s
 
 def test_a_damaged_one_is_refused_and_a_run_without_has_none(tmp_path: Path) -> None:
     assert recorded(tmp_path) is None
-    found = of_sets("", None, [1, 2], None)
+    found = of_sets("", None, [1, 2], {})
     (tmp_path / "data.json").write_text(json.dumps(found))
     assert recorded(tmp_path) == found
     for text in (json.dumps(found)[:50], "[]", '{"format": 2}'):

@@ -74,7 +74,7 @@ def fetched(folder: Path, world: int, workers: int, bad: list[BadSample] | None 
     plan = Plan(len(dataset), 8, 3, seed=2)
     told = None if bad is None else bad.extend
     for rank in range(world):
-        with Loader(dataset, None, collate_images, workers, CPU, None, told) as loader:
+        with Loader(dataset, {}, collate_images, workers, CPU, None, told) as loader:
             for micro, batch in loader.batches(micro_batches_of(plan, Sharing(rank, world), 0, 4)):
                 assert workers == 0 or batch[0].is_shared()
                 made[micro.step, micro.number] = [micro.indices.tolist(), *(part.clone() for part in batch)]
@@ -195,7 +195,7 @@ def test_what_a_task_does_on_the_device_is_seeded_by_the_micro_batch_and_not_as_
         plan = Plan(55, 16, 4, seed=2)
         with Loader(
             Numbers(),
-            None,
+            {},
             None,
             workers,
             CPU,

@@ -145,7 +145,7 @@ def test_no_two_micro_batches_share_a_seed_and_another_run_seed_changes_them_all
 
 def fetched(rank: int, world: int, workers: int, first: int = 0) -> dict[tuple[int, int], Any]:
     plan = Plan(55, 16, 4, seed=2)
-    with Loader(Noisy(), None, None, workers, CPU, None) as loader:
+    with Loader(Noisy(), {}, None, workers, CPU, None) as loader:
         stream = loader.batches(micro_batches_of(plan, Sharing(rank, world), first, 9))
         return {(micro.step, micro.number): [part.tolist() for part in batch] for micro, batch in stream}
 
@@ -272,7 +272,7 @@ def test_samples_are_made_on_one_thread_whoever_makes_them(workers: int) -> None
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with Loader(Threads(), None, None, workers, CPU, None) as loader:
+        with Loader(Threads(), {}, None, workers, CPU, None) as loader:
             for _, batch in loader.batches(micro_batches_of(Plan(8, 4, 4), Sharing(), 0, 2)):
                 assert batch.tolist() == [1] * 4
         assert torch.get_num_threads() == 2
@@ -289,7 +289,7 @@ def test_a_batch_has_arrived_before_anything_is_asked_of_the_device(workers: int
         return batch
 
     plan = Plan(55, 16, 4)
-    with Loader(range(55), None, None, workers, CPU, None, on_device=on_device) as loader:
+    with Loader(range(55), {}, None, workers, CPU, None, on_device=on_device) as loader:
         for _ in loader.batches(micro_batches_of(plan, Sharing(), 0, 1), lambda: seen.append("arrived")):
             seen.append("taken")
     assert seen == ["arrived", "on the device", "taken"] * plan.micro_batches(0)
@@ -301,7 +301,7 @@ def test_an_error_of_the_data_set_reaches_the_run(workers: int) -> None:
         def __getitem__(self, index: int) -> Any:
             raise KeyError(f"no sample {index}")
 
-    with Loader(Broken(), None, None, workers, CPU, None) as loader:
+    with Loader(Broken(), {}, None, workers, CPU, None) as loader:
         stream = loader.batches(micro_batches_of(Plan(55, 16, 4), Sharing(), 0, 1))
         with pytest.raises(KeyError, match="no sample"):
             next(stream)
@@ -309,7 +309,7 @@ def test_an_error_of_the_data_set_reaches_the_run(workers: int) -> None:
 
 def test_both_data_sets_are_fetched_in_the_order_of_the_plan_and_a_pass_may_be_left_for_another() -> None:
     plan, evaluation = Plan(55, 16, 4), Plan(9, 16, 4)
-    with Loader(range(100, 155), range(200, 209), tuple, 2, CPU, None) as loader:
+    with Loader(range(100, 155), {"": range(200, 209)}, tuple, 2, CPU, None) as loader:
         workers = multiprocessing.active_children()
         assert len(workers) == 2
 
@@ -335,7 +335,7 @@ def test_a_worker_that_is_stuck_in_a_sample_is_ended_too() -> None:
             raise KeyError("no sample")
 
     micros = [MicroBatch(0, number, np.array([number]), 0) for number in (1, 0)]
-    with Loader(Stuck(), None, None, 2, CPU, None) as loader, pytest.raises(KeyError, match="no sample"):
+    with Loader(Stuck(), {}, None, 2, CPU, None) as loader, pytest.raises(KeyError, match="no sample"):
         next(loader.batches(iter(micros)))
     assert not multiprocessing.active_children()
 
@@ -351,7 +351,7 @@ def test_no_worker_is_left_where_the_system_has_no_room_for_all(monkeypatch: pyt
 
     monkeypatch.setattr(os, "fork", limited)
     with pytest.raises(BlockingIOError):
-        Loader(Noisy(), None, None, 4, CPU, None)
+        Loader(Noisy(), {}, None, 4, CPU, None)
     assert not multiprocessing.active_children()
 
 

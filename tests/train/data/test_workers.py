@@ -62,7 +62,7 @@ class Rows(Dataset[Any]):
 def test_workers_do_not_move_each_others_place_in_an_open_file(kind: str, tmp_path: Path) -> None:
     dataset = Rows(kind, tmp_path)
     plan = Plan(COUNT, 16, 16)
-    with Loader(dataset, None, None, 3, torch.device("cpu"), None) as loader:
+    with Loader(dataset, {}, None, 3, torch.device("cpu"), None) as loader:
         seen = 0
         for _, (indices, rows) in loader.batches(micro_batches_of(plan, Sharing(), 0, 2 * plan.steps_per_epoch)):
             for index, row in zip(indices.tolist(), rows, strict=True):
@@ -76,7 +76,7 @@ def test_a_file_that_workers_may_not_open_is_refused_with_the_way_out(tmp_path: 
     dataset = Rows("sqlite", tmp_path)
     (tmp_path / "rows.sqlite").chmod(0)
     with pytest.raises(Refused, match=r"rows\.sqlite .* open it in __getitem__"):
-        Loader(dataset, None, None, 2, torch.device("cpu"), None)
+        Loader(dataset, {}, None, 2, torch.device("cpu"), None)
 
 
 def test_the_lock_of_a_run_stays_held_by_its_workers(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_lock_of_a_run_stays_held_by_its_workers(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     lock = run.acquire()
     assert lock is not None
-    with Loader(Rows("plain", tmp_path), None, None, 2, torch.device("cpu"), None) as loader:
+    with Loader(Rows("plain", tmp_path), {}, None, 2, torch.device("cpu"), None) as loader:
         next(loader.batches(micro_batches_of(Plan(COUNT, 16, 16), Sharing(), 0, 8)))
         lock.release()
         assert run.alive()

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from train.errors import Refused
+from train.launcher.checks import prepare
+from train.launcher.request import Request
 from train.parallel.world import World
 from train.trainer.evaluate import summed
 from train.trainer.loss import evaluation_figures
@@ -190,10 +193,10 @@ def test_metrics_that_have_the_loss_among_them_save_its_forward() -> None:
 
     model, batch = nn.Linear(2, 1), torch.ones(4, 2)
     one_forward: Any = SimpleNamespace(loss=loss, metrics=metrics, file="task.py")
-    figures = evaluation_figures(one_forward, model, batch, 4)
+    figures = evaluation_figures(one_forward, model, model, batch, 4)
     assert asked == ["metrics"] and list(figures) == ["loss", "largest"] and figures["loss"].count == 3
     two: Any = SimpleNamespace(loss=loss, metrics=lambda *_: {"largest": 1.0}, file="task.py")
-    figures = evaluation_figures(two, model, batch, 4)
+    figures = evaluation_figures(two, model, model, batch, 4)
     assert asked == ["metrics", "loss"] and list(figures) == ["loss", "largest"] and figures["loss"].count is None
 
 
@@ -246,3 +249,78 @@ def test_figures_come_to_the_host_together_however_many_there_are() -> None:
         assert figures == {"loss": (micros - 1) / 8, "accuracy": 2.5 / 3}
         counted.append(mode.calls)
     assert counted[0] == counted[1], counted
+
+
+NAMED = """
+
+_datasets, _loss = datasets, loss
+
+
+def datasets(config):
+    train, held_out = _datasets(config)
+    return train, {"val": held_out, "test": Points(9, 5, 0.0)}
+
+
+def predict(model, batch):
+    return {"right": model(batch["point"]).argmax(1) == batch["label"]}
+
+
+def compute_metrics(predictions):
+    return {"share": predictions["right"].double().mean(), "drawn": random.random()}
+
+
+def images(model, batch):
+    return {"noise": torch.rand(3, 1, 8, 8)}
+"""
+
+
+def test_a_killed_run_with_named_sets_ends_as_if_nothing_had_happened(engine: Any, tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(engine.task.read_text() + NAMED)
+    flags = {"eval__every_steps": 3, "checkpoint__best": "max:val.share", "data__workers": 1}
+    plain = tmp_path / "plain.py"
+    plain.write_text(engine.task.read_text())
+    engine.run("named-plain", 2, task=plain, eval__every_steps=3)
+    engine.run("named", 2, task=task, **flags)
+    engine.run("named-killed", 2, ["5 0 SIGKILL"], task=task, **flags)
+    engine.resume("named-killed", 2, ["4 1 SIGKILL"])
+    engine.resume("named-killed", 2)
+    for name in ("named", "named-killed"):
+        found = [line["step"] for line in engine.station.metrics(name) if "eval" in line]
+        assert found == [3, 6, 9, 10]
+        pictures = sorted(path.name for path in (engine.station.runs / name / "images").iterdir())
+        assert pictures == [f"noise-step-{step:08d}.png" for step in found]
+    assert engine.outcome("named-killed") == engine.outcome("named")
+    for alone, figures in zip(engine.evaluations("named-plain"), engine.evaluations("named"), strict=True):
+        assert alone == {name: figures[f"val.{name}"] for name in alone}
+        assert figures["val.share"] == pytest.approx(figures["val.accuracy"], rel=1e-12)
+    record = engine.station.record("named")
+    assert record["weights_sha256"] == engine.station.record("named-plain")["weights_sha256"]
+    assert record["best"]["value"] == max(figures["val.share"] for figures in engine.evaluations("named"))
+
+
+@pytest.mark.parametrize(
+    ("change", "best", "words"),
+    [
+        (("", ""), "loss", "did you mean val.loss"),
+        (("", ""), "max:share", "did you mean val.share"),
+        (('"val"', '"v.l"'), "", "'v.l'; use letters"),
+        (('"val"', '"ema"'), "", "'ema'; use"),
+        (('{"val": held_out, "test": Points(9, 5, 0.0)}', "{}"), "", "empty dict.*None"),
+        (("Points(9, 5, 0.0)", "[]"), "", "the test set of .* is empty"),
+        (("def predict", "def foretell"), "", "compute_metrics alone"),
+        (("def compute_metrics", "def compute"), "", "predict alone"),
+        (
+            ("def images", "def inference_model(model): return 1\ndef images"),
+            "",
+            "must return a torch.nn.Module, got int",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    engine: Any, tmp_path: Path, change: tuple[str, str], best: str, words: str
+) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(engine.task.read_text() + NAMED.replace(*change))
+    with pytest.raises(Refused, match=words):
+        prepare(Request(str(task), {"cpu_threads": "1", "checkpoint.best": best}))

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.tasks import TASKS
 from train.checkpoint.manifest import manifest_text
 from train.checkpoint.state_dict import weights, weights_sha256
 from train.config import from_toml
@@ -94,6 +95,21 @@ def test_an_onnx_file_computes_what_the_model_computes_for_any_number_of_samples
             expected = model(batch).numpy()
         np.testing.assert_allclose(evaluate_onnx(tmp_path / "model.onnx", batch.numpy()), expected, atol=1e-5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.pt"]
+
+
+def test_the_inference_model_is_exported_under_its_own_names(engine: Any, tmp_path: Path) -> None:
+    engine.run("inner", task=TASKS / "whole_sets.py", steps=2)
+    state = engine.weights("inner")
+    export(engine.station.run("inner"), tmp_path / "inner.safetensors")
+    found = load_file(tmp_path / "inner.safetensors")
+    assert found.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert all(torch.equal(value, state[f"body.{name}"]) for name, value in found.items())
+    pytest.importorskip("onnx")
+    export(engine.station.run("inner"), tmp_path / "inner.onnx")
+    points = torch.rand(5, 6)
+    hidden = torch.tanh(points @ found["0.weight"].T + found["0.bias"])
+    expected = hidden @ found["2.weight"].T + found["2.bias"]
+    np.testing.assert_allclose(evaluate_onnx(tmp_path / "inner.onnx", points.numpy()), expected, atol=1e-5)
 
 
 def test_evaluating_alone_gives_the_recorded_figures_exactly(finished: Station) -> None:

@@ -77,7 +77,7 @@ def test_what_a_data_set_raises_in_a_worker_would_recur() -> None:
             raise RuntimeError("no Connection between these samples")
 
     micros = iter([MicroBatch(0, 0, np.arange(2), 0)])
-    loader = Loader(Broken([1, 2]), None, None, 1, torch.device("cpu"), None)
+    loader = Loader(Broken([1, 2]), {}, None, 1, torch.device("cpu"), None)
     with loader, pytest.raises(RuntimeError) as caught:
         next(loader.batches(micros))
     assert failure_of(caught.value, None)["recurs"]

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from train.run import folders, metrics
 from train.run.metrics import Evaluation, Training
-from train.trainer.loggers.tensorboard import TensorBoard, images
+from train.trainer.loggers.tensorboard import TensorBoard
 
 
 def line(step: int) -> Training:
@@ -67,7 +66,7 @@ def test_the_next_attempt_shows_what_a_kill_took_along_and_nothing_twice(tmp_pat
 
 
 @pytest.mark.minutes
-def test_a_real_run_shows_samples_and_its_configuration_and_no_point_twice_after_a_stop(
+def test_a_real_run_shows_its_configuration_and_no_point_twice_after_a_stop(
     engine: Any,
 ) -> None:
     station = engine.station
@@ -83,27 +82,9 @@ def test_a_real_run_shows_samples_and_its_configuration_and_no_point_twice_after
     events = [json.loads(line) for line in (station.runs / "board" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in events if "loss" in line]
     assert [event.value for event in shown.Scalars("train/loss")] == pytest.approx(losses)
-    picture, *_ = shown.Images("eval/samples")
-    assert picture.encoded_image_string.startswith(b"\x89PNG") and picture.width > 256
     content = shown.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     values = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     assert values["optim.lr"].number_value == 0.125 and values["optim.name"].string_value == "sgd"
     content = shown.SummaryMetadata("_hparams_/experiment").plugin_data.content
     names = {one.name.tag for one in plugin_data_pb2.HParamsPluginData.FromString(content).experiment.metric_infos}
     assert names == {"eval/loss", "eval/accuracy"} <= set(shown.Tags()["scalars"])
-
-
-@pytest.mark.parametrize(
-    ("batch", "shape"),
-    [
-        ((torch.rand(20, 1, 8, 8), torch.arange(20)), (16, 3, 64, 64)),
-        ({"x": torch.randint(0, 255, (3, 10, 12, 3), dtype=torch.uint8)}, (3, 3, 50, 60)),
-        (torch.rand(2, 3, 1200, 700), (2, 3, 400, 234)),
-        ((torch.full((2, 3, 64, 64), torch.nan), 1), (2, 3, 64, 64)),
-        (torch.rand(2, 5, 8, 8), None), (torch.zeros(0, 3, 8, 8), None), ("text", None),
-    ],
-)  # fmt: skip
-def test_images_are_found_by_their_shape(batch: Any, shape: tuple[int, ...] | None) -> None:
-    found = images(batch)
-    assert (None if found is None else tuple(found.shape)) == shape
-    assert found is None or (found.min() >= 0 and found.max() <= 1)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +17,10 @@ import numpy.typing as npt
 from train import config as configuration
 from train import format
 from train.config import Config
-from train.data.fetch import BadSample
+from train.data.fetch import TRAINING, BadSample
 from train.errors import nearest
 from train.parallel.world import World
-from train.run import best, metrics
+from train.run import best, durable, metrics
 from train.run.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
 from train.run.record import Record, Times
 from train.run.run_folder import Run
@@ -119,10 +118,19 @@ class Loggers:
                 f"train stop {self.run.name}, then train resume {self.run.name} --checkpoint.best NAME"
             )
 
-    def evaluated_samples(self, batch: Any) -> None:
-        """A batch of an evaluation, on the device; of the first one samples are shown."""
+    def pictures(self, step: int, made: dict[str, bytes]) -> None:
+        """Pictures of an evaluation, as PNG files. Rank 0's are kept."""
+        if self._metrics is None:
+            return
+        try:
+            self.run.images.mkdir(exist_ok=True)
+            for name, content in made.items():
+                path = self.run.images / f"{name}-step-{step:08d}.png"
+                durable.write_atomically(path, content, durable=False)
+        except OSError as error:
+            self.say(f"warning: pictures of step {step} could not be written: {error}")
         if self._tensorboard is not None:
-            self._tensorboard.samples(batch)
+            self._tensorboard.pictures(step, made)
 
     def times(self, times: Times) -> None:
         """Note where the time of this attempt went."""
@@ -207,7 +215,7 @@ class Skipped:
                     self._listed.add((one.set, one.index))
                     self._read_to += len(line)
         counts = Counter(part for part, _ in self._listed)
-        record["skipped"] = {part: counts[part] for part in ("training", "evaluation") if counts[part]}
+        record["skipped"] = dict(sorted(counts.items(), key=lambda one: one[0] != TRAINING))
 
 
 def _hyper_parameters(config: Config, ranks: int) -> dict[str, str | float | bool]:

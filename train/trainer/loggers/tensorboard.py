@@ -1,4 +1,4 @@
-"""TensorBoard: curves of a run, samples of its images, and its configuration, as event files."""
+"""TensorBoard: curves of a run, pictures of its evaluations, and its configuration, as event files."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from train.errors import one_line
 from train.run.metrics import Evaluation, Line, Training, is_evaluation
 
 _EVERY = 2.0
 """Seconds between two times that lines are handed to the writer: that wakes a thread, which costs more than a step."""
 _TAGS = {key: f"train/{key}" for key in Training.__annotations__ if key not in ("step", "epoch")}
-_MOST = 16
-"""Images shown."""
-_SMALLEST, _LARGEST = 64, 512
-"""Pixels of a side: smaller images are shown larger, of larger ones every second, third, … pixel."""
 
 
 class TensorBoard:
@@ -37,8 +30,7 @@ class TensorBoard:
             settings: hyper-parameters to be shown beside the results.
         """
         self._say, self._settings = say, settings
-        self._is_pictured = self._is_configured = False
-        self._at = done
+        self._is_configured = False
         self._writer: Any = None
         self._lines: list[tuple[Line, float]] = [(line, time.time()) for line in recent]
         self._next = 0.0
@@ -60,7 +52,6 @@ class TensorBoard:
         """The figures of a training line."""
         now = time.time()
         self._lines.append((line, now))
-        self._at = line["step"]
         if now >= self._next:
             self._next = now + _EVERY
             self._hand_over()
@@ -71,18 +62,14 @@ class TensorBoard:
         self._configuration(line["eval"])
         self._hand_over()
 
-    def samples(self, batch: Any) -> None:
-        """The images of an attempt's first evaluated batch, where it holds any."""
-        if self._writer is None or self._is_pictured:
-            return
-        self._is_pictured = True
-        try:
-            found = images(batch)
-        except Exception as error:  # a task's batch can be anything
-            self._say(f"warning: no pictures of samples for TensorBoard: {error}")
-            return
-        if found is not None:
-            self._try(self._writer.add_images, "eval/samples", found, self._at)
+    def pictures(self, step: int, made: Mapping[str, bytes]) -> None:
+        """Pictures of an evaluation, as PNG files."""
+        for name, png in made.items():
+            if self._writer is not None:
+                width, height = (int.from_bytes(png[place : place + 4]) for place in (16, 20))
+                image = self._summary.Image(encoded_image_string=png, width=width, height=height, colorspace=3)
+                value = self._summary.Value(tag=f"images/{name}", image=image)
+                self._try(self._writer.file_writer.add_summary, self._summary(value=[value]), step)
 
     def _hand_over(self) -> None:
         """Hand lines to the writer as events, one each, many at once: each time wakes its thread."""
@@ -124,37 +111,6 @@ class TensorBoard:
         self._hand_over()
         if self._writer is not None:
             self._writer.close()
-
-
-def images(batch: Any) -> Tensor | None:
-    """Images of a batch, of shape (n, 3, height, width), from 0 to 1, on the CPU; None where it holds none.
-
-    They are the first tensor with 1 or 3 channels, before or after height and width, of at least 4 pixels a side. Each
-    is stretched from its darkest to its brightest value, because its normalisation is not known.
-    """
-    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    found = next((value for value in inner if isinstance(value, Tensor) and _are_images(value)), None)
-    if found is None:
-        return None
-    shown = found.detach()[:_MOST].to("cpu", torch.float32)
-    if shown.shape[1] not in (1, 3):
-        shown = shown.permute(0, 3, 1, 2)
-    shown = torch.nan_to_num(shown, 0.0, 0.0, 0.0)
-    low, high = shown.amin((1, 2, 3), keepdim=True), shown.amax((1, 2, 3), keepdim=True)
-    shown = ((shown - low) / (high - low).clamp_min(1e-12)).expand(-1, 3, -1, -1)
-    side = max(shown.shape[2:])
-    if side > _LARGEST:
-        step = -(-side // _LARGEST)
-        return shown[:, :, ::step, ::step]
-    times = max(_SMALLEST // side, 1)
-    return shown.repeat_interleave(times, 2).repeat_interleave(times, 3)
-
-
-def _are_images(tensor: Tensor) -> bool:
-    if tensor.dim() != 4 or not tensor.shape[0] or tensor.is_complex():
-        return False
-    _, first, height, last = tensor.shape
-    return (first in (1, 3) and min(height, last) >= 4) or (last in (1, 3) and min(first, height) >= 4)
 
 
 def _silence_writer_thread() -> None:

@@ -1,0 +1,73 @@
+"""Pictures of evaluations: PNG files, in TensorBoard, and in the report."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.tasks import TASKS
+from train.errors import TrainingFailed
+from train.tasks import load
+from train.trainer.pictures import encoded
+from train.views import report
+
+TASK = load(str(TASKS / "whole_sets.py"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_leaves_them_where_they_are_looked_for(engine: Any, tmp_path: Path, strategy: str) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(TASK.file.read_text().replace("def inference_model", "def unused"))
+    flags = {"log__tensorboard": "true", "eval__every_steps": 2, "parallel__strategy": strategy, "steps": 3}
+    name = f"pictures-{strategy}"
+    assert engine.run(name, 2, task=task, **flags)["state"] == "finished", engine.said(name)
+    run = engine.station.run(name)
+    pictures = [f"{one}-step-0000000{step}.png" for one in ("curve", "noise") for step in (2, 3)]
+    assert sorted(path.name for path in run.images.iterdir()) == pictures
+    shown = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    for one in ("curve", "noise"):
+        events = shown.Images(f"images/{one}")
+        assert [event.step for event in events] == [2, 3]
+        newest = (run.images / f"{one}-step-00000003.png").read_bytes()
+        assert events[-1].encoded_image_string == newest and events[-1].width == Image.open(io.BytesIO(newest)).width
+        assert f"{one}, step 3</figcaption>" in report.html(run)
+        assert base64.b64encode(newest).decode() in report.html(run)
+    assert len(re.findall(r"<img [^>]*>", report.html(run))) == 2
+
+
+def test_images_of_a_tensor_stand_in_a_grid_and_small_ones_are_drawn_larger() -> None:
+    five = torch.arange(5).reshape(5, 1, 1, 1).expand(5, 1, 32, 16) / 4
+    page = np.asarray(Image.open(io.BytesIO(encoded(TASK, {"five": five})["five"])))
+    assert page.shape == (2 * (64 + 2), 3 * (32 + 2))
+    assert [page[10, 10], page[10, 44], page[10, 78], page[76, 10], page[76, 44]] == [0, 64, 128, 191, 255]
+    colours = torch.zeros(3, 70, 80, dtype=torch.uint8)
+    colours[1] = 7
+    one = np.asarray(Image.open(io.BytesIO(encoded(TASK, {"one": colours})["one"])))
+    assert one.shape == (70, 80, 3) and one[5, 5].tolist() == [0, 7, 0]
+    wild = torch.tensor([[[[-3.0, torch.nan, 0.5, 9.0]]]])
+    assert np.unique(Image.open(io.BytesIO(encoded(TASK, {"wild": wild})["wild"]))).tolist() == [0, 128, 255]
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (torch.zeros(3, 4, 4), "dict of pictures, got Tensor"),
+        ({"a/b": torch.zeros(3, 4, 4)}, "calls a picture 'a/b'"),
+        ({"a": [1]}, r"or of uint8; got list"),
+        ({"a": torch.zeros(5, 4, 4)}, r"got torch.float32 \(5, 4, 4\)"),
+        ({"a": torch.zeros(3, 4, 4, dtype=torch.int64)}, r"got torch.int64 \(3, 4, 4\)"),
+        ({"a": torch.zeros(0, 3, 4, 4)}, r"got torch.float32 \(0, 3, 4, 4\)"),
+    ],
+)
+def test_what_is_no_picture_is_named(made: Any, words: str) -> None:
+    with pytest.raises(TrainingFailed, match=words):
+        encoded(TASK, made)

@@ -1,0 +1,141 @@
+"""Figures of a whole evaluation set: what `predict` returns is gathered on rank 0, which calls `compute_metrics` once.
+
+Rank 0 holds the predictions of a whole set in memory, other ranks those of a few micro batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train.data.seeding import seed_host
+from train.data.to_device import mapped
+from train.errors import TrainingFailed
+from train.parallel.world import World
+from train.tasks import Task, where
+from train.trainer.loss import kind_of
+
+
+class Predictions:
+    """The predictions for one evaluation set; of a task without `predict` there are none.
+
+    Those of a batch are a dict: by name a tensor whose first dimension is that of the samples, or a list.
+    """
+
+    def __init__(self, task: Task, world: World) -> None:
+        self._task, self._world = task, world
+        self._new: list[tuple[int, dict[str, Any]]] = []
+        """By the number of the micro batch: what rank 0 does not have yet."""
+        self._all: dict[int, dict[str, Any]] = {}
+        """On rank 0."""
+
+    def add(self, number: int, made: Any, samples: int) -> None:
+        """Take what `predict` returned for a micro batch.
+
+        Raises:
+            TrainingFailed: it is not one prediction a sample.
+        """
+        what = f"predict in {self._task.file} must"
+        if not isinstance(made, dict) or not made:
+            raise TrainingFailed(f"{what} return a dict from names to tensors or lists, got {kind_of(made)}")
+        for name, value in made.items():
+            has_length = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
+            if not has_length or len(value) != samples:
+                raise TrainingFailed(
+                    f"{what} give one {name} a sample, a tensor with the batch first or a list: {samples} for this "
+                    f"batch, got {kind_of(value)}"
+                )
+        self._new.append((number, mapped(made, _on_host)))
+
+    def collect(self) -> None:
+        """Send to rank 0 what it does not have yet. A collective."""
+        if self._task.predict is not None:
+            for part in self._world.gather_on_first(self._new):
+                self._all.update(part)
+            self._new = []
+
+    def figures(self, seed: int, beat: Callable[[], None]) -> dict[str, float]:
+        """What `compute_metrics` makes of the whole set; {} of a set without a sample. A collective.
+
+        The other ranks wait for rank 0 as long as it takes.
+
+        Raises:
+            TrainingFailed: on all ranks: it failed, or returned something else than figures.
+        """
+        self.collect()
+        if self._task.predict is None:
+            return {}
+        with _beating(beat):
+            return self._world.patient.on_first(lambda: self._computed(seed))
+
+    def _computed(self, seed: int) -> dict[str, float]:
+        task, whole = self._task, self._joined()
+        assert task.compute_metrics is not None
+        if not whole:
+            return {}
+        seed_host(seed)
+        try:
+            made = task.compute_metrics(whole)
+        except Exception as error:
+            raise TrainingFailed(f"compute_metrics failed: {where(error, task.file)}") from error
+        what = f"compute_metrics in {task.file} must return a dict of numbers, got"
+        if not isinstance(made, dict):
+            raise TrainingFailed(f"{what} {kind_of(made)}")
+        figures = {}
+        for name, value in made.items():
+            try:
+                if isinstance(value, str):
+                    raise TypeError("no number")
+                figures[str(name)] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise TrainingFailed(f"{what} {kind_of(value)} for {name}; give each number a name") from None
+        return figures
+
+    def _joined(self) -> dict[str, Any]:
+        """All predictions in the order of the data set. Name by name, so that memory is needed twice for one only."""
+        parts = [self._all.pop(number) for number in sorted(self._all)]
+        if any(part.keys() != parts[0].keys() for part in parts):
+            raise TrainingFailed(f"predict in {self._task.file} must return the same names for every batch")
+        whole: dict[str, Any] = {}
+        for name in list(parts[0]) if parts else ():
+            values = [part.pop(name) for part in parts]
+            kinds = {kind_of(value[:0]) for value in values}
+            if len(kinds) > 1:
+                raise TrainingFailed(
+                    f"predict in {self._task.file} gives {name} in several forms, {' and '.join(sorted(kinds)[:2])} "
+                    "(0: samples); give all one shape, or return a list with one item a sample"
+                )
+            is_list = isinstance(values[0], list)
+            whole[name] = [item for value in values for item in value] if is_list else torch.cat(values)
+        return whole
+
+
+def _on_host(value: Any) -> Any:
+    """A copy of a tensor in memory of its own, for it may be a view of a larger one. NumPy has no bfloat16."""
+    if not isinstance(value, Tensor):
+        return value
+    kind = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
+    return value.detach().to("cpu", kind, copy=True)
+
+
+@contextlib.contextmanager
+def _beating(beat: Callable[[], None]) -> Iterator[None]:
+    """While a rank computes or waits, however long that takes, another thread shows signs of life."""
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.wait(1.0):
+            beat()
+
+    thread = threading.Thread(target=work, daemon=True, name="beat")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
