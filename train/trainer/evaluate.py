@@ -28,7 +28,8 @@ from train.parallel.world import World
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build, determinism, pictures
-from train.trainer.load import load_trained, precision_on
+from train.trainer.hooks import Average, weights_of_figures
+from train.trainer.load import load_average, load_trained, precision_on
 from train.trainer.loss import Figure, evaluation_figures
 from train.trainer.predictions import Predictions
 
@@ -254,7 +255,12 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
         stream = loader.batches(itertools.chain.from_iterable(micros))
         model = determinism.lay_out(model, config).to(device)
         determinism.compile_as_asked(model, config)
-        evaluated = evaluate(task, model, plans, world, precision, stream, sharing)
+        average = None
+        if config.ema.decay is not None:
+            average = Average(model, config)
+            average.load(load_average(run, config, model, step))
+        variants = weights_of_figures(average)
+        evaluated = evaluate(task, model, plans, world, precision, stream, sharing, variants=variants)
     assert evaluated is not None
     figures, samples = evaluated
     return step, samples, figures

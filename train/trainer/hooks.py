@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +33,17 @@ class Average:
     """
 
     def __init__(self, module: nn.Module, config: Config) -> None:
-        self.tensors = {name: tensor.clone() for name, tensor in weights_of(module).items()}
-        """By the names of the model's state; spread over ranks as that is."""
         self._config = config.ema
-        pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        for name, tensor in weights_of(module).items():
-            pairs.setdefault(local(tensor).data_ptr() or id(tensor), (local(self.tensors[name]), local(tensor)))
-        self._pairs = list(pairs.values())
-        """Average and weights, each of tied ones once."""
-        self._averaged = [(mean, now) for mean, now in self._pairs if mean.is_floating_point() or mean.is_complex()]
-        self._copied = [(mean, now) for mean, now in self._pairs if not (mean.is_floating_point() or mean.is_complex())]
+        self._sharded: list[Any] = [part for part in module.modules() if hasattr(part, "reshard")]
+        """Of fsdp, what gathers parameters."""
+        held = [one for one in module.state_dict(keep_vars=True).values() if isinstance(one, Tensor)]
+        means = {id(now): now.detach().clone() for now in held}
+        self.tensors = {name: means[id(now)] for name, now in zip(weights_of(module), held, strict=True)}
+        """By the names of the model's state, tied ones of the same tensor; spread over ranks as that is."""
+        pairs = {id(now): (local(means[id(now)]), now) for now in held}.values()
+        # parameters and buffers, and not what they hold now: fsdp moves it in its first forward
+        self._averaged = [(mean, now) for mean, now in pairs if mean.is_floating_point() or mean.is_complex()]
+        self._copied = [(mean, now) for mean, now in pairs if not (mean.is_floating_point() or mean.is_complex())]
 
     def update(self, step: int) -> None:
         """Take in the weights after a step, counted from 1."""
@@ -48,10 +51,15 @@ class Average:
         decay, warmup = self._config.decay, self._config.warmup
         if warmup:
             decay = min(decay, (1 + step) / (warmup + step))
-        means, weights = zip(*self._averaged, strict=True)
+        means, weights = [mean for mean, _ in self._averaged], [local(now.detach()) for _, now in self._averaged]
         get_ema_multi_avg_fn(decay)(means, weights, step)
         for mean, now in self._copied:
             mean.copy_(now)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over an average that was saved."""
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
@@ -64,10 +72,18 @@ class Average:
 
     def _swap(self) -> None:
         with torch.no_grad():
-            for mean, now in self._pairs:
-                was = now.clone()
-                now.copy_(mean)
+            for mean, now in (*self._averaged, *self._copied):
+                own = local(now.detach())
+                was = own.clone()
+                own.copy_(mean)
                 mean.copy_(was)
+        for part in self._sharded:  # what it has gathered is of the other weights
+            part.reshard()
+
+
+def weights_of_figures(average: Average | None) -> list[tuple[str, Callable[[], AbstractContextManager[None]]]]:
+    """The weights that an evaluation computes with, beside what the names of their figures begin with."""
+    return [("", contextlib.nullcontext), *([("ema.", average.swapped)] if average is not None else [])]
 
 
 class Hooks:

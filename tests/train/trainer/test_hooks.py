@@ -11,6 +11,7 @@ import torch
 from tests.tasks import TASKS
 from tests.train.training import assert_same_training
 from train.checkpoint.extra import Extra
+from train.trainer.evaluate import evaluate_run
 from train.trainer.export import export
 from train.trainer.load import load_trained
 
@@ -77,6 +78,24 @@ def test_the_average_is_what_its_formula_says(engine: Any, tmp_path: Path) -> No
     found = extra_of(engine, f"average-{steps}", tmp_path)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", [{}, {"parallel__strategy": "fsdp"}], ids=["ddp", "fsdp"])
+def test_the_average_is_evaluated_beside_the_weights(engine: Any, way: dict[str, Any], tmp_path: Path) -> None:
+    name = f"evaluated-{len(way)}"
+    flags = {"ema__decay": 0.8, "checkpoint__best": "min:ema.loss", "eval__every_epochs": 0, "precision": "fp64"}
+    engine.run(name, 2, **flags, **way)
+    (figures,) = engine.evaluations(name)
+    run = engine.station.run(name)
+    assert run.read()["best"]["metric"] == "ema.loss"
+    task, config, model, _ = load_trained(run)
+    whole = torch.utils.data.default_collate([*task.datasets(config)[1]])
+    for prefix, weights in (("", model.state_dict()), ("ema.", extra_of(engine, name, tmp_path))):
+        model.load_state_dict(weights)
+        loss = task.loss(model.double().eval(), whole | {"point": whole["point"].double()}).item()
+        assert figures[f"{prefix}loss"] == pytest.approx(loss, rel=1e-6)
+    assert figures["loss"] != figures["ema.loss"]
+    assert evaluate_run(run, None)[2] == pytest.approx(figures, rel=1e-9)
 
 
 class _Stuck:
