@@ -63,6 +63,7 @@ def train(job: Job, done: int) -> Done:
         TrainingFailed: the loss is not finite, or the last checkpoint cannot be saved.
     """
     loop, intervals = Loop(job, done), job.intervals
+    gather.begin(job.world, job.config)
     set_training(job.strategy.module, job.config.freeze)
     with loop.timing.spent("start"):
         for update in job.updates:
@@ -107,7 +108,6 @@ class Loop:
 
     def __init__(self, job: Job, done: int) -> None:
         self.job, self.done, self.is_stopping = job, done, False
-        gather.begin(job.world, job.config)
         device = job.world.device
         wait = DataWait(device)
         advice = WaitAdvice(job.run.name, job.config.data.workers or 0, job.world.local_size)

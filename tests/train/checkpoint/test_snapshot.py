@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from train.checkpoint import serialize, snapshot
 from train.checkpoint.buffers import Buffers, SnapshotMemory, begin_of_tensors
 from train.checkpoint.snapshot import Snapshots
+from train.checkpoint.state_dict import TrainState
 from train.config import Config
 from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
@@ -56,7 +57,8 @@ class OneRank:
         self.strategy, self.buffers, self.fingerprint = strategy, Buffers(address), fingerprint
         self.done, self.lag, self.is_written = 0, 0, True
         self.snapshots = Snapshots(self.buffers, True, self.world, is_sharded, fingerprint, "mark", lambda: room)
-        self.snapshots.attach(strategy, self.optimizer, self.precision, lambda: self.is_written, self.said.append)
+        self.state = TrainState(self.model, self.optimizer, self.precision)
+        self.snapshots.attach(self.state, lambda: self.is_written, self.said.append)
 
     def step(self, count: int = 1) -> None:
         """As the loop does it: the request in the step, the losses of all steps but the last `lag` known after it."""
@@ -77,7 +79,7 @@ class OneRank:
         content = snapshot.read(self.buffers, self.world, step, self.fingerprint) if step else None
         if content is None:
             return False
-        serialize.apply(content, self.model, self.optimizer, self.precision)
+        serialize.apply(content, self.state)
         self.done = content.step
         return True
 
@@ -169,7 +171,7 @@ def test_copies_take_a_hundredth_of_the_time(memory: SnapshotMemory, monkeypatch
     def slow(*state: Any) -> Any:
         nonlocal now
         now += 0.02
-        copied.append(state[4])
+        copied.append(state[2])
         return real(*state)
 
     for name in ("monotonic", "perf_counter"):

@@ -397,7 +397,7 @@ def test_what_only_a_look_at_task_and_data_shows_is_refused_before_anything_is_c
 def test_names_that_exist_are_refused_and_their_run_is_untouched(here: Path) -> None:
     _folders(here, "runs/taken")
     (here / "runs/taken/precious").write_text("x")
-    refused(command("run", "digits", "--name", "taken"), "exists", "--name", "train resume taken")
+    refused(command("run", "digits", "--name", "taken"), "exists", "another name", "train resume taken")
     refused(command("launch", "digits", "--name", "taken"), "exists")
     assert entries(here) == {"runs", "runs/taken", "runs/taken/precious"}
 

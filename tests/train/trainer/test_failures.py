@@ -137,7 +137,7 @@ def test_a_gpu_without_memory_leaves_a_snapshot_of_it(engine: Any, tmp_path: Pat
         "def loss(model, batch):\n    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9.00 GiB')\n"
     )
     task.write_text(f"{engine.task.read_text()}\n\n{fails}")
-    reason = engine.run("full", task=task)["reason"]
+    reason = engine.run("gpu-full", task=task)["reason"]
     assert "out of memory" in reason and "attempt-1/rank0.memory.pickle, for https://pytorch.org/memory_viz" in reason
-    found = pickle.loads((engine.station.runs / "full/logs/attempt-1/rank0.memory.pickle").read_bytes())
+    found = pickle.loads((engine.station.runs / "gpu-full/logs/attempt-1/rank0.memory.pickle").read_bytes())
     assert "segments" in found
