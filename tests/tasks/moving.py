@@ -20,6 +20,8 @@ from tests.tasks.learner import Points
 class Settings(learner.Settings):
     by_rank: bool = False
     """Whether the state differs between ranks."""
+    sees: bool = False
+    """Whether a forward in an evaluation changes a buffer."""
 
 
 class History:
@@ -42,8 +44,15 @@ class Pair(nn.Module):
         self.student, self.teacher = learner.Net(settings), learner.Net(settings)
         self.teacher.load_state_dict(self.student.state_dict())
         self.teacher.requires_grad_(False)
+        self.sees, self.random = settings.sees, torch.Generator()
+        self.register_buffer("code", torch.zeros(6))
+        self.register_buffer("mask", torch.tensor([-torch.inf, 0.0]))
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        if self.sees and not self.training:
+            self.seen.add_(0.1)
+        points = points + 0.1 * self.code + self.seen + 0.01 * torch.rand((), generator=self.random)
         return self.student(points), self.teacher(points)
 
 
@@ -87,6 +96,7 @@ def after_step(model: Any, step: int, stateful: dict[str, Any]) -> None:
     if _settings["now"].by_rank and dist.is_initialized():
         stateful["history"].mean += dist.get_rank()
     stateful["head"].weight.add_(stateful["history"].mean.mean())
+    model.code = 0.9 * model.code + 0.1 * torch.rand(6, generator=model.random).to(model.code)
     bias.add_(0.01 * stateful["head"].weight.mean().item())
 
 

@@ -99,6 +99,7 @@ def measure(task: Task, config: Config, steps: int) -> tuple[list[float], list[f
                 share = len(micro.indices) / plan.samples(step)
                 strategy.backward(value, share, stats if number == micros - 1 else None)
             total += float(value.detach()) * share
+        strategy.reduce(stats)
         strategy.scale_and_clip_gradients(update.optimizer, config.clip_grad_norm)
         strategy.update(update.optimizer)
         if not math.isfinite(total) or total > _BLOWN * abs(losses[0] if losses else total):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,11 +50,21 @@ class Extra:
         if self.objects:
 
             def place(storage: Any, saved_on: str) -> Any:
-                return storage if saved_on == "cpu" else storage.to(device)
+                return storage if saved_on == "cpu" else storage.to(device=device)
 
             held = torch.load(io.BytesIO(state[OBJECTS]), weights_only=True, map_location=place)
             for name, one in self.objects.items():
                 one.load_state_dict(held[name])
+
+    @contextlib.contextmanager
+    def unchanged(self, device: torch.device) -> Iterator[None]:
+        """Forget what becomes of the objects meanwhile."""
+        alone = Extra(objects=self.objects)
+        held = alone.state()
+        try:
+            yield
+        finally:
+            alone.load(held, device)
 
     def check(self, file: object, device: torch.device) -> None:
         """Whether the objects can be saved and restored.
@@ -108,4 +120,4 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"{whole.dtype}{tuple(whole.shape)}".encode())
         digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
     else:
-        digest.update(repr(value).encode())
+        digest.update(repr(sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value).encode())

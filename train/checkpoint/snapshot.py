@@ -237,7 +237,7 @@ class Snapshots:
     def _prepare(self, state: Serialized) -> None:
         """Reserve pinned memory for copies of a state, if there is enough."""
         assert self.buffers is not None
-        size = begin_of_tensors(len(state.plain) + _SLACK) + state.end
+        size = begin_of_tensors(len(state.plain) + max(len(state.plain), _SLACK)) + state.end
         ranks = self._world.local_size if self.is_sharded else 1
         missing, left = 2 * size - self.buffers.taken, self.memory_left()
         if missing > 0 and missing * ranks > left / 2:

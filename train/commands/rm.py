@@ -36,13 +36,16 @@ def run(options: Namespace, runs: Path) -> int:
 def _content(run: Run) -> str:
     """What a run folder holds: `finished, 276 steps, 1.2 MiB`."""
     files = [Path(folder, name) for folder, _, names in os.walk(run.folder) for name in names]
-    size = format.size(sum(file.lstat().st_size for file in files if os.path.lexists(file)))
+    size = 0
+    for file in files:
+        with contextlib.suppress(OSError):  # a run that lives prunes its checkpoints
+            size += file.lstat().st_size
     try:
         record = run.read_effective()
     except Refused:
-        return f"its run.json could not be read, {size}"
+        return f"its run.json could not be read, {format.size(size)}"
     steps = f", {record['step']} steps" if record.get("total_steps") else ""
-    return f"{record['state']}{steps}, {size}"
+    return f"{record['state']}{steps}, {format.size(size)}"
 
 
 def _remove_all(runs: list[Run]) -> list[str]:

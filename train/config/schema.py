@@ -177,6 +177,9 @@ class Log:
     """Write TensorBoard event files."""
     gradients: Changeable[bool] = False
     """Also log the global 2-norm of the gradients, before clipping, as grad_norm."""
+    mfu: Changeable[bool] = False
+    """Also log mfu, the share of a known GPU's peak that forward and backward use, counted in an attempt's first step.
+    Not for a task that compiles functions of its own: torch would not compile what it meets while it counts."""
     trace: Changeable[str] = ""
     """Trace steps FIRST:LAST of rank 0 by torch's profiler, into trace/ of the run folder; empty: none. As --trace."""
     wandb: Changeable[str] = ""

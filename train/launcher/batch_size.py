@@ -167,7 +167,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     world = join(config, RankEnv(rank, ranks, rank, ranks, f"file://{store}"), device)
     model = setup.arrange(build.make_model(task, config, precision.weights), config, ranks)
     updates, _ = spread_updates(task, model, config, world, precision)
-    _hooks = Hooks(task, updates[0].strategy.module, config, world)  # an average of the weights takes memory, too
+    _hooks = Hooks(task, updates[0].strategy, config)  # an average of the weights takes memory, too
     set_training(updates[0].strategy.module, config.freeze)
     for update in updates:
         update.activate()

@@ -174,10 +174,10 @@ def _check(
         )
     if run is not None:
         warnings = _check_data(run, task, config, train_set, eval_sets)
-    known = {name: None for line in evaluations(run) for name in line["eval"]} if run is not None else ()
     named = {"checkpoint.best": config.checkpoint.best, "early_stopping.metric": config.early_stopping.metric}
     for field, text in named.items():
         if text and (run is None or field in given):
+            known = {name: None for line in evaluations(run) for name in line["eval"]} if run is not None else ()
             check_metric(field, text, config, task, eval_sets, known)
     check_sync_batchnorm(config, device, ranks, len(train_set))
     total = build.total_steps(config, build.plan_of(config, len(train_set)))

@@ -188,7 +188,9 @@ def note_move(run: Run, before: Path) -> bool:
         record, session = run.read(), session_of(run.name)
         if ownership.was_started_here(before, record, run.folder):
             changes = ownership.sign(run.path, record)
-        if (old := record.get("tmux_session")) not in (None, session) and before.parent == run.path.parent:
+        # the session of a run that has ended may be another one's
+        is_beside = before.parent.resolve() == run.path.parent.resolve() and run.alive()
+        if (old := record.get("tmux_session")) not in (None, session) and is_beside:
             command = tmux(before.parent, "rename-session", "-t", f"={old}", session)
             if not subprocess.run(command, capture_output=True, check=False).returncode:
                 changes["tmux_session"] = session

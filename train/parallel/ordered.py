@@ -130,8 +130,10 @@ class Ordered(Strategy):
 
     def take(self, model: nn.Module) -> None:
         super().take(model)
-        self._statistics = [buffer for buffer in self._buffers if buffer.is_floating_point()]
-        self._others = [buffer for buffer in self._buffers if not buffer.is_floating_point()]
+        moving = {id(buffer) for module, _, _, buffer in self._registered if module.training}
+        self._statistics = [one for one in self._buffers if one.is_floating_point() and id(one) in moving]
+        averaged = {id(one) for one in self._statistics}
+        self._others = [one for one in self._buffers if id(one) not in averaged]
         self._before = [torch.empty_like(buffer) for buffer in self._statistics]
         # of the types and shapes of a sum, and how much there is of each type: what a message holds
         self._like = [*(parameter.detach() for parameter in self.trainable), *self._statistics]

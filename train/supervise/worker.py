@@ -166,6 +166,7 @@ def script_rank(command: list[str], files: list[int]) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _begin("", files)
+    os.set_inheritable(files[4], False)  # the folder is this process's own
     os.execv(sys.executable, [sys.executable, "-u", *command])
 
 

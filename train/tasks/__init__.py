@@ -19,6 +19,7 @@ import dataclasses
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -31,10 +32,12 @@ from typing import Any
 from train.errors import Refused, nearest, one_line
 
 _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
-_OPTIONAL = (
-    "metrics", "predict", "compute_metrics", "inference_model", "images", "collate", "on_device", "optimizer",
-    "param_groups", "schedule", "updates", "stateful", "after_step", "fingerprint",
-)  # fmt: skip
+_OPTIONAL = {
+    "metrics": "model, batch", "predict": "model, batch", "compute_metrics": "predictions", "inference_model": "model",
+    "images": "model, batch", "collate": "items", "on_device": "batch", "optimizer": "model, config",
+    "param_groups": "model, config", "schedule": "step, total_steps, config", "updates": "model, config",
+    "stateful": "model, config", "after_step": "model, step, stateful", "fingerprint": "config",
+}  # fmt: skip
 _ELSEWHERE = {
     "collate_fn": "collate", "configure_optimizers": "optimizer", "get_optimizer": "optimizer", "get_model": "model",
     "make_model": "model", "loss_fn": "loss", "compute_loss": "loss", "criterion": "loss", "training_step": "loss",
@@ -133,41 +136,71 @@ def load(name: str, file: Path | None = None, beside: Path | None = None, source
         if sys.path[:1] != [str(beside)]:  # it may be there already, behind what is installed
             sys.path.insert(0, str(beside))
         module = _execute(path, source)
-    _check_functions(module, path)
-    whole = [function for function in ("predict", "compute_metrics") if getattr(module, function, None) is not None]
-    if file is None:  # a copy trains as it did, and can be changed no more
-        _check_spelling(module, path)
-        if len(whole) == 1:
-            raise Refused(
-                f"{path} has {whole[0]} alone: compute_metrics(predictions) gets what predict(model, batch) returns "
-                "for a whole evaluation set; define both, or neither"
-            )
+    is_copy = file is not None  # it trains as it did, and can be changed no more
+    nodes = ast.walk(ast.parse(source))
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    functions = _functions(module, path, used, is_copy)
+    if not is_copy:
+        _check_spelling(module, path, used)
     defaults = getattr(module, "DEFAULTS", {})
     if not (isinstance(defaults, dict) and all(isinstance(name, str) for name in defaults)):
         raise Refused(f'DEFAULTS in {path} must be a dict from field names to values: {{"optim.lr": 0.1}}')
     settings = getattr(module, "Settings", None)
     if settings is not None and not (isinstance(settings, type) and dataclasses.is_dataclass(settings)):
         raise Refused(f"Settings in {path} must be a dataclass: put @dataclass above it")
-    functions: dict[str, Any] = {function: getattr(module, function, None) for function in (*_REQUIRED, *_OPTIONAL)}
-    if len(whole) == 1:  # a helper in a run of before
-        functions[whole[0]] = None
     digest = hashlib.sha256(source).hexdigest()
     return Task(name=name, file=path, sha256=digest, Settings=settings, DEFAULTS=dict(defaults), **functions)
 
 
-def _check_functions(module: Any, path: Path) -> None:
-    """Whether a file has the functions of a task. Raises Refused."""
-    has_updates = getattr(module, "updates", None) is not None
+def _functions(module: Any, path: Path, used: set[str], is_copy: bool) -> dict[str, Any]:
+    """The functions of a task by name, None where it has none.
+
+    Args:
+        used: names that the file reads: a helper of its own may have the name of a part.
+
+    Raises:
+        Refused: one is missing, or is not what its name says.
+    """
+    found = {name: getattr(module, name, None) for name in (*_REQUIRED, *_OPTIONAL)}
+    for name, arguments in _OPTIONAL.items():
+        if found[name] is not None and not _takes(found[name], arguments):
+            if not is_copy:
+                what = f"does not take ({arguments})" if callable(found[name]) else "is no function"
+                raise Refused(f"{name} in {path} {what}; define def {name}({arguments}), or give it another name")
+            found[name] = None  # in a run of before it was a helper, or a value
+    if is_copy and found["loss"] is not None:
+        found["updates"] = None
+    if found["optimizer"] is not None and (is_copy or "param_groups" in used):
+        found["param_groups"] = None
+    for one, other in (("predict", "compute_metrics"), ("compute_metrics", "predict")):
+        if found[one] is not None and found[other] is None:
+            if not is_copy and one not in used:
+                raise Refused(
+                    f"{path} has {one} alone: compute_metrics(predictions) gets what predict(model, batch) returns "
+                    "for a whole evaluation set; define both, or neither"
+                )
+            found[one] = None
     for one, other in (*[("updates", replaced) for replaced in _REPLACED], ("optimizer", "param_groups")):
-        if getattr(module, one, None) is not None and getattr(module, other, None) is not None:
+        if found[one] is not None and found[other] is not None:
             raise Refused(f"{path} has {one} and {other}, which it takes the place of; leave out one of them")
-    for function, arguments in _REQUIRED.items():
-        if not (has_updates and function == "loss") and not callable(getattr(module, function, None)):
-            instead = next((f"; is it {name}?" for name, meant in _misspelt(module) if meant == function), "")
-            raise Refused(f"{path} has no function {function}; a task needs def {function}({arguments}){instead}")
-    for function in _OPTIONAL:
-        if getattr(module, function, None) is not None and not callable(getattr(module, function)):
-            raise Refused(f"{function} in {path} is no function; define it with def, or give it another name")
+    for name, arguments in _REQUIRED.items():
+        if not (found["updates"] and name == "loss") and not callable(found[name]):
+            instead = next((f"; is it {other}?" for other, meant in _misspelt(module) if meant == name), "")
+            raise Refused(f"{path} has no function {name}; a task needs def {name}({arguments}){instead}")
+    return found
+
+
+def _takes(function: Any, arguments: str) -> bool:
+    """Whether it can be called with these arguments, by their places."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*arguments.split(", "))
+    except TypeError:
+        return False
+    except ValueError:  # of a function in C nothing is known
+        return True
+    return True
 
 
 def _misspelt(module: Any) -> list[tuple[str, str]]:
@@ -185,11 +218,9 @@ def _misspelt(module: Any) -> list[tuple[str, str]]:
     return found
 
 
-def _check_spelling(module: Any, path: Path) -> None:
+def _check_spelling(module: Any, path: Path, used: set[str]) -> None:
     """Refuse what looks like a misspelt part of a task, unless the file itself uses it as a helper. Raises Refused."""
-    nodes = ast.walk(ast.parse(path.read_bytes())) if (misspelt := _misspelt(module)) else ()
-    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    for name, known in misspelt:
+    for name, known in _misspelt(module):
         if name not in used:
             raise Refused(f"{path}: nothing uses {name}; did you mean {known}? If not, call it _{name}")
 

@@ -212,6 +212,7 @@ def inference_model(task: Task, model: nn.Module) -> nn.Module:
     """What evaluation and export take: of a task with inference_model() what that returns, else the model itself."""
     if task.inference_model is None:
         return model
+    seed_host(seed_of(0, "inference_model"))
     made = call(task, "inference_model()", task.inference_model, model)
     if not isinstance(made, nn.Module):
         raise Refused(f"inference_model in {task.file} must return a torch.nn.Module, got {type(made).__name__}")

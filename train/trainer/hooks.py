@@ -16,11 +16,13 @@ from train.checkpoint.state_dict import weights_of
 from train.config import Config
 from train.data.order import seed_of
 from train.data.seeding import owned, seed_compute
-from train.parallel.strategy import local
-from train.parallel.world import World
+from train.errors import TrainingFailed
+from train.parallel.strategy import Strategy, local
 from train.tasks import Task
 from train.trainer.build import make_objects
 
+_AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of buffers that have means."""
 _CHECKED = 2
 """Steps of an attempt after which the task's own state is compared between ranks."""
 
@@ -29,7 +31,8 @@ class Average:
     """An exponential moving average of the weights: average = d average + (1 - d) weights, after each step.
 
     d is `ema.decay`; with `ema.warmup` W it is min(decay, (1 + step) / (W + step)), as TensorFlow's
-    ExponentialMovingAverage does with W = 10. Floating point buffers are averaged alike, others are copied.
+    ExponentialMovingAverage does with W = 10. Buffers of finite numbers are averaged alike; others, and frozen
+    parameters, are copied.
     """
 
     def __init__(self, module: nn.Module, config: Config) -> None:
@@ -42,8 +45,9 @@ class Average:
         """By the names of the model's state, tied ones of the same tensor; spread over ranks as that is."""
         pairs = {id(now): (local(means[id(now)]), now) for now in held}.values()
         # parameters and buffers, and not what they hold now: fsdp moves it in its first forward
-        self._averaged = [(mean, now) for mean, now in pairs if mean.is_floating_point() or mean.is_complex()]
-        self._copied = [(mean, now) for mean, now in pairs if not (mean.is_floating_point() or mean.is_complex())]
+        self._averaged = [(mean, now) for mean, now in pairs if _moves(now)]
+        self._copied = [(mean, now) for mean, now in pairs if not _moves(now)]
+        self._buffers = [mean for mean, now in pairs if not isinstance(now, nn.Parameter)]
 
     def update(self, step: int) -> None:
         """Take in the weights after a step, counted from 1."""
@@ -54,7 +58,7 @@ class Average:
         means, weights = [mean for mean, _ in self._averaged], [local(now.detach()) for _, now in self._averaged]
         get_ema_multi_avg_fn(decay)(means, weights, step)
         for mean, now in self._copied:
-            mean.copy_(now)
+            mean.copy_(local(now.detach()))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over an average that was saved."""
@@ -63,12 +67,15 @@ class Average:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """While the model computes with the average."""
+        """While the model computes with the average. What becomes of buffers meanwhile is forgotten."""
+        before = [mean.clone() for mean in self._buffers]
         self._swap()
         try:
             yield
         finally:
             self._swap()
+            for mean, was in zip(self._buffers, before, strict=True):
+                mean.copy_(was)
 
     def _swap(self) -> None:
         with torch.no_grad():
@@ -81,6 +88,13 @@ class Average:
             part.reshard()
 
 
+def _moves(tensor: Tensor) -> bool:
+    """Whether training moves it by small steps. A frozen parameter, or a mask with infinities, it does not."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor.requires_grad
+    return tensor.dtype in _AVERAGED and bool(torch.isfinite(tensor).all())
+
+
 def weights_of_figures(average: Average | None) -> list[tuple[str, Callable[[], AbstractContextManager[None]]]]:
     """The weights that an evaluation computes with, beside what the names of their figures begin with."""
     return [("", contextlib.nullcontext), *([("ema.", average.swapped)] if average is not None else [])]
@@ -89,27 +103,36 @@ def weights_of_figures(average: Average | None) -> list[tuple[str, Callable[[], 
 class Hooks:
     """What happens after each step of the optimizer, alike on all ranks; and the state that belongs to it."""
 
-    def __init__(self, task: Task, module: nn.Module, config: Config, world: World) -> None:
-        self._task, self._module, self._config, self._world = task, module, config, world
+    def __init__(self, task: Task, strategy: Strategy, config: Config) -> None:
+        module, world = strategy.module, strategy.world
+        self._task, self._strategy, self._module, self._config, self._world = task, strategy, module, config, world
         self.average = Average(module, config) if config.ema.decay is not None else None
         self._objects = make_objects(task, module, config, world.device)
         self.extra = Extra(self.average.tensors if self.average is not None else {}, self._objects)
         self.are_used = task.after_step is not None or self.average is not None or bool(self._objects)
         """Whether there is anything to do; a run without pays nothing in a step."""
-        self._generators = owned(task.after_step, *self._objects.values()) if task.after_step is not None else []
+        holders = (module, task.after_step, *self._objects.values())
+        self._generators = owned(*holders) if task.after_step is not None else []
         self._steps = 0
 
     def after_step(self, step: int) -> None:
         """After the update of a step, counted from 1.
 
         Raises:
-            TrainingFailed: the task's own state differs between ranks.
+            TrainingFailed: the task's own state differs between ranks, or after_step changes what is trained.
         """
         if self._task.after_step is not None:
             seed = seed_of(self._config.seed, step)
             seed_compute(seed, self._world.device, "after_step", self._generators)
+            trained = [parameter.requires_grad for parameter in self._module.parameters()]
             with torch.no_grad():
                 self._task.after_step(self._module, step, self._objects)
+            if trained != [parameter.requires_grad for parameter in self._module.parameters()]:
+                raise TrainingFailed(
+                    f"after_step in {self._task.file} changes which parameters require gradients, which no checkpoint "
+                    "holds: use --freeze, or two runs, the second with --init"
+                )
+            self._strategy.restore_buffers()  # one that is reassigned (model.code = …)
         if self.average is not None:
             self.average.update(step)
         self._steps += 1

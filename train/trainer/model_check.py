@@ -37,7 +37,7 @@ class ModelCheck:
         self._model, self._find, self._generators = model, find, len(known)
         self._parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
         self._names, self._numbers = set(model.state_dict(keep_vars=True)), _numbers(model)
-        self._is_first = True
+        self._has_warned = False
 
     def begin(self) -> None:
         """Before the forwards of a step."""
@@ -53,8 +53,7 @@ class ModelCheck:
         if any(changed):
             raise TrainingFailed(
                 f"the model updates its parameter {self._parameters[changed.index(True)][0]} in its forward, which "
-                "every rank and micro batch does anew; make it a buffer, or update it after the optimizer's step "
-                "(register_step_post_hook, in optimizer())"
+                "every rank and micro batch does anew; make it a buffer, or update it in after_step"
             )
         new = sorted(self._model.state_dict(keep_vars=True).keys() - self._names)
         if new:
@@ -62,8 +61,9 @@ class ModelCheck:
                 f"the model has got {new[0]} in its first steps, and a checkpoint could not be read back into a model "
                 "without it; make it in model(), of its final shape, or register it with persistent=False"
             )
-        is_first, self._is_first = self._is_first, False
-        return self._warnings() if is_first else []
+        found = [] if self._has_warned else self._warnings()  # what after_step counts shows in the second step
+        self._has_warned |= bool(found)
+        return found
 
     def _warnings(self) -> list[str]:
         found = [_LATE] if len(self._find()) > self._generators else []

@@ -89,7 +89,7 @@ def _own(task: Task, model: nn.Module, config: Config, options: Collection[str])
     for group in made:
         _check_options(group, options, what)
         given = [group["params"]] if isinstance(group["params"], Tensor) else call(task, what, list, group["params"])
-        parameters = [one[1] if isinstance(one, tuple) else one for one in given]
+        parameters = [one[-1] if isinstance(one, tuple) and one else one for one in given]
         for parameter in parameters:
             if id(parameter) not in names:
                 raise Refused(f"{what} has something that is no parameter of the model; take parameters of `model`")

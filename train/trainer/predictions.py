@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.data.seeding import seed_host
+from train.data.seeding import owned, seed_host, seed_owned
 from train.data.to_device import mapped
 from train.errors import TrainingFailed
 from train.parallel.world import World
@@ -79,6 +79,7 @@ class Predictions:
         if not whole:
             return {}
         seed_host(seed)
+        seed_owned(owned(task.compute_metrics), seed)
         try:
             made = task.compute_metrics(whole)
         except Exception as error:
@@ -92,7 +93,7 @@ class Predictions:
                 if isinstance(value, str):
                     raise TypeError("no number")
                 figures[str(name)] = float(value)
-            except (TypeError, ValueError, RuntimeError):
+            except (TypeError, ValueError, RuntimeError, OverflowError):
                 raise TrainingFailed(f"{what} {kind_of(value)} for {name}; give each number a name") from None
         return figures
 

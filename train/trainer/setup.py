@@ -97,7 +97,9 @@ class Job:
 
     def find_generators(self) -> list[Seed]:
         """The same, as they are found now."""
-        return owned(self.strategy.module, *(update.loss for update in self.updates))
+        # a loss may be a partial or a method, which does not say what file it is of
+        losses = [update.loss for update in self.updates]
+        return owned(self.strategy.module, *losses, self.task.updates or self.task.loss)
 
     @functools.cached_property
     def optimizer_generators(self) -> list[Seed] | None:
@@ -137,7 +139,7 @@ def set_up(
     mark, number = world.broadcast((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
     snapshots = _snapshots(task, config, world, memory, mark)
     home = home_of(run, config, world)
-    hooks = Hooks(task, model, config, world)
+    hooks = Hooks(task, updates[0].strategy, config)
     state = TrainState(model, optimizer, precision, hooks.extra)
     start = load_newest(run, home, world, snapshots, state)
     faults.here("loaded")

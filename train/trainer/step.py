@@ -35,11 +35,11 @@ def due(job: Job, number: int) -> list[SpreadUpdate]:
 
 def step(
     job: Job, stats: dict[str, StepStats], number: int, prefetch: Prefetch, wants_save: bool, check: ModelCheck | None
-) -> tuple[Tensor, bool]:
+) -> tuple[Tensor, list[bool]]:
     """Make the updates of a step, counted from 0, all micro batches of one before the next one.
 
     Returns the stats, a row for each update that is `due` where there are several, summed over the ranks, still on the
-    device; behind them the norm of its gradients, where that is logged. And whether an update was left out (on_nan).
+    device; behind them the norm of its gradients, where that is logged. And which updates were left out (on_nan).
 
     Args:
         stats: this rank's of each update, of any step before.
@@ -49,10 +49,11 @@ def step(
     faults.here("step")
     updates, fetched = due(job, number), _fetched(job, number, prefetch)
     if len(updates) == 1:
-        return _update(job, updates[0], stats[updates[0].name], number, fetched, wants_save, check)
+        sums, is_left_out = _update(job, updates[0], stats[updates[0].name], number, fetched, wants_save, check)
+        return sums, [is_left_out]
     batches = list(fetched)
     made = [_update(job, one, stats[one.name], number, batches, wants_save, check) for one in updates]
-    return torch.stack([sums for sums, _ in made]), any(is_skipped for _, is_skipped in made)
+    return torch.stack([sums for sums, _ in made]), [is_left_out for _, is_left_out in made]
 
 
 def _fetched(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:

@@ -164,15 +164,15 @@ class Loop:
         self.trace.before(self.done + 1)
         flops = self._flops if self.done == self._begun else None
         with flops.counting(job.plan, job.sharing, self.done) if flops is not None else _NOTHING:
-            sums, is_skipped = step(job, self._stats, self.done, self._prefetch, self._save_clock.is_due(), check)
+            sums, left_out = step(job, self._stats, self.done, self._prefetch, self._save_clock.is_due(), check)
         self.timing.step(samples)
         self.done += 1
         self.trace.after(self.done)
-        if job.hooks.are_used and not is_skipped:
+        if job.hooks.are_used and not all(left_out):
             job.hooks.after_step(self.done)
         job.heart.beat(heartbeat.TRAINING, self.done)
         job.saver.prepare(job.state)
-        self.readback.put(_Step(self.done, rate, samples, is_skipped), sums)
+        self.readback.put(_Step(self.done, rate, samples, any(left_out)), sums)
 
     def read_stats(self, everything: bool) -> bool:
         """Read the stats of the steps that can be read by now. Whether a rank asks for a checkpoint in them.
@@ -241,7 +241,8 @@ class Loop:
         job = self.job
         faults.here("evaluate")
         beat = functools.partial(job.heart.beat, heartbeat.EVALUATING, self.done)
-        with self.timing.spent("evaluation"), gather.paused(), evaluated_weights(job.optimizer):
+        same_objects = job.hooks.extra.unchanged(job.world.device)  # a resume does not repeat an evaluation
+        with self.timing.spent("evaluation"), gather.paused(), evaluated_weights(job.optimizer), same_objects:
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluations, job.world, job.precision, self._prefetch.batches,
                 job.sharing, lambda: job.stop.asked, beat, functools.partial(job.loggers.pictures, self.done),

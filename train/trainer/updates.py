@@ -22,6 +22,7 @@ from train.parallel.strategy import Strategy
 from train.parallel.world import World
 from train.tasks import Task
 from train.trainer.build import call
+from train.trainer.freeze import set_training
 from train.trainer.optimizer import check_fields, check_optimizer, has_modes, keep_dtypes, make_optimizer
 
 _KEYS = ("loss", "optimizer", "every")
@@ -70,7 +71,8 @@ class JoinedOptimizers(torch.optim.Optimizer):
         groups = [group for part in parts for group in part.param_groups]
         super().__init__([{"params": group["params"]} for group in groups], {})
         self.parts = parts
-        state = {key: value for part in parts for key, value in part.state.items()}
+        held = {id(parameter) for group in groups for parameter in group["params"]}  # others are frozen
+        state = {key: value for part in parts for key, value in part.state.items() if id(key) in held}
         self.__setstate__({"param_groups": groups, "state": collections.defaultdict(dict, state)})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,21 +113,25 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
         raise Refused(f'{where}: each of them leaves out steps ("every"); one must be made in every step')
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     seen: dict[int, str] = {}
+    plain = torch.optim.Optimizer
     for update in updates:
         for group in update.optimizer.param_groups:  # frozen ones are to stay frozen
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
         check_optimizer(update.optimizer, model, task, config)
         if not update.parameters:
             raise Refused(f"{where}: all parameters of {update.name} are frozen; leave it out, or freeze fewer")
-        if has_modes(update.optimizer):
+        kind = type(update.optimizer)
+        keeps_more = kind.state_dict is not plain.state_dict or kind.load_state_dict is not plain.load_state_dict
+        if has_modes(update.optimizer) or keeps_more:
             raise Refused(
-                f"{where}: {update.name} has an optimizer with train() and eval(), which only optimizer() may"
+                f"{where}: {update.name} has an optimizer with train() and eval(), or a state_dict() of its own, which "
+                "only optimizer() may"
             )
         for parameter in update.parameters:
             other = seen.setdefault(id(parameter), update.name)
             if other != update.name:
                 raise Refused(f"{where}: {names.get(id(parameter), 'a parameter')} is in {other} and in {update.name}")
-    for left_out in names.keys() - seen.keys():
+    for left_out in [one for one in names if one not in seen]:
         raise Refused(
             f"{where}: {names[left_out]} is in no optimizer; give it to one, or freeze it (requires_grad_(False))"
         )
@@ -155,6 +161,7 @@ def spread_updates(
 
     Returns them, and one optimizer for all.
     """
+    set_training(model, config.freeze)  # what is frozen as a whole has no statistics to sum up
     if task.updates is None:
         strategy = choose.make(world, config, precision)
         (update,) = read_updates(task, strategy.place(model), config)

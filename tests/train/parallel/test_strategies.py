@@ -140,7 +140,7 @@ def test_a_parameter_that_a_forward_updates_ends_the_run_with_a_line(
     name = f"{kind}-{ranks}-{len(flags)}"
     record = engine.run(name, ranks, **ODD | {"task__kind": kind} | flags)
     assert record["state"] == "failed" and "updates its parameter teacher.weight in its forward" in record["reason"]
-    assert "register_step_post_hook" in record["reason"]
+    assert "after_step" in record["reason"]
     assert len(engine.losses(name)) == (kind == "moved")  # it begins as the weights that it follows
 
 

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.tasks import TASKS
 from train.errors import Refused
 from train.launcher.checks import prepare, prepare_resume
 from train.launcher.request import Request, resolve
@@ -226,3 +227,31 @@ def test_what_lies_beside_a_task_goes_before_what_is_installed(tmp_path: Path, m
     monkeypatch.setattr(sys, "path", [str(installed), *sys.path, str(beside)])  # as module_runner.py does it
     monkeypatch.delitem(sys.modules, "helper", raising=False)
     assert load(str(beside / "task.py")).name == str(beside / "task.py")
+
+
+HELPERS = """
+def param_groups(model, decay):
+    return list(model.parameters())
+
+def predict(model, batch):
+    return model(batch["point"])
+
+def optimizer(model, config):
+    return torch.optim.SGD(param_groups(model, 0.1), lr=0.1)
+
+def _unused(model, batch):
+    return predict(model, batch)
+"""
+
+
+def test_a_helper_may_have_the_name_of_a_part(station: Any, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(f"{(TASKS / 'learner.py').read_text()}\n{HELPERS}")
+    station.ok("run", own, "--name", "helped", "--steps", 1)
+    # a file of before the part existed goes on as it was
+    copy = station.runs / "helped" / "task.py"
+    copy.write_text(copy.read_text() + "\nimages = ['a.png']\ndef schedule(step):\n    return 1.0\n")
+    station.ok("eval", "helped")
+    own.write_text(copy.read_text().replace("images = ", "pictures = "))
+    done = station("run", own, "--steps", 1)
+    assert done.returncode == 2 and "does not take (step, total_steps, config)" in done.stderr

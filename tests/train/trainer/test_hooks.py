@@ -17,7 +17,7 @@ from train.trainer.load import load_trained
 
 FLAGS: dict[str, Any] = {
     "task": TASKS / "moving.py", "ema__decay": 0.9, "task__batchnorm": "true", "checkpoint__every_steps": 4,
-    "checkpoint__asynchronous": "false",
+    "checkpoint__asynchronous": "false", "task__sees": "true",
 }  # fmt: skip
 
 
@@ -47,10 +47,31 @@ def test_killed_and_resumed_it_ends_bit_for_bit_as_undisturbed(
 
 
 def test_it_is_the_same_on_one_and_three_ranks(engine: Any) -> None:
-    flags = FLAGS | {"precision": "fp64", "task__batchnorm": "false", "task__dropout": 0.0}
+    flags = FLAGS | {"precision": "fp64", "task__batchnorm": "false", "task__dropout": 0.0, "task__sees": "false"}
     engine.run("one-moving", 1, **flags)
     engine.run("three-moving", 3, **flags)
     assert_same_training(engine, "three-moving", "one-moving")
+
+
+def test_in_order_it_ends_with_the_same_bits_on_any_number_of_ranks(engine: Any) -> None:
+    flags = FLAGS | {"parallel__reduce": "ordered", "freeze": "teacher"}
+    records = [engine.run(f"ordered-moving-{ranks}", ranks, **flags) for ranks in (1, 3)]
+    assert len({record["weights_sha256"] for record in records}) == 1
+
+
+def test_the_average_of_a_mask_with_infinities_is_the_mask(engine: Any, tmp_path: Path) -> None:
+    engine.run("masked", 1, **FLAGS)
+    average = extra_of(engine, "masked", tmp_path)
+    assert average["mask"].tolist() == [-torch.inf, 0.0]
+    assert all(torch.isfinite(value).all() for name, value in average.items() if name != "mask")
+
+
+def test_what_after_step_freezes_is_refused(engine: Any, tmp_path: Path, capfd: Any) -> None:
+    task = tmp_path / "late.py"
+    late = "def after_step(model, step, stateful):\n    model.leave.requires_grad_(step < 3)\n"
+    task.write_text(f"{engine.task.read_text()}\n\n{late}")
+    engine.run("late-freeze", 1, task=task)
+    assert engine.code == 3 and "changes which parameters require gradients" in capfd.readouterr().err
 
 
 def test_state_that_differs_between_ranks_is_refused(engine: Any, capfd: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,18 @@ def test_what_was_saved_before_an_update_was_ever_made_is_read_back(engine: Any)
     engine.run("gan-late-stopped", 1, ["2 0 SIGTERM"], **flags)
     engine.resume("gan-late-stopped", 1)
     assert engine.outcome("gan-late-stopped") == engine.outcome("gan-late")
+
+
+def test_what_is_frozen_leaves_an_optimizer_with_a_state_from_the_start(engine: Any, tmp_path: Path) -> None:
+    task = tmp_path / "adagrad.py"
+    task.write_text(
+        (TASKS / "gan.py").read_text().replace("optim.SGD(", "optim.Adagrad(").replace(", momentum=0.9", "")
+    )
+    flags = GAN | {"task": task, "freeze": "g.0.bias"}
+    engine.run("gan-frozen", 1, **flags)
+    engine.run("gan-frozen-stopped", 1, ["2 0 SIGTERM"], **flags)
+    engine.resume("gan-frozen-stopped", 1)
+    assert engine.outcome("gan-frozen-stopped") == engine.outcome("gan-frozen")
 
 
 def test_it_is_the_same_on_one_and_three_ranks(engine: Any) -> None:

@@ -18,7 +18,7 @@ from train import config as configuration
 from train import format
 from train.config import Config
 from train.data.fetch import TRAINING, BadSample
-from train.errors import nearest
+from train.errors import nearest, one_line
 from train.parallel.world import World
 from train.run import best, durable, metrics
 from train.run.metrics import Evaluation, Lines, Training, metrics_text, samples_file, samples_text
@@ -128,7 +128,7 @@ class Loggers:
                 path = self.run.images / f"{name}-step-{step:08d}.png"
                 durable.write_atomically(path, content, durable=False)
         except OSError as error:
-            self.say(f"warning: pictures of step {step} could not be written: {error}")
+            self.say(f"warning: pictures of step {step} could not be written: {one_line(error)}")
         if self._tensorboard is not None:
             self._tensorboard.pictures(step, made)
 
