@@ -28,6 +28,9 @@ def part(scale: Scale) -> Iterator[Case]:
                 flags["channels_last"] = "true"
             what = f"{task}, {precision}"
             yield Case(what, compare, (scale, task, what, flags))
+    own = scale.exact_flags("own") | FLAGS | {"precision": "bf16", "ema.decay": 0.9, "log.gradients": "true"}
+    what = "updates, averages and state of a task's own"
+    yield Case(what, compare, (scale, "own", what, own))
     yield Case(_COMPILED, _compiled, (scale,))
 
 

@@ -104,6 +104,7 @@ class Scale:
             "fake": {"batch_size": 64, "optim.name": "sgd", "optim.lr": 0.05},
             "resnet": {"batch_size": 256, "optim.name": "sgd", "optim.lr": 0.01},
             "gpt": {"batch_size": 16, "optim.name": "adamw", "optim.lr": 1e-4},
+            "own": {"batch_size": 32},
             "slow": {"batch_size": 2, "optim.lr": 0.01},
             "perceptron": {"batch_size": 128},
         }

@@ -243,7 +243,7 @@ def test_ordered_sums_on_cards_of_two_kinds_are_not_compared(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind,tasks", [
-    (exact, {"fake", "resnet", "gpt"}), (steps, {"fake", "resnet", "gpt"}), (speed, {"resnet", "gpt"}),
+    (exact, {"fake", "resnet", "gpt", "own"}), (steps, {"fake", "resnet", "gpt"}), (speed, {"resnet", "gpt"}),
     (ranks, {"gpt"}),
 ])  # fmt: skip
 def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(

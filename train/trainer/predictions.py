@@ -20,11 +20,15 @@ from train.parallel.world import World
 from train.tasks import Task, where
 from train.trainer.loss import kind_of
 
+_ALONE = ""
+"""The name of predictions that are a list alone."""
+
 
 class Predictions:
     """The predictions for one evaluation set; of a task without `predict` there are none.
 
-    Those of a batch are a dict: by name a tensor whose first dimension is that of the samples, or a list.
+    Those of a batch are a dict: by name a tensor whose first dimension is that of the samples, or a list. A list alone
+    is one without a name.
     """
 
     def __init__(self, task: Task, world: World) -> None:
@@ -41,14 +45,15 @@ class Predictions:
             TrainingFailed: it is not one prediction a sample.
         """
         what = f"predict in {self._task.file} must"
+        made = {_ALONE: made} if isinstance(made, list) else made
         if not isinstance(made, dict) or not made:
             raise TrainingFailed(f"{what} return a dict from names to tensors or lists, got {kind_of(made)}")
         for name, value in made.items():
             has_length = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
             if not has_length or len(value) != samples:
                 raise TrainingFailed(
-                    f"{what} give one {name} a sample, a tensor with the batch first or a list: {samples} for this "
-                    f"batch, got {kind_of(value)}"
+                    f"{what} give one {name or 'item'} a sample, a tensor with the batch first or a list: {samples} "
+                    f"for this batch, got {kind_of(value)}"
                 )
         self._new.append((number, mapped(made, _on_host)))
 
@@ -81,7 +86,7 @@ class Predictions:
         seed_host(seed)
         seed_owned(owned(task.compute_metrics), seed)
         try:
-            made = task.compute_metrics(whole)
+            made = task.compute_metrics(whole.get(_ALONE, whole))
         except Exception as error:
             raise TrainingFailed(f"compute_metrics failed: {where(error, task.file)}") from error
         what = f"compute_metrics in {task.file} must return a dict of numbers, got"

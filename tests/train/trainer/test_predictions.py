@@ -74,6 +74,8 @@ def test_a_prediction_that_is_not_one_per_sample_fails_the_run_on_all_ranks(engi
             "{}",
             r"a in several forms, .*\(0, 1\) and .*\(0, 2\)",
         ),
+        ("batch.tolist()", "{'b': str(p)}", r"numbers, got str for b"),
+        ("[1, 2]", "{}", "one item a sample.*3 for this batch, got a list of 2"),
         ("{'a': batch}", "p['b']", r"compute_metrics failed: .*task\.py, line 4: KeyError: 'b'"),
         ("{'a': batch}", "5", "dict of numbers, got int"),
         ("{'a': batch}", "{'b': '3'}", "numbers, got str for b"),
@@ -104,3 +106,14 @@ def test_tensors_are_kept_without_the_memory_that_they_are_a_part_of(tmp_path: P
     assert whole["a"].tolist() == [2] * 4 + [1] * 4 and whole["a"].dtype == torch.float32
     assert [len(item["box"]) for item in whole["b"]] == [1] * 4 + [2] * 4
     assert all(item["box"].untyped_storage().nbytes() <= 8 for item in whole["b"])
+
+
+def test_a_list_alone_is_given_as_one_list(tmp_path: Path) -> None:
+    lines = "def compute_metrics(p): return {'sum': sum(p), 'first': p[0]}\ndef model(config): ...\n"
+    lines += "datasets = loss = model\n"
+    (tmp_path / "task.py").write_text(f"def predict(model, batch): return batch.tolist()\n{lines}")
+    task = load(str(tmp_path / "task.py"))
+    predictions = Predictions(task, World(0, 1, 0, torch.device("cpu")))
+    for number in (1, 0):
+        predictions.add(number, [number + 1, 5], 2)
+    assert predictions.figures(0, lambda: None) == {"sum": 13, "first": 1}
