@@ -56,6 +56,11 @@ def begin(world: World, config: Config) -> None:
     _ranks.update(world=world, problem=_problem(config, world.size))
 
 
+def end() -> None:
+    """Of a run that has ended."""
+    _ranks["world"] = None
+
+
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """While figures are computed that do not follow the number of ranks."""

@@ -93,6 +93,8 @@ def train(job: Job, done: int) -> Done:
             job.saver.wait()
         job.loggers.times(loop.times())
         raise
+    finally:
+        gather.end()
     return Done(loop.done, loop.is_stopping and not loop.is_complete, loop.early_reason, loop.times())
 
 

@@ -60,8 +60,8 @@ def test_in_order_it_ends_with_the_same_bits_on_any_number_of_ranks(engine: Any)
 
 
 def test_the_average_of_a_mask_with_infinities_is_the_mask(engine: Any, tmp_path: Path) -> None:
-    engine.run("masked", 1, **FLAGS)
-    average = extra_of(engine, "masked", tmp_path)
+    engine.run("masked-average", 1, **FLAGS)
+    average = extra_of(engine, "masked-average", tmp_path)
     assert average["mask"].tolist() == [-torch.inf, 0.0]
     assert all(torch.isfinite(value).all() for name, value in average.items() if name != "mask")
 
