@@ -34,9 +34,9 @@ def run(options: Namespace, runs: Path) -> int:
         raise Refused(f"{found.name} is running on several machines; first: train stop {found.name}")
     for part in parts:
         folders.check_free(part.folder.parent, options.new)
-    for part in parts:
+    for part, lock in zip(parts, locks, strict=True):
         new = part.folder.with_name(options.new)
         part.folder.rename(new)
-        note_move(Run(new), part.folder)
+        note_move(Run(new), part.folder, is_living=lock is None)
     screen.say(f"{options.name} is {options.new} now")
     return EXIT_FINISHED

@@ -68,7 +68,8 @@ class DDPModule(DistributedDataParallel):
             if "finished reduction in the prior iteration" not in str(error):
                 raise
             places = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            names = [name.removeprefix("module.") for name, _ in self.module.named_parameters()]
+            parameters = self.module.named_parameters()  # ddp numbers those that it reduces
+            names = [name.removeprefix("module.") for name, one in parameters if one.requires_grad]
             raise _unused([names[int(place)] for place in (places[1].split() if places else ())]) from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from train.config import EarlyStopping as Settings
+from train.config import EarlyStopping
 from train.errors import TrainingFailed, nearest
 from train.parallel.world import World
 from train.run.best import Aim, aim_of
@@ -19,10 +19,10 @@ Score = tuple[int, float | None]
 """The step after which was evaluated, and the figure; None: it was not finite, or there was none of that name."""
 
 
-class EarlyStopping:
-    """The scores of a run, the same on every rank."""
+class StoppingRule:
+    """Ends a run by the scores of its evaluations, the same on every rank."""
 
-    def __init__(self, settings: Settings, run: Run, world: World) -> None:
+    def __init__(self, settings: EarlyStopping, run: Run, world: World) -> None:
         """A collective."""
         self._settings, self._run, self._world, self._aim = settings, run, world, aim_of(settings.metric)
         lines = world.on_first(lambda: evaluations(run))

@@ -20,7 +20,7 @@ from train.run import best, heartbeat, outcome
 from train.run.metrics import Training, last_evaluation, skipped_steps
 from train.run.outcome import Kind, Outcome
 from train.run.record import Times
-from train.trainer.early_stopping import EarlyStopping
+from train.trainer.early_stopping import StoppingRule
 from train.trainer.evaluate import evaluate
 from train.trainer.flops import flops_of
 from train.trainer.freeze import set_training
@@ -139,7 +139,7 @@ class Loop:
         traced = steps_of(job.config.log.trace if job.world.is_first else "")
         self.trace = Trace(job.run, traced, device.type == "cuda", job.loggers.say)
         early = job.config.early_stopping
-        self._early = EarlyStopping(early, job.run, job.world) if early.metric else None
+        self._early = StoppingRule(early, job.run, job.world) if early.metric else None
         self.early_reason = self._ends_early()
         """Why the evaluations up to now end the run before its last step; '' where they do not."""
 
@@ -185,9 +185,12 @@ class Loop:
         save = False
         for made, updates in self.readback.take(everything):
             self._log(made, updates)
-            self.job.snapshots.stats_read(made.number, sum(sums["copy"] for sums in updates))
-            self.is_stopping |= any(sums["stop"] > 0 for sums in updates)
-            save |= any(sums["save"] > 0 for sums in updates)
+            requests = 0.0
+            for sums in updates:
+                requests += sums["copy"]
+                self.is_stopping |= sums["stop"] > 0
+                save |= sums["save"] > 0
+            self.job.snapshots.stats_read(made.number, requests)
         return save
 
     def _log(self, made: _Step, updates: list[dict[str, float]]) -> None:
@@ -289,9 +292,8 @@ class Loop:
         for update in job.updates:
             update.activate()
             name = update.strategy.not_finite()
-            if not name:
-                continue
-            raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
+            if name:
+                raise TrainingFailed(f"{name} is not finite after step {done}; the checkpoint before it is kept")
         job.hooks.check()
         scaler = job.precision.scaler
         facts = {
