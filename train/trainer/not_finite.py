@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,9 @@ _MOST = 10
 """Steps in a row that may be left out."""
 
 
-def why_it_ends(name: str, loss: float, step: int) -> str:
-    """Why a run ends for its loss, and what to do."""
+def why_it_ends(losses: dict[str, float], step: int) -> str:
+    """Why a run ends for one of the losses of a step, by name, and what to do."""
+    name, loss = next((pair for pair in losses.items() if not math.isfinite(pair[1])), ("sum of losses", math.inf))
     if step == 1:  # no update was made yet
         return (
             f"the {name} is {loss} at step 1, with the first weights, so the learning rate is not the cause; look at "

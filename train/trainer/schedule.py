@@ -113,8 +113,11 @@ class Rates:
         self._peaks = [group["lr"] * rate_scale(config) for group in self._groups]
         # a task's may be a tensor on a GPU: reading it waits for the GPU, so once and not in every step
         self._logged = float(self._peaks[0])
-        self._set: list[tuple[float | Tensor, int]] = []
-        """The rates of the step before, and their versions: a tensor may be written to in place."""
+        self._set: list[float | Tensor] = []
+        """The rates of the step before."""
+        self._versions: list[int] = []
+        """Of those that are tensors, which may be written to in place."""
+        self._has_tensors = any(type(rate) is not float for rate in self._peaks)
 
     def set_for(self, step: int) -> float:
         """Set the rates of a step, counted from 0. Returns that of the first group.
@@ -122,19 +125,23 @@ class Rates:
         Raises:
             TrainingFailed: something else has changed one since the step before.
         """
-        for group, (rate, version) in zip(self._groups, self._set, strict=False):  # empty in an attempt's first step
-            now = group["lr"]
-            if type(now) is float and now == rate:
-                continue
-            if now is not rate or version_of(now) != version:
-                raise TrainingFailed(
-                    f"the learning rate is {float(now):g} after step {step} and is not what was set for it: a "
-                    "scheduler or hook of the task has changed it, which the next step would undo and a resume begin "
-                    "anew; give the task schedule(step, total_steps, config), a factor of the rate, in its place"
-                )
+        now = [group["lr"] for group in self._groups]
+        # lists hold one object for equal to itself, so that no tensor is read here
+        if self._set and (now != self._set or (self._has_tensors and _versions(now) != self._versions)):
+            changed = next((float(one) for one, rate in zip(now, self._set, strict=True) if one is not rate), now[0])
+            raise TrainingFailed(
+                f"the learning rate is {float(changed):g} after step {step} and is not what was set for it: a "
+                "scheduler or hook of the task has changed it, which the next step would undo and a resume begin "
+                "anew; give the task schedule(step, total_steps, config), a factor of the rate, in its place"
+            )
         factor = self._factor(step)
-        for group, peak in zip(self._groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
-        rates = [group["lr"] for group in self._groups]
-        self._set = [(rate, 0 if type(rate) is float else version_of(rate)) for rate in rates]
+        self._set = [peak * factor for peak in self._peaks]
+        for group, rate in zip(self._groups, self._set, strict=True):
+            group["lr"] = rate
+        if self._has_tensors:
+            self._versions = _versions(self._set)
         return self._logged * factor
+
+
+def _versions(rates: list[float | Tensor]) -> list[int]:
+    return [version_of(rate) for rate in rates]

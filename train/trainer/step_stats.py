@@ -19,6 +19,7 @@ from train.signals import StopRequest
 from train.trainer.loss import Figure
 
 LOSS, COUNT, STOP, SAVE, COUNTED, COPY = range(len(STATS))
+_READ = (*STATS, "grad_norm")
 T = TypeVar("T")
 """What the sums belong to."""
 
@@ -147,5 +148,6 @@ class Readback(Generic[T]):
             step, sums, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            rows = sums.reshape(-1, sums.shape[-1]).tolist()
-            yield step, [dict(zip((*STATS, "grad_norm"), row, strict=False)) for row in rows]
+            found = sums.tolist()
+            rows = found if sums.dim() > 1 else [found]
+            yield step, [dict(zip(_READ, row, strict=False)) for row in rows]

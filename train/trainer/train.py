@@ -196,16 +196,16 @@ class Loop:
     def _log(self, made: _Step, updates: list[dict[str, float]]) -> None:
         """Check the losses of a step; write its line."""
         job, leaves_out = self.job, self.job.config.data.leaves_out
-        losses = {}
-        for update, sums in zip(due(job, made.number - 1), updates, strict=True):
+        losses = []
+        for sums in updates:
             count = sums["count"] if sums["counted"] or leaves_out else made.samples
-            name = f"loss.{update.name}" if update.name else "loss"
-            losses[name] = loss = sums["loss"] / count if sums["count"] else 0.0
-            if not (math.isfinite(loss) or made.is_skipped):
-                raise TrainingFailed(why_it_ends(name, loss, made.number))
+            losses.append(sums["loss"] / count if sums["count"] else 0.0)
         if made.is_skipped:
             note_skipped(job, self._skipped, made.number)
-        self.timing.count(sums["count"] if sums["counted"] else 0.0)
+        elif not math.isfinite(sum(losses)):
+            raise TrainingFailed(why_it_ends(self._named(made, losses), made.number))
+        if sums["counted"]:
+            self.timing.count(sums["count"])
         self._empty = 0 if sums["count"] or not leaves_out else self._empty + 1
         if self._empty == _EMPTY_STEPS or (self._empty and made.number == self._empty == job.total_steps):
             raise TrainingFailed(
@@ -215,11 +215,16 @@ class Loop:
         if job.world.is_lead and (job.intervals.logs(made.number) or made.is_skipped):
             self._write_line(made, losses, [sums["grad_norm"] for sums in updates if "grad_norm" in sums])
 
-    def _write_line(self, made: _Step, losses: dict[str, float], norms: list[float]) -> None:
+    def _named(self, made: _Step, losses: list[float]) -> dict[str, float]:
+        """The losses of a step by their updates, in the names of metrics.jsonl."""
+        names = (f"loss.{update.name}" if update.name else "loss" for update in due(self.job, made.number - 1))
+        return dict(zip(names, losses, strict=True))
+
+    def _write_line(self, made: _Step, losses: list[float], norms: list[float]) -> None:
         job = self.job
         line = cast(Training, {
-            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": sum(losses.values()), "lr": made.rate,
-            **self.timing.speed(), **losses,
+            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": sum(losses), "lr": made.rate,
+            **self.timing.speed(), **self._named(made, losses),
         })  # fmt: skip
         if norms:
             line["grad_norm"] = math.hypot(*norms)
