@@ -24,7 +24,6 @@ import os
 import re
 import sys
 import traceback
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,8 @@ _OPTIONAL = {
     "param_groups": "model, config", "schedule": "step, total_steps, config", "updates": "model, config",
     "stateful": "model, config", "after_step": "model, step, stateful", "fingerprint": "config",
 }  # fmt: skip
-_ELSEWHERE = {
-    "collate_fn": "collate", "configure_optimizers": "optimizer", "get_optimizer": "optimizer", "get_model": "model",
-    "make_model": "model", "loss_fn": "loss", "compute_loss": "loss", "criterion": "loss", "training_step": "loss",
-    "get_datasets": "datasets", "make_datasets": "datasets", "metric_fn": "metrics", "metrics_fn": "metrics",
-}  # fmt: skip
-"""What other programs and libraries call a function of a task."""
-_REPLACED = ("loss", "optimizer", "param_groups")
-"""What updates takes the place of."""
+_EXCLUDE = (("updates", "loss"), ("updates", "optimizer"), ("updates", "param_groups"), ("optimizer", "param_groups"))
+"""The first takes the place of the second."""
 BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))
 
 
@@ -168,9 +161,7 @@ def _functions(module: Any, path: Path, used: set[str], is_copy: bool) -> dict[s
                 what = f"does not take ({arguments})" if callable(found[name]) else "is no function"
                 raise Refused(f"{name} in {path} {what}; define def {name}({arguments}), or give it another name")
             found[name] = None  # in a run of before it was a helper, or a value
-    if is_copy and found["loss"] is not None:
-        found["updates"] = None
-    if found["optimizer"] is not None and (is_copy or "param_groups" in used):
+    if found["optimizer"] is not None and "param_groups" in used:
         found["param_groups"] = None
     for one, other in (("predict", "compute_metrics"), ("compute_metrics", "predict")):
         if found[one] is not None and found[other] is None:
@@ -180,49 +171,39 @@ def _functions(module: Any, path: Path, used: set[str], is_copy: bool) -> dict[s
                     "for a whole evaluation set; define both, or neither"
                 )
             found[one] = None
-    for one, other in (*[("updates", replaced) for replaced in _REPLACED], ("optimizer", "param_groups")):
+    for one, other in _EXCLUDE:
         if found[one] is not None and found[other] is not None:
             raise Refused(f"{path} has {one} and {other}, which it takes the place of; leave out one of them")
     for name, arguments in _REQUIRED.items():
         if not (found["updates"] and name == "loss") and not callable(found[name]):
-            instead = next((f"; is it {other}?" for other, meant in _misspelt(module) if meant == name), "")
-            raise Refused(f"{path} has no function {name}; a task needs def {name}({arguments}){instead}")
+            hint = nearest(name, vars(module))
+            raise Refused(f"{path} has no function {name}; a task needs def {name}({arguments}){hint}")
     return found
 
 
 def _takes(function: Any, arguments: str) -> bool:
     """Whether it can be called with these arguments, by their places."""
-    if not callable(function):
-        return False
     try:
         inspect.signature(function).bind(*arguments.split(", "))
-    except TypeError:
+    except TypeError:  # or it is no function
         return False
     except ValueError:  # of a function in C nothing is known
         return True
     return True
 
 
-def _misspelt(module: Any) -> list[tuple[str, str]]:
-    """What a file defines under almost the name of something that a task may have, and the file has not: both names."""
-    kinds = {types.FunctionType: (*_REQUIRED, *_OPTIONAL), type: ("Settings",), dict: ("DEFAULTS",)}
-    found = []
-    for name, value in vars(module).items():
-        is_own = getattr(value, "__module__", module.__name__) == module.__name__
-        among = next((known for kind, known in kinds.items() if is_own and isinstance(value, kind)), ())
-        for known in among:
-            likeness = difflib.SequenceMatcher(None, name.lower(), known.lower()).ratio()
-            is_near = likeness > 0.85 and name[0].lower() == known[0].lower()  # to_device is not on_device
-            if not hasattr(module, known) and (is_near or _ELSEWHERE.get(name) == known):
-                found.append((name, known))
-    return found
-
-
 def _check_spelling(module: Any, path: Path, used: set[str]) -> None:
-    """Refuse what looks like a misspelt part of a task, unless the file itself uses it as a helper. Raises Refused."""
-    for name, known in _misspelt(module):
-        if name not in used:
-            raise Refused(f"{path}: nothing uses {name}; did you mean {known}? If not, call it _{name}")
+    """Refuse what has almost the name of a part of a task that the file lacks, unless the file itself uses it.
+
+    Raises:
+        Refused: there is such a function, class or dict.
+    """
+    lacking = {name.lower(): name for name in (*_OPTIONAL, "Settings", "DEFAULTS") if not hasattr(module, name)}
+    for name, value in vars(module).items():
+        is_own = isinstance(value, dict) or getattr(value, "__module__", None) == module.__name__
+        near = difflib.get_close_matches(name.lower(), lacking, 1, 0.8)
+        if near and is_own and name not in used and not name.startswith("_"):
+            raise Refused(f"{path}: nothing uses {name}; did you mean {lacking[near[0]]}? If not, call it _{name}")
 
 
 def _execute(path: Path, source: bytes) -> Any:

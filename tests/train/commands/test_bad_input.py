@@ -273,7 +273,7 @@ SETTINGS = "from dataclasses import field\n@dataclass\nclass Settings:\n"
         ("\0", ["task.py, line 1"]),
         ("", ["no function model", "def model(config)"]),
         (TASK.replace("def loss", "def lost"), ["no function loss", "def loss(model, batch)"]),
-        (TASK.replace("def loss", "def criterion"), ["no function loss", "is it criterion?"]),
+        (TASK.replace("def loss", "def losses"), ["no function loss", "did you mean losses?"]),
         (TASK + "def metric(model, batch): pass", ["task.py", "metric;", "did you mean metrics?", "_metric"]),
         (TASK + "def optimiser(model, config): pass", ["did you mean optimizer?"]),
         (TASK + "def collate_fn(items): pass", ["did you mean collate?"]),
