@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train import screen
 from train.commands.completion_values import checkpoint_steps, run_names, task_names, words
 from train.commands.parser import Parser, decimal, number
 from train.errors import Refused, whole
 from train.supervise.timeouts import WAIT_MINUTES
+
+if TYPE_CHECKING:
+    from train.run.run_folder import Run
 
 MOST_NODES = 10_000
 _LONGEST_WAIT = 1e6
@@ -28,6 +32,30 @@ def add_names(parser: Parser, nargs: str) -> None:
     """The NAMEs of several."""
     text = "runs, or quoted patterns: 'exp-*'"
     parser.add_argument("names", metavar="NAME", nargs=nargs, help=text, offer=run_names)
+
+
+def matching(runs: Path, names: list[str], must: bool = True) -> list[Run]:
+    """The runs with these names, or that match these patterns (with *, ? or [ ]), each once.
+
+    Args:
+        must: whether a pattern that matches nothing is refused.
+
+    Raises:
+        Refused: there is no such run, or nothing matches.
+    """
+    from train.run import folders
+    from train.run.run_folder import Run
+
+    found: dict[str, Run] = {}
+    for name in names:
+        if not set("*?[") & set(name) or (Run(runs / name).folder / "run.json").exists():
+            matched = [folders.find(runs, name)]
+        else:
+            matched = [run for run in folders.every(runs) if fnmatch.fnmatchcase(run.name, name)]
+        if must and not matched:
+            raise Refused(f"no run in {runs} matches {name}; train ls lists the runs")
+        found |= {run.name: run for run in matched}
+    return list(found.values())
 
 
 def add_task(parser: Parser, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from train import screen
-from train.commands.options import add_names, add_target
+from train.commands.options import add_names, add_target, matching
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
@@ -19,10 +19,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Draw them into one file."""
-    from train.commands import choose_runs
     from train.views.plot import plot, verdict
 
-    chosen = choose_runs.matching(runs, options.names)
+    chosen = matching(runs, options.names)
     plot(chosen, Path(options.to))
     for run in chosen:
         if said := verdict(run):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from train import format, screen
 from train.cluster import jobs
-from train.commands import choose_runs
-from train.commands.options import add_names
+from train.commands.options import add_names, matching
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
 from train.run import folders
@@ -24,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Delete all of them, or none where one is alive."""
-    found = choose_runs.matching(runs, options.names)
+    found = matching(runs, options.names)
     removed = [f"removed {screen.name(run.name)}: {_content(run)}" for run in found]
     for line in _remove_all(found):
         screen.remark(line)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.commands.options import add_names
+from train.commands.options import add_names, matching
 from train.commands.parser import Parser, decimal
 from train.errors import EXIT_FINISHED
 
@@ -36,11 +36,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Show the page until q or Ctrl-C; without a terminal that can redraw it, once."""
-    from train.commands import choose_runs
     from train.monitor.top import Page
 
     every = decimal("every", options.every, 0.1, 3600)
-    names = [found.name for found in choose_runs.matching(runs, options.names)] if options.names else []
+    names = [found.name for found in matching(runs, options.names)] if options.names else []
     page = Page(runs, names)
     if options.once or not _is_redrawn():
         page.ask(_PATIENCE)

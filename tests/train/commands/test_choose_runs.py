@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from train.commands import choose_runs
+from train.commands.options import matching
 from train.errors import Refused
 from train.run import best, folders
 from train.run.run_folder import Run
@@ -64,7 +64,7 @@ def test_rm_removes_nothing_where_one_that_it_means_is_running(runs: Path, stati
 
 def test_a_folder_whose_name_looks_like_a_pattern_is_meant_by_its_name(runs: Path) -> None:
     shutil.copytree(runs / "other", runs / "exp-*")
-    assert [run.name for run in choose_runs.matching(runs, ["exp-*"])] == ["exp-*"]
+    assert [run.name for run in matching(runs, ["exp-*"])] == ["exp-*"]
 
 
 def test_ls_filters_sorts_and_limits(runs: Path, station: Station) -> None:
