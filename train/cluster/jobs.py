@@ -254,9 +254,6 @@ def resume(run: Run, flags: dict[str, str]) -> str:
     Raises:
         Refused: a value is wrong, it is there still, or the engine does not take it.
     """
-    from train import config
-
-    config.check_flags(flags)  # what is handed over once stays, until it is given anew
     with run.handing_over():  # two at once would give it two jobs
         if status(run, lambda _: None)["state"] == states.FINISHED and not gives_more(flags):
             return ""

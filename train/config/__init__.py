@@ -1,17 +1,6 @@
 """What a run is, from flags and files to a checked `Config`."""
 
-from train.config.fields import (
-    FieldInfo,
-    fields,
-    flatten,
-    is_optional,
-    of_settings,
-    parse_value,
-    read_toml,
-    to_flat,
-    to_toml,
-    type_name,
-)
+from train.config.fields import fields, flatten, parse_value, read_toml, to_flat, to_toml, type_name
 from train.config.resolve import build, check_flags, forbidden_changes, from_toml, layer, resolve, with_flags
 from train.config.schema import SPREAD, Config, Count, EarlyStopping, Optim, Parallel, Schedule, Share, Watch
 
@@ -19,7 +8,7 @@ LOCAL = ("data.root", "data.workers")
 """Fields that may differ from machine to machine of a run: no result depends on them."""
 
 __all__ = [
-    "LOCAL", "SPREAD", "Config", "Count", "EarlyStopping", "FieldInfo", "Optim", "Parallel", "Schedule", "Share",
-    "Watch", "build", "check_flags", "fields", "flatten", "forbidden_changes", "from_toml", "is_optional",
-    "layer", "of_settings", "parse_value", "read_toml", "resolve", "to_flat", "to_toml", "type_name", "with_flags",
+    "LOCAL", "SPREAD", "Config", "Count", "EarlyStopping", "Optim", "Parallel", "Schedule", "Share", "Watch",
+    "build", "check_flags", "fields", "flatten", "forbidden_changes", "from_toml", "layer", "parse_value", "read_toml",
+    "resolve", "to_flat", "to_toml", "type_name", "with_flags",
 ]  # fmt: skip

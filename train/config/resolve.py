@@ -69,8 +69,7 @@ def with_flags(flags: Mapping[str, str], settings: type | None, task_file: Path,
         Refused: a flag names no field, or its value is wrong.
     """
     own = {f"task.{name}": hint for name, hint in _settings_types(settings, task_file).items()}
-    known = {name: info.annotation for name, info in fields().items()} | own
-    known |= dict.fromkeys(filter(is_argument, flags), Argument)
+    known = _types(flags) | own
     for name in flags:
         if name not in known:
             hint = nearest(name, known, f"; the settings of this task: {', '.join(own)}" if own else "")
@@ -81,6 +80,12 @@ def with_flags(flags: Mapping[str, str], settings: type | None, task_file: Path,
     if config.data.root:
         config.data.root = str(Path(config.data.root).absolute())
     return config
+
+
+def _types(flags: Mapping[str, str]) -> dict[str, Any]:
+    """The types of all fields, and of those arguments of the optimizer that are among the flags."""
+    found = {name: info.annotation for name, info in fields().items()}
+    return found | {name: Argument for name in flags if is_argument(name)}
 
 
 def _settings_types(settings: type | None, task_file: Path) -> dict[str, Any]:
@@ -118,19 +123,16 @@ def layer(
     return merged | flat
 
 
-def check_flags(flags: dict[str, str]) -> None:
-    """Check the text of fields given as flags, as far as that can be done before their task is known.
+def check_flags(flags: Mapping[str, str]) -> dict[str, Any]:
+    """The values of fields given as flags, as far as they can be read before their task is known.
 
     Raises:
         Refused: a value is not of its field's type, or two fields exclude each other.
     """
-    known = fields()
-    for name, text in flags.items():
-        if name in known or is_argument(name):
-            parse_value(name, known[name].annotation if name in known else Argument, text)
-    for pair in _REPLACE:
-        if all(flags.get(name, "none") != "none" for name in pair):
-            raise Refused(f"{' and '.join(pair)} replace each other; give one of them")
+    known = _types(flags)
+    values = {name: parse_value(name, known[name], text) for name, text in flags.items() if name in known}
+    layer(values, None, "", {})
+    return values
 
 
 def build(flat: dict[str, Any], settings: type | None = None, source: str = "", partial: bool = False) -> Config:

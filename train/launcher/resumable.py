@@ -46,8 +46,7 @@ def check_flags(run: Run, flags: dict[str, str]) -> None:
     from train import config
     from train.config.resolve import check_changes
 
-    before, known = run.read_config(), config.fields()
-    given = {name: config.parse_value(name, known[name].annotation, flags[name]) for name in flags if name in known}
+    before, given = run.read_config(), config.check_flags(flags)
     # a field that is not in the file may have its default, or be none
     after = before | {name: value for name, value in given.items() if name in before}
     check_changes(before, after, f"cannot change {run.name}")

@@ -60,11 +60,7 @@ def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
     for name in flags:
         if not name.startswith("watch."):
             raise Refused(f"--{name}: a script has no configuration fields but watch.*")
-    known = config.fields()
-    return {
-        name.removeprefix("watch."): config.parse_value(name, known[name].annotation, text)
-        for name, text in flags.items()
-    }
+    return {name.removeprefix("watch."): value for name, value in config.check_flags(flags).items()}
 
 
 def warnings(record: Record) -> list[str]:
