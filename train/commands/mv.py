@@ -18,25 +18,17 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Rename its folder, and those of its other nodes; one that trains goes on."""
+    """Rename its folder; a run that trains goes on."""
     from train.cluster import jobs
     from train.launcher.tmux import note_move
-    from train.run import folders, states
+    from train.run import folders
     from train.run.run_folder import Run
 
     found = folders.find(runs, options.name)
-    record, parts = found.read_effective(), [found, *jobs.other_nodes(found)]
-    locks = [part.acquire(patience=0.1) for part in parts]  # none is resumed meanwhile
-    is_over = record["state"] in (states.FINISHED, states.FAILED)
-    if jobs.is_submitted(record) and not is_over:
-        raise Refused(f"{found.name} was handed to an engine, which has it by its name; rename it when it has finished")
-    if record.get("cluster") and None in locks:
-        raise Refused(f"{found.name} is running on several machines; first: train stop {found.name}")
-    for part in parts:
-        folders.check_free(part.folder.parent, options.new)
-    for part, lock in zip(parts, locks, strict=True):
-        new = part.folder.with_name(options.new)
-        part.folder.rename(new)
-        note_move(Run(new), part.folder, is_living=lock is None)
+    record = found.read()
+    if jobs.is_submitted(record) or record.get("cluster"):
+        raise Refused(f"{found.name} is known to a cluster, or to its other machines, by its name, and keeps it")
+    folders.check_free(found.folder.parent, options.new)
+    note_move(Run(found.folder.rename(found.folder.with_name(options.new))), found.folder)
     screen.say(f"{options.name} is {options.new} now")
     return EXIT_FINISHED

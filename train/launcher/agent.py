@@ -130,7 +130,7 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
 
     def show() -> None:
         nonlocal place
-        if run.path != place and note_move(run, place, is_living=True):
+        if run.path != place and note_move(run, place):
             place = run.path
         with contextlib.suppress(OSError, ValueError, Refused):  # the terminal may be gone, or the disk
             view.update(run.read())

@@ -180,7 +180,7 @@ def _wait(folder: Path, runs: Path, session: str, cancelled: Callable[[], bool])
     return dict(json.loads(answer.read_text(encoding="utf-8")))
 
 
-def note_move(run: Run, before: Path, is_living: bool) -> bool:
+def note_move(run: Run, before: Path) -> bool:
     """Record that a run lay elsewhere before: it stays this station's, and its session has its name. Whether it is
     recorded; what is already is left as it is."""
     changes: dict[str, Any] = {}
@@ -188,9 +188,9 @@ def note_move(run: Run, before: Path, is_living: bool) -> bool:
         record, session = run.read(), session_of(run.name)
         if ownership.was_started_here(before, record, run.folder):
             changes = ownership.sign(run.path, record)
+        is_beside = before.parent.resolve() == run.path.parent.resolve()
         # the session of a run that has ended may be another one's
-        is_beside = before.parent.resolve() == run.path.parent.resolve() and is_living
-        if (old := record.get("tmux_session")) not in (None, session) and is_beside:
+        if (old := record.get("tmux_session")) not in (None, session) and is_beside and run.alive():
             command = tmux(before.parent, "rename-session", "-t", f"={old}", session)
             if not subprocess.run(command, capture_output=True, check=False).returncode:
                 changes["tmux_session"] = session

@@ -39,8 +39,8 @@ def names(records: list[dict[str, Any]]) -> list[str]:
 def test_rm_takes_patterns_and_names_and_removes_each_once(runs: Path, station: Station) -> None:
     done = station.ok("--runs", runs, "rm", "exp-*", "exp-1", "exp-?")
     first, second, third = done.stderr.splitlines()
-    assert first.startswith("removed exp-1: stopped, 3 steps, ") and first.split()[-1] in ("bytes", "KiB")
-    assert "exp-2: failed, 9 steps" in second and "exp-10: finished, 5 steps" in third
+    assert first.startswith("removed exp-1: ") and first.split()[-1] in ("bytes", "KiB")
+    assert second.startswith("removed exp-2: ") and third.startswith("removed exp-10: ")
     assert sorted(path.name for path in runs.iterdir()) == ["other"]
 
 

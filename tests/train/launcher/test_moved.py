@@ -95,8 +95,8 @@ def test_mv_renames_a_finished_run(moving: Station) -> None:
         ({}, ("trained", "trained"), "a run named trained exists"),
         ({}, ("trained", "x/y"), "not a legal run name"),
         ({}, ("trained", ""), "not a legal run name"),
-        ({"cluster": {"least": 2, "most": 2, "node": 0, "rendezvous": "a:1"}}, ("trained", "b"), "train stop trained"),
-        ({"submitted": {"engine": "slurm"}, "submission": "1"}, ("trained", "b"), "when it has finished"),
+        ({"cluster": {"least": 2, "most": 2, "node": 0, "rendezvous": "a:1"}}, ("trained", "b"), "keeps it"),
+        ({"submitted": {"engine": "slurm"}, "submission": "1"}, ("trained", "b"), "keeps it"),
     ],
 )
 def test_what_mv_refuses_stays_as_it_is(
@@ -123,5 +123,5 @@ def test_a_run_that_was_edited_is_not_made_the_stations_own_by_a_move(tmp_path: 
     run = folders.create(tmp_path, "a", {"config.toml": "steps = 1\n"}, {})
     (run.folder / "config.toml").write_text("steps = 2\n")
     moved = Run(run.folder.rename(tmp_path / "b"))
-    assert tmux.note_move(moved, run.folder, is_living=False)
+    assert tmux.note_move(moved, run.folder)
     assert not ownership.was_started_here(moved.folder, moved.read())
