@@ -38,6 +38,7 @@ from train.tasks import Task
 from train.trainer import build, cores, schedule, trace
 from train.trainer.build import config_of, data_differs, make_objects, task_of
 from train.trainer.loggers import wandb
+from train.trainer.optimizer import check_fields
 from train.trainer.updates import read_updates
 
 
@@ -75,7 +76,7 @@ def prepare(request: Request) -> Prepared:
     ranks, everywhere = request.ranks, request.ranks * request.nodes[-1]
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
-    found = _check(task, config, ranks, request.nodes)
+    found = _check(task, config, ranks, request.nodes, given=request.flags)
     assert found.model is not None
     if config.data.workers is None:
         config.data.workers = cores.default_loaders(
@@ -145,7 +146,7 @@ def _check(
         local: ranks of each machine.
         nodes: numbers of machines that it may have.
         run: the one that is resumed; None: it is a new one.
-        given: fields that the resume changes; a metric that the run has had from before is no reason to refuse it.
+        given: fields that its user has typed; a metric that the run has had from before is no reason to refuse it.
 
     Raises:
         Refused: it cannot be run as asked for.
@@ -157,6 +158,7 @@ def _check(
     check_kernels(cards)
     precision = Precision(config.precision, device)
     check_ranks(config, local, nodes)
+    check_fields(task, config, given)
     wandb.check(config.log.wandb)
     if config.early_stopping.metric and not (config.eval.every_epochs or config.eval.every_steps):
         raise Refused("--early_stopping.metric needs evaluations before the end; give --eval.every_epochs")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -131,9 +132,10 @@ def evaluation_figures(
     figures = {}
     for name in sorted(made, key=lambda name: name != "loss"):
         value = made[name]
-        given = value if name == "loss" or isinstance(value, (Tensor, tuple)) else torch.as_tensor(value)
+        if name != "loss" and isinstance(value, (int, float, np.number, np.ndarray)):
+            value = torch.as_tensor(value)
         what = "loss" if name == "loss" else f"metric {name}"
-        figures[name] = figure(given, samples, f"{what} in {task.file}")
+        figures[name] = figure(value, samples, f"{what} in {task.file}")
     return figures
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ _INSTEAD = {
     "schedule": ("schedule.warmup", "schedule.decay", "schedule.min_factor", "schedule.step_epochs", "schedule.gamma"),
 }
 """By function of a task, how the fields begin that it takes the place of."""
+_NEEDS = {
+    "ema.warmup": "ema.decay",
+    "early_stopping.patience": "early_stopping.metric",
+    "early_stopping.min_delta": "early_stopping.metric",
+}
+"""By field, the one without which nothing uses it."""
 
 
 def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -45,18 +51,24 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
     return keep_dtypes(_described(task, model, config))
 
 
-def check_fields(task: Task, config: Config) -> None:
-    """Whether functions of the task leave a field without use.
+def check_fields(task: Task, config: Config, given: Collection[str] = ()) -> None:
+    """Whether functions of the task, or other fields, leave a field without use.
+
+    Args:
+        given: fields that its user has typed.
 
     Raises:
-        Refused: one that has another value than its default.
+        Refused: one that is given, or has another value than its default.
     """
-    known = configuration.fields()
-    for name, value in configuration.to_flat(config).items():
-        default = known[name].default if name in known else None
+    known, flat = configuration.fields(), configuration.to_flat(config)
+    for name, value in flat.items():
+        if name not in given and name in known and value == known[name].default:
+            continue
         for function, fields in _INSTEAD.items():
-            if getattr(task, function) is not None and name.startswith(fields) and value != default:
+            if getattr(task, function) is not None and name.startswith(fields):
                 raise Refused(f"{function}() in {task.file} takes the place of --{name} {value}; leave out one of them")
+        if name in _NEEDS and not flat[_NEEDS[name]]:
+            raise Refused(f"--{name} {value} is of no use without --{_NEEDS[name]}; give both, or neither")
 
 
 def _described(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:

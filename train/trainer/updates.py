@@ -23,7 +23,7 @@ from train.parallel.world import World
 from train.tasks import Task
 from train.trainer.build import call
 from train.trainer.freeze import set_training
-from train.trainer.optimizer import check_fields, check_optimizer, has_modes, keep_dtypes, make_optimizer
+from train.trainer.optimizer import check_optimizer, has_modes, keep_dtypes, make_optimizer
 
 _KEYS = ("loss", "optimizer", "every")
 
@@ -95,7 +95,6 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
     Raises:
         Refused: something in it is missing, unknown or wrong.
     """
-    check_fields(task, config)
     if task.updates is None:
         assert task.loss is not None
         return [Update("", task.loss, make_optimizer(task, model, config), 1, f"loss in {task.file}")]

@@ -85,6 +85,8 @@ def test_a_metric_that_no_evaluation_gives_ends_the_run_with_the_nearest_name(en
         ({"early_stopping__metric": "min:"}, "a figure without a name"),
         ({"early_stopping__patience": 0}, "greater than or equal to 1"),
         ({"early_stopping__min_delta": -1}, "greater than or equal to 0"),
+        ({"early_stopping__metric": ""}, "patience 2 is of no use without --early_stopping.metric"),
+        ({"ema__warmup": 10}, "warmup 10 is of no use without --ema.decay"),
     ],
 )
 def test_what_can_never_end_a_run_is_refused(engine: Any, flags: dict[str, Any], text: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.errors import Refused
+from train.errors import Refused, TrainingFailed
 from train.launcher.checks import prepare
 from train.launcher.request import Request
 from train.parallel.world import World
@@ -198,6 +198,13 @@ def test_metrics_that_have_the_loss_among_them_save_its_forward() -> None:
     two: Any = SimpleNamespace(loss=loss, metrics=lambda *_: {"largest": 1.0}, file="task.py")
     figures = evaluation_figures(two, model, model, batch, 4)
     assert asked == ["metrics", "loss"] and list(figures) == ["loss", "largest"] and figures["loss"].count is None
+
+
+def test_a_metric_that_is_no_number_is_named() -> None:
+    for value, kind in (("high", "str"), ([0.5, 1], "a list of 2"), (torch.ones(2), "a tensor of shape")):
+        task: Any = SimpleNamespace(loss=None, metrics=lambda *_, value=value: {"best": value}, file="task.py")
+        with pytest.raises(TrainingFailed, match=f"metric best in task.py must return a scalar.*got {kind}"):
+            evaluation_figures(task, nn.Linear(1, 1), nn.Linear(1, 1), torch.ones(2), 2)
 
 
 def test_metrics_of_other_names_on_another_rank_are_an_error(engine: Any, tmp_path: Path) -> None:
