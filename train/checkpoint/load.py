@@ -93,6 +93,27 @@ def averages(folder: Path, module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """The weights in a verified checkpoint, whatever their model, on the CPU.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        reader = dcp.FileSystemReader(folder)
+        metadata = reader.read_metadata()
+        kept = {key: metadata.state_dict_metadata[key] for key in (metadata.planner_data or {})}
+        found = {
+            metadata.planner_data[key][1]: torch.empty(one.size, dtype=one.properties.dtype)
+            for key, one in kept.items()
+            if metadata.planner_data[key][0] == "model" and isinstance(one, TensorStorageMetadata)
+        }
+        dcp.load({"model": found}, storage_reader=reader, no_dist=True)
+    except (dcp.api.CheckpointException, ValueError, KeyError) as error:
+        raise ValueError(f"{folder.name} cannot be read: {reason_of(error)}") from error
+    return found
+
+
 def _take_unused(state: dict[str, Any], written: Written) -> list[str]:
     """Remove from a fresh optimizer's state the parameters that had none when the checkpoint was written, because no
     step had used them. Returns their names."""

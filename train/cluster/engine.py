@@ -37,7 +37,6 @@ class Submission:
     task: str
     flags: dict[str, str]
     config_file: str | None = None
-    init: str | None = None
     nodes: int = 1
     gpus_per_node: int = 0
     """0: it computes on CPUs."""

@@ -71,7 +71,7 @@ def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]
     from train.launcher.checks import check_micro_batches, check_ranks
     from train.launcher.request import Request, resolve
 
-    task, config = resolve(Request(asked.task, asked.flags, asked.config_file, asked.init))
+    task, config = resolve(Request(asked.task, asked.flags, asked.config_file))
     ranks = asked.nodes * asked.nproc
     check_ranks(config, asked.nproc, range(asked.nodes, asked.nodes + 1))
     check_micro_batches(config, ranks)
@@ -88,7 +88,6 @@ def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]
         "flags": asked.flags,
         "changes": {},  # fields of a resume
         "config_file": engines.CONFIG if asked.config_file is not None else None,
-        "init": str(Path(asked.init).absolute()) if asked.init else None,
         "cwd": os.getcwd(),
         "nodes": asked.nodes,
         "nproc": asked.nproc,

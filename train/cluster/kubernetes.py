@@ -70,9 +70,10 @@ def check(asked: Submission) -> None:
         raise Refused(f"--container {asked.image!r}: give an image as docker push has it: REGISTRY/NAME:TAG")
     if asked.warn > 86400:
         raise Refused(f"--warn {asked.warn}: at most 86400 seconds, in which all ranks save")
-    if asked.init and not posixpath.normpath(asked.init).startswith(("/workspace/runs/", "/datasets/")):
+    init = asked.flags.get("init.file")
+    if init and not posixpath.normpath(init).startswith(("/workspace/runs/", "/datasets/")):
         raise Refused(
-            f"--init {asked.init}: pods cannot read this machine's files; lay it into the claim for runs or data, and "
+            f"--init {init}: pods cannot read this machine's files; lay it into the claim for runs or data, and "
             "name it as pods see it: /workspace/runs/… or /datasets/…"
         )
     text = render(asked)

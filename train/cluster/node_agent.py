@@ -158,7 +158,7 @@ def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: di
         submission=content["id"],
     )  # fmt: skip
     if record is None or record["total_steps"] is None:  # no agent has come so far as to check it
-        launch.request = {"task": content["task"], "init": content["init"]}
+        launch.request = {"task": content["task"]}
         launch.request["flags"] = merge_flags(content["flags"], content["changes"])
         for key, file in (("config_file", content["config_file"]), ("copy", content["task_copy"])):
             launch.request[key] = str(beside / file) if file else None

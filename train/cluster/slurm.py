@@ -50,8 +50,6 @@ def check(asked: Submission) -> None:
         raise Refused(f"--warn {asked.warn}: the time limit is {asked.seconds} s; warn later, or give more --time")
     if asked.warn > 65535:
         raise Refused(f"--warn {asked.warn}: Slurm warns at most 65535 seconds before")
-    if asked.init is not None and not Path(asked.init).is_file():
-        raise Refused(f"--init {asked.init}: there is no such file")
     _check_container(asked)
     _check_more(asked.own.get("sbatch"))
     if re.search(r"[\x00-\x1f\x7f\"\\\ud800-\udfff]", str(asked.folder)):

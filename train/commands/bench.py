@@ -94,8 +94,8 @@ def _own(options: Namespace) -> dict[str, Any]:
         case "lr":
             if options.task is None or options.to is None:
                 raise Refused("train bench lr needs a task and --to FILE.png")
-            request = {"task": options.task, "flags": options.flags, "config_file": options.config, "init": None}
-            check_now(request)
+            request = {"task": options.task, "flags": options.flags, "config_file": options.config}
+            check_now(request, None)
             from train.launcher.request import Request
 
             return {"request": Request(**request), "target": Path(options.to)}

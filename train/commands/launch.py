@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
+from train import screen
 from train.commands.completion_values import words
 from train.commands.options import add_nodes, add_ranks, add_task, check_now, follow, nodes_of, request_of, warn
 from train.commands.parser import Parser, number
@@ -30,7 +32,7 @@ def run(options: Namespace, runs: Path) -> int:
     from train.run import folders
 
     request, restarts = request_of(options), number("max-restarts", options.max_restarts)
-    _check(options)
+    _check(options, request, runs)
     cluster = nodes_of(options)
     if cluster and not options.name:
         raise Refused("--nnodes needs --name NAME too: the same on every machine")
@@ -50,21 +52,23 @@ def run(options: Namespace, runs: Path) -> int:
         cluster=cluster,
     )
     warn(tmux.start(launch))
+    for line in folders.find(runs, name).read().get("init", ()):
+        screen.remark(line)
     print(name, flush=True)
     return follow(runs, name) if options.follow else EXIT_FINISHED
 
 
-def _check(options: Namespace) -> None:
+def _check(options: Namespace, request: dict[str, Any], runs: Path) -> None:
     """Refuse what does not go together, and what can be found wrong without torch."""
     if (options.script is None) == (options.task is None):
         raise Refused("give a TASK, or --script FILE with its arguments after --; see: train launch --help")
     if options.script is None:
         if options.arguments:
             raise Refused(f"what is {options.arguments[0]}? a TASK takes flags only; see: train launch --help")
-        check_now(request_of(options))
+        check_now(request, runs)
         return
     given = [name for name in options.flags if not name.startswith("watch.")]
-    given += [name for name in ("config", "init") if getattr(options, name) is not None]
+    given += ["config"] if options.config is not None else []
     if given:
         raise Refused(f"--{given[0]} is for tasks; arguments of a script stand after --")
     from train import config

@@ -65,7 +65,6 @@ def add_task(parser: Parser, **kwargs: Any) -> None:
     add("task", metavar="TASK", help=text, offer=task_names, **kwargs)
     add("--name", help="name of the run; default: the task and the time")
     add("--config", metavar="FILE", help="TOML file with fields; flags win over it")
-    add("--init", metavar="FILE", help="start from exported weights (.safetensors or .pt)")
 
 
 def add_ranks(parser: Parser) -> None:
@@ -162,15 +161,19 @@ def request_of(options: Namespace) -> dict[str, Any]:
     Raises:
         Refused: an option is empty.
     """
-    for option in ("name", "config", "init"):
+    for option in ("name", "config"):
         if getattr(options, option) == "":
             raise Refused(f"--{option} is empty; give one, or leave it out")
-    return {"task": options.task, "flags": options.flags, "config_file": options.config, "init": options.init}
+    return {"task": options.task, "flags": options.flags, "config_file": options.config}
 
 
-def check_now(request: dict[str, Any], is_here: bool = True) -> None:
-    """Find what can be found wrong without torch, at once: the task's name, the fields' values, and, where the run
-    begins on this machine, files that it has not.
+def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) -> None:
+    """Find what can be found wrong without torch, at once: the task's name, the fields' values, and files.
+
+    Args:
+        runs: the run folders, where files of this machine are read; the path that --init means is written into the
+            request.
+        is_here: whether the run begins on this machine.
 
     Raises:
         Refused: something is.
@@ -181,13 +184,31 @@ def check_now(request: dict[str, Any], is_here: bool = True) -> None:
     config.check_flags(request["flags"])
     if request["config_file"] is not None:
         config.read_toml(Path(request["config_file"]))
-    root, init = request["flags"].get("data.root"), request["init"]
-    if is_here and root and request["task"] in tasks.BUILT_IN:  # a task of the user's own may make the folder
-        tasks.data_root(root)
-    if is_here and init is not None and not Path(init).is_file():
-        raise Refused(f"--init {init}: there is no such file")
-    if is_here and init is not None and Path(init).suffix not in (".safetensors", ".pt", ".pth"):
-        raise Refused(f"--init {init}: must end in .safetensors or .pt")
+    flags = request["flags"]
+    if is_here and flags.get("data.root") and request["task"] in tasks.BUILT_IN:
+        tasks.data_root(flags["data.root"])  # a task of the user's own may make the folder
+    if runs is not None and flags.get("init.file"):
+        request["flags"] = flags | {"init.file": str(_weights_at(flags["init.file"], runs))}
+
+
+def _weights_at(text: str, runs: Path) -> Path:
+    """The file that --init means, or the folder of a checkpoint: NAME, NAME@best or NAME@STEP.
+
+    Raises:
+        Refused: there is neither such a file nor such a run.
+    """
+    from train.run import best, folders
+
+    if Path(text).exists():
+        return Path(text).absolute()
+    name, sign, which = text.partition("@")
+    if not name or not (runs / name / "run.json").is_file() or (sign and not which):
+        raise Refused(f"--init {text}: there is no such file, nor such a run: NAME, NAME@best or NAME@STEP")
+    run = folders.find(runs, name)
+    step = best.checkpoint_named(run, which or None, screen.remark) or run.newest_checkpoint
+    if not step:
+        raise Refused(f"--init {text}: {name} has no checkpoint yet")
+    return run.checkpoint(step).absolute()
 
 
 def warn(warnings: list[str]) -> None:

@@ -28,6 +28,10 @@ _FIRST = {
 """What help shows first where fields are flags too, and flags are many."""
 
 
+_ALIASES = {"log.trace": "--trace", "init.file": "--init"}
+"""Shorter flags of fields."""
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of one command, which knows its flags by name."""
 
@@ -74,7 +78,7 @@ class Parser(argparse.ArgumentParser):
             if of not in groups:
                 groups[of] = self.add_argument_group(f"fields of {of}")
             add = super().add_argument if name in _FIRST else groups[of].add_argument
-            names = [f"--{name}", *(["--trace"] if name == "log.trace" else [])]
+            names = [f"--{name}", *([_ALIASES[name]] if name in _ALIASES else [])]
             action = add(*names, action=_Field, metavar=kind + default, help=one_line(info.help).replace("%", "%%"))
             self._known(action, words(*choices) if choices else None)
 

@@ -25,7 +25,7 @@ def run(options: Namespace, runs: Path) -> int:
         from train.run import folders
 
         folders.check_free(runs, options.name)
-    check_now(request)
+    check_now(request, runs)
     from train.launcher import foreground
 
     return foreground.run(runs, options.name, request, spawn)

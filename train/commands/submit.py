@@ -63,7 +63,7 @@ def _submission(options: Namespace, runs: Path) -> Submission:
         given = "--on is missing" if options.on is None else f"--on {options.on}"
         raise Refused(f"{given}: give the engine that takes the run: {' or '.join(ENGINES)}")
     request = request_of(options)
-    check_now(request, is_here=False)
+    check_now(request, runs if options.on == "slurm" else None, is_here=False)
     name = options.name or folders.fresh_name(runs, Path(options.task).stem)
     folders.check_free(runs, name)
     gpus = number("gpus-per-node", options.gpus_per_node, most=MOST_RANKS) or 0

@@ -2,13 +2,13 @@
 
 from train.config.fields import fields, flatten, parse_value, read_toml, to_flat, to_toml, type_name
 from train.config.resolve import build, check_flags, forbidden_changes, from_toml, layer, resolve, with_flags
-from train.config.schema import SPREAD, Config, Count, EarlyStopping, Optim, Parallel, Schedule, Share, Watch
+from train.config.schema import SPREAD, Config, Count, EarlyStopping, Init, Optim, Parallel, Schedule, Share, Watch
 
-LOCAL = ("data.root", "data.workers")
-"""Fields that may differ from machine to machine of a run: no result depends on them."""
+LOCAL = ("data.root", "data.workers", "init.file")
+"""Fields that may differ from machine to machine of a run: no result depends on them, but on what is read there."""
 
 __all__ = [
-    "LOCAL", "SPREAD", "Config", "Count", "EarlyStopping", "Optim", "Parallel", "Schedule", "Share", "Watch",
+    "LOCAL", "SPREAD", "Config", "Count", "EarlyStopping", "Init", "Optim", "Parallel", "Schedule", "Share", "Watch",
     "build", "check_flags", "fields", "flatten", "forbidden_changes", "from_toml", "layer", "parse_value", "read_toml",
     "resolve", "to_flat", "to_toml", "type_name", "with_flags",
 ]  # fmt: skip

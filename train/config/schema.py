@@ -198,6 +198,19 @@ class Eval:
 
 
 @dataclass(config=_STRICT)
+class Init:
+    file: str = ""
+    """Begin with the weights of this file (.safetensors, or of torch.save), or of a run: NAME, NAME@best, NAME@STEP. As
+    --init."""
+    skip: str = ""
+    """Patterns of names that are not loaded: 'fc.*,embed'."""
+    rename: str = ""
+    """Beginnings of names in the file, and what takes their place: 'backbone.=encoder.,old.=new.'."""
+    partial: bool = False
+    """Load what fits, by name and shape; else all must."""
+
+
+@dataclass(config=_STRICT)
 class Ema:
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights, with this factor a step; evaluated beside them (ema.NAME), and
@@ -272,6 +285,7 @@ class Config:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
     eval: Eval = dataclasses.field(default_factory=Eval)
+    init: Init = dataclasses.field(default_factory=Init)
     ema: Ema = dataclasses.field(default_factory=Ema)
     early_stopping: EarlyStopping = dataclasses.field(default_factory=EarlyStopping)
     watch: Watch = dataclasses.field(default_factory=Watch)

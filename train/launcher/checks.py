@@ -35,7 +35,7 @@ from train.run.metrics import evaluations
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import build, cores, schedule, trace
+from train.trainer import build, cores, initial_weights, schedule, trace
 from train.trainer.build import config_of, data_differs, make_objects, task_of
 from train.trainer.loggers import wandb
 from train.trainer.optimizer import check_fields
@@ -63,6 +63,8 @@ class _Checked:
     eval_sets: dict[str, Any]
     model: torch.nn.Module | None
     """None: of a resume that has nothing to ask it."""
+    initial: initial_weights.Fitted | None
+    """The weights that a new run begins with, where model() does not make them."""
     warnings: list[str]
 
 
@@ -96,6 +98,7 @@ def prepare(request: Request) -> Prepared:
         "cpu_threads_reason": threads_reason,
         "micro_batch_size_reason": micro_reason,
         "versions": provenance.versions(found.cards),
+        "init": found.initial.table() if found.initial is not None else [],
     }
     return Prepared(task, config, _files(request, task, config, found), record)
 
@@ -190,7 +193,8 @@ def _check(
     model = None
     if run is None or is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:
         model = _checked_model(task, config, ranks, precision)
-    return _Checked(device, cards, train_set, eval_sets, model, warnings)
+    initial = initial_weights.fitted(task, config, model) if run is None and model is not None else None
+    return _Checked(device, cards, train_set, eval_sets, model, initial, warnings)
 
 
 def _device(config: Config, local: int, run: Run | None) -> torch.device:
@@ -218,13 +222,8 @@ def _files(request: Request, task: Task, config: Config, found: _Checked) -> dic
     files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
         files["task.py"] = task.file.read_bytes()
-    if request.init is not None:
-        from safetensors.torch import save
-
-        assert found.model is not None
-        build.set_weights(found.model, build.read_weights(Path(request.init)), request.init)
-        weights = {name: tensor.contiguous().clone() for name, tensor in found.model.state_dict().items()}
-        files["init.safetensors"] = save(weights)
+    if found.initial is not None:
+        files[initial_weights.FILE] = found.initial.file()
     return files
 
 

@@ -28,7 +28,6 @@ class Request:
     task: str
     flags: dict[str, str]
     config_file: str | None = None
-    init: str | None = None
     ranks: int = 1
     """On this machine."""
     nodes: range = ALONE

@@ -83,6 +83,8 @@ class Record(TypedDict):
     """The last one made, counted from 1."""
     epoch: int
     world_size: NotRequired[int]
+    init: NotRequired[list[str]]
+    """What weights it began with, and what did not fit, as lines; empty: those of model()."""
     stopped_by: str | None
     reason: NotRequired[str]
     pids: NotRequired[dict[str, Any]]

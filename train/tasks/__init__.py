@@ -33,6 +33,7 @@ from train.errors import Refused, nearest, one_line
 _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
 _OPTIONAL = {
     "metrics": "model, batch", "predict": "model, batch", "compute_metrics": "predictions", "inference_model": "model",
+    "pretrained": "config", "adapt_state_dict": "state, model",
     "images": "model, batch", "collate": "items", "on_device": "batch", "optimizer": "model, config",
     "param_groups": "model, config", "schedule": "step, total_steps, config", "updates": "model, config",
     "stateful": "model, config", "after_step": "model, step, stateful", "fingerprint": "config",
@@ -57,6 +58,8 @@ class Task:
     predict: Callable[..., Any] | None
     compute_metrics: Callable[..., Any] | None
     inference_model: Callable[..., Any] | None
+    pretrained: Callable[..., Any] | None
+    adapt_state_dict: Callable[..., Any] | None
     images: Callable[..., Any] | None
     collate: Callable[..., Any] | None
     on_device: Callable[..., Any] | None

@@ -194,6 +194,14 @@ def model(config: Any) -> nn.Module:
     return network(config.task.model, classes, config.task.size)
 
 
+def adapt_state_dict(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Weights without the last layer, where that is for another number of classes."""
+    own = model.state_dict()
+    last = next(reversed(own)).rpartition(".")[0]
+    has_other = any(name in own and own[name].shape != state[name].shape for name in state if name.startswith(last))
+    return {name: one for name, one in state.items() if not (has_other and name.startswith(f"{last}."))}
+
+
 _normalise = Normalise(MEAN, STD)
 
 

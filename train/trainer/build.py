@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from train import config as configuration
@@ -33,7 +32,6 @@ from train.trainer import determinism
 from train.trainer.freeze import freeze
 
 T = TypeVar("T")
-_WRAPPERS = re.compile(r"^(_orig_mod\.)?(module\.)?(_orig_mod\.)?")
 _NAMED = 3
 """Differences of the data that are named."""
 
@@ -279,45 +277,6 @@ def refusing(task: Task, what: str = "") -> Iterator[None]:
         has_reason = isinstance(error, TrainingFailed)
         reason = error if has_reason else determinism.refusal(error) or where(error, task.file)
         raise Refused(f"{what} failed: {reason}" if what else reason) from error
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Exported weights.
-
-    Raises:
-        Refused: the file cannot be read, or holds something else.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        why = one_line(error) if path.suffix == ".safetensors" else "it is damaged, or holds more than tensors"
-        raise Refused(f"--init {path}: cannot be read: {why[:200]}; write one with train export") from None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise Refused(f"--init {path}: holds no plain dict of tensors; write one with train export")
-    return state
-
-
-def set_weights(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
-    """Load exported weights, every one of them; also under the names that DDP or torch.compile give them.
-
-    Raises:
-        Refused: names or shapes differ from the model's.
-    """
-    own = model.state_dict()
-    if not own.keys() & state.keys():
-        state = {_WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
-    for name in sorted(own.keys() ^ state.keys()):
-        raise Refused(f"--init {source}: {name} is {'missing in the file' if name in own else 'not in the model'}")
-    for name, tensor in state.items():
-        if own[name].shape != tensor.shape:
-            raise Refused(
-                f"--init {source}: {name} has shape {tuple(tensor.shape)}, the model's {tuple(own[name].shape)}"
-            )
-    model.load_state_dict(state)
 
 
 def plan_of(config: Config, length: int) -> Plan:

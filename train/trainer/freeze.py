@@ -15,7 +15,7 @@ def freeze(model: nn.Module, patterns: str) -> None:
     Raises:
         Refused: a pattern matches nothing, or all that could be trained.
     """
-    wanted = _split(patterns)
+    wanted = patterns_of(patterns)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = [*parameters, *filter(None, dict(model.named_modules()))]
     for pattern in wanted:
@@ -25,7 +25,7 @@ def freeze(model: nn.Module, patterns: str) -> None:
                 + nearest(pattern, known, f"; it has {', '.join(name for name, _ in model.named_children())}")
             )
     for name, parameter in parameters.items():
-        if _matches(name, wanted):
+        if matches(name, wanted):
             parameter.requires_grad_(False)
     if wanted and not any(parameter.requires_grad for parameter in parameters.values()):
         raise Refused(f"--freeze {patterns}: leaves no parameter to train; name fewer")
@@ -35,18 +35,19 @@ def set_training(model: nn.Module, patterns: str) -> None:
     """Put a model into training mode, and what is frozen in it as a whole into eval mode: its running statistics stay
     as they are, and it drops nothing."""
     model.train()
-    wanted = _split(patterns)
+    wanted = patterns_of(patterns)
     for name, module in model.named_modules() if wanted else ():
         own = [inner for inner, _ in module.named_parameters(name)]
-        if _matches(name, wanted) or (own and all(_matches(one, wanted) for one in own)):
+        if matches(name, wanted) or (own and all(matches(one, wanted) for one in own)):
             module.eval()
 
 
-def _split(patterns: str) -> list[str]:
+def patterns_of(patterns: str) -> list[str]:
+    """The patterns of a field, which commas part."""
     return [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
 
 
-def _matches(name: str, patterns: list[str]) -> bool:
+def matches(name: str, patterns: list[str]) -> bool:
     """Whether a pattern matches the dotted name or that of a module that it is in."""
     parts = name.split(".")
     names = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

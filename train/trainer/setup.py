@@ -22,6 +22,7 @@ from train.config import Config
 from train.data.loader import Loader
 from train.data.plan import Plan, Sharing
 from train.data.seeding import Seed, owned
+from train.errors import TrainingFailed
 from train.parallel import choose
 from train.parallel.devices import pick_device, take_device
 from train.parallel.precision import Precision
@@ -34,7 +35,7 @@ from train.run.heartbeat import Heart
 from train.run.run_folder import Run
 from train.signals import StopRequest
 from train.tasks import Task
-from train.trainer import build, determinism
+from train.trainer import build, determinism, initial_weights
 from train.trainer.hooks import Hooks
 from train.trainer.intervals import Intervals
 from train.trainer.load import ResumeState, load_newest
@@ -133,15 +134,21 @@ def set_up(
     held.callback(loader.close)
     take_device(device)  # not before the loader has forked: a process that has touched a GPU cannot pass it on
     world = join(config, rank_env, device)
-    updates, optimizer = spread_updates(task, _model(run, task, config, precision, world), config, world, precision)
+    home = home_of(run, config, world)
+    is_begun = bool(home.newest_checkpoint)
+    model = _model(run, task, config, precision, world, is_begun)
+    updates, optimizer = spread_updates(task, model, config, world, precision)
     model = updates[0].strategy.module
     faults.here("start")
     mark, number = world.broadcast((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
     snapshots = _snapshots(task, config, world, memory, mark)
-    home = home_of(run, config, world)
     hooks = Hooks(task, updates[0].strategy, config)
     state = TrainState(model, optimizer, precision, hooks.extra)
     start = load_newest(run, home, world, snapshots, state)
+    if is_begun and not start.step and run.read().get("init"):
+        raise TrainingFailed(
+            f"no checkpoint of {run.name} is whole; to begin again with its first weights: train resume {run.name}"
+        )
     faults.here("loaded")
     determinism.compile_as_asked(model, config)
     intervals = Intervals.of(config, plan, build.total_steps(config, plan), bool(evaluations))
@@ -187,11 +194,11 @@ def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[L
     return loader, plan, evaluations
 
 
-def _model(run: Run, task: Task, config: Config, precision: Precision, world: World) -> torch.nn.Module:
-    """The model with the weights that the run began with, on the CPU."""
+def _model(run: Run, task: Task, config: Config, precision: Precision, world: World, is_begun: bool) -> torch.nn.Module:
+    """The model on the CPU. It has the weights that the run begins with, unless a checkpoint is to replace them."""
     model = build.make_model(task, config, precision.weights)
-    if (run.folder / "init.safetensors").exists():
-        build.set_weights(model, build.read_weights(run.folder / "init.safetensors"), "init.safetensors")
+    if not is_begun and run.read().get("init"):
+        initial_weights.load(run.folder, model)
     return arrange(model, config, world.size)
 
 
@@ -246,6 +253,8 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
     if attempt > 1:
         return
     record, threads = run.read(), config.cpu_threads
+    for line in record.get("init") or ():
+        job.loggers.say(line)
     if reason := record.get("cpu_threads_reason"):
         job.loggers.say(f"{threads} CPU thread{'s' if threads > 1 else ''} a rank ({reason})")
     if reason := record.get("micro_batch_size_reason"):

@@ -99,6 +99,7 @@ def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
         ("host", record.get("host")),
         ("created", record.get("created")),
         ("ended", record.get("ended")),
+        ("begun with", (record.get("init") or [""])[0]),
         ("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())),
         ("git", record.get("git_revision")),
         ("folder", run.folder),

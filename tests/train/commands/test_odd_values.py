@@ -45,6 +45,6 @@ def test_odd_values_of_fields_are_taken_or_refused_in_a_line(tmp_path: Path) -> 
             annotation = own[name.removeprefix("task.")] if is_own else fields()[name].annotation
             parse_value(name, annotation, value)
             if not is_own:
-                options.check_now({"task": "digits", "flags": flags, "config_file": None, "init": None})
+                options.check_now({"task": "digits", "flags": flags, "config_file": None}, None)
         except Refused as error:
             assert len(str(error).splitlines()) == 1 and str(error).isprintable()

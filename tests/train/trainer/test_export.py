@@ -16,14 +16,12 @@ from safetensors.torch import load_file
 
 from tests.tasks import TASKS
 from train.checkpoint.manifest import manifest_text
-from train.checkpoint.state_dict import weights, weights_sha256
+from train.checkpoint.state_dict import weights_sha256
 from train.config import from_toml
 from train.errors import Refused
-from train.launcher.checks import prepare, prepare_resume
-from train.launcher.request import Request
+from train.launcher.checks import prepare_resume
 from train.run import run_folder
 from train.tasks import load
-from train.trainer import build
 from train.trainer.export import export
 from train.trainer.load import load_trained
 
@@ -210,49 +208,6 @@ def test_what_a_task_prints_is_no_result_and_what_it_raises_is_said_in_one_line(
         told = [line for line in done.stderr.splitlines() if line not in ("imported", "in datasets", "from a program")]
         assert done.returncode == 2 and done.stdout == "" and len(told) == 1, (state, done.stderr)
         assert all(word in told[0] for word in words) and "owner and mode" not in told[0], told
-
-
-def test_a_run_may_begin_with_exported_weights(finished: Station, tmp_path: Path) -> None:
-    target = tmp_path / "model.safetensors"
-    done = finished.ok("export", "done", "--to", target)
-    assert done.stdout == "" and "step 46" in done.stderr
-    # a learning rate that no bit of a float32 notices
-    finished.ok(
-        "run", "digits", "--name", "begun", "--init", target, "--steps", 1, "--optim.lr", 1e-30, "--seed", 5,
-        "--schedule.warmup_epochs", 0,
-    )  # fmt: skip
-    assert finished.record("begun")["weights_sha256"] == finished.record("done")["weights_sha256"]
-
-
-def test_weights_with_the_names_of_a_wrapper_are_read(finished: Station, tmp_path: Path) -> None:
-    state = export_state(finished, tmp_path)
-    torch.save({f"module._orig_mod.{name}": tensor for name, tensor in state.items()}, tmp_path / "wrapped.pt")
-    plain = build.make_model(load("digits"), prepare(Request("digits", {})).config)
-    build.set_weights(plain, build.read_weights(tmp_path / "wrapped.pt"), "wrapped.pt")
-    assert weights_sha256(weights(plain)) == finished.record("done")["weights_sha256"]
-
-
-def export_state(finished: Station, folder: Path) -> dict[str, torch.Tensor]:
-    export(finished.run("done"), folder / "model.safetensors")
-    return dict(load_file(folder / "model.safetensors"))
-
-
-@pytest.mark.parametrize("change", ["name", "missing", "shape"])
-def test_weights_of_another_model_are_refused_by_the_tensor_that_differs(
-    finished: Station, tmp_path: Path, change: str
-) -> None:
-    from safetensors.torch import save_file
-
-    state = export_state(finished, tmp_path)
-    if change == "name":
-        state["module.0.weight"] = state.pop("0.weight")
-    elif change == "missing":
-        del state["0.weight"]
-    else:
-        state["0.weight"] = state["0.weight"][:, :, :2].contiguous()
-    save_file(state, tmp_path / "other.safetensors")
-    with pytest.raises(Refused, match=r"0\.weight"):
-        prepare(Request("digits", {}, init=str(tmp_path / "other.safetensors")))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,274 @@
+"""The weights that a new run begins with: those of a file, of another run or of the task, fitted to its model.
+
+They are read when the run is launched, and lie in its folder from then on: no resume, evaluation or export needs their
+source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from train.config import Config, Init
+from train.errors import Refused, nearest, one_line
+from train.tasks import Task
+from train.trainer.build import call
+from train.trainer.freeze import matches, patterns_of
+
+FILE = "init.safetensors"
+"""In a run folder: what fits of them, by the names of its model."""
+_INNER = ("state_dict", "model", "model_state_dict", "model_state", "module", "net", "network", "weights", "params")
+"""Under which names programs save the state of a model beside other things; the first that is there is taken."""
+_WRAPPERS = re.compile(r"^(_orig_mod\.)?(module\.)?(_orig_mod\.)?")
+"""What torch.compile and DDP put before names."""
+_SCALAR: Any = np.float64().__reduce__()[0]
+_HARMLESS: list[Any] = [
+    argparse.Namespace, np.dtype, (_SCALAR, "numpy.core.multiarray.scalar"), (_SCALAR, "numpy._core.multiarray.scalar"),
+    *(type(np.dtype(code)) for code in "?bhilqBHILQefd"),
+]  # fmt: skip
+"""Classes beside tensors that old checkpoints hold and that execute nothing."""
+_NAMED = 6
+"""Names of a kind that the table lists."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """What became of the weights."""
+
+    source: str
+    """The file, run or function that they are from."""
+    weights: dict[str, Tensor]
+    """Those that are loaded, by the names of the model."""
+    new: list[str]
+    """Of the model: nothing was loaded into them."""
+    left_out: list[str]
+    """Of the source, for the model has no such name or they are skipped."""
+    other_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    """Of both: the shape in the source and in the model."""
+
+    def table(self) -> list[str]:
+        """What was loaded, left out, new and of another shape, in lines."""
+        count = len(self.weights)
+        numbers = sum(tensor.numel() for tensor in self.weights.values())
+        of = count + len(self.new) + len(self.other_shape)
+        lines = [f"weights of {self.source}: {count} of the model's {of} tensors loaded ({numbers:,} numbers)"]
+        shapes = [f"{name} {there} for {here}" for name, (there, here) in self.other_shape.items()]
+        for title, names in (("left out", self.left_out), ("new", self.new), ("other shape", shapes)):
+            if names:
+                lines.append(f"  {title:12} {_listed(names)}")
+        return lines
+
+    def file(self) -> bytes:
+        """What lies in the run folder."""
+        from safetensors.torch import save
+
+        return save({name: tensor.clone() for name, tensor in self.weights.items()})
+
+
+def load(folder: Path, model: nn.Module) -> None:
+    """Give a model the first weights of a run folder.
+
+    Raises:
+        Refused: they are gone or damaged.
+    """
+    model.load_state_dict(read(folder / FILE, str(folder / FILE)), strict=False)
+
+
+def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
+    """The first weights of a new run, by the names of its model; None: those that model() has made.
+
+    Raises:
+        Refused: they cannot be read, or do not fit as they are asked to.
+    """
+    init, left_out = config.init, []
+    if init.file:
+        source = f"--init {init.file}"
+        state = read(Path(init.file), source)
+    elif task.pretrained is not None:
+        source = f"pretrained in {task.file}"
+        made = call(task, "pretrained()", task.pretrained, config)
+        is_path = isinstance(made, (str, Path))
+        state = read(Path(made), f"{source}, {made}") if is_path else _tensors_of(made, source)
+    else:
+        return None
+    if task.adapt_state_dict is not None:
+        made = call(task, "adapt_state_dict()", task.adapt_state_dict, dict(state), model)
+        before, state = state, _tensors_of(made, f"adapt_state_dict in {task.file}")
+        used = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+        left_out = [
+            name for name, one in before.items() if name not in state and one.untyped_storage().data_ptr() not in used
+        ]
+    return fit(model, state, init, source, left_out)
+
+
+def read(path: Path, source: str) -> dict[str, Tensor]:
+    """The tensors of a file or of a checkpoint's folder. `source` begins what is refused.
+
+    Raises:
+        Refused: it is damaged, or holds no state of a model, or more than tensors.
+    """
+    if path.is_dir():
+        from train.checkpoint import manifest as manifests
+        from train.checkpoint.load import weights_in  # DCP is slow to import, and few runs begin with a checkpoint
+
+        try:
+            manifests.verify(path)
+            return weights_in(path)
+        except ValueError as error:
+            raise Refused(f"{source}: {error}") from None
+    if not path.exists():
+        raise Refused(f"{source}: there is no such file")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        with torch.serialization.safe_globals(_HARMLESS):
+            made = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        unsafe = re.search(r"GLOBAL (\S+)", str(error))
+        if path.suffix == ".safetensors":
+            why = one_line(error)[:200]
+        elif unsafe:
+            why = f"it holds {unsafe[1]}, which is code; save its state alone: torch.save(model.state_dict(), FILE)"
+        else:
+            why = "it is no .safetensors and no file of torch.save, or is damaged"
+        raise Refused(f"{source}: cannot be read: {why}") from None
+    return _tensors_of(made, source)
+
+
+def _tensors_of(made: Any, source: str) -> dict[str, Tensor]:
+    """The state of a model, also from among other things.
+
+    Raises:
+        Refused: there is none, or several.
+    """
+    if not isinstance(made, dict):
+        raise Refused(f"{source}: is a {type(made).__name__} and no state dict")
+    inner = {str(name): value for name, value in made.items() if isinstance(value, dict) and _has_tensors(value)}
+    found = next((inner[name] for name in _INNER if name in inner), None)
+    if found is None and len(inner) > 1:
+        raise Refused(f"{source}: holds several state dicts ({', '.join(inner)}); save the one that is meant alone")
+    if found is None:
+        found = made if _has_tensors(made) else next(iter(inner.values()), None)
+    if found is None:
+        raise Refused(f"{source}: holds no state dict, but {_listed(map(str, made))}")
+    return {name: value.detach() for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _has_tensors(state: dict[Any, Any]) -> bool:
+    return any(isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items())
+
+
+def fit(model: nn.Module, state: dict[str, Tensor], init: Init, source: str, left_out: Collection[str] = ()) -> Fitted:
+    """Fit weights to a model, which gets none of them.
+
+    Args:
+        left_out: names that are left out already, and may be missing.
+
+    Raises:
+        Refused: nothing fits, or without init.partial something does not; or a field of init does nothing.
+    """
+    own = model.state_dict()
+    state = _renamed(_unwrapped(state, own), init.rename)
+    skipped = _skipped([*own, *state], init.skip)
+    other = {name: (tuple(state[name].shape), tuple(own[name].shape)) for name in own.keys() & state.keys() - skipped}
+    other = {name: shapes for name, shapes in sorted(other.items()) if shapes[0] != shapes[1]}
+    loaded = {name: state[name] for name in own if name in state and name not in other and name not in skipped}
+    tied = {own[name].untyped_storage().data_ptr() for name in loaded} - {0}
+    new = [name for name in own if name not in loaded and name not in other]
+    new = [name for name in new if own[name].untyped_storage().data_ptr() not in tied]
+    unknown = [name for name in state if name not in own and name not in skipped]
+    if not loaded:
+        raise Refused(
+            f"{source}: nothing in it fits the model: it has {_listed(state)}, the model {_listed(own)}; "
+            "see --init.rename 'OLD.=NEW.'"
+        )
+    if not init.partial:
+        _check_whole(source, other, [name for name in new if name not in {*skipped, *left_out}], unknown)
+    out = [*left_out, *(name for name in state if name in skipped or name not in own)]
+    weights = {name: tensor.to(own[name].dtype).contiguous() for name, tensor in loaded.items()}
+    return Fitted(source.removeprefix("--init "), weights, new, out, other)
+
+
+def _check_whole(
+    source: str, other: dict[str, tuple[Any, Any]], missing: list[str], unknown: list[str]
+) -> None:  # fmt: skip
+    """Refuse what does not fit, as one refuses to guess. Raises Refused."""
+    missing = [name for name in missing if not name.endswith("num_batches_tracked")]  # older versions of torch had none
+    if not (other or missing or unknown):
+        return
+    name = next(iter([*other, *missing, *unknown]))
+    if other:
+        what = f"{name} has shape {other[name][0]}, the model's {other[name][1]}"
+    else:
+        names, end = (missing, "missing in it") if missing else (unknown, "not in the model")
+        what = f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {end}"
+    raise Refused(
+        f"{source}: {what}; leave out what is not meant: --init.skip '{name.rpartition('.')[0] or name}', or take "
+        "what fits: --init.partial true"
+    )
+
+
+def _unwrapped(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
+    """The same without what DDP and torch.compile put before names, where more of them are the model's then."""
+    bare = {_WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
+    return max(state, bare, key=lambda one: len(one.keys() & set(own)))
+
+
+def _renames(text: str) -> list[tuple[str, str]]:
+    """The beginnings of names, and what takes their place."""
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    for old, sign, _ in pairs:
+        if not sign:
+            raise Refused(f"--init.rename {text}: give OLD=NEW, beginnings of names, several parted by commas: {old}=")
+    return [(old, new) for old, _, new in pairs]
+
+
+def _renamed(state: dict[str, Tensor], text: str) -> dict[str, Tensor]:
+    """The same under names whose beginnings are changed: 'backbone.=encoder.', or '=encoder.' before all.
+
+    Raises:
+        Refused: no name begins so, or two become one.
+    """
+    made = dict(state)
+    for old, new in _renames(text):
+        if not any(name.startswith(old) for name in made):
+            raise Refused(f"--init.rename {old}={new}: no name begins with {old}; there are {_listed(made)}")
+        pairs = [(new + name.removeprefix(old) if name.startswith(old) else name, one) for name, one in made.items()]
+        if len(dict(pairs)) < len(pairs):
+            raise Refused(f"--init.rename {old}={new}: two names become one")
+        made = dict(pairs)
+    return made
+
+
+def _skipped(names: list[str], patterns: str) -> set[str]:
+    """Those of the names that patterns match, themselves or the module that they are in.
+
+    Raises:
+        Refused: a pattern matches nothing.
+    """
+    found: set[str] = set()
+    for pattern in patterns_of(patterns):
+        matched = {name for name in names if matches(name, [pattern])}
+        if not matched:
+            raise Refused(
+                f"--init.skip {pattern}: neither the file nor the model has such a name"
+                + nearest(pattern, names, f"; they have {_listed(names)}")
+            )
+        found |= matched
+    return found
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first of some names, and how many more there are."""
+    all_names = list(dict.fromkeys(names))
+    return ", ".join(all_names[:_NAMED]) + (f" and {len(all_names) - _NAMED} more" if len(all_names) > _NAMED else "")
