@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from train.doctor import examine
+from train.commands.doctor import NAMES
 from train.supervise import diagnose
 
 RECORDED = {
@@ -74,9 +74,9 @@ def test_a_fault_of_the_program_leads_to_none(message: str) -> None:
 
 def test_every_check_that_is_named_exists(station: Any) -> None:
     named = {check for one in diagnose.TABLE for check in one.checks}
-    assert named <= set(examine.NAMES)
+    assert named <= set(NAMES)
     there = {finding["check"] for finding in json.loads(station("doctor", "--json").stdout)}
-    assert there <= set(examine.NAMES)
+    assert there <= set(NAMES)
 
 
 def test_only_the_checks_that_are_asked_for_are_shown(station: Any) -> None:
