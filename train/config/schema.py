@@ -48,12 +48,8 @@ def _as_argument(value: Any, check: Callable[[Any], Any]) -> Any:
 Argument = Annotated[bool | float | list[float] | None, WrapValidator(_as_argument)]
 """A value in `optim.args`; None: as if it were not there."""
 
-
-class _OnResume:
-    """Marks a field that a resume may change: it does not touch what is computed, or says when it ends."""
-
-
-ON_RESUME = _OnResume()
+ON_RESUME = "may change on resume"
+"""Marks a field that a resume may change: it does not touch what is computed, or says when it ends."""
 T = TypeVar("T")
 Changeable = Annotated[T, ON_RESUME]
 """The type of a field that a resume may change."""

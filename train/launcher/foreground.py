@@ -136,13 +136,6 @@ def _rank_of_torchrun(made: Run, attempt: int, rank_env: RankEnv, stop: StopRequ
     return end, exit_code(logs, rank_env, end)
 
 
-def _job_of(run: Run) -> str | None:
-    """The torchrun that a run belongs to; None: to none, or its record is damaged, which concerns no other run."""
-    with contextlib.suppress(Refused):
-        return run.read().get("torchelastic")
-    return None
-
-
 def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple[Run, Lock]:
     """Create the run, or find it again when torchrun has restarted us."""
     from train.launcher.checks import prepare
@@ -150,8 +143,9 @@ def open_under_torchrun(runs: Path, name: str | None, request: Request) -> tuple
     job = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.getppid()}"
     made: Run | None = None
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        candidates = [Run(runs / name)] if name and (runs / name / "run.json").exists() else list(folders.every(runs))
-        made = next((old for old in candidates if _job_of(old) == job), None)
+        names = [name] if name else [run.name for run in folders.every(runs)]
+        ours = (one for one in names if folders.record_of(runs, one).get("torchelastic") == job)
+        made = next((Run(runs / one) for one in ours), None)
     if made is None:
         found = prepare(request)
         record, files = found.record | {"torchelastic": job}, _with_environment(found.files)
