@@ -67,14 +67,11 @@ def _check(options: Namespace, request: dict[str, Any], runs: Path) -> None:
             raise Refused(f"what is {options.arguments[0]}? a TASK takes flags only; see: train launch --help")
         check_now(request, runs)
         return
-    given = [name for name in options.flags if not name.startswith("watch.")]
-    given += ["config"] if options.config is not None else []
-    if given:
-        raise Refused(f"--{given[0]} is for tasks; arguments of a script stand after --")
-    from train import config
-
+    if options.config is not None:
+        raise Refused("--config is for tasks; arguments of a script stand after --")
     if options.nnodes is not None:
         raise Refused("--nnodes is for tasks; a script on several machines is torchrun's own business")
-    config.check_flags(options.flags)
-    if not Path(options.script).is_file():
-        raise Refused(f"--script {options.script}: there is no such file")
+    from train.launcher import script
+
+    script.watch_flags(options.flags)
+    script.check_readable(Path(options.script), "--script")

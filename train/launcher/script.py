@@ -26,13 +26,13 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[
     Raises:
         Refused: the file cannot be read, or a field is not of scripts.
     """
-    watch = _watch_flags(launch.flags)
+    watch = watch_flags(launch.flags)
     if run is not None:
         record = run.read()
-        _check_readable(Path(record["script"]), f"{run.name} runs", "; put it back")
+        check_readable(Path(record["script"]), f"{run.name} runs", "; put it back")
         return {"watch": (record.get("watch") or {}) | watch}, warnings(record)
     path = Path(launch.script[0]).absolute()
-    _check_readable(path, "--script")
+    check_readable(path, "--script")
     files = {str(path): provenance.digest(path)} | provenance.digests(path, path.resolve().parent)
     fields = {
         "watch": watch, "script": str(path), "script_arguments": launch.script[1:], "script_files": files,
@@ -41,7 +41,8 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[
     return fields, []
 
 
-def _check_readable(path: Path, what: str, remedy: str = "") -> None:
+def check_readable(path: Path, what: str, remedy: str = "") -> None:
+    """Raises Refused where a script is gone or may not be read; `what` stands before its path."""
     try:
         path.open("rb").close()
     except OSError as error:
@@ -49,7 +50,7 @@ def _check_readable(path: Path, what: str, remedy: str = "") -> None:
         raise Refused(f"{what} {path}: {reason}{remedy}") from None
 
 
-def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
+def watch_flags(flags: dict[str, str]) -> dict[str, Any]:
     """The limits of a script's run, as `--watch.NAME VALUE` gives them.
 
     Raises:
@@ -59,7 +60,7 @@ def _watch_flags(flags: dict[str, str]) -> dict[str, Any]:
 
     for name in flags:
         if not name.startswith("watch."):
-            raise Refused(f"--{name}: a script has no configuration fields but watch.*")
+            raise Refused(f"--{name} is for tasks; a script has the fields watch.*, and its arguments stand after --")
     return {name.removeprefix("watch."): value for name, value in config.check_flags(flags).items()}
 
 
