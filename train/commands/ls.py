@@ -17,7 +17,7 @@ from train.commands.completion_values import words
 from train.commands.options import add_json, add_names, matching
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused, nearest
-from train.run import folders, states
+from train.run import states
 from train.run.best import aim_of
 from train.run.metrics import last_evaluation
 from train.run.record import Record
@@ -49,8 +49,7 @@ def run(options: Namespace, runs: Path) -> int:
     if options.json and (options.csv or options.columns is not None):
         raise Refused("--json prints all there is of a run; leave out --csv and --columns")
     limit = number("limit", options.limit, 1)
-    found = matching(runs, options.names, must=False) if options.names else folders.every(runs)
-    records = jobs.statuses(found, screen.remark)
+    records = jobs.statuses(matching(runs, options.names or ["*"], must=False), screen.remark)
     is_part = bool(options.names or records)
     columns = tuple(map(str.strip, options.columns.split(","))) if options.columns is not None else COLUMNS
     if options.json or options.columns is not None or options.sort not in _ORDERS:

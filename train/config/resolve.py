@@ -96,9 +96,7 @@ def _settings_types(settings: type | None, task_file: Path) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(settings)}
 
 
-def layer(
-    flat: dict[str, Any], settings: type | None, source: str, below: dict[str, Any], replaces: bool = True
-) -> dict[str, Any]:
+def layer(flat: dict[str, Any], settings: type | None, source: str, below: dict[str, Any]) -> dict[str, Any]:
     """The fields of `flat` (dotted names) laid over those of `below`; those of _REPLACE replace each other.
 
     Args:
@@ -118,7 +116,7 @@ def layer(
         given = [name for name in pair if flat.get(name) is not None]
         if len(given) == 2:
             raise Refused(f"{source}{' and '.join(pair)} replace each other; give one of them")
-        if replaces and given:
+        if given:
             merged |= dict.fromkeys(pair)
     return merged | flat
 
@@ -225,7 +223,7 @@ def _from_tree(tree: dict[str, Any], settings: type | None, source: str) -> Conf
     for field in dataclasses.fields(settings) if settings else ():
         if field.default is None:
             blank[f"task.{field.name}"] = None
-    flat = layer(flatten(tree, source), settings, source, blank, replaces=False)
+    flat = layer(flatten(tree, source), settings, source, blank)
     return build(flat, settings, source)
 
 
