@@ -143,17 +143,13 @@ def build(flat: dict[str, Any], settings: type | None = None, source: str = "", 
         Refused: a value has the wrong type or is out of range.
     """
     tree: dict[str, Any] = {}
-    task: dict[str, Any] = {}
     for name, value in flat.items():
-        group, _, inner = name.rpartition(".")
-        if group == "task":
-            task[inner] = value
-        elif is_argument(name):
-            tree.setdefault("optim", {}).setdefault("args", {})[inner] = value
-        elif group:
-            tree.setdefault(group, {})[inner] = value
-        else:
-            tree[name] = value
+        *groups, last = name.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[last] = value
+    task = tree.pop("task", {})
     config = _checked(Config, tree, source)
     if config.epochs is None and config.steps is None:
         raise Refused(f"{source}neither epochs nor steps is given; give one of them")
