@@ -76,8 +76,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
         screen.remark(said)
         screen.say(name, sys.stdout)
         return runs
-    said = nothing_left(run, options.flags)
-    if said:
+    if said := nothing_left(run, options.flags):
         screen.say(said)
         return None
     before = record.get("cluster")

@@ -53,11 +53,6 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return EXIT_PROBLEM if any(finding.verdict == PROBLEM for finding in findings) else EXIT_WELL
 
 
-def as_json(findings: Iterable[Finding]) -> str:
-    """A list of objects with check, verdict, seen, remedy."""
-    return json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1)
-
-
 def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
     """A line a check, the remedy below it, and how many are not well."""
     name = max((len(finding.check) for finding in findings), default=0)
@@ -74,24 +69,16 @@ def as_text(findings: list[Finding], width: int, colour: bool = False) -> str:
         lines += [indent + more for more in seen[1:]]
         if finding.remedy:
             lines.append(f"{indent}try: {screen.printable(finding.remedy)}")  # whole, however long: it is to be pasted
-    return "\n".join([*lines, "", summary(findings)])
-
-
-def summary(findings: Iterable[Finding]) -> str:
-    """How many checks are not well, as text."""
     verdicts = [finding.verdict for finding in findings]
-    parts = [
-        f"{count} {word}{'s' if count > 1 else ''}"
-        for word, count in ((word, verdicts.count(word)) for word in (PROBLEM, WARNING))
-        if count
-    ]
-    return f"{len(verdicts)} checks: " + (", ".join(parts) if parts else "all is well")
+    counts = [(word, verdicts.count(word)) for word in (PROBLEM, WARNING)]
+    total = ", ".join(f"{count} {word}{'s' if count > 1 else ''}" for word, count in counts if count) or "all is well"
+    return "\n".join([*lines, "", f"{len(verdicts)} checks: {total}"])
 
 
 def show(findings: list[Finding], json_: bool) -> None:
-    """Print them."""
+    """Print them; for machines as a list of objects with check, verdict, seen, remedy."""
     if json_:
-        print(as_json(findings))
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
         return
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else 80

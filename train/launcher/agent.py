@@ -142,7 +142,7 @@ def keep(opened: OpenedRun, stop: StopRequest) -> int:
     def command() -> list[str]:
         for line in script.warnings(record):
             say(line)
-        return script.command(record)
+        return [record["script"], *record["script_arguments"]]
 
     try:
         settings = settings_of(record)

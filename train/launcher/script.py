@@ -68,8 +68,3 @@ def warnings(record: Record) -> list[str]:
     """Warnings about the script when it is started again."""
     changed = provenance.changed(record.get("script_files"))
     return [f"{changed} changed since {record['name']} was launched; it runs as it is now"] if changed else []
-
-
-def command(record: Record) -> list[str]:
-    """What follows `python -u`."""
-    return [record["script"], *record["script_arguments"]]

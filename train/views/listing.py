@@ -38,11 +38,6 @@ def end_of(attempt: Attempt, state: str) -> str:
     return attempt.get("end") or ("running" if state == "running" else "died with its machine or container")
 
 
-def _seconds(first: Any, second: Any) -> float:
-    begin, end = seconds_of(first), seconds_of(second)
-    return end - begin if begin is not None and end is not None else 0.0
-
-
 def _figures(record: Record) -> str:
     metrics = record.get("metrics") or {}
     if not metrics and record.get("loss") is not None:
@@ -164,7 +159,7 @@ def _left_out(run: Run, counts: dict[str, int]) -> str:
 def _made(attempt: Attempt, is_script: bool) -> str:
     """What an attempt has made: steps; of a script only how long it ran is known."""
     if is_script:
-        ended = attempt.get("ended")
-        return f"ran {duration(_seconds(attempt['started'], ended))}" if ended else f"began {_ago(attempt['started'])}"
+        began, ended = seconds_of(attempt["started"]), seconds_of(attempt.get("ended"))
+        return f"ran {duration(ended - began)}" if began and ended else f"began {_ago(attempt['started'])}"
     to = f"-{attempt['to_step']}" if attempt.get("to_step") is not None else "-"
     return f"steps {attempt['from_step']}{to}"
