@@ -215,10 +215,6 @@ def _execute(path: Path, source: bytes) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise Refused(f"{path} is not a Python file; give a built-in task or the path of a .py file")
-    before, null, _ = source.partition(b"\0")
-    if null:  # a ValueError without a line up to Python 3.11.3
-        line = before.count(b"\n") + 1
-        raise Refused(f"{path}, line {line}: source code string cannot contain null bytes")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

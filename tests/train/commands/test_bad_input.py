@@ -270,7 +270,7 @@ SETTINGS = "from dataclasses import field\n@dataclass\nclass Settings:\n"
         ("import nosuchmodule", ["task.py, line 1", "nosuchmodule"]),
         ("x = 1\n\nraise ValueError('two\\nlines ü')", ["task.py, line 3", "two lines ü"]),
         ("import sys\nsys.exit(5)", ["task.py, line 2", "SystemExit"]),
-        ("\0", ["task.py, line 1"]),
+        ("\0", ["task.py", "null bytes"]),
         ("", ["no function model", "def model(config)"]),
         (TASK.replace("def loss", "def lost"), ["no function loss", "def loss(model, batch)"]),
         (TASK.replace("def loss", "def losses"), ["no function loss", "did you mean losses?"]),
