@@ -102,8 +102,7 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     ranks_and_gpus.see(checked.visible)
     cluster = _cluster_of(launch, record)
     listening = _listen(cluster)
-    changes = checked.record | _placement(launch, checked, cluster)
-    changes["kept"] = kept
+    changes = checked.record | _placement(launch, checked, cluster) | {"kept": kept}
     if launch.max_restarts is not None:
         changes["max_restarts"] = launch.max_restarts
     # the process ids are those of the attempt before
