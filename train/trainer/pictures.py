@@ -9,15 +9,13 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from train.errors import TrainingFailed
 from train.tasks import Task
 
 _SMALLEST = 64
 """Pixels of a side; of smaller images each pixel is drawn larger."""
-_GAP = 2
-"""Pixels between images of a grid."""
 
 
 def encoded(task: Task, made: Any) -> dict[str, bytes]:
@@ -47,7 +45,7 @@ def encoded(task: Task, made: Any) -> dict[str, bytes]:
 
 
 def _grid(task: Task, name: str, value: Any) -> Tensor:
-    """An image, or several beside and below each other: bytes of shape (height, width) or (height, width, 3)."""
+    """An image, or several beside and below each other: bytes of shape (height, width, 3)."""
     images = value.detach().cpu() if isinstance(value, Tensor) else torch.empty(0)
     images = images[None] if images.dim() == 3 else images
     is_float = images.is_floating_point()
@@ -60,12 +58,9 @@ def _grid(task: Task, name: str, value: Any) -> Tensor:
         )
     if is_float:
         images = (images.float().nan_to_num(0.0).clamp(0, 1) * 255).round().byte()
-    count, channels, *size = images.shape
-    times = max(_SMALLEST // max(size), 1)
+    from torchvision.utils import make_grid
+
+    times = max(_SMALLEST // max(images.shape[2:]), 1)
     images = images.repeat_interleave(times, 2).repeat_interleave(times, 3)
-    columns = math.ceil(math.sqrt(count))
-    rows, gap = math.ceil(count / columns), _GAP if count > 1 else 0
-    images = nn.functional.pad(images, (0, gap, 0, gap, 0, 0, 0, rows * columns - count), value=255)
-    cells = images.view(rows, columns, *images.shape[1:]).permute(0, 3, 1, 4, 2)
-    page = cells.reshape(rows * images.shape[2], columns * images.shape[3], channels)
-    return (page[..., 0] if channels == 1 else page).contiguous()
+    page = make_grid(images, nrow=math.ceil(math.sqrt(len(images))), pad_value=255)
+    return page.permute(1, 2, 0).contiguous()

@@ -47,8 +47,8 @@ def test_a_run_leaves_them_where_they_are_looked_for(engine: Any, tmp_path: Path
 def test_images_of_a_tensor_stand_in_a_grid_and_small_ones_are_drawn_larger() -> None:
     five = torch.arange(5).reshape(5, 1, 1, 1).expand(5, 1, 32, 16) / 4
     page = np.asarray(Image.open(io.BytesIO(encoded(TASK, {"five": five})["five"])))
-    assert page.shape == (2 * (64 + 2), 3 * (32 + 2))
-    assert [page[10, 10], page[10, 44], page[10, 78], page[76, 10], page[76, 44]] == [0, 64, 128, 191, 255]
+    assert page.shape == (2 * (64 + 2) + 2, 3 * (32 + 2) + 2, 3)
+    assert [page[y, x, 0] for y, x in ((12, 12), (12, 46), (12, 80), (78, 12), (78, 46))] == [0, 64, 128, 191, 255]
     colours = torch.zeros(3, 70, 80, dtype=torch.uint8)
     colours[1] = 7
     one = np.asarray(Image.open(io.BytesIO(encoded(TASK, {"one": colours})["one"])))
