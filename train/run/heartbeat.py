@@ -15,8 +15,9 @@ from pathlib import Path
 
 from train.run import durable
 
-STARTING, TRAINING, EVALUATING, SAVING, ENDING = range(5)
-NAMES = ("starting", "training", "evaluating", "saving", "ending")
+STARTING, TRAINING, EVALUATING, SAVING, ENDING, COMPUTING_METRICS = range(6)
+"""The last one takes as long as a task's compute_metrics does, and is never taken for a hang."""
+NAMES = ("starting", "training", "evaluating", "saving", "ending", "computing metrics")
 
 _FORM = struct.Struct("<qqqq")
 

@@ -169,7 +169,7 @@ class TaskHealth(Health):
         return True
 
     def _allowed(self, beats: tuple[Beat | None, ...]) -> float:
-        if self._hang_minutes == 0:
+        if self._hang_minutes == 0 or all(b and b.phase == heartbeat.COMPUTING_METRICS for b in beats):
             return 0.0
         if not _is_routine(beats):
             return self._start_minutes

@@ -25,6 +25,7 @@ from train.parallel.devices import NoGPU, pick_device, take_device
 from train.parallel.precision import Precision
 from train.parallel.torch_private import buffers_of
 from train.parallel.world import World
+from train.run import heartbeat
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build, determinism, pictures
@@ -59,7 +60,7 @@ def evaluate(
     stream: Iterator[tuple[MicroBatch, Any]],
     sharing: Sharing,
     stop: Callable[[], bool] = lambda: False,
-    beat: Callable[[], None] = lambda: None,
+    beat: Callable[[int], None] = lambda phase: None,
     show: Show | None = None,
     variants: Sequence[Variant] = (("", contextlib.nullcontext),),
 ) -> tuple[dict[str, float], int] | None:
@@ -72,6 +73,7 @@ def evaluate(
         plans: of the evaluation sets by name.
         stream: begins with the batches of this rank's `evaluation_micro_batches`; no more than them is taken.
         sharing: which micro batches are this rank's.
+        beat: shows a sign of life in this phase, see run/heartbeat.py.
         show: called with what `images` makes of this rank's first batch; None: it is not asked.
         variants: weights to evaluate; each batch is computed with one after the other, `images` with the first.
 
@@ -104,7 +106,7 @@ def evaluate(
 
 def _compute(
     passes: Sequence[_Pass], stream: Iterator[tuple[MicroBatch, Any]], slots: int, stops: Callable[[], bool],
-    beat: Callable[[], None], show: Show | None,
+    beat: Callable[[int], None], show: Show | None,
 ) -> bool:  # fmt: skip
     """Compute this rank's micro batches of a set. False if a stop came in between."""
     for slot in range(slots):
@@ -113,7 +115,7 @@ def _compute(
                 return False
             for one in passes:
                 one.predictions.collect()
-        beat()
+        beat(heartbeat.EVALUATING)
         micro, batch = next(stream)
         assert micro.evaluation
         if not len(micro.indices):  # none of its samples could be read
@@ -155,7 +157,7 @@ class _Pass:
         if task.predict is not None:
             self.predictions.add(micro.number, made, samples)
 
-    def end(self, micros: int, seed: int, beat: Callable[[], None]) -> tuple[dict[str, float], int]:
+    def end(self, micros: int, seed: int, beat: Callable[[int], None]) -> tuple[dict[str, float], int]:
         """The figures of the set, and the number of its samples. A collective."""
         figures, samples = summed(self.rows, self.names, micros, self.world)
         whole = self.predictions.figures(seed, beat)

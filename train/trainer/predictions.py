@@ -5,9 +5,7 @@ Rank 0 holds the predictions of a whole set in memory, other ranks those of a fe
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from train.data.seeding import owned, seed_host, seed_owned
 from train.data.to_device import mapped
 from train.errors import TrainingFailed
 from train.parallel.world import World
+from train.run import heartbeat
 from train.tasks import Task, where
 from train.trainer.loss import kind_of
 
@@ -64,7 +63,7 @@ class Predictions:
                 self._all.update(part)
             self._new = []
 
-    def figures(self, seed: int, beat: Callable[[], None]) -> dict[str, float]:
+    def figures(self, seed: int, beat: Callable[[int], None]) -> dict[str, float]:
         """What `compute_metrics` makes of the whole set; {} of a set without a sample. A collective.
 
         The other ranks wait for rank 0 as long as it takes.
@@ -75,8 +74,10 @@ class Predictions:
         self.collect()
         if self._task.predict is None:
             return {}
-        with _beating(beat):
-            return self._world.patient.on_first(lambda: self._computed(seed))
+        beat(heartbeat.COMPUTING_METRICS)
+        figures = self._world.patient.on_first(lambda: self._computed(seed))
+        beat(heartbeat.EVALUATING)
+        return figures
 
     def _computed(self, seed: int) -> dict[str, float]:
         task, whole = self._task, self._joined()
@@ -127,21 +128,3 @@ def _on_host(value: Any) -> Any:
         return value
     kind = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
     return value.detach().to("cpu", kind, copy=True)
-
-
-@contextlib.contextmanager
-def _beating(beat: Callable[[], None]) -> Iterator[None]:
-    """While a rank computes or waits, however long that takes, another thread shows signs of life."""
-    done = threading.Event()
-
-    def work() -> None:
-        while not done.wait(1.0):
-            beat()
-
-    thread = threading.Thread(target=work, daemon=True, name="beat")
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

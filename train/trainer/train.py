@@ -250,7 +250,7 @@ class Loop:
         """Evaluate. A stop request ends it; a resume then makes up for it."""
         job = self.job
         faults.here("evaluate")
-        beat = functools.partial(job.heart.beat, heartbeat.EVALUATING, self.done)
+        beat = functools.partial(job.heart.beat, step=self.done)
         same_objects = job.hooks.extra.unchanged(job.world.device)  # a resume does not repeat an evaluation
         with self.timing.spent("evaluation"), gather.paused(), evaluated_weights(job.optimizer), same_objects:
             evaluated = evaluate(

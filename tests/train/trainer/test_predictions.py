@@ -93,7 +93,7 @@ def test_what_is_no_prediction_and_no_figure_is_named(tmp_path: Path, predict: s
     with pytest.raises(TrainingFailed, match=words):
         for number in range(2):
             predictions.add(number, task.predict(None, torch.ones(3)), 3)
-        predictions.figures(0, lambda: None)
+        predictions.figures(0, lambda phase: None)
 
 
 def test_tensors_are_kept_without_the_memory_that_they_are_a_part_of(tmp_path: Path) -> None:
@@ -116,4 +116,4 @@ def test_a_list_alone_is_given_as_one_list(tmp_path: Path) -> None:
     predictions = Predictions(task, World(0, 1, 0, torch.device("cpu")))
     for number in (1, 0):
         predictions.add(number, [number + 1, 5], 2)
-    assert predictions.figures(0, lambda: None) == {"sum": 13, "first": 1}
+    assert predictions.figures(0, lambda phase: None) == {"sum": 13, "first": 1}
