@@ -54,25 +54,21 @@ def layer_scales(model: nn.Module, decay: float) -> dict[int, float]:
     Raises:
         Refused: the model has one layer only.
     """
-    lists: list[nn.Sequential | nn.ModuleList] = [
-        part for part in model.modules() if isinstance(part, (nn.Sequential, nn.ModuleList))
-    ]
-    longest: nn.Module | None = max(lists, key=len, default=None)
+    lists = [part for part in model.modules() if isinstance(part, (nn.Sequential, nn.ModuleList))]
+    longest = max(lists, key=len, default=None)
     depth: dict[int, int] = {}  # a tied parameter is of its first layer
     layers = 0
-
-    def open_up(parent: nn.Module) -> None:
-        nonlocal layers
-        depth.update({id(p): layers for p in parent.parameters(recurse=False) if id(p) not in depth})
-        for child in parent.children():
-            is_list = child in lists and parent not in lists
-            if is_list or any(part is longest for part in child.modules()):
-                open_up(child)
-            elif new := {id(p): layers for p in child.parameters() if id(p) not in depth}:
-                depth.update(new)
-                layers += 1
-
-    open_up(model)
+    left: list[tuple[nn.Module, nn.Module | None]] = [(model, None)]
+    while left:
+        part, parent = left.pop()
+        is_list = part in lists and parent not in lists
+        is_opened = part is model or is_list or any(inner is longest for inner in part.modules())
+        new = {id(p): layers for p in part.parameters(recurse=not is_opened) if id(p) not in depth}
+        depth |= new
+        if is_opened:
+            left += [(child, part) for child in reversed([*part.children()])]
+        elif new:
+            layers += 1
     if layers < 2:
         raise Refused("--optim.layer_decay: the model has one layer only; leave it out, or define param_groups()")
     return {parameter: decay ** max(layers - 1 - layer, 0) for parameter, layer in depth.items()}

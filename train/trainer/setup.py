@@ -40,7 +40,7 @@ from train.trainer.hooks import Hooks
 from train.trainer.intervals import Intervals
 from train.trainer.load import ResumeState, load_newest
 from train.trainer.loggers.loggers import Loggers, Skipped
-from train.trainer.updates import SpreadUpdate, spread_updates
+from train.trainer.updates import Update, spread_updates
 
 log = logging.getLogger("train")
 
@@ -54,7 +54,7 @@ class Job:
     config: Config
     world: World
     precision: Precision
-    updates: list[SpreadUpdate]
+    updates: list[Update]
     """Of a step, in their order; most tasks have one."""
     state: TrainState
     hooks: Hooks

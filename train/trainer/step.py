@@ -21,16 +21,15 @@ from train.trainer.not_finite import is_finite
 from train.trainer.prefetch import Prefetch
 from train.trainer.setup import Job
 from train.trainer.step_stats import COUNT, StepStats
-from train.trainer.updates import SpreadUpdate
+from train.trainer.updates import Update
 
 Fetched = tuple[MicroBatch, Any, bool]
 """A micro batch, its data on the device, and whether it is this rank's last one of the step."""
 
 
-def due(job: Job, number: int) -> list[SpreadUpdate]:
+def due(job: Job, number: int) -> list[Update]:
     """The updates of a step, counted from 0."""
-    updates = job.updates
-    return updates if len(updates) == 1 else [one for one in updates if (number + 1) % one.every == 0]
+    return [one for one in job.updates if (number + 1) % one.every == 0]
 
 
 def step(
@@ -71,7 +70,7 @@ def _fetched(job: Job, number: int, prefetch: Prefetch) -> Iterator[Fetched]:
 
 
 def _update(
-    job: Job, update: SpreadUpdate, stats: StepStats, number: int, batches: Iterable[Fetched], wants_save: bool,
+    job: Job, update: Update, stats: StepStats, number: int, batches: Iterable[Fetched], wants_save: bool,
     check: ModelCheck | None,
 ) -> tuple[Tensor, bool]:  # fmt: skip
     """Make one update. Returns its row of `step`, and whether it was left out."""
@@ -109,7 +108,7 @@ def _update(
 
 
 def _micro_batch(
-    job: Job, update: SpreadUpdate, micro: MicroBatch, batch: Any, stats: StepStats, samples: int, is_last: bool
+    job: Job, update: Update, micro: MicroBatch, batch: Any, stats: StepStats, samples: int, is_last: bool
 ) -> None:
     """Forward and backward of one micro batch: of nothing where none of its samples could be read.
 

@@ -28,9 +28,9 @@ from train.trainer.optimizer import check_optimizer, has_modes, keep_dtypes, mak
 _KEYS = ("loss", "optimizer", "every")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Update:
-    """One update of a step."""
+    """One update of a step, with the strategy that spreads it over ranks once `spread_updates` has made that."""
 
     name: str
     """The task's; '' where there is one alone."""
@@ -41,19 +41,13 @@ class Update:
 
     what: str
     """The loss and its file, for messages."""
+    strategy: Strategy = dataclasses.field(init=False)
+    others: list[nn.Parameter] = dataclasses.field(default_factory=list)
+    """Parameters of the other updates."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class SpreadUpdate(Update):
-    """An update with the strategy that spreads it over ranks."""
-
-    strategy: Strategy = dataclasses.field(kw_only=True)
-    others: list[nn.Parameter] = dataclasses.field(default_factory=list)
-    """Parameters of the other updates."""
 
     def activate(self) -> None:
         """Let the parameters of this update alone require gradients."""
@@ -155,7 +149,7 @@ def _read(name: str, entry: Any, where: str) -> Update:
 
 def spread_updates(
     task: Task, model: nn.Module, config: Config, world: World, precision: Precision
-) -> tuple[list[SpreadUpdate], torch.optim.Optimizer]:
+) -> tuple[list[Update], torch.optim.Optimizer]:
     """Place a model, with its first weights and on the CPU, and make its updates ready. A collective.
 
     Returns them, and one optimizer for all.
@@ -164,16 +158,15 @@ def spread_updates(
     if task.updates is None:
         strategy = choose.make(world, config, precision)
         (update,) = read_updates(task, strategy.place(model), config)
-        return [SpreadUpdate(**vars(update), strategy=strategy)], update.optimizer
+        update.strategy = strategy
+        return [update], update.optimizer
     updates = read_updates(task, model.to(world.device), config)
-    spread = []
     for update in updates:
-        others = [parameter for other in updates if other is not update for parameter in other.parameters]
-        made = SpreadUpdate(**vars(update), strategy=choose.make(world, config, precision), others=others)
-        made.activate()
-        made.strategy.take(model)
-        spread.append(made)
+        update.others = [parameter for other in updates if other is not update for parameter in other.parameters]
+        update.strategy = choose.make(world, config, precision)
+        update.activate()
+        update.strategy.take(model)
     for update in updates:  # what makes and loads the state of optimizers asks for gradients of all
         for parameter in update.parameters:
             parameter.requires_grad_(True)
-    return spread, keep_dtypes(JoinedOptimizers([update.optimizer for update in updates]))
+    return updates, keep_dtypes(JoinedOptimizers([update.optimizer for update in updates]))
