@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-from train.checkpoint.extra import AVERAGES, Extra
-from train.checkpoint.state_dict import initialized_state, state_of, weights_of, without_hooks
+from train.checkpoint.extra import Extra
+from train.checkpoint.state_dict import initialized_state, state_of, without_hooks
 from train.errors import one_line
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
@@ -77,20 +77,6 @@ def _set_optimizer(
         set_optimizer_state_dict(module, optimizer, state)
     for without in [parameter for parameter, values in optimizer.state.items() if not values]:
         del optimizer.state[without]
-
-
-def averages(folder: Path, module: nn.Module) -> dict[str, Tensor]:
-    """The averaged weights in a verified checkpoint of a run with `ema.decay`, on the device of the model.
-
-    Raises:
-        ValueError: names or shapes of the model differ from those in the checkpoint, or it has none.
-    """
-    found = {name: torch.empty_like(tensor) for name, tensor in weights_of(module).items()}
-    try:
-        dcp.load({AVERAGES: found}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    except (dcp.api.CheckpointException, ValueError, KeyError) as error:
-        raise ValueError(f"{folder.name} holds no averaged weights of this model: {reason_of(error)}") from error
-    return found
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build, determinism, pictures
 from train.trainer.hooks import Average, weights_of_figures
-from train.trainer.load import load_average, load_trained, precision_on
+from train.trainer.load import load_trained, precision_on
 from train.trainer.loss import Figure, evaluation_figures
 from train.trainer.predictions import Predictions
 
@@ -230,7 +230,7 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     Raises:
         Refused: the task has no evaluation set or fails on it, or there is no usable checkpoint.
     """
-    task, config, model, step = load_trained(run, step)
+    task, config, model, step, averaged = load_trained(run, step)
     determinism.set_determinism(config)
     device = _device_of(run, config)
     name = precision_on(device, config)
@@ -257,10 +257,9 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
         stream = loader.batches(itertools.chain.from_iterable(micros))
         model = determinism.lay_out(model, config).to(device)
         determinism.compile_as_asked(model, config)
-        average = None
-        if config.ema.decay is not None:
-            average = Average(model, config)
-            average.load(load_average(run, config, model, step))
+        average = Average(model, config) if averaged else None
+        if average is not None:
+            average.load(averaged)
         variants = weights_of_figures(average)
         evaluated = evaluate(task, model, plans, world, precision, stream, sharing, variants=variants)
     assert evaluated is not None

@@ -17,7 +17,7 @@ from train.run.durable import published
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build
-from train.trainer.load import cpu_precision, load_average, load_trained
+from train.trainer.load import cpu_precision, load_trained
 
 
 def export(run: Run, target: Path, step: int | None = None, average: bool = False) -> int:
@@ -29,9 +29,11 @@ def export(run: Run, target: Path, step: int | None = None, average: bool = Fals
     Raises:
         Refused: the target cannot be written, or the model cannot be exported.
     """
-    task, config, model, step = load_trained(run, step)
+    task, config, model, step, averaged = load_trained(run, step)
+    if average and not averaged:
+        raise Refused(f"{run.name} keeps no average of its weights; a run that does is launched with --ema.decay 0.999")
     if average:
-        model.load_state_dict(load_average(run, config, model, step), strict=False)
+        model.load_state_dict(averaged, strict=False)
     inference = build.inference_model(task, model)
     with published(target) as partial:
         if target.suffix == ".onnx":

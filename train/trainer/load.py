@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from train.checkpoint import manifest as manifests
 from train.checkpoint import serialize, snapshot
-from train.checkpoint.load import averages, load
+from train.checkpoint.extra import Extra
+from train.checkpoint.load import load
 from train.checkpoint.snapshot import Snapshots
-from train.checkpoint.state_dict import TrainState
+from train.checkpoint.state_dict import TrainState, weights_of
 from train.config import Config
 from train.errors import Refused
 from train.parallel.precision import ON_GPU_ALONE, Precision
@@ -132,8 +133,13 @@ def _newest_valid(run: Run) -> tuple[int, dict[str, Any]]:
     return step, manifest
 
 
-def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Module, int]:
-    """The task, configuration and trained model of a run, from its newest whole checkpoint or that of a step.
+Trained = tuple[Task, Config, nn.Module, int, dict[str, Tensor]]
+"""Of a run: task, configuration, trained model, step, and by the names of the model's state the average of the weights
+that `ema.decay` keeps; {}: none."""
+
+
+def load_trained(run: Run, step: int | None = None) -> Trained:
+    """A trained model, from the newest whole checkpoint of a run or that of a step.
 
     Raises:
         Refused: there is no such checkpoint, or it is damaged.
@@ -157,29 +163,17 @@ def load_trained(run: Run, step: int | None = None) -> tuple[Task, Config, nn.Mo
     optimizer = make_optimizer(task, model, config) if task.optimizer is not None else None
     if optimizer is not None and not has_modes(optimizer):
         optimizer = None
+    averaged = weights_of(model) if config.ema.decay is not None else {}
+    average = {name: torch.empty_like(tensor) for name, tensor in averaged.items()}
     try:
-        load(run.checkpoint(step), model, optimizer)
+        load(run.checkpoint(step), model, optimizer, extra=Extra(average))
     except ValueError as error:
         differs = build.data_differs(run, task, config, *build.make_datasets(task, config))
         why = f"; the data differ from those that {run.name} began with: {differs}; put them back" if differs else ""
         raise Refused(f"{error}{why}") from None
     if optimizer is not None:
         optimizer.eval()  # type: ignore[attr-defined] # what it evaluates is in its state
-    return task, config, model, step
-
-
-def load_average(run: Run, config: Config, model: nn.Module, step: int) -> dict[str, Tensor]:
-    """The average of the weights in a checkpoint of a run, by the names of the model's state.
-
-    Raises:
-        Refused: the run keeps none.
-    """
-    if config.ema.decay is None:
-        raise Refused(f"{run.name} keeps no average of its weights; a run that does is launched with --ema.decay 0.999")
-    try:
-        return averages(run.checkpoint(step), model)
-    except ValueError as error:
-        raise Refused(str(error)) from None
+    return task, config, model, step, average
 
 
 def precision_on(device: torch.device, config: Config) -> str:

@@ -24,7 +24,7 @@ from train.supervise.attempts import Supervisor
 from train.supervise.decide import LaunchMode
 from train.supervise.ranks import Ranks
 from train.supervise.zygote import Zygote
-from train.trainer.load import load_average, load_trained
+from train.trainer.load import load_trained
 
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01}
 LONGER = {"epochs": 10}  # forty steps
@@ -156,7 +156,7 @@ def test_what_a_task_keeps_and_the_average_of_the_weights_are_copied_too(kept: K
     kept.run(name, 2, [COPY, "11 1 SIGKILL"], **flags)
     assert len(kept.check(name, reference)) > 2
     runs = [kept.engine.station.run(one) for one in (reference, name)]
-    averages = [load_average(run, *load_trained(run)[1:]) for run in runs]
+    averages = [load_trained(run)[4] for run in runs]
     assert all(torch.equal(value, averages[1][key]) for key, value in averages[0].items())
 
 

@@ -58,7 +58,7 @@ def test_the_same_weights_give_the_same_figures_to_the_last_bit_on_any_number_of
 def test_the_loss_is_the_mean_over_all_samples_although_the_last_batch_is_short(evaluated: Any) -> None:
     from train.trainer.load import load_trained
 
-    task, config, model, step = load_trained(evaluated.station.run("eval1"))
+    task, config, model, step, _ = load_trained(evaluated.station.run("eval1"))
     assert step == 4
     _, held_out = task.datasets(config)
     model.eval()
@@ -82,7 +82,7 @@ def test_counts_weigh_the_loss_of_an_evaluation(engine: Any) -> None:
         engine.run(f"counted-eval{ranks}", ranks, steps=2, precision="fp64", task__counted="true")
     from train.trainer.load import load_trained
 
-    task, config, model, _ = load_trained(engine.station.run("counted-eval1"))
+    task, config, model, _, _ = load_trained(engine.station.run("counted-eval1"))
     _, held_out = task.datasets(config)
     keep = torch.arange(23) % 3 != 0
     with torch.no_grad():

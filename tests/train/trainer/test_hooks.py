@@ -109,7 +109,7 @@ def test_the_average_is_evaluated_beside_the_weights(engine: Any, way: dict[str,
     (figures,) = engine.evaluations(name)
     run = engine.station.run(name)
     assert run.read()["best"]["metric"] == "ema.loss"
-    task, config, model, _ = load_trained(run)
+    task, config, model, _, _ = load_trained(run)
     whole = torch.utils.data.default_collate([*task.datasets(config)[1]])
     for prefix, weights in (("", model.state_dict()), ("ema.", extra_of(engine, name, tmp_path))):
         model.load_state_dict(weights)

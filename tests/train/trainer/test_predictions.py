@@ -25,7 +25,7 @@ def test_the_figures_are_those_of_the_whole_set_and_of_one_process(engine: Any, 
     name = f"whole{ranks}"
     assert engine.run(name, ranks, task=TASK, steps=5)["state"] == "finished", engine.said(name)
     (figures,) = engine.evaluations(name)[1:]
-    task, config, model, _ = load_trained(engine.station.run(name))
+    task, config, model, _, _ = load_trained(engine.station.run(name))
     held_out = task.datasets(config)[1]["test"]
     with torch.no_grad():
         score = model.eval().body(held_out.points).softmax(1)[:, 1]
