@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from train.data.to_device import mapped
 from train.errors import Refused, TrainingFailed, one_line
 
 AVERAGES, OBJECTS = "ema", "stateful"
@@ -84,11 +85,8 @@ class Extra:
 
     def digests(self) -> dict[str, str]:
         """A digest of each object's state, which is to be the same on all ranks."""
-        found = {}
-        for name, one in self.objects.items():
-            found[name] = hashlib.sha256()
-            _add(found[name], one.state_dict())
-        return {name: digest.hexdigest() for name, digest in found.items()}
+        texts = {name: repr(mapped(one.state_dict(), _comparable)) for name, one in self.objects.items()}
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def check_equal(digests: list[dict[str, str]]) -> None:
@@ -105,19 +103,10 @@ def check_equal(digests: list[dict[str, str]]) -> None:
             )
 
 
-def _add(digest: Any, value: Any) -> None:
-    """Add a value to a digest, by its content: equal values may be pickled into other bytes."""
-    if isinstance(value, dict):
-        for key in value:
-            digest.update(f"{key!r}:".encode())
-            _add(digest, value[key])
-    elif isinstance(value, (list, tuple)):
-        digest.update(f"[{len(value)}".encode())
-        for inner in value:
-            _add(digest, inner)
-    elif isinstance(value, Tensor):
+def _comparable(value: Any) -> Any:
+    """What stands for a value in a text that is the same for equal ones: they may be pickled into other bytes."""
+    if isinstance(value, Tensor):
         whole = value.detach().cpu().contiguous()
-        digest.update(f"{whole.dtype}{tuple(whole.shape)}".encode())
-        digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
-    else:
-        digest.update(repr(sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value).encode())
+        content = whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+        return whole.dtype, tuple(whole.shape), hashlib.sha256(content).hexdigest()
+    return sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value

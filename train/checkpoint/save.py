@@ -33,9 +33,6 @@ from train.parallel.world import World
 from train.run.durable import sync_folder
 from train.run.run_folder import Run
 
-_END = 2**16
-"""Bytes that recording the end of a run takes, and more."""
-
 
 class CannotSave(OSError):
     """This checkpoint could not be written; the ones before are untouched."""
@@ -68,7 +65,8 @@ class Saver:
         """What the thread does: it reserves memory, or writes a checkpoint."""
         self._is_prepared = False
         self._margin: float = 2**20
-        """Bytes that a save must leave free."""
+        """Bytes that a save must leave free, to record the end of a run, say; less than 0: it takes what there is, and
+        the checkpoints before it go."""
 
     def close(self) -> None:
         """Free the memory, unless a checkpoint is still being written: it may wait for a peer that is gone."""
@@ -119,7 +117,8 @@ class Saver:
         if not self.world.any(is_full):
             return 0
         spare = self.world.on_first(lambda: make_room(self.run, self.config.checkpoint.best))
-        self._margin = _END if len(spare) > 1 else -math.inf  # then whatever there is will do
+        if len(spare) == 1:  # it was the last that could go
+            self._margin = -math.inf
         return spare[-1] if spare else 0
 
     def wait(self) -> None:
@@ -192,5 +191,4 @@ class Saver:
         sync_folder(self.run.checkpoints)
         faults.here("save.published")
         # durable from here on; only now may older ones go
-        is_full = self._margin < 0 and shutil.disk_usage(final).free < _END
-        prune(self.run, 1 if is_full else self.config.checkpoint.keep, self.config.checkpoint.best)
+        prune(self.run, 1 if self._margin < 0 else self.config.checkpoint.keep, self.config.checkpoint.best)
