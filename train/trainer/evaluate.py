@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from train.run import heartbeat
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build, determinism, pictures
-from train.trainer.hooks import Average, weights_of_figures
+from train.trainer.hooks import Average
 from train.trainer.load import load_trained, precision_on
 from train.trainer.loss import Figure, evaluation_figures
 from train.trainer.predictions import Predictions
@@ -42,10 +41,8 @@ _LARGE = 64 << 20
 """Bytes of a buffer that holds weights rather than statistics."""
 Show = Callable[[dict[str, bytes]], None]
 """Takes pictures by name, as PNG files."""
-Weights = Callable[[], AbstractContextManager[None]]
+Weights = Callable[[], contextlib.AbstractContextManager[None]]
 """While what this gives is entered, the model has certain weights."""
-Variant = tuple[str, Weights]
-"""Weights to evaluate, and what the names of their figures begin with."""
 Row = list[Tensor | float]
 """Of a micro batch: the number of its samples, then total and count of each figure, in the order of their names."""
 _OTHER_NAMES = "metrics must return the same names for every batch"
@@ -62,7 +59,7 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[int], None] = lambda phase: None,
     show: Show | None = None,
-    variants: Sequence[Variant] = (("", contextlib.nullcontext),),
+    average: Average | None = None,
 ) -> tuple[dict[str, float], int] | None:
     """The figures of all evaluation sets, and the number of samples that were read; None if a stop came in between.
 
@@ -75,11 +72,14 @@ def evaluate(
         sharing: which micro batches are this rank's.
         beat: shows a sign of life in this phase, see run/heartbeat.py.
         show: called with what `images` makes of this rank's first batch; None: it is not asked.
-        variants: weights to evaluate; each batch is computed with one after the other, `images` with the first.
+        average: evaluated beside the weights: each batch is computed with both, `images` with the weights.
 
     Raises:
         TrainingFailed: the task returns something else than figures, or not the same ones for every batch.
     """
+    variants: dict[str, Weights] = {"": contextlib.nullcontext}  # by what the names of their figures begin with
+    if average is not None:
+        variants["ema."] = average.swapped
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     figures: dict[str, float] = {}
@@ -88,14 +88,14 @@ def evaluate(
         # what an evaluation counts or observes is no part of training: a resume does not repeat it
         with torch.no_grad(), _same_buffers(module):
             for name, plan in plans.items():
-                passes = [_Pass(task, module, weights, world, precision) for _, weights in variants]
+                passes = [_Pass(task, module, weights, world, precision) for weights in variants.values()]
                 micros = math.ceil(plan.evaluated / plan.micro_batch_size)
                 if not _compute(passes, stream, len(sharing.computed(micros)), lambda: world.any(stop()), beat, show):
                     return None
                 show, seed = None, seed_of(plan.seed, "compute_metrics")
                 ends = [one.end(micros, seed, beat) for one in passes]
                 samples += ends[0][1]
-                for (prefix, _), (found, _) in zip(variants, ends, strict=True):
+                for prefix, (found, _) in zip(variants, ends, strict=True):
                     before = f"{prefix}{name}." if name else prefix
                     figures |= {f"{before}{figure}": value for figure, value in found.items()}
     finally:
@@ -260,8 +260,7 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
         average = Average(model, config) if averaged else None
         if average is not None:
             average.load(averaged)
-        variants = weights_of_figures(average)
-        evaluated = evaluate(task, model, plans, world, precision, stream, sharing, variants=variants)
+        evaluated = evaluate(task, model, plans, world, precision, stream, sharing, average=average)
     assert evaluated is not None
     figures, samples = evaluated
     return step, samples, figures

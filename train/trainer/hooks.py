@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,11 +92,6 @@ def _moves(tensor: Tensor) -> bool:
     if isinstance(tensor, nn.Parameter):
         return tensor.requires_grad
     return tensor.dtype in _AVERAGED and bool(torch.isfinite(tensor).all())
-
-
-def weights_of_figures(average: Average | None) -> list[tuple[str, Callable[[], AbstractContextManager[None]]]]:
-    """The weights that an evaluation computes with, beside what the names of their figures begin with."""
-    return [("", contextlib.nullcontext), *([("ema.", average.swapped)] if average is not None else [])]
 
 
 class Hooks:

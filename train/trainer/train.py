@@ -24,7 +24,6 @@ from train.trainer.early_stopping import StoppingRule
 from train.trainer.evaluate import evaluate
 from train.trainer.flops import flops_of
 from train.trainer.freeze import set_training
-from train.trainer.hooks import weights_of_figures
 from train.trainer.intervals import SaveClock
 from train.trainer.loggers.loggers import SKIPPED
 from train.trainer.model_check import STEPS as CHECKED_STEPS
@@ -256,7 +255,7 @@ class Loop:
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluations, job.world, job.precision, self._prefetch.batches,
                 job.sharing, lambda: job.stop.asked, beat, functools.partial(job.loggers.pictures, self.done),
-                weights_of_figures(job.hooks.average),
+                job.hooks.average,
             )  # fmt: skip
         if evaluated is None:
             self.is_stopping = True
