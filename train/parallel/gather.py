@@ -51,24 +51,15 @@ def gather(tensor: Tensor) -> Tensor:
     return tensor if _ranks["world"].size == 1 else _Gather.apply(tensor, _ranks["world"])
 
 
-def begin(world: World, config: Config) -> None:
-    """Let the losses of a run gather."""
-    _ranks.update(world=world, problem=_problem(config, world.size))
-
-
-def end() -> None:
-    """Of a run that has ended."""
-    _ranks["world"] = None
-
-
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """While figures are computed that do not follow the number of ranks."""
-    world, _ranks["world"] = _ranks["world"], None
+def among(world: World | None, config: Config) -> Iterator[None]:
+    """While losses gather among these ranks; None: figures are computed that do not follow the number of ranks."""
+    before = dict(_ranks)
+    _ranks.update(world=world, problem=_problem(config, world.size) if world is not None else "")
     try:
         yield
     finally:
-        _ranks["world"] = world
+        _ranks.update(before)
 
 
 def _problem(config: Config, ranks: int) -> str:

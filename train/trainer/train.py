@@ -62,38 +62,36 @@ def train(job: Job, done: int) -> Done:
         TrainingFailed: the loss is not finite, or the last checkpoint cannot be saved.
     """
     loop, intervals = Loop(job, done), job.intervals
-    gather.begin(job.world, job.config)
-    set_training(job.strategy.module, job.config.freeze)
-    with loop.timing.spent("start"):
-        for update in job.updates:
-            update.activate()
-            update.strategy.start()
-    try:
-        if intervals.misses_save(job.saved, done):  # a death came before: the state is from memory
-            loop.save()
-        if intervals.evaluates(done) and job.evaluated < done:  # it ended before the evaluation that was due
-            loop.evaluate()
-        while loop.done < intervals.total_steps and not (loop.is_stopping or loop.early_reason):
-            loop.step()
-            saves, evaluates = intervals.saves(loop.done), intervals.evaluates(loop.done)
-            saves |= loop.read_stats(everything=saves or evaluates)
-            job.snapshots.after_step(loop.done)
-            if saves or loop.is_stopping:
+    with gather.among(job.world, job.config):
+        set_training(job.strategy.module, job.config.freeze)
+        with loop.timing.spent("start"):
+            for update in job.updates:
+                update.activate()
+                update.strategy.start()
+        try:
+            if intervals.misses_save(job.saved, done):  # a death came before: the state is from memory
                 loop.save()
-            if evaluates and not loop.is_stopping:
+            if intervals.evaluates(done) and job.evaluated < done:  # it ended before the evaluation that was due
                 loop.evaluate()
-        loop.trace.after(loop.done, is_last=True)
-        if loop.early_reason:
-            loop.save()
-        loop.finish_saving()
-    except TrainingFailed:
-        # every rank fails at this step; the checkpoint before it may still be on its way to the disk
-        with contextlib.suppress(Exception):
-            job.saver.wait()
-        job.loggers.times(loop.times())
-        raise
-    finally:
-        gather.end()
+            while loop.done < intervals.total_steps and not (loop.is_stopping or loop.early_reason):
+                loop.step()
+                saves, evaluates = intervals.saves(loop.done), intervals.evaluates(loop.done)
+                saves |= loop.read_stats(everything=saves or evaluates)
+                job.snapshots.after_step(loop.done)
+                if saves or loop.is_stopping:
+                    loop.save()
+                if evaluates and not loop.is_stopping:
+                    loop.evaluate()
+            loop.trace.after(loop.done, is_last=True)
+            if loop.early_reason:
+                loop.save()
+            loop.finish_saving()
+        except TrainingFailed:
+            # every rank fails at this step; the checkpoint before it may still be on its way to the disk
+            with contextlib.suppress(Exception):
+                job.saver.wait()
+            job.loggers.times(loop.times())
+            raise
     return Done(loop.done, loop.is_stopping and not loop.is_complete, loop.early_reason, loop.times())
 
 
@@ -250,8 +248,13 @@ class Loop:
         job = self.job
         faults.here("evaluate")
         beat = functools.partial(job.heart.beat, step=self.done)
-        same_objects = job.hooks.extra.unchanged(job.world.device)  # a resume does not repeat an evaluation
-        with self.timing.spent("evaluation"), gather.paused(), evaluated_weights(job.optimizer), same_objects:
+        unchanged = job.hooks.extra.unchanged(job.world.device)  # a resume does not repeat an evaluation
+        with (
+            self.timing.spent("evaluation"),
+            gather.among(None, job.config),
+            evaluated_weights(job.optimizer),
+            unchanged,
+        ):
             evaluated = evaluate(
                 job.task, job.strategy.module, job.evaluations, job.world, job.precision, self._prefetch.batches,
                 job.sharing, lambda: job.stop.asked, beat, functools.partial(job.loggers.pictures, self.done),
