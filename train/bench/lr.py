@@ -5,35 +5,36 @@ Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, section 3.3
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
+import tempfile
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from train.config import Config
-from train.data.loader import Loader
-from train.data.plan import Sharing, micro_batches_of
-from train.data.seeding import owned, seed_compute
 from train.errors import Refused
 from train.launcher import checks
 from train.launcher.request import Request
-from train.parallel.devices import pick_device
-from train.parallel.precision import Precision
-from train.parallel.strategy import STEP_STATS
-from train.parallel.world import World
+from train.parallel.rank_env import RankEnv
+from train.run import folders
 from train.run.durable import check_target, published
-from train.tasks import Task
-from train.trainer import build, determinism, setup
+from train.run.heartbeat import Heart
+from train.signals import StopRequest
+from train.trainer import build, setup
 from train.trainer.freeze import set_training
-from train.trainer.loss import training_loss
-from train.trainer.updates import spread_updates
+from train.trainer.schedule import rate_scale
+from train.trainer.train import Loop
 
 FIRST, LAST = 1e-7, 10.0
 """Rates of the first and the last step."""
 _SMOOTH, _LEAST, _BLOWN = 0.9, 10, 4.0
 """The weight of what came before in the mean of the losses, the fewest steps, and how many times the first loss ends
 the test."""
+_FIELDS = {
+    "eval.every_epochs": "0", "checkpoint.asynchronous": "false", "log.tensorboard": "false", "log.wandb": "",
+}  # fmt: skip
+"""Of a run that is not evaluated, saved or shown."""
 
 
 def bench(folder: Path, times: int, request: Request, target: Path) -> str:
@@ -43,11 +44,7 @@ def bench(folder: Path, times: int, request: Request, target: Path) -> str:
         Refused: the task cannot be trained, has several updates, or its loss shows nothing.
     """
     check_target(target, (".png", ".svg", ".pdf"))
-    prepared = checks.prepare(request)
-    if prepared.task.updates is not None:
-        raise Refused(f"train bench lr varies one rate, and {prepared.task.file} has several updates")
-    with build.refusing(prepared.task):
-        rates, losses = measure(prepared.task, prepared.config, times)
+    rates, losses = measure(folder, request, times)
     if len(losses) < _LEAST:
         raise Refused(f"the loss shows nothing after {len(losses)} steps; give more of them with --times")
     # means of the losses so far, young ones corrected for their beginning at 0 (Kingma and Ba, "Adam", 2015, section 3)
@@ -61,50 +58,40 @@ def bench(folder: Path, times: int, request: Request, target: Path) -> str:
     return f"the loss falls steepest at --optim.lr {steepest:.2g}; drawn over the rate in {target}"
 
 
-def measure(task: Task, config: Config, steps: int) -> tuple[list[float], list[float]]:
-    """The rates, and the losses with them, up to where the loss blows up."""
-    determinism.set_determinism(config)
-    device = pick_device(config, 1, 0)
-    precision, world, sharing = Precision(config.precision, device), World(0, 1, 0, device), Sharing()
-    train_set, _ = build.make_datasets(task, config)
-    plan = build.plan_of(config, len(train_set))
-    loader = Loader(
-        train_set, {}, task.collate, 0, device, precision.inputs, None, config.channels_last, task.on_device,
-        task.datasets,
-    )  # fmt: skip
-    model = setup.arrange(build.make_model(task, config, precision.weights), config, 1)
-    (update,), _ = spread_updates(task, model, config, world, precision)
-    strategy, groups = update.strategy, update.optimizer.param_groups
-    peaks = [float(group["lr"]) / float(groups[0]["lr"]) for group in groups]
-    set_training(strategy.module, config.freeze)
-    strategy.start()
-    batches = loader.batches(micro_batches_of(plan, sharing, 0, steps))
-    generators = owned(strategy.module, update.loss)
-    stats = torch.zeros(len(STEP_STATS), dtype=strategy.stats_dtype, device=device)
+def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], list[float]]:
+    """The rates, and the losses with them, up to where the loss blows up: those of a run in a folder that is removed.
+
+    Raises:
+        Refused: the task cannot be trained, or has several updates.
+    """
+    flags = {name: text for name, text in request.flags.items() if name not in ("epochs", "eval.every_steps")}
+    prepared = checks.prepare(dataclasses.replace(request, flags=flags | _FIELDS | {"steps": str(steps)}))
+    if prepared.task.updates is not None:
+        raise Refused(f"train bench lr varies one rate, and {prepared.task.file} has several updates")
     rates: list[float] = []
     losses: list[float] = []
-    for step in range(steps):
-        rates.append(FIRST * (LAST / FIRST) ** (step / max(steps - 1, 1)))
-        for group, peak in zip(groups, peaks, strict=True):
-            group["lr"] = peak * rates[-1]
-        micros, total = plan.micro_batches(step), 0.0
-        strategy.begin(micros)
-        for number in range(micros):
-            micro, batch = next(batches)
-            seed_compute(micro.seed, device, own=generators)
-            with strategy.micro_batch(number, number == micros - 1):
-                with precision.autocast():
-                    loss = training_loss(update.loss, strategy.compute, batch, len(micro.indices), update.what)
-                value = loss.value / loss.count if loss.count is not None else loss.value
-                share = len(micro.indices) / plan.samples(step)
-                strategy.backward(value, share, stats if number == micros - 1 else None)
-            total += float(value.detach()) * share
-        strategy.reduce(stats)
-        strategy.scale_and_clip_gradients(update.optimizer, config.clip_grad_norm)
-        strategy.update(update.optimizer)
-        if not math.isfinite(total) or total > _BLOWN * abs(losses[0] if losses else total):
-            return rates[:-1], losses
-        losses.append(total)
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name, contextlib.ExitStack() as held:
+        record = prepared.record | {"task": str(prepared.task.file)}  # messages name it, and no copy that is gone
+        run = folders.create(Path(name), "lr", prepared.files, record)
+        attempt = run.begin_attempt(1)
+        heart = Heart(run.logs(attempt) / "rank0.beat")
+        held.enter_context(build.refusing(prepared.task))
+        job, _ = setup.set_up(run, RankEnv(), attempt, StopRequest(()), False, heart, held)
+        peak = float(job.optimizer.param_groups[0]["lr"]) * rate_scale(job.config)
+        job.task = dataclasses.replace(
+            job.task, schedule=lambda step, total, _: FIRST / peak * (LAST / FIRST) ** (step / max(total - 1, 1))
+        )
+        loop = Loop(job, 0)
+        set_training(job.strategy.module, job.config.freeze)
+        job.strategy.start()
+        for _ in range(steps):
+            loop.step()
+            ((made, (sums,)),) = loop.readback.take(everything=True)
+            loss = sums["loss"] / (sums["count"] or 1)
+            if not math.isfinite(loss) or loss > _BLOWN * abs(losses[0] if losses else loss):
+                break
+            rates.append(made.rate)
+            losses.append(loss)
     return rates, losses
 
 
