@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks import command
 from train.bench.compare import measure, ratio
-from train.bench.training_step import training_step
+from train.bench.scaling import training_step
 from train.config import Parallel
 from train.parallel.precision import Precision
 from train.parallel.world import World

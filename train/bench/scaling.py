@@ -28,10 +28,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from train.bench.compare import Way, measure, ratio, torchruns
-from train.bench.training_step import training_step
-from train.config import Parallel
+from train.config import Config, Parallel
+from train.parallel.choose import make
 from train.parallel.precision import Precision
 from train.parallel.world import World
+from train.trainer.updates import Update
 
 STEPS = 5
 """Steps a block."""
@@ -204,6 +205,28 @@ def _by_strategy(subject: Subject, parallel: Parallel, world: World) -> Callable
     torch.manual_seed(0)
     samples, precision = subject.samples(world.device), subject.precision(world.device)
     return training_step(world, parallel, subject.build(), samples, precision)
+
+
+def training_step(
+    world: World,
+    parallel: Parallel,
+    network: nn.Module,
+    samples: tuple[Tensor, Tensor],
+    precision: Precision,
+    micros: int = 1,
+) -> Callable[[], None]:
+    """What makes a step of SGD on this rank as the engine makes it: with stats, and buffers that ranks agree on.
+
+    Args:
+        samples: inputs and classes of every micro batch.
+        micros: micro batches a rank and step.
+    """
+    spread = make(world, Config(parallel=parallel), precision)
+    optimizer = torch.optim.SGD(spread.place(network).parameters(), lr=0.01)
+    update = Update("", lambda model, batch: cross_entropy(model(batch[0]), batch[1]), optimizer, 1, "the loss")
+    update.strategy = spread
+    spread.start()
+    return functools.partial(update.make_alone, samples, len(samples[1]), micros)
 
 
 def _table(rows: list[Row], title: str, missing: list[str]) -> str:

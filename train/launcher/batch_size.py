@@ -146,12 +146,10 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     from train.parallel.devices import pick_device, take_device
     from train.parallel.precision import Precision
     from train.parallel.rank_env import RankEnv
-    from train.parallel.strategy import STEP_STATS
     from train.parallel.world import join
     from train.trainer import build, determinism, setup
     from train.trainer.freeze import set_training
     from train.trainer.hooks import Hooks
-    from train.trainer.loss import training_loss
     from train.trainer.updates import spread_updates
 
     config.cpu_threads = config.cpu_threads or 1
@@ -175,19 +173,7 @@ def _steps(task: Any, config: Any, rank: int, ranks: int, store: str) -> None:
     size = config.micro_batch_size
     slots = min(_SLOTS, math.ceil(math.ceil(config.batch_size / size) / ranks))
     for update in 2 * updates:
-        update.activate()
-        strategy = update.strategy
-        stats = torch.zeros(len(STEP_STATS), dtype=strategy.stats_dtype, device=device)
-        strategy.begin(slots * ranks)
-        for slot in range(slots):
-            is_last = slot == slots - 1
-            with strategy.micro_batch(rank * slots + slot, is_last):
-                with precision.autocast():
-                    loss = training_loss(update.loss, strategy.compute, batch, size, update.what)
-                strategy.backward(loss.value, 1.0, stats if is_last else None)
-        strategy.reduce(stats)
-        strategy.scale_and_clip_gradients(update.optimizer, config.clip_grad_norm)
-        strategy.update(update.optimizer)
+        update.make_alone(batch, size, slots)
 
 
 if __name__ == "__main__":

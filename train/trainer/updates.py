@@ -18,11 +18,12 @@ from train.config import SPREAD, Config
 from train.errors import Refused, nearest
 from train.parallel import choose
 from train.parallel.precision import Precision
-from train.parallel.strategy import Strategy
+from train.parallel.strategy import STEP_STATS, Strategy
 from train.parallel.world import World
 from train.tasks import Task
 from train.trainer.build import call
 from train.trainer.freeze import set_training
+from train.trainer.loss import training_loss
 from train.trainer.optimizer import check_optimizer, has_modes, keep_dtypes, make_optimizer
 
 _KEYS = ("loss", "optimizer", "every")
@@ -56,6 +57,23 @@ class Update:
                 parameter.requires_grad_(False)
             for parameter in self.parameters:
                 parameter.requires_grad_(True)
+
+    def make_alone(self, batch: Any, samples: int, slots: int) -> None:
+        """Make it outside of a run: with the same batch in so many micro batches of every rank."""
+        strategy, world = self.strategy, self.strategy.world
+        self.activate()
+        stats = torch.zeros(len(STEP_STATS), dtype=strategy.stats_dtype, device=world.device)
+        strategy.begin(slots * world.size)
+        for slot in range(slots):
+            is_last = slot == slots - 1
+            number = world.rank * slots + slot  # neighbours: what ordered sums take; else it is all the same
+            with strategy.micro_batch(number, is_last):
+                with strategy.precision.autocast():
+                    loss = training_loss(self.loss, strategy.compute, batch, samples, self.what)
+                strategy.backward(loss.value, 1 / (slots * world.size), stats if is_last else None)
+        strategy.reduce(stats)
+        strategy.scale_and_clip_gradients(self.optimizer, strategy.config.clip_grad_norm)
+        strategy.update(self.optimizer)
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
