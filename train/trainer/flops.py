@@ -31,13 +31,8 @@ def peak(name: str, precision: str) -> float:
 
 def flops_of(config: Config, world: World) -> Flops | None:
     """What counts FLOPs on rank 0; None where that says nothing: compiled, with recompute, on unknown GPUs."""
-    if (
-        not config.log.mfu
-        or not world.is_first
-        or world.device.type != "cuda"
-        or config.compile
-        or config.parallel.recompute
-    ):
+    counts_all = world.device.type == "cuda" and not config.compile and not config.parallel.recompute
+    if not (config.log.mfu and world.is_first and counts_all):
         return None
     found = peak(next((card.name for card in gpus.seen_here()), ""), config.precision)
     return Flops(found * world.size) if found else None

@@ -87,7 +87,7 @@ def _parted(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> float
 
 def _load(run: Run, world: World, snapshots: Snapshots, state: TrainState) -> ResumeState:
     buffers, scaler = snapshots.buffers, state.precision.scaler
-    newest = functools.cache(lambda: _newest_valid(run))  # reads every byte of it
+    newest = functools.cache(lambda: _newest_valid(run, sets_aside=True))  # reads every byte of it
     while True:
         start = _choose(run, world, snapshots, newest)
         if buffers is None or not start.from_memory:
@@ -125,9 +125,9 @@ def _choose(run: Run, world: World, snapshots: Snapshots, newest: Newest) -> Res
     return world.on_first(choose)
 
 
-def _newest_valid(run: Run) -> tuple[int, dict[str, Any]]:
-    """The newest checkpoint that is whole, and its manifest; 0 and {} without one. Newer ones are set aside."""
-    step, manifest, unused = manifests.newest_valid(run, sets_aside=True)
+def _newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, Any]]:
+    """The newest checkpoint that is whole, and its manifest; 0 and {} without one. Warns of newer ones."""
+    step, manifest, unused = manifests.newest_valid(run, sets_aside)
     for line in unused:
         log.warning("warning: %s", line)
     return step, manifest
@@ -152,9 +152,7 @@ def load_trained(run: Run, step: int | None = None) -> Trained:
         except ValueError as error:
             raise Refused(f"the checkpoint of step {step} is damaged: {error}") from None
     else:
-        step, manifest, unused = manifests.newest_valid(run)
-        for line in unused:
-            log.warning("warning: %s", line)
+        step, manifest = _newest_valid(run)
         if not manifest:
             cluster = run.read().get("cluster")
             where = " here; it is on node 0" if cluster and cluster["node"] else ""
