@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from train.checkpoint.buffers import Buffers, begin_of_tensors
 from train.checkpoint.state_dict import TrainState
+from train.data.to_device import mapped
 from train.parallel.torch_private import copy_metadata
 from train.parallel.world import World
 
@@ -66,15 +67,11 @@ class Serialized:
     _refs: dict[int, TensorRef] = dataclasses.field(default_factory=dict)
     _shards: dict[int, ShardRef] = dataclasses.field(default_factory=dict)
 
-    def walk(self, value: Any) -> Any:
-        """The value with references instead of tensors."""
-        if isinstance(value, dict):
-            return {key: self.walk(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)([self.walk(inner) for inner in value])
+    def add(self, value: Any) -> Any:
+        """What stands for a value: a reference instead of a tensor."""
         if isinstance(value, DTensor):
             if id(value) not in self._shards:  # each to_local() is another tensor
-                local = self.walk(value.to_local())
+                local = self.add(value.to_local())
                 self._shards[id(value)] = ShardRef(local, value.placements, value.shape, value.stride())
             return self._shards[id(value)]
         if not isinstance(value, Tensor):
@@ -121,7 +118,7 @@ def serialize(state: TrainState, fingerprint: str, step: int, mark: str) -> Seri
     """
     serialized, weights = Serialized(), dict(state.module.state_dict(keep_vars=True))
     tree = {"model": weights, "optimizer": state.optimizer.state_dict(), "scaler": state.precision.scaling()}
-    found = serialized.walk(tree | {"extra": state.extra.state()})
+    found = mapped(tree | {"extra": state.extra.state()}, serialized.add)
     serialized.plain = pickle.dumps({"fingerprint": fingerprint, "step": step, "mark": mark, "state": found})
     return serialized
 
@@ -155,17 +152,17 @@ class Content:
         Args:
             mesh: of the ranks that share the state, where each has a part of it.
         """
-        if isinstance(value, dict):
-            return {key: self.walk(inner, mesh) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)([self.walk(inner, mesh) for inner in value])
-        if isinstance(value, ShardRef):
-            assert mesh is not None
-            mine = self.tensor(value.local).to(mesh.device_type)
-            return DTensor.from_local(
-                mine, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride
-            )
-        return self.tensor(value) if isinstance(value, TensorRef) else value
+
+        def held(one: Any) -> Any:
+            if isinstance(one, ShardRef):
+                assert mesh is not None
+                mine = self.tensor(one.local).to(mesh.device_type)
+                return DTensor.from_local(
+                    mine, mesh, one.placements, run_check=False, shape=one.shape, stride=one.stride
+                )
+            return self.tensor(one) if isinstance(one, TensorRef) else one
+
+        return mapped(value, held)
 
 
 def read(buffers: Buffers, slot: int, fingerprint: str) -> Content | None:

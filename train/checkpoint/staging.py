@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import math
 import mmap
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from train.data.to_device import mapped
 from train.parallel.strategy import local
 
 log = logging.getLogger("train")
@@ -152,7 +154,7 @@ class Staging:
         """A copy of this rank's part of the state, which training cannot change. Valid until the next call."""
         mine = own_part(state, self._rank, self._size)
         self._allocate(mine)
-        copied = self._copied(mine, iter(self._places))
+        copied = mapped(mine, functools.partial(self._copied, iter(self._places)))
         if self._device is not None:
             torch.cuda.current_stream(self._device).synchronize()
         return dict(copied)
@@ -185,14 +187,10 @@ class Staging:
             self._memory.unpin()
         self._memory = None  # freed with the last tensor that lies in it
 
-    def _copied(self, value: Any, places: Iterator[_Place]) -> Any:
-        if isinstance(value, dict):
-            return {key: self._copied(inner, places) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._copied(inner, places) for inner in value])
+    def _copied(self, places: Iterator[_Place], value: Any) -> Any:
         if isinstance(value, DTensor):
             # not by from_local, which would bring the copy back to the device
-            return DTensor(self._copied(value.to_local(), places), value._spec, requires_grad=False)
+            return DTensor(self._copied(places, value.to_local()), value._spec, requires_grad=False)
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         return self._tensor(next(places)).copy_(value.detach(), non_blocking=True)
