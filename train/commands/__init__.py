@@ -15,6 +15,7 @@ COMMANDS = {
     "attach": "the live terminal of a run (detach: Ctrl-b d)",
     "stop": "save and stop a run; of a script: ask it by SIGTERM",
     "resume": "continue a stopped, interrupted or failed run",
+    "fork": "go on from a checkpoint in a new run, with other fields",
     "mv": "give a run another name, also while it trains",
     "rm": "delete runs that are not running",
     "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",

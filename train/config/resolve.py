@@ -256,12 +256,13 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
     return [name for name in names if before.get(name, defaults.get(name)) != after.get(name)]
 
 
-def check_changes(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
-    """Raises Refused where fields differ that a resume may not change; the message begins with `what`."""
-    forbidden = forbidden_changes(before, after)
-    if forbidden:
-        name, may_change = forbidden[0], [field.name for field in fields().values() if field.may_change]
-        raise Refused(
-            f"{what}: {name} was {before.get(name)} and is {after.get(name)} now; put it back, or start a new run "
-            f"(a resume may change {', '.join(may_change)})"
-        )
+def check_changes(before: dict[str, Any], after: dict[str, Any], what: str, fork_of: str = "") -> None:
+    """Raises Refused where fields differ that a resume may not change; the message begins with `what`.
+
+    Args:
+        fork_of: the run that a fork could be of.
+    """
+    for name in forbidden_changes(before, after):
+        was, now = before.get(name), after.get(name)
+        way = f"go on in a new run: train fork {fork_of} --name NEW --{name} {now}" if fork_of else "put it back"
+        raise Refused(f"{what}: {name} was {was} and is {now} now, which a resume may not change; {way}")

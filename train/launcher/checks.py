@@ -41,6 +41,11 @@ from train.trainer.loggers import wandb
 from train.trainer.optimizer import check_fields
 from train.trainer.updates import read_updates
 
+_OF_FORK = ("task.py", fingerprint.FACTS, "metrics.jsonl")
+"""What a fork has of the run that it is of, beside a checkpoint."""
+_RECORD_OF_FORK = ("task", "task_source", "task_imports", "task_sha256", "cwd", "samples", "chosen")
+"""The same, of run.json."""
+
 
 @dataclasses.dataclass
 class Prepared:
@@ -50,6 +55,8 @@ class Prepared:
     config: Config
     files: dict[str, str | bytes]
     record: dict[str, Any]
+    copies: dict[str, Path] = dataclasses.field(default_factory=dict)
+    """What is copied into it from the run that it is a fork of."""
 
 
 @dataclasses.dataclass
@@ -118,7 +125,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if flags:
         before = configuration.to_flat(config)
         config = configuration.with_flags(flags, task.Settings, task.file, before)
-        check_changes(before, configuration.to_flat(config), f"cannot change {run.name}")
+        check_changes(before, configuration.to_flat(config), f"cannot change {run.name}", run.name)
     step, manifest, unused = manifests.newest_valid(run)
     if manifest:
         what = f"{run.folder / 'config.toml'} does not fit its checkpoints"
@@ -138,6 +145,43 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         only = ranks - micros
         warnings.append(f"{ranks} ranks share {micros} micro batches per step: {only} of them compute nothing new")
     return config, warnings
+
+
+def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tuple[Prepared, list[str]]:
+    """Check a new run that goes on from a checkpoint of this one, with these changes. Also returns warnings.
+
+    Raises:
+        Refused: it cannot go on so.
+    """
+    from train.trainer.load import changed_groups
+
+    record, task = run.read(), task_of(run)
+    before = config_of(run, task)
+    config = configuration.with_flags(flags, task.Settings, task.file, configuration.to_flat(before))
+    folder = run.checkpoint(step)
+    try:
+        manifest = manifests.verify(folder)
+    except ValueError as error:
+        raise Refused(f"the checkpoint of step {step} is damaged: {error}") from None
+    if "batch_size" in flags and "micro_batch_size" not in flags:
+        config.micro_batch_size = None
+    _cut_batch(config, ranks)
+    found = _check(task, config, ranks, ALONE, run, flags)
+    total = build.total_steps(config, build.plan_of(config, len(found.train_set)))
+    if total <= step:
+        raise Refused(f"the checkpoint is of step {step}, and the new run would end after {total}; give more of them")
+    groups = changed_groups(run, step, task, before, config)
+    text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config)})
+    there = f"checkpoints/{folder.name}"
+    copies = {name: run.folder / name for name in _OF_FORK if (run.folder / name).exists()} | {there: folder}
+    files: dict[str, str | bytes] = {
+        "config.toml": configuration.to_toml(config), f"{there}/{manifests.MANIFEST}": text
+    }  # fmt: skip
+    made: dict[str, Any] = {key: value for key, value in record.items() if key in _RECORD_OF_FORK} | {
+        "step": step, "epoch": manifest["epoch"], "total_steps": total, "git_revision": provenance.git_revision(),
+        "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step, "groups": groups},
+    }  # fmt: skip
+    return Prepared(task, config, files, made, copies), found.warnings
 
 
 def _check(
@@ -253,7 +297,7 @@ def _check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets:
     if differs:
         raise Refused(
             f"the data differ from those that {run.name} began with: {differs}; put them back as they were, "
-            "or start a new run"
+            f"or begin anew with its weights: --init {run.name}"
         )
     samples = run.read().get("samples", len(train_set))
     if len(train_set) != samples:  # of a run of an earlier version, for others differ by now

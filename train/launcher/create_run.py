@@ -50,6 +50,8 @@ class CheckedLaunch:
     record: dict[str, Any]
     """Fields of run.json."""
     warnings: list[str]
+    copies: dict[str, Path] = dataclasses.field(default_factory=dict)
+    """What is copied into the folder of a fork."""
 
 
 def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
@@ -73,6 +75,8 @@ def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Open
 
 def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
     runs = Path(launch.runs)
+    if launch.kind == "fork":
+        _enter(folders.find(runs, launch.request["of"]).read())
     zygote, checked = check_in_fork(launch, launch.kind == "script")
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)
@@ -81,7 +85,7 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     record = checked.record | _placement(launch, checked, _cluster_of(launch, None))
     record |= {"submission": launch.submission, "max_restarts": restarts}
     files = checked.files | {environment.FILE: environment.to_json(saved)}
-    run = Run(runs / launch.name) if launch.queued else folders.create(runs, launch.name, files, record)
+    run = Run(runs / launch.name) if launch.queued else folders.create(runs, launch.name, files, record, checked.copies)
     lock = run.acquire()
     if lock is None:
         raise Refused(f"{run.name} is running already")
@@ -89,14 +93,19 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
         for name, content in files.items():
             durable.write_atomically(run.folder / name, content)
         run.update(**record, host=socket.gethostname(), reason="")  # last: what is not complete is filled anew
-    return OpenedRun(run, lock, checked.ranks, zygote, saved.warnings, listening)
+    return OpenedRun(run, lock, checked.ranks, zygote, [*saved.warnings, *checked.warnings], listening)
+
+
+def _enter(record: Record) -> None:
+    """Go where a run was launched, as far as that is still there: its task may open files beside it."""
+    if record.get("cwd") and Path(record["cwd"]).is_dir():
+        os.chdir(record["cwd"])
 
 
 def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.SavedEnvironment) -> OpenedRun:
     record = run.read()
     kept = _check_still_wanted(run, record) if launch.by_keeper else None
-    if record.get("cwd") and Path(record["cwd"]).is_dir():
-        os.chdir(record["cwd"])
+    _enter(record)
     zygote, checked = check_in_fork(launch, bool(record.get("script")))
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)
@@ -144,9 +153,13 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     if launch.kind == "script" or (record and record.get("script")):
         return CheckedLaunch(ranks, visible, {}, *script.check(launch, run))
     from train import config as configuration
-    from train.launcher.checks import prepare, prepare_resume
+    from train.launcher.checks import prepare, prepare_fork, prepare_resume
 
     nodes = _nodes(_cluster_of(launch, record))
+    if launch.kind == "fork":
+        of, step = folders.find(Path(launch.runs), launch.request["of"]), launch.request["step"]
+        prepared, warnings = prepare_fork(of, step, launch.flags, ranks)
+        return CheckedLaunch(ranks, visible, prepared.files, prepared.record, warnings, prepared.copies)
     if run is None:
         prepared = prepare(Request(**launch.request, ranks=ranks, nodes=nodes))
         return CheckedLaunch(ranks, visible, prepared.files, prepared.record, [])

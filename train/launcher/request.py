@@ -41,13 +41,13 @@ class LaunchRequest:
     """What the process inside tmux is to do, in types that JSON has."""
 
     kind: str
-    """new, script or resume"""
+    """new, script, resume or fork"""
     runs: str
     name: str
     request: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """With new: a Request without its ranks."""
+    """With new: a Request without its ranks. With fork: the run that it is `of`, and the `step` of its checkpoint."""
     flags: dict[str, str] = dataclasses.field(default_factory=dict)
-    """With resume: the fields that change. With script: its watch.*."""
+    """With resume and fork: the fields that change. With script: its watch.*."""
     script: list[str] = dataclasses.field(default_factory=list)
     """With script: the file and its arguments."""
     nproc: str | None = None

@@ -49,7 +49,7 @@ def check_flags(run: Run, flags: dict[str, str]) -> None:
     before, given = run.read_config(), config.check_flags(flags)
     # a field that is not in the file may have its default, or be none
     after = before | {name: value for name, value in given.items() if name in before}
-    check_changes(before, after, f"cannot change {run.name}")
+    check_changes(before, after, f"cannot change {run.name}", run.name)
 
 
 def nothing_left(run: Run, flags: dict[str, str]) -> str:

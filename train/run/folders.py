@@ -101,8 +101,17 @@ def fresh_name(runs: Path, stem: str) -> str:
     return name
 
 
-def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[str, Any]) -> Run:
+def create(
+    runs: Path,
+    name: str,
+    files: dict[str, str | bytes],
+    record: dict[str, Any],
+    copies: Mapping[str, Path] | None = None,
+) -> Run:
     """Make a run folder as a whole: it appears with all its files or not at all.
+
+    Args:
+        copies: files and folders that are copied into it, before `files` are written, by their names there.
 
     Raises:
         Refused: the name is taken or the folder cannot be written.
@@ -114,6 +123,8 @@ def create(runs: Path, name: str, files: dict[str, str | bytes], record: dict[st
         staging.mkdir()
         for folder in ("logs", "checkpoints"):
             (staging / folder).mkdir()
+        for there, path in (copies or {}).items():
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, staging / there)
         for file, content in files.items():
             write_atomically(staging / file, content, durable=False)
         with (staging / "lock").open("w") as lock:  # while nothing is there yet

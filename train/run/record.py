@@ -83,6 +83,8 @@ class Record(TypedDict):
     """The last one made, counted from 1."""
     epoch: int
     world_size: NotRequired[int]
+    forked_from: NotRequired[dict[str, Any]]
+    """The run and step that it goes on from, and what a change of fields changes in each group of the optimizer."""
     init: NotRequired[list[str]]
     """What weights it began with, and what did not fit, as lines; empty: those of model()."""
     stopped_by: str | None

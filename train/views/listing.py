@@ -84,6 +84,7 @@ def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
     sent, found, top = record.get("wandb") or {}, best(run), ""
     if found is not None:
         top = "; ".join(filter(None, [f"step {found.step}, {found.metric} {found.value:.4f}", found.warning]))
+    fork = record.get("forked_from")
     return [
         ("task", record.get("script") or record.get("task_source") or record.get("task")),
         ("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None),
@@ -94,6 +95,7 @@ def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
         ("host", record.get("host")),
         ("created", record.get("created")),
         ("ended", record.get("ended")),
+        ("forked from", f"{fork['run']} after step {fork['step']}" if fork else None),
         ("begun with", (record.get("init") or [""])[0]),
         ("versions", "  ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())),
         ("git", record.get("git_revision")),

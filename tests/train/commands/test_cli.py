@@ -212,7 +212,7 @@ def test_a_resume_refuses_what_would_change_the_result_and_changes_nothing(finis
     before = (finished.runs / "done" / "config.toml").read_bytes(), finished.record("done")
     done = finished("resume", "done", "--epochs", 3, "--optim.lr", 0.5)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert "optim.lr was 0.1" in done.stderr and "may change epochs" in done.stderr
+    assert "optim.lr was 0.1" in done.stderr and "train fork" in done.stderr and "--optim.lr 0.5" in done.stderr
     assert ((finished.runs / "done" / "config.toml").read_bytes(), finished.record("done")) == before
 
 

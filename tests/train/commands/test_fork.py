@@ -1,0 +1,111 @@
+"""`train fork`: what goes on from a checkpoint is the same where nothing differs, and differs where it is to."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import Station
+from train import config as configuration
+from train.trainer import build
+from train.trainer.load import changed_groups
+
+FIELDS = (
+    "--steps",
+    24,
+    "--batch_size",
+    90,
+    "--checkpoint.every_steps",
+    8,
+    "--checkpoint.keep",
+    9,
+    "--cpu_threads",
+    1,
+    "--log.every_steps",
+    1,
+)
+
+
+@pytest.fixture(scope="module")
+def trained(shared_station: Station) -> Station:
+    """With the run `trained` of two ranks, which has checkpoints of steps 8, 16 and 24."""
+    shared_station.ok("run", "digits", "--name", "trained", "--spawn", 2, *FIELDS)
+    return shared_station
+
+
+def figures(station: Station, name: str) -> tuple[Any, ...]:
+    lines = [(line["step"], line.get("loss"), line.get("eval")) for line in station.metrics(name)]
+    record = station.record(name)
+    return record["weights_sha256"], record["metrics"], lines
+
+
+def test_a_fork_in_which_nothing_differs_ends_as_its_run_even_if_killed(trained: Station) -> None:
+    done = trained.ok("fork", "trained", "--name", "same", "--checkpoint", 8, "--follow")
+    assert done.stdout == "same\n" and "same goes on from trained after step 8" in done.stderr
+    assert figures(trained, "same") == figures(trained, "trained")
+    assert trained.record("same")["attempts"][0]["from_step"] == 8
+    trained("fork", "trained", "--name", "killed", "--checkpoint", 8, "--follow", env={"TRAIN_FAULT": "decided"})
+    trained.wait_for_end("killed")
+    trained.ok("resume", "killed", "--follow")
+    assert figures(trained, "killed") == figures(trained, "trained")
+    shown = trained.ok("show", "same").stdout
+    assert "forked from  trained after step 8" in shown
+    assert trained.record("trained")["state"] == "finished"
+
+
+def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained: Station) -> None:
+    changes = ("--optim.lr", 0.01, "--optim.weight_decay", 0.3, "--schedule.decay", "constant", "--steps", 30)
+    trained.ok("fork", "trained", "--name", "other", "--checkpoint", 16, *changes, "--follow")
+    before, after = (
+        [line for line in trained.metrics(name) if "lr" in line] for name in ("trained", "other")
+    )  # fmt: skip
+    assert after[:16] == before[:16] and [line["lr"] for line in after[16:]] == [0.01] * 14
+    run = trained.run("trained")
+    task = build.task_of(run)
+    config = build.config_of(run, task)
+    changed = configuration.with_flags(
+        {"optim.weight_decay": "0.3", "optim.lr": "0.01"}, task.Settings, task.file, configuration.to_flat(config)
+    )
+    assert changed_groups(run, 16, task, config, changed) == [{"weight_decay": 0.3}]
+    # its own checkpoints have the new value
+    trained.ok("fork", "other", "--name", "again", "--checkpoint", 24, "--follow")
+    assert figures(trained, "again") == figures(trained, "other")
+    assert figures(trained, "other")[0] != figures(trained, "trained")[0]
+    trained.ok("fork", "trained", "--name", "decayed", "--checkpoint", 16, *changes[:2], *changes[4:], "--follow")
+    assert figures(trained, "decayed")[0] != figures(trained, "other")[0], "weight decay did nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nobody"], "there is no run nobody"),
+        (["trained", "--checkpoint", "9"], "no checkpoint of step 9"),
+        (["trained", "--steps", "24"], "the new run would end after 24"),
+        (["trained", "--checkpoint", "8", "--task.width", "20"], "Size mismatch .* --init trained@8"),
+        (["trained", "--optim.name", "adamw"], "Missing key .*--init trained@24"),
+        (["trained", "--checkpoint", "8", "--ema.decay", "0.9"], "Missing key"),
+        (["trained", "--optim.lr", "x"], "--optim.lr x"),
+        (["trained", "--optim.rl", "1"], "did you mean --optim.lr"),
+        (["trained", "--name", "trained"], "a run named trained exists"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_leaves_nothing(trained: Station, arguments: list[str], words: str) -> None:
+    before = sorted(path.name for path in Path(trained.runs).iterdir())
+    steps = [] if "--steps" in arguments or "nobody" in arguments else ["--steps", "40"]
+    done = trained("fork", *arguments, *steps)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert re.search(words, done.stderr), done.stderr
+    assert sorted(path.name for path in Path(trained.runs).iterdir()) == before
+
+
+def test_a_damaged_checkpoint_is_refused(station: Station) -> None:
+    station.ok("run", "digits", "--name", "hurt", *FIELDS)
+    folder = station.run("hurt").checkpoint(24)
+    next(folder.glob("*.distcp")).write_bytes(b"")
+    done = station("fork", "hurt", "--steps", 40)
+    assert done.returncode == 2 and "the checkpoint of step 24 is damaged" in done.stderr
+    assert json.loads((folder / "manifest.json").read_text())["step"] == 24
