@@ -29,6 +29,7 @@ def run(options: Namespace, runs: Path) -> int:
     wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
     from train.trainer.evaluate import evaluate_run
 
+    folders.enter(run.read())
     with screen.results_alone():
         step, samples, measured = evaluate_run(run, wanted)
     if options.json:

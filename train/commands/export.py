@@ -26,13 +26,15 @@ def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
     from train.run import best, durable, folders
 
+    target = Path(options.to).absolute()
     durable.check_target(Path(options.to), SUFFIXES)
     run = folders.find(runs, options.name)
     wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
     from train.trainer.export import export
 
+    folders.enter(run.read())
     with screen.results_alone():
-        step = export(run, Path(options.to), wanted, options.weights == "ema")
+        step = export(run, target, wanted, options.weights == "ema")
     which = "averaged weights" if options.weights == "ema" else "weights"
     screen.say(f"wrote {options.to}: the {which} of {run.name} after step {step}")
     return EXIT_FINISHED

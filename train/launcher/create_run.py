@@ -76,7 +76,7 @@ def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Open
 def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
     runs = Path(launch.runs)
     if launch.kind == "fork":
-        _enter(folders.find(runs, launch.request["of"]).read())
+        folders.enter(folders.find(runs, launch.request["of"]).read())
     zygote, checked = check_in_fork(launch, launch.kind == "script")
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)
@@ -96,16 +96,10 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
     return OpenedRun(run, lock, checked.ranks, zygote, [*saved.warnings, *checked.warnings], listening)
 
 
-def _enter(record: Record) -> None:
-    """Go where a run was launched, as far as that is still there: its task may open files beside it."""
-    if record.get("cwd") and Path(record["cwd"]).is_dir():
-        os.chdir(record["cwd"])
-
-
 def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.SavedEnvironment) -> OpenedRun:
     record = run.read()
     kept = _check_still_wanted(run, record) if launch.by_keeper else None
-    _enter(record)
+    folders.enter(record)
     zygote, checked = check_in_fork(launch, bool(record.get("script")))
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)

@@ -149,6 +149,12 @@ def create(
     return Run(runs / name)
 
 
+def enter(record: Mapping[str, Any]) -> None:
+    """Go where a run was launched, as far as that is still there: its task may open files beside it."""
+    if record.get("cwd") and Path(record["cwd"]).is_dir():
+        os.chdir(record["cwd"])
+
+
 def find(runs: Path, name: str) -> Run:
     """The run of that name.
 

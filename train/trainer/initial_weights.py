@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +88,9 @@ def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
     Raises:
         Refused: they cannot be read, or do not fit as they are asked to.
     """
-    init, left_out = config.init, []
-    if init.file:
-        source = f"--init {init.file}"
-        state = read(Path(init.file), source)
+    if config.init.file:
+        source = f"--init {config.init.file}"
+        state = read(Path(config.init.file), source)
     elif task.pretrained is not None:
         source = f"pretrained in {task.file}"
         made = call(task, "pretrained()", task.pretrained, config)
@@ -99,14 +98,15 @@ def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
         state = read(Path(made), f"{source}, {made}") if is_path else _tensors_of(made, source)
     else:
         return None
-    if task.adapt_state_dict is not None:
-        made = call(task, "adapt_state_dict()", task.adapt_state_dict, dict(state), model)
-        before, state = state, _tensors_of(made, f"adapt_state_dict in {task.file}")
-        used = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-        left_out = [
-            name for name, one in before.items() if name not in state and one.untyped_storage().data_ptr() not in used
-        ]
-    return fit(model, state, init, source, left_out)
+    if task.adapt_state_dict is None:
+        return fit(model, state, config.init, source)
+    adapt = task.adapt_state_dict
+
+    def adapted(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = call(task, "adapt_state_dict()", adapt, state, model)
+        return _tensors_of(made, f"adapt_state_dict in {task.file}")
+
+    return fit(model, state, config.init, source, adapted)
 
 
 def read(path: Path, source: str) -> dict[str, Tensor]:
@@ -168,24 +168,30 @@ def _has_tensors(state: dict[Any, Any]) -> bool:
     return any(isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items())
 
 
-def fit(model: nn.Module, state: dict[str, Tensor], init: Init, source: str, left_out: Collection[str] = ()) -> Fitted:
+def fit(
+    model: nn.Module, state: dict[str, Tensor], init: Init, source: str,
+    adapt: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: state,
+) -> Fitted:  # fmt: skip
     """Fit weights to a model, which gets none of them.
 
     Args:
-        left_out: names that are left out already, and may be missing.
+        adapt: makes other weights of them; what it leaves out may be missing.
 
     Raises:
         Refused: nothing fits, or without init.partial something does not; or a field of init does nothing.
     """
     own = model.state_dict()
-    state = _renamed(_unwrapped(state, own), init.rename)
+    before = _unwrapped(state, own)
+    state = adapt(dict(before))
+    used = {_place(tensor) for tensor in state.values()}
+    left_out = [name for name, tensor in before.items() if name not in state and _place(tensor) not in used]
+    state = _renamed(state, init.rename)
     skipped = _skipped([*own, *state], init.skip)
     other = {name: (tuple(state[name].shape), tuple(own[name].shape)) for name in own.keys() & state.keys() - skipped}
     other = {name: shapes for name, shapes in sorted(other.items()) if shapes[0] != shapes[1]}
     loaded = {name: state[name] for name in own if name in state and name not in other and name not in skipped}
-    tied = {own[name].untyped_storage().data_ptr() for name in loaded} - {0}
-    new = [name for name in own if name not in loaded and name not in other]
-    new = [name for name in new if own[name].untyped_storage().data_ptr() not in tied]
+    tied = {_place(own[name]) for name in loaded}
+    new = [name for name in own if name not in loaded and name not in other and _place(own[name]) not in tied]
     unknown = [name for name in state if name not in own and name not in skipped]
     if not loaded:
         raise Refused(
@@ -218,10 +224,15 @@ def _check_whole(
     )
 
 
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins in memory: tied ones share it."""
+    return tensor.data_ptr(), tensor.numel()
+
+
 def _unwrapped(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
-    """The same without what DDP and torch.compile put before names, where more of them are the model's then."""
+    """The same without what DDP and torch.compile put before names, unless more of them are the model's with it."""
     bare = {_WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
-    return max(state, bare, key=lambda one: len(one.keys() & set(own)))
+    return max(bare, state, key=lambda one: len(one.keys() & set(own)))
 
 
 def _renames(text: str) -> list[tuple[str, str]]:

@@ -145,10 +145,8 @@ def set_up(
     hooks = Hooks(task, updates[0].strategy, config)
     state = TrainState(model, optimizer, precision, hooks.extra)
     start = load_newest(run, home, world, snapshots, state)
-    if is_begun and not start.step and run.read().get("init"):
-        raise TrainingFailed(
-            f"no checkpoint of {run.name} is whole; to begin again with its first weights: train resume {run.name}"
-        )
+    if not start.step and (is_begun or run.read().get("forked_from")):
+        _check_beginning(run)
     faults.here("loaded")
     determinism.compile_as_asked(model, config)
     intervals = Intervals.of(config, plan, build.total_steps(config, plan), bool(evaluations))
@@ -172,6 +170,20 @@ def set_up(
     if world.is_lead:
         _announce(job, attempt, start, mark)
     return job, start.step
+
+
+def _check_beginning(run: Run) -> None:
+    """Refuse to begin anew without the weights that a run began with. Raises TrainingFailed."""
+    record = run.read()
+    if fork := record.get("forked_from"):
+        raise TrainingFailed(
+            f"no checkpoint of {run.name} is whole, and it has none to begin with: train fork {fork['run']} "
+            f"--checkpoint {fork['step']}"
+        )
+    if record.get("init"):
+        raise TrainingFailed(
+            f"no checkpoint of {run.name} is whole; to begin again with its first weights: train resume {run.name}"
+        )
 
 
 def home_of(run: Run, config: Config, world: World) -> Run:

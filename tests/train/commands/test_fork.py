@@ -109,3 +109,12 @@ def test_a_damaged_checkpoint_is_refused(station: Station) -> None:
     done = station("fork", "hurt", "--steps", 40)
     assert done.returncode == 2 and "the checkpoint of step 24 is damaged" in done.stderr
     assert json.loads((folder / "manifest.json").read_text())["step"] == 24
+
+
+def test_a_fork_without_a_whole_checkpoint_does_not_begin_at_random(trained: Station) -> None:
+    trained("fork", "trained", "--name", "lost", "--checkpoint", 16, "--follow", env={"TRAIN_FAULT": "update:1"})
+    for folder in trained.run("lost").checkpoints.iterdir():
+        next(folder.glob("*.distcp")).write_bytes(b"")
+    for _ in range(2):
+        done = trained("resume", "lost", "--follow")
+        assert done.returncode == 3 and "train fork trained --checkpoint 16" in done.stderr, done.stderr

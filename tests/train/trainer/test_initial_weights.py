@@ -274,3 +274,21 @@ def test_a_pretrained_classifier_of_images_gets_another_number_of_classes(statio
     assert "left out     fc.weight, fc.bias" in done.stderr and "new          fc.weight, fc.bias" in done.stderr
     wrong = station("run", *flags, "--name", "never", "--task.model", "resnet34", "--init", "resnet18.pth")
     assert wrong.returncode == 2 and "are missing in it" in wrong.stderr and not (station.runs / "never").exists()
+
+
+def test_eval_and_export_find_beside_them_what_the_run_found(station: Station, own: Path) -> None:
+    text = own.read_text().replace("    return nn.Seq", '    torch.load("body.pt")\n    return nn.Seq')
+    own.write_text(text.replace("argmax(1)), None", "argmax(1)), TensorDataset(points[:5], points[:5, :3].argmax(1))"))
+    station.ok("run", own, "--name", "a", "--steps", 1)
+    elsewhere = Station(station.folder / "elsewhere")
+    elsewhere.folder.mkdir()
+    assert "step 1, 5 samples" in elsewhere.ok("eval", "a", "--runs", station.runs).stdout
+    elsewhere.ok("export", "a", "--runs", station.runs, "--to", "a.pt")
+    assert (elsewhere.folder / "a.pt").exists()
+
+
+def test_names_of_ddp_are_gone_before_a_task_adapts_them(station: Station, own: Path) -> None:
+    body = torch.load(station.folder / "body.pt")["model"]
+    torch.save({f"module.{name}": tensor for name, tensor in body.items()}, station.folder / "ddp.pt")
+    done = station.ok("run", own, "--name", "a", "--steps", 1, "--init", "ddp.pt")
+    assert "2 of the model's 4 tensors loaded" in done.stderr and "left out     head.weight" in done.stderr
