@@ -41,7 +41,7 @@ def test_a_resume_over_other_data_is_refused_in_a_line_that_says_what_differs(st
     done = station("resume", "a", "--steps", 6)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "train/cats/7.jpg is gone; train/dogs/3.jpg is gone; train/cats/33.jpg is new" in done.stderr
-    assert "start a new run" in done.stderr
+    assert "begin anew with its weights" in done.stderr
     assert {path: path.read_bytes() for path in (station.runs / "a").rglob("*") if path.is_file()} == before
     assert "finished" in station.ok("resume", "a").stderr
     assert "warning: the data differ" in station.ok("eval", "a").stderr

@@ -32,8 +32,8 @@ FIELDS = (
 
 @pytest.fixture(scope="module")
 def trained(shared_station: Station) -> Station:
-    """With the run `trained` of two ranks, which has checkpoints of steps 8, 16 and 24."""
-    shared_station.ok("run", "digits", "--name", "trained", "--spawn", 2, *FIELDS)
+    """With the run `fork-of` of two ranks, which has checkpoints of steps 8, 16 and 24."""
+    shared_station.ok("run", "digits", "--name", "fork-of", "--spawn", 2, *FIELDS)
     return shared_station
 
 
@@ -44,27 +44,27 @@ def figures(station: Station, name: str) -> tuple[Any, ...]:
 
 
 def test_a_fork_in_which_nothing_differs_ends_as_its_run_even_if_killed(trained: Station) -> None:
-    done = trained.ok("fork", "trained", "--name", "same", "--checkpoint", 8, "--follow")
-    assert done.stdout == "same\n" and "same goes on from trained after step 8" in done.stderr
-    assert figures(trained, "same") == figures(trained, "trained")
-    assert trained.record("same")["attempts"][0]["from_step"] == 8
-    trained("fork", "trained", "--name", "killed", "--checkpoint", 8, "--follow", env={"TRAIN_FAULT": "decided"})
-    trained.wait_for_end("killed")
-    trained.ok("resume", "killed", "--follow")
-    assert figures(trained, "killed") == figures(trained, "trained")
-    shown = trained.ok("show", "same").stdout
-    assert "forked from  trained after step 8" in shown
-    assert trained.record("trained")["state"] == "finished"
+    done = trained.ok("fork", "fork-of", "--name", "fork-same", "--checkpoint", 8, "--follow")
+    assert done.stdout == "fork-same\n" and "fork-same goes on from fork-of after step 8" in done.stderr
+    assert figures(trained, "fork-same") == figures(trained, "fork-of")
+    assert trained.record("fork-same")["attempts"][0]["from_step"] == 8
+    trained("fork", "fork-of", "--name", "fork-killed", "--checkpoint", 8, "--follow", env={"TRAIN_FAULT": "decided"})
+    trained.wait_for_end("fork-killed")
+    trained.ok("resume", "fork-killed", "--follow")
+    assert figures(trained, "fork-killed") == figures(trained, "fork-of")
+    shown = trained.ok("show", "fork-same").stdout
+    assert "forked from  fork-of after step 8" in shown
+    assert trained.record("fork-of")["state"] == "finished"
 
 
 def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained: Station) -> None:
     changes = ("--optim.lr", 0.01, "--optim.weight_decay", 0.3, "--schedule.decay", "constant", "--steps", 30)
-    trained.ok("fork", "trained", "--name", "other", "--checkpoint", 16, *changes, "--follow")
+    trained.ok("fork", "fork-of", "--name", "fork-other", "--checkpoint", 16, *changes, "--follow")
     before, after = (
-        [line for line in trained.metrics(name) if "lr" in line] for name in ("trained", "other")
+        [line for line in trained.metrics(name) if "lr" in line] for name in ("fork-of", "fork-other")
     )  # fmt: skip
     assert after[:16] == before[:16] and [line["lr"] for line in after[16:]] == [0.01] * 14
-    run = trained.run("trained")
+    run = trained.run("fork-of")
     task = build.task_of(run)
     config = build.config_of(run, task)
     changed = configuration.with_flags(
@@ -72,25 +72,25 @@ def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained:
     )
     assert changed_groups(run, 16, task, config, changed) == [{"weight_decay": 0.3}]
     # its own checkpoints have the new value
-    trained.ok("fork", "other", "--name", "again", "--checkpoint", 24, "--follow")
-    assert figures(trained, "again") == figures(trained, "other")
-    assert figures(trained, "other")[0] != figures(trained, "trained")[0]
-    trained.ok("fork", "trained", "--name", "decayed", "--checkpoint", 16, *changes[:2], *changes[4:], "--follow")
-    assert figures(trained, "decayed")[0] != figures(trained, "other")[0], "weight decay did nothing"
+    trained.ok("fork", "fork-other", "--name", "fork-again", "--checkpoint", 24, "--follow")
+    assert figures(trained, "fork-again") == figures(trained, "fork-other")
+    assert figures(trained, "fork-other")[0] != figures(trained, "fork-of")[0]
+    trained.ok("fork", "fork-of", "--name", "fork-decayed", "--checkpoint", 16, *changes[:2], *changes[4:], "--follow")
+    assert figures(trained, "fork-decayed")[0] != figures(trained, "fork-other")[0], "weight decay did nothing"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nobody"], "there is no run nobody"),
-        (["trained", "--checkpoint", "9"], "no checkpoint of step 9"),
-        (["trained", "--steps", "24"], "the new run would end after 24"),
-        (["trained", "--checkpoint", "8", "--task.width", "20"], "Size mismatch .* --init trained@8"),
-        (["trained", "--optim.name", "adamw"], "Missing key .*--init trained@24"),
-        (["trained", "--checkpoint", "8", "--ema.decay", "0.9"], "Missing key"),
-        (["trained", "--optim.lr", "x"], "--optim.lr x"),
-        (["trained", "--optim.rl", "1"], "did you mean --optim.lr"),
-        (["trained", "--name", "trained"], "a run named trained exists"),
+        (["fork-of", "--checkpoint", "9"], "no checkpoint of step 9"),
+        (["fork-of", "--steps", "24"], "the new run would end after 24"),
+        (["fork-of", "--checkpoint", "8", "--task.width", "20"], "Size mismatch .* --init fork-of@8"),
+        (["fork-of", "--optim.name", "adamw"], "Missing key .*--init fork-of@24"),
+        (["fork-of", "--checkpoint", "8", "--ema.decay", "0.9"], "Missing key"),
+        (["fork-of", "--optim.lr", "x"], "--optim.lr x"),
+        (["fork-of", "--optim.rl", "1"], "did you mean --optim.lr"),
+        (["fork-of", "--name", "fork-of"], "a run named fork-of exists"),
     ],
 )
 def test_what_cannot_go_on_is_refused_and_leaves_nothing(trained: Station, arguments: list[str], words: str) -> None:
@@ -112,9 +112,9 @@ def test_a_damaged_checkpoint_is_refused(station: Station) -> None:
 
 
 def test_a_fork_without_a_whole_checkpoint_does_not_begin_at_random(trained: Station) -> None:
-    trained("fork", "trained", "--name", "lost", "--checkpoint", 16, "--follow", env={"TRAIN_FAULT": "update:1"})
-    for folder in trained.run("lost").checkpoints.iterdir():
+    trained("fork", "fork-of", "--name", "fork-lost", "--checkpoint", 16, "--follow", env={"TRAIN_FAULT": "update:1"})
+    for folder in trained.run("fork-lost").checkpoints.iterdir():
         next(folder.glob("*.distcp")).write_bytes(b"")
     for _ in range(2):
-        done = trained("resume", "lost", "--follow")
-        assert done.returncode == 3 and "train fork trained --checkpoint 16" in done.stderr, done.stderr
+        done = trained("resume", "fork-lost", "--follow")
+        assert done.returncode == 3 and "train fork fork-of --checkpoint 16" in done.stderr, done.stderr
