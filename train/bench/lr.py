@@ -33,6 +33,7 @@ _SMOOTH, _LEAST, _BLOWN = 0.9, 10, 4.0
 the test."""
 _FIELDS = {
     "eval.every_epochs": "0", "checkpoint.asynchronous": "false", "log.tensorboard": "false", "log.wandb": "",
+    "early_stopping.metric": "",
 }  # fmt: skip
 """Of a run that is not evaluated, saved or shown."""
 
@@ -64,7 +65,8 @@ def measure(folder: Path, request: Request, steps: int) -> tuple[list[float], li
     Raises:
         Refused: the task cannot be trained, or has several updates.
     """
-    flags = {name: text for name, text in request.flags.items() if name not in ("epochs", "eval.every_steps")}
+    ours = ("epochs", "eval.every_steps", "early_stopping.")
+    flags = {name: text for name, text in request.flags.items() if not name.startswith(ours)}
     prepared = checks.prepare(dataclasses.replace(request, flags=flags | _FIELDS | {"steps": str(steps)}))
     if prepared.task.updates is not None:
         raise Refused(f"train bench lr varies one rate, and {prepared.task.file} has several updates")

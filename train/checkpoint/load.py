@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ from train.errors import one_line
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
 """Of an optimizer's groups, how a step is computed. It goes by device and strategy, which a resume may change: a fused
 step knows no parameters that are spread (SGD's), and one that is not fused waits for the device."""
+_PLAIN = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
+}  # fmt: skip
+"""What the metadata of a checkpoint is made of, by module and name (torch 2.7 to 2.13)."""
 Written = list[tuple[str, Any]]
 """What a checkpoint holds: the key in its metadata, and the path in the state."""
 
@@ -79,14 +89,36 @@ def _set_optimizer(
         del optimizer.state[without]
 
 
+class _Unpickler(pickle.Unpickler):
+    """Reads DCP's metadata, and executes nothing of whoever has written it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_kind = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_kind or (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        raise ValueError(f"its metadata names {module}.{name}, which is code")
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            try:
+                found: Metadata = _Unpickler(file).load()
+            except (pickle.UnpicklingError, AttributeError, EOFError, TypeError) as error:
+                raise ValueError(f"its metadata is damaged: {one_line(error)[:200]}") from None
+        if not isinstance(found, Metadata):
+            raise ValueError("its metadata is none of torch's")
+        return found
+
+
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """The weights in a verified checkpoint, whatever their model, on the CPU.
+    """The weights in a verified checkpoint, whatever their model and writer, on the CPU.
 
     Raises:
         ValueError: it cannot be read.
     """
     try:
-        reader = dcp.FileSystemReader(folder)
+        reader = _Reader(folder)
         metadata = reader.read_metadata()
         kept = {key: metadata.state_dict_metadata[key] for key in (metadata.planner_data or {})}
         found = {

@@ -53,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace, runs: Path) -> int:
     """Measure and print a table."""
     times = number("times", options.times, 1) or SUBJECTS[options.subject]
-    own = _own(options)
+    own = _own(options, runs)
     made = [folder for folder in (runs, *runs.parents) if not folder.exists()]
     runs.mkdir(parents=True, exist_ok=True)
     module = importlib.import_module(f"train.bench.{options.subject}")
@@ -71,7 +71,7 @@ def run(options: Namespace, runs: Path) -> int:
     return EXIT_FINISHED
 
 
-def _own(options: Namespace) -> dict[str, Any]:
+def _own(options: Namespace, runs: Path) -> dict[str, Any]:
     """The arguments of one subject. Raises Refused for those of another."""
     subject = options.subject
     for name, takers in _TAKEN_BY.items():
@@ -95,7 +95,7 @@ def _own(options: Namespace) -> dict[str, Any]:
             if options.task is None or options.to is None:
                 raise Refused("train bench lr needs a task and --to FILE.png")
             request = {"task": options.task, "flags": options.flags, "config_file": options.config}
-            check_now(request, None)
+            check_now(request, runs)
             from train.launcher.request import Request
 
             return {"request": Request(**request), "target": Path(options.to)}

@@ -32,6 +32,8 @@ def run(options: Namespace, runs: Path) -> int:
     of = folders.find(runs, options.name)
     record, restarts = of.read(), number("max-restarts", options.max_restarts)
     config.check_flags(options.flags)
+    if init := next((name for name in options.flags if name.startswith("init.")), None):
+        raise Refused(f"--{init}: a fork has the weights of its checkpoint; for others: train launch TASK --init")
     if record.get("script"):
         raise Refused(f"{of.name} runs a script of its own, whose checkpoints are its own; start it anew: train launch")
     step = best.checkpoint_named(of, options.checkpoint, screen.remark) or of.newest_checkpoint

@@ -182,13 +182,13 @@ def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) 
 
     tasks.locate(request["task"])
     config.check_flags(request["flags"])
-    if request["config_file"] is not None:
-        config.read_toml(Path(request["config_file"]))
-    flags = request["flags"]
+    file = config.read_toml(Path(request["config_file"])) if request["config_file"] is not None else {}
+    flags, init = request["flags"], file.get("init")
+    init = flags.get("init.file") or (init.get("file") if isinstance(init, dict) else None)
     if is_here and flags.get("data.root") and request["task"] in tasks.BUILT_IN:
         tasks.data_root(flags["data.root"])  # a task of the user's own may make the folder
-    if runs is not None and flags.get("init.file"):
-        request["flags"] = flags | {"init.file": str(_weights_at(flags["init.file"], runs))}
+    if isinstance(init, str) and init:
+        request["flags"] = flags | {"init.file": str(_weights_at(init, runs)) if runs is not None else init}
 
 
 def _weights_at(text: str, runs: Path) -> Path:
@@ -199,7 +199,7 @@ def _weights_at(text: str, runs: Path) -> Path:
     """
     from train.run import best, folders
 
-    if Path(text).exists():
+    if Path(text).exists() and not (Path(text) / "run.json").exists():
         return Path(text).absolute()
     name, sign, which = text.partition("@")
     if not name or not (runs / name / "run.json").is_file() or (sign and not which):

@@ -256,13 +256,9 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
     return [name for name in names if before.get(name, defaults.get(name)) != after.get(name)]
 
 
-def check_changes(before: dict[str, Any], after: dict[str, Any], what: str, fork_of: str = "") -> None:
-    """Raises Refused where fields differ that a resume may not change; the message begins with `what`.
-
-    Args:
-        fork_of: the run that a fork could be of.
-    """
+def check_changes(before: dict[str, Any], after: dict[str, Any], what: str, way: str = "put it back") -> None:
+    """Raises Refused where fields differ that a resume may not change; the message begins with `what`, and ends with
+    the `way`."""
     for name in forbidden_changes(before, after):
         was, now = before.get(name), after.get(name)
-        way = f"go on in a new run: train fork {fork_of} --name NEW --{name} {now}" if fork_of else "put it back"
         raise Refused(f"{what}: {name} was {was} and is {now} now, which a resume may not change; {way}")

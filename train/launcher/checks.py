@@ -1,6 +1,6 @@
 """Finds everything that can be wrong with a run before anything is created or changed.
 
-`prepare` checks a new run, `prepare_resume` one that continues, both by the list of checks in `_check`.
+`prepare` checks a new run, `prepare_resume` one that continues, both by the list of checks in `check_run`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from train.data.fetch import is_indexed_at_once
 from train.errors import Refused, nearest
 from train.launcher import provenance
 from train.launcher.request import ALONE, Request, resolve
+from train.launcher.resumable import fork_of
 from train.parallel import choose
 from train.parallel.devices import NoGPU, check_kernels, pick_device
 from train.parallel.precision import ON_GPU_ALONE, Precision
@@ -40,11 +41,6 @@ from train.trainer.build import config_of, data_differs, make_objects, task_of
 from train.trainer.loggers import wandb
 from train.trainer.optimizer import check_fields
 from train.trainer.updates import read_updates
-
-_OF_FORK = ("task.py", fingerprint.FACTS, "metrics.jsonl")
-"""What a fork has of the run that it is of, beside a checkpoint."""
-_RECORD_OF_FORK = ("task", "task_source", "task_imports", "task_sha256", "cwd", "samples", "chosen")
-"""The same, of run.json."""
 
 
 @dataclasses.dataclass
@@ -85,7 +81,7 @@ def prepare(request: Request) -> Prepared:
     ranks, everywhere = request.ranks, request.ranks * request.nodes[-1]
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
-    found = _check(task, config, ranks, request.nodes, given=request.flags)
+    found = check_run(task, config, ranks, request.nodes, given=request.flags)
     assert found.model is not None
     if config.data.workers is None:
         config.data.workers = cores.default_loaders(
@@ -125,7 +121,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if flags:
         before = configuration.to_flat(config)
         config = configuration.with_flags(flags, task.Settings, task.file, before)
-        check_changes(before, configuration.to_flat(config), f"cannot change {run.name}", run.name)
+        check_changes(before, configuration.to_flat(config), f"cannot change {run.name}", fork_of(run, flags))
     step, manifest, unused = manifests.newest_valid(run)
     if manifest:
         what = f"{run.folder / 'config.toml'} does not fit its checkpoints"
@@ -134,57 +130,19 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
             if not task.is_built_in:
                 raise Refused(f"{task.file} is not the task that {run.name} was trained with; put the original back")
             unused.append(f"the task {task.name} has changed since; {run.name} goes on with it as it is now")
-    found = _check(task, config, local, nodes, run, flags)
+    found = check_run(task, config, local, nodes, run, flags)
     plan = build.plan_of(config, len(found.train_set))
     total = build.total_steps(config, plan)
     if total < step:
         raise Refused(f"{run.name} has trained {step} steps already, more than the {total} now asked for")
-    warnings = [*unused, *found.warnings, *_edited(run, record)]
+    warnings = [*unused, *found.warnings, *edited(run, record)]
     micros = plan.micro_batches(0)
     if micros < ranks:
-        only = ranks - micros
-        warnings.append(f"{ranks} ranks share {micros} micro batches per step: {only} of them compute nothing new")
+        warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} compute nothing new")
     return config, warnings
 
 
-def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tuple[Prepared, list[str]]:
-    """Check a new run that goes on from a checkpoint of this one, with these changes. Also returns warnings.
-
-    Raises:
-        Refused: it cannot go on so.
-    """
-    from train.trainer.load import changed_groups
-
-    record, task = run.read(), task_of(run)
-    before = config_of(run, task)
-    config = configuration.with_flags(flags, task.Settings, task.file, configuration.to_flat(before))
-    folder = run.checkpoint(step)
-    try:
-        manifest = manifests.verify(folder)
-    except ValueError as error:
-        raise Refused(f"the checkpoint of step {step} is damaged: {error}") from None
-    if "batch_size" in flags and "micro_batch_size" not in flags:
-        config.micro_batch_size = None
-    _cut_batch(config, ranks)
-    found = _check(task, config, ranks, ALONE, run, flags)
-    total = build.total_steps(config, build.plan_of(config, len(found.train_set)))
-    if total <= step:
-        raise Refused(f"the checkpoint is of step {step}, and the new run would end after {total}; give more of them")
-    groups = changed_groups(run, step, task, before, config)
-    text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config)})
-    there = f"checkpoints/{folder.name}"
-    copies = {name: run.folder / name for name in _OF_FORK if (run.folder / name).exists()} | {there: folder}
-    files: dict[str, str | bytes] = {
-        "config.toml": configuration.to_toml(config), f"{there}/{manifests.MANIFEST}": text
-    }  # fmt: skip
-    made: dict[str, Any] = {key: value for key, value in record.items() if key in _RECORD_OF_FORK} | {
-        "step": step, "epoch": manifest["epoch"], "total_steps": total, "git_revision": provenance.git_revision(),
-        "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step, "groups": groups},
-    }  # fmt: skip
-    return Prepared(task, config, files, made, copies), found.warnings
-
-
-def _check(
+def check_run(
     task: Task, config: Config, local: int, nodes: range, run: Run | None = None, given: Collection[str] = ()
 ) -> _Checked:
     """The checks of a run, new or resumed, in their order; its device and micro batch are written into `config`.
@@ -222,7 +180,7 @@ def _check(
             "or let datasets() return None for it"
         )
     if run is not None:
-        warnings = _check_data(run, task, config, train_set, eval_sets)
+        warnings = check_data(run, task, config, train_set, eval_sets)
     named = {"checkpoint.best": config.checkpoint.best, "early_stopping.metric": config.early_stopping.metric}
     for field, text in named.items():
         if text and (run is None or field in given):
@@ -287,7 +245,7 @@ def _record(request: Request, task: Task, config: Config, samples: int) -> dict[
     }
 
 
-def _check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]) -> list[str]:
+def check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]) -> list[str]:
     """Whether the data are those that a run began with. Returns warnings.
 
     Raises:
@@ -310,7 +268,7 @@ def _check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets:
     return []
 
 
-def _edited(run: Run, record: Record) -> list[str]:
+def edited(run: Run, record: Record) -> list[str]:
     """Warnings about files of a task that have changed since."""
     lines = []
     source = record.get("task_source")

@@ -147,10 +147,12 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     if launch.kind == "script" or (record and record.get("script")):
         return CheckedLaunch(ranks, visible, {}, *script.check(launch, run))
     from train import config as configuration
-    from train.launcher.checks import prepare, prepare_fork, prepare_resume
+    from train.launcher.checks import prepare, prepare_resume
 
     nodes = _nodes(_cluster_of(launch, record))
     if launch.kind == "fork":
+        from train.launcher.fork import prepare_fork
+
         of, step = folders.find(Path(launch.runs), launch.request["of"]), launch.request["step"]
         prepared, warnings = prepare_fork(of, step, launch.flags, ranks)
         return CheckedLaunch(ranks, visible, prepared.files, prepared.record, warnings, prepared.copies)

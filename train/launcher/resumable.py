@@ -5,6 +5,7 @@ What a resume checks, and which fields it may change, is in checks.py.
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections.abc import Iterable
 
@@ -49,7 +50,13 @@ def check_flags(run: Run, flags: dict[str, str]) -> None:
     before, given = run.read_config(), config.check_flags(flags)
     # a field that is not in the file may have its default, or be none
     after = before | {name: value for name, value in given.items() if name in before}
-    check_changes(before, after, f"cannot change {run.name}", run.name)
+    check_changes(before, after, f"cannot change {run.name}", fork_of(run, flags))
+
+
+def fork_of(run: Run, flags: dict[str, str]) -> str:
+    """The command that goes on with these fields in a new run, as the end of a refusal."""
+    typed = " ".join(f"--{name} {shlex.quote(text)}" for name, text in flags.items())
+    return f"go on in a new run: train fork {run.name} --name NEW {typed}"
 
 
 def nothing_left(run: Run, flags: dict[str, str]) -> str:

@@ -142,6 +142,8 @@ def create(
             raise Refused(f"a run named {name} exists in {runs}; choose another name, or: train resume {name}")
         staging.rename(runs / name)
         sync_folder(runs)
+    except shutil.Error as error:
+        raise Refused(f"cannot copy into {runs / name}: {error.args[0][0][2]}") from None
     except OSError as error:
         raise Refused(f"cannot create {runs / name}: {error.strerror}; choose another place with --runs") from None
     finally:

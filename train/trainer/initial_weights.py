@@ -94,6 +94,8 @@ def fitted(task: Task, config: Config, model: nn.Module) -> Fitted | None:
     elif task.pretrained is not None:
         source = f"pretrained in {task.file}"
         made = call(task, "pretrained()", task.pretrained, config)
+        if made is None:
+            return None
         is_path = isinstance(made, (str, Path))
         state = read(Path(made), f"{source}, {made}") if is_path else _tensors_of(made, source)
     else:
@@ -181,11 +183,10 @@ def fit(
         Refused: nothing fits, or without init.partial something does not; or a field of init does nothing.
     """
     own = model.state_dict()
-    before = _unwrapped(state, own)
+    before = _renamed(_unwrapped(state, own), init.rename)
     state = adapt(dict(before))
     used = {_place(tensor) for tensor in state.values()}
     left_out = [name for name, tensor in before.items() if name not in state and _place(tensor) not in used]
-    state = _renamed(state, init.rename)
     skipped = _skipped([*own, *state], init.skip)
     other = {name: (tuple(state[name].shape), tuple(own[name].shape)) for name in own.keys() & state.keys() - skipped}
     other = {name: shapes for name, shapes in sorted(other.items()) if shapes[0] != shapes[1]}
@@ -199,7 +200,11 @@ def fit(
             "see --init.rename 'OLD.=NEW.'"
         )
     if not init.partial:
-        _check_whole(source, other, [name for name in new if name not in {*skipped, *left_out}], unknown)
+        gone = {
+            name for name in new if any(f".{one}".endswith(f".{name}") for one in left_out)
+        }  # whatever it begins with
+        missing = [name for name in new if name not in skipped | gone]
+        _check_whole(source, other, missing, unknown)
     out = [*left_out, *(name for name in state if name in skipped or name not in own)]
     weights = {name: tensor.to(own[name].dtype).contiguous() for name, tensor in loaded.items()}
     return Fitted(source.removeprefix("--init "), weights, new, out, other)

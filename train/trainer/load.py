@@ -32,6 +32,7 @@ from train.trainer.updates import spread_updates
 
 log = logging.getLogger("train")
 
+_JSON = (bool, int, float, str, list, tuple, type(None))
 Newest = Callable[[], tuple[int, dict[str, Any]]]
 """Gives the step of the newest checkpoint that is whole, and its manifest; 0 and {} without one."""
 
@@ -69,8 +70,7 @@ def load_newest(run: Run, home: Run, world: World, snapshots: Snapshots, state: 
         began = world.broadcast(_began(home) if world.is_first else None)
         world.on_leads(lambda: metrics.cut(run, start.step, _parted(_began(run), began)))
     fork = home.read().get("forked_from")
-    is_forked = fork is not None and fork["step"] == start.step
-    changed = fork["groups"] if fork is not None and is_forked else [{} for _ in rates]
+    changed = fork["groups"] if fork and fork["step"] == start.step else [{} for _ in rates]
     for group, rate, values in zip(state.optimizer.param_groups, rates, changed, strict=True):
         group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
@@ -189,13 +189,22 @@ def changed_groups(run: Run, step: int, task: Task, before: Config, after: Confi
     old = [dict(group) for group in _alone(task, before).optimizer.param_groups]
     state = _alone(task, after)
     changed = [
-        {key: value for key, value in new.items() if key not in ("params", "lr") and value != past.get(key)}
+        {
+            key: value
+            for key, value in new.items()
+            if key not in ("params", "lr") and isinstance(value, _JSON) and value != past.get(key)
+        }
         for past, new in zip(old, state.optimizer.param_groups, strict=False)
     ]
     try:
         load(run.checkpoint(step), state.module, state.optimizer, True, state.extra)
     except ValueError as error:
         raise Refused(f"{error}; to begin anew with its weights: --init {run.name}@{step}") from None
+    except KeyError as error:
+        raise Refused(
+            f"the optimizer of {run.name} has not trained {error.args[0]}; to begin anew with its weights: "
+            f"--init {run.name}@{step}"
+        ) from None
     return changed
 
 

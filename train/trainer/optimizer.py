@@ -30,6 +30,9 @@ _INSTEAD = {
 }
 """By function of a task, how the fields begin that it takes the place of."""
 _NEEDS = {
+    "init.skip": "init.file",
+    "init.rename": "init.file",
+    "init.partial": "init.file",
     "ema.warmup": "ema.decay",
     "early_stopping.patience": "early_stopping.metric",
     "early_stopping.min_delta": "early_stopping.metric",
@@ -67,7 +70,8 @@ def check_fields(task: Task, config: Config, given: Collection[str] = ()) -> Non
         for function, fields in _INSTEAD.items():
             if getattr(task, function) is not None and name.startswith(fields):
                 raise Refused(f"{function}() in {task.file} takes the place of --{name} {value}; leave out one of them")
-        if name in _NEEDS and not flat[_NEEDS[name]]:
+        has_other = name.startswith("init.") and task.pretrained is not None
+        if name in given and name in _NEEDS and not flat[_NEEDS[name]] and not has_other:
             raise Refused(f"--{name} {value} is of no use without --{_NEEDS[name]}; give both, or neither")
 
 

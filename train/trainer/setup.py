@@ -180,7 +180,7 @@ def _check_beginning(run: Run) -> None:
             f"no checkpoint of {run.name} is whole, and it has none to begin with: train fork {fork['run']} "
             f"--checkpoint {fork['step']}"
         )
-    if record.get("init"):
+    if (run.folder / initial_weights.FILE).exists():
         raise TrainingFailed(
             f"no checkpoint of {run.name} is whole; to begin again with its first weights: train resume {run.name}"
         )
@@ -209,7 +209,7 @@ def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[L
 def _model(run: Run, task: Task, config: Config, precision: Precision, world: World, is_begun: bool) -> torch.nn.Module:
     """The model on the CPU. It has the weights that the run begins with, unless a checkpoint is to replace them."""
     model = build.make_model(task, config, precision.weights)
-    if not is_begun and run.read().get("init"):
+    if not is_begun and (run.read().get("init") or (run.folder / initial_weights.FILE).exists()):
         initial_weights.load(run.folder, model)
     return arrange(model, config, world.size)
 

@@ -34,6 +34,7 @@ FIELDS = (
 def trained(shared_station: Station) -> Station:
     """With the run `fork-of` of two ranks, which has checkpoints of steps 8, 16 and 24."""
     shared_station.ok("run", "digits", "--name", "fork-of", "--spawn", 2, *FIELDS)
+    shared_station.ok("run", "digits", "--name", "fork-frozen", "--freeze", "0", *FIELDS)
     return shared_station
 
 
@@ -89,6 +90,9 @@ def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained:
         (["fork-of", "--optim.name", "adamw"], "Missing key .*--init fork-of@24"),
         (["fork-of", "--checkpoint", "8", "--ema.decay", "0.9"], "Missing key"),
         (["fork-of", "--optim.lr", "x"], "--optim.lr x"),
+        (["fork-of", "--init", "nowhere.pth"], "a fork has the weights of its checkpoint"),
+        (["fork-of", "--micro_batch_size", "auto"], "a fork does not try sizes"),
+        (["fork-frozen", "--freeze", ""], "has not trained 0.weight; .*--init fork-frozen@24"),
         (["fork-of", "--optim.rl", "1"], "did you mean --optim.lr"),
         (["fork-of", "--name", "fork-of"], "a run named fork-of exists"),
     ],
@@ -118,3 +122,17 @@ def test_a_fork_without_a_whole_checkpoint_does_not_begin_at_random(trained: Sta
     for _ in range(2):
         done = trained("resume", "fork-lost", "--follow")
         assert done.returncode == 3 and "train fork fork-of --checkpoint 16" in done.stderr, done.stderr
+
+
+def test_a_fork_of_a_fork_at_its_first_step_has_the_changes_of_both(trained: Station) -> None:
+    wd, lr = ("--optim.weight_decay", 0.3), ("--optim.lr", 0.02)
+    trained.ok("fork", "fork-of", "--name", "fork-wd", "--checkpoint", 16, *wd, "--follow")
+    trained.ok("fork", "fork-wd", "--name", "fork-wd-lr", "--checkpoint", 16, *lr, "--follow")
+    trained.ok("fork", "fork-of", "--name", "fork-both", "--checkpoint", 16, *wd, *lr, "--follow")
+    assert figures(trained, "fork-wd-lr") == figures(trained, "fork-both")
+    assert figures(trained, "fork-wd-lr")[0] != figures(trained, "fork-wd")[0]
+
+
+def test_the_command_that_a_refused_resume_names_works(trained: Station) -> None:
+    done = trained("resume", "fork-frozen", "--compile", "true", "--steps", 30, "--optim.lr", 0.01)
+    assert "train fork fork-frozen --name NEW --compile true --steps 30 --optim.lr 0.01" in done.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import pickle
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.train.conftest import Station
+from train.checkpoint import manifest as manifests
 from train.config import Init
 from train.errors import Refused
 from train.launcher.checks import prepare
@@ -175,6 +178,43 @@ DEFAULTS = {"init.skip": "2", "optim.lr": 0.01}
 """
 
 
+class Code:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+def test_the_metadata_of_a_strangers_checkpoint_execute_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(Code()))
+    listed = {".metadata": manifests.file_digest(folder / ".metadata")}
+    text = manifests.manifest_text({"format": manifests.FORMAT, "step": 1, "files": listed})
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(Refused, match=r"posix\.mkdir, which is code"):
+        read(folder, "--init step-00000001")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_a_task_leaves_out_may_be_missing_whatever_its_name_began_with() -> None:
+    there = {f"vit.{name}": tensor for name, tensor in state(10).items()}
+
+    def adapt(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix("vit."): tensor for name, tensor in state.items() if "fc" not in name}
+
+    found = fit(Net(), there, Init(), "vit.pth", adapt)
+    assert found.left_out == ["vit.fc.weight", "vit.fc.bias"] and found.new == ["fc.weight", "fc.bias"]
+    with pytest.raises(Refused, match=r"backbone\.0\.weight, .* are missing in it"):
+        fit(Net(), {"fc.weight": there["vit.fc.weight"][:3], "x": torch.ones(1)}, Init(skip="x"), "x.pth")
+
+
+def test_a_classifier_of_ddp_is_left_out_by_images_too() -> None:
+    there = {f"module.{name}": tensor for name, tensor in images.network("resnet18", 10).state_dict().items()}
+    model = images.network("resnet18", 3)
+    found = fit(model, there, Init(), "ddp.pth", lambda state: images.adapt_state_dict(state, model))
+    assert found.new == ["fc.weight", "fc.bias"] and not found.other_shape
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -254,7 +294,12 @@ def test_a_run_begins_with_the_weights_of_another_by_name(finished: Station, tmp
     ):
         done = finished("launch", "digits", "--name", "never", "--init", init)
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
+    done = finished("run", "digits", "--name", "never", "--init.skip", "7")
+    assert done.returncode == 2 and "--init.skip 7 is of no use without --init.file" in done.stderr
     assert not (finished.runs / "never").exists()
+    (tmp_path / "init.toml").write_text('[init]\nfile = "done@best"\n')
+    finished.ok("run", "digits", "--name", "by-toml", "--config", tmp_path / "init.toml", *flags)
+    assert finished.record("by-toml")["weights_sha256"] == finished.record("done")["weights_sha256"]
 
 
 def test_a_pretrained_classifier_of_images_gets_another_number_of_classes(station: Station) -> None:

@@ -199,7 +199,7 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
 
 def test_a_resume_with_fewer_micro_batches_than_ranks_warns(undisturbed: Any) -> None:
     warnings = checks.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[1]
-    assert warnings == ["6 ranks share 4 micro batches per step: 2 of them compute nothing new"]
+    assert warnings == ["6 ranks share 4 micro batches per step: 2 compute nothing new"]
 
 
 @pytest.mark.minutes
