@@ -120,11 +120,11 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     try:
         reader = _Reader(folder)
         metadata = reader.read_metadata()
-        kept = {key: metadata.state_dict_metadata[key] for key in (metadata.planner_data or {})}
+        written = {path: metadata.state_dict_metadata[key] for key, path in (metadata.planner_data or {}).items()}
         found = {
-            metadata.planner_data[key][1]: torch.empty(one.size, dtype=one.properties.dtype)
-            for key, one in kept.items()
-            if metadata.planner_data[key][0] == "model" and isinstance(one, TensorStorageMetadata)
+            path[1]: torch.empty(one.size, dtype=one.properties.dtype)
+            for path, one in written.items()
+            if path[0] == "model" and isinstance(one, TensorStorageMetadata)
         }
         dcp.load({"model": found}, storage_reader=reader, no_dist=True)
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -48,5 +47,5 @@ def run(options: Namespace, runs: Path) -> int:
     )  # fmt: skip
     warn(tmux.start(launch))
     screen.remark(f"{name} goes on from {of.name} after step {step}")
-    print(name, file=sys.stdout, flush=True)
+    print(name, flush=True)
     return follow(runs, name) if options.follow else EXIT_FINISHED
