@@ -29,7 +29,8 @@ def part(scale: Scale) -> Iterator[Case]:
             what = f"{task}, {precision}"
             yield Case(what, compare, (scale, task, what, flags))
     own = scale.exact_flags("own") | FLAGS | {"precision": "bf16", "ema.decay": 0.9, "log.gradients": "true"}
-    what = "updates, averages and state of a task's own"
+    own["data.on_device"] = "true"
+    what = "updates, averages and state of a task's own, data kept on the device"
     yield Case(what, compare, (scale, "own", what, own))
     yield Case(_COMPILED, _compiled, (scale,))
 

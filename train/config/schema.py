@@ -137,6 +137,8 @@ class Data:
     """Leave out the short last batch of every epoch (other samples each time). Evaluations see everything."""
     on_error: Changeable[Literal["stop", "skip"]] = "stop"
     """What a sample that cannot be read does: stop the run, named; or be left out and listed. Not with fsdp."""
+    on_device: Changeable[bool] = False
+    """Keep the data on the device, where they are tensors in memory (a TensorDataset). Does not change the result."""
 
     @property
     def leaves_out(self) -> bool:

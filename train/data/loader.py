@@ -75,6 +75,7 @@ class Loader:
         channels_last: bool = False,
         on_device: OnDevice | None = None,
         made_by: Callable[..., Any] | None = None,
+        keeps: bool = False,
     ) -> None:
         """
         Args:
@@ -84,12 +85,14 @@ class Loader:
             channels_last: whether tensors of four dimensions are laid out so.
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
             made_by: the task's function that made the data sets; random generators in its file are seeded too.
+            keeps: sets that are tensors in memory are copied to the device once. Without workers.
             skipped: called with samples that cannot be read, which are left out; None raises what the first one raised.
 
         Raises:
             Refused: a file that is open here cannot be opened by workers too.
         """
-        self._device, self._skipped = device, skipped
+        self._pin_for = torch.device("cpu") if keeps else device  # what is kept there is not pinned
+        self._skipped = skipped
         own = owned(on_device, made_by) if on_device is not None else []
         copies = AsyncCopies(device) if device.type == "cuda" else None
         self._prepared = functools.partial(
@@ -101,7 +104,9 @@ class Loader:
         self._sampler = _Sampler()
         skips = skipped is not None
         sets = [(TRAINING, train_set), *((name or EVALUATION, each) for name, each in eval_sets.items())]
-        self._fetching = _Fetching([gatherer(each, collate, skips, made_by, name) for name, each in sets])
+        # at the first batch, for no GPU is chosen yet; once, though training and evaluation may share a tensor
+        keep = {"keep": functools.cache(lambda tensor: tensor.to(device))} if keeps else {}
+        self._fetching = _Fetching([gatherer(each, collate, skips, made_by, name, **keep) for name, each in sets])
         self._loader = DataLoader(
             self._fetching,
             sampler=self._sampler,  # anything to iterate over is enough
@@ -136,7 +141,7 @@ class Loader:
         Args:
             arrived: called when a batch that was asked for is here, before anything is asked of the device.
         """
-        for planned, batch, bad in pinned(self._fetched(plan), self._device, bool(self._workers)):
+        for planned, batch, bad in pinned(self._fetched(plan), self._pin_for, bool(self._workers)):
             arrived()
             micro = planned
             if bad:

@@ -18,7 +18,7 @@ from train import config as configuration
 from train.checkpoint.extra import Extra
 from train.config import Config
 from train.data import fingerprint as fingerprints
-from train.data.fetch import EVALUATION, TRAINING, fetcher
+from train.data.fetch import EVALUATION, TRAINING, fetcher, is_indexed_at_once
 from train.data.order import seed_of
 from train.data.plan import MicroBatch, Plan
 from train.data.seeding import seed_host
@@ -81,15 +81,29 @@ def make_datasets(task: Task, config: Config) -> tuple[Any, dict[str, Any]]:
         raise Refused(f"datasets in {task.file} must return (train, evaluation or None), got {type(made).__name__}")
     evaluations = _named(task, made[1])
     for part, dataset in ((TRAINING, made[0]), *((name or EVALUATION, each) for name, each in evaluations.items())):
-        by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if not by_index or isinstance(dataset, IterableDataset):  # the latter inherits a __getitem__ that only raises
-            raise Refused(
-                f"the {part} set of {task.file} is a {type(dataset).__name__}; a map-style data set is needed, "
-                f"with __len__ and __getitem__{_instead_of(dataset)}"
-            )
-        if call(task, f"len() of the {part} set", len, dataset) == 0:
-            raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
+        _check_set(task, config, part, dataset)
     return made[0], evaluations
+
+
+def _check_set(task: Task, config: Config, part: str, dataset: Any) -> None:
+    """Refuse what is no map-style data set, an empty one, and one that cannot be kept on the device as asked for."""
+    by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not by_index or isinstance(dataset, (IterableDataset, Mapping)):  # the first inherits a __getitem__ that raises
+        raise Refused(
+            f"the {part} set of {task.file} is a {type(dataset).__name__}; a map-style data set is needed, "
+            f"with __len__ and __getitem__{_instead_of(dataset)}"
+        )
+    if call(task, f"len() of the {part} set", len, dataset) == 0:
+        raise Refused(f"the {part} set of {task.file} is empty; check --data.root and the task's settings")
+    if not config.data.on_device:
+        return
+    if config.data.workers:
+        raise Refused("--data.workers load nothing where --data.on_device true keeps the data; leave one of them out")
+    if not is_indexed_at_once(dataset, task.collate):
+        raise Refused(
+            f"--data.on_device true keeps tensors, and the {part} set of {task.file} is a {type(dataset).__name__}"
+            f"{' with collate()' if task.collate else ''}; return a torch.utils.data.TensorDataset, without collate()"
+        )
 
 
 def _named(task: Task, made: Any) -> dict[str, Any]:
@@ -111,7 +125,13 @@ def _instead_of(dataset: Any) -> str:
     """The remedy, as the end of a sentence."""
     if isinstance(dataset, DataLoader):
         return ": return its data set itself, for batches and workers are --batch_size and --data.workers"
-    return ": of what can only be read in turn, make a list once, or an index of where each sample begins"
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(repr, itertools.islice(dataset, _NAMED)))
+        return f": return its parts ({names}), (train, evaluation)"
+    return (
+        ": train.shards(folder) gives one of tar and parquet files, datasets.load_dataset without streaming one of the "
+        "hub's; of what else can only be read in turn, make a list once"
+    )
 
 
 def fingerprint(task: Task, config: Config, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:

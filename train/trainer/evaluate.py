@@ -248,7 +248,7 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     skipped = _warn if config.data.leaves_out else None
     loader = Loader(
         None, eval_sets, task.collate, config.data.workers or 0, device, precision.inputs, skipped,
-        config.channels_last, task.on_device, task.datasets,
+        config.channels_last, task.on_device, task.datasets, config.data.on_device,
     )  # fmt: skip
     with loader, build.refusing(task):
         take_device(device)

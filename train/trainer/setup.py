@@ -201,7 +201,7 @@ def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[L
     skipped = Skipped(run) if config.data.leaves_out else None
     loader = Loader(
         train_set, eval_sets, task.collate, config.data.workers or 0, precision.device, precision.inputs, skipped,
-        config.channels_last, task.on_device, task.datasets,
+        config.channels_last, task.on_device, task.datasets, config.data.on_device,
     )  # fmt: skip
     return loader, plan, evaluations
 

@@ -316,8 +316,9 @@ SETTINGS = "from dataclasses import field\n@dataclass\nclass Settings:\n"
             TASK
             + "class I(IterableDataset):\n    def __iter__(self): yield 1\n    def __len__(self): return 3\n"
             + "def datasets(config): return I(), None",
-            ["map-style", "make a list once"],
+            ["map-style", "train.shards(folder)"],
         ),
+        (TASK + "def datasets(config): return {'train': [1], 'test': [1]}, None", ["a dict", "('train', 'test')"]),
         (TASK + "def model(): return nn.Linear(4, 2)", ["model() failed", "positional argument"]),
         (TASK + "def model(config): return 5", ["torch.nn.Module"]),
         (TASK + "def model(config): return nn.ReLU()", ["no parameter to train"]),
@@ -375,6 +376,8 @@ def _folders(root: Path, *names: str) -> Path:
         (["digits", "--init", "task.txt"], ["no .safetensors and no file of torch.save"]),
         (["digits", "--init", "broken.pt"], ["cannot be read"]),
         (["digits", "--init", "broken.safetensors"], ["cannot be read"]),
+        (["fake", "--data.on_device", "true"], ["--data.on_device", "TensorDataset"]),
+        (["digits", "--data.on_device", "true", "--data.workers", "2"], ["--data.workers", "leave one of them out"]),
         (["digits", "--spawn", "3", "--batch_size", "2"], ["smaller than the number of ranks 3"]),
         (["digits", "--spawn", "3", "--micro_batch_size", "40"], ["micro_batch_size 21"]),
         (["digits", "--spawn", "2", "--parallel.strategy", "single"], ["one rank"]),

@@ -295,6 +295,22 @@ def test_a_batch_has_arrived_before_anything_is_asked_of_the_device(workers: int
     assert seen == ["arrived", "on the device", "taken"] * plan.micro_batches(0)
 
 
+def test_data_that_are_kept_on_the_device_are_taken_there_once_and_give_the_same_batches() -> None:
+    numbers, labels = torch.rand(55, 3), torch.arange(55)
+    both = TensorDataset(numbers, labels)
+    parts = Subset(Subset(both, range(5, 50)), range(2, 40)), Subset(both, range(50, 55))
+    micros = [*micro_batches_of(Plan(38, 16, 4), Sharing(), 0, 2), *evaluation_micro_batches(Plan(5, 4, 4), Sharing())]
+    with Loader(parts[0], {"": parts[1]}, None, 0, CPU, None, keeps=True) as loader:
+        for micro, (rows, of) in loader.batches(iter(micros)):
+            assert torch.equal(of, torch.from_numpy(micro.indices) + (50 if micro.evaluation else 7))
+            assert torch.equal(rows, numbers[of])
+    elsewhere = torch.device("meta")
+    with Loader(parts[0], {"": parts[1]}, None, 0, elsewhere, torch.float64, keeps=True) as loader:
+        for micro, (rows, of) in loader.batches(iter(micros)):
+            assert rows.device == of.device == elsewhere and rows.shape == (len(micro.indices), 3)
+    assert numbers.device == CPU
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_data_set_reaches_the_run(workers: int) -> None:
     class Broken(Noisy):

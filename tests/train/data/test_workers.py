@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from train.data.loader import Loader
 from train.data.plan import Plan, Sharing, micro_batches_of
+from train.data.shards import shards
 from train.errors import Refused
 
 COUNT, SIZE = 512, 3000
@@ -41,6 +42,25 @@ class Rows(Dataset[Any]):
             with h5py.File(path, "w") as file:
                 file.create_dataset("rows", data=ROWS, chunks=(1, SIZE), compression="gzip")
             self.handle = h5py.File(path, "r")
+        elif kind == "lmdb":
+            import lmdb
+
+            with lmdb.open(str(path), map_size=1 << 24) as made, made.begin(write=True) as writing:
+                for key, row in content.items():
+                    writing.put(key.encode(), row)
+            self.handle = lmdb.open(str(path), readonly=True, lock=False)
+        elif kind == "arrow":
+            import datasets
+
+            datasets.Dataset.from_dict({"row": [*content.values()]}).save_to_disk(path)
+            self.handle = datasets.load_from_disk(path)
+        elif kind == "parquet":
+            import pyarrow
+            from pyarrow import parquet
+
+            parquet.write_table(pyarrow.table({"row": [*content.values()]}), path, row_group_size=20)
+            self.handle = shards(path)
+            _ = self.handle[0]  # opened here, too
 
     def __len__(self) -> int:
         return COUNT
@@ -53,12 +73,17 @@ class Rows(Dataset[Any]):
             content = b""
             while len(content) < SIZE:  # in pieces, as libraries do: between two of them another process may seek
                 content += self.handle.read(min(100, SIZE - len(content)))
-        else:
+        elif hasattr(self.handle, "begin"):
+            with self.handle.begin() as reading:
+                content = reading.get(str(index).encode())
+        elif hasattr(self.handle, "keys"):
             content = self.handle["rows"][index].tobytes()
+        else:
+            content = self.handle[index]["row"]
         return index, torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("kind", ["plain", "sqlite", "h5py"])
+@pytest.mark.parametrize("kind", ["plain", "sqlite", "h5py", "lmdb", "arrow", "parquet"])
 def test_workers_do_not_move_each_others_place_in_an_open_file(kind: str, tmp_path: Path) -> None:
     dataset = Rows(kind, tmp_path)
     plan = Plan(COUNT, 16, 16)

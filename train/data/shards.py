@@ -1,0 +1,282 @@
+"""Tar and parquet shards as map-style data sets: a sample by its number, which is what makes runs exact.
+
+What reads shards in turn (an IterableDataset) knows its place only by having read up to it, and every number of ranks
+and workers reads in another order. Here the order is the sampler's, as for any data set in memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import json
+import os
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from train.errors import Refused, may_pass
+from train.run.durable import write_atomically
+
+Decode = Callable[[dict[str, Any]], Any]
+INDEX = ".shards-index.npz"
+"""Beside tar shards: where each sample of the folder lies."""
+_FORMAT = 1
+_END = 512
+"""Bytes of zeros that a whole tar ends with, at least."""
+_HELD = 256 << 20
+"""Bytes of parquet row groups that a process keeps: a small set is read once."""
+
+
+def shards(files: str | Path, decode: Decode | None = None) -> Shards:
+    """The samples of tar shards (as WebDataset names files) or of parquet files, by number.
+
+    A sample of tar shards is a dict from the extensions of its files to their bytes (`{"__key__": "0001", "jpg": …,
+    "cls": …}`: the files `0001.jpg` and `0001.cls`, one after the other); one of parquet files is a row, a dict from
+    columns to values. Samples are numbered in the order of the files' names.
+
+    Args:
+        files: a folder, or a pattern of file names (`/data/train-*.tar`).
+        decode: makes of such a dict what the data set gives; None leaves it.
+
+    Raises:
+        Refused: there are no such files, one is damaged, or pyarrow, which reads parquet, is missing.
+    """
+    where = Path(files).absolute()
+    folder, pattern = (where, "*") if where.is_dir() else (where.parent, where.name)
+    found = [path for kind in (".tar", ".parquet") for path in _files(folder, pattern, kind)]
+    kinds = {path.suffix for path in found}
+    if not found:
+        raise Refused(f"no .tar or .parquet files in {where}; name their folder, or a pattern such as 'train-*.tar'")
+    if len(kinds) > 1:
+        raise Refused(f"{where} has both .tar and .parquet files; name a pattern such as '{where}/*.tar'")
+    return Shards(found, _Tar(found) if kinds == {".tar"} else _Parquet(found), decode)
+
+
+def _files(folder: Path, pattern: str, kind: str) -> list[Path]:
+    """Those of one kind, but hidden ones, in the order of their names."""
+    return sorted(path for path in folder.glob(pattern) if path.suffix == kind and path.name[0] != ".")
+
+
+class Shards(Dataset[Any]):
+    """See `shards`."""
+
+    def __init__(self, files: list[Path], samples: _Tar | _Parquet, decode: Decode | None) -> None:
+        self.files = files
+        """A fingerprint takes their names and sizes."""
+        self._samples, self._decode = samples, decode
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        size = len(self)
+        if not -size <= index < size:
+            raise IndexError(f"sample {index} of {size}")
+        sample = self._samples.read(index % size)
+        return sample if self._decode is None else self._decode(sample)
+
+    def file_of(self, index: int) -> str:
+        """Where a sample lies, for messages."""
+        return self._samples.file_of(index)
+
+
+@dataclass
+class _Index:
+    """Where the files of samples lie in the tar shards of a folder."""
+
+    shards: list[tuple[str, int, int]]
+    """Name, bytes and time of change of each, in order."""
+    shard: Any
+    """The shard of each sample, [samples] int32."""
+    key: Any
+    """Its name, [samples] bytes."""
+    begin: Any
+    """Its first file and, of the last sample, the end, [samples + 1] int64."""
+    extension: Any
+    """Of each file, [files] bytes."""
+    place: Any
+    """Offset and length of each file's content, [files, 2] int64."""
+
+
+class _Tar:
+    """Samples of tar shards in one folder."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._folder = files[0].parent
+        self._index = _index_of(self._folder)
+        numbers = {name: number for number, (name, _, _) in enumerate(self._index.shards)}
+        self._samples = np.flatnonzero(np.isin(self._index.shard, [numbers[path.name] for path in files]))
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, index: int) -> dict[str, Any]:
+        at, sample = self._index, self._samples[index]
+        files = range(at.begin[sample], at.begin[sample + 1])
+        made: dict[str, Any] = {"__key__": at.key[sample].decode()}
+        with self._path(index).open("rb", buffering=0) as shard:
+            for number in files:
+                offset, length = at.place[number].tolist()
+                content = b"".join(_pieces(shard.fileno(), offset, length))
+                if len(content) < length:
+                    raise ValueError(f"{shard.name} ends within a sample: it is not what it was when it was indexed")
+                made[at.extension[number].decode()] = content
+        return made
+
+    def _path(self, index: int) -> Path:
+        name, _, _ = self._index.shards[self._index.shard[self._samples[index]]]
+        return self._folder / name
+
+    def file_of(self, index: int) -> str:
+        return f"{self._path(index)}: {self._index.key[self._samples[index]].decode()}"
+
+
+def _pieces(fd: int, offset: int, length: int) -> Iterator[bytes]:
+    """A stretch of a file: one read may give less than it is asked for."""
+    while length and (piece := os.pread(fd, length, offset)):
+        yield piece
+        offset, length = offset + len(piece), length - len(piece)
+
+
+def _index_of(folder: Path) -> _Index:
+    """The index beside the shards of a folder; made, and written where that can be, if it is not of these files.
+
+    Raises:
+        Refused: a shard is damaged.
+    """
+    found = _files(folder, "*", ".tar")
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found]
+    about = json.dumps({"format": _FORMAT, "shards": facts})
+    # none, or a damaged one
+    with (
+        contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
+        np.load(folder / INDEX) as kept,
+    ):
+        if str(kept["about"]) == about:
+            names = ("shard", "key", "begin", "extension", "place")
+            return _Index(facts, *(kept[name] for name in names))
+    print(f"{folder}: indexing {len(found)} tar file{'s' if len(found) > 1 else ''}, once", file=sys.stderr, flush=True)
+    index = _made_index(found, facts)
+    packed = io.BytesIO()
+    arrays = {name: value for name, value in vars(index).items() if name != "shards"}
+    np.savez(packed, about=about, **arrays)
+    try:
+        write_atomically(folder / INDEX, packed.getvalue())
+    except OSError as error:
+        print(f"{folder / INDEX} cannot be kept ({error.strerror}): made anew at every start", file=sys.stderr)
+    return index
+
+
+def _made_index(found: list[Path], facts: list[tuple[str, int, int]]) -> _Index:
+    shard: list[int] = []
+    keys: list[bytes] = []
+    begin: list[int] = []
+    extensions: list[bytes] = []
+    places: list[tuple[int, int]] = []
+    for number, path in enumerate(found):
+        last, seen = None, set[str]()
+        for name, offset, length in _members(path):
+            folder, _, file = name.rpartition("/")
+            stem, _, extension = file.partition(".")
+            if not stem or not extension:  # hidden, or without a kind: no sample's, as WebDataset has it
+                continue
+            key = f"{folder}/{stem}" if folder else stem
+            if key != last:
+                last, seen = key, set()
+                shard.append(number)
+                keys.append(key.encode())
+                begin.append(len(places))
+            if extension in seen:
+                raise Refused(f"{path}: {name} comes twice in one sample")
+            seen.add(extension)
+            extensions.append(extension.encode())
+            places.append((offset, length))
+    begin.append(len(places))
+    return _Index(
+        facts, np.array(shard, np.int32), np.array(keys, np.bytes_), np.array(begin, np.int64),
+        np.array(extensions, np.bytes_), np.array(places, np.int64).reshape(-1, 2),
+    )  # fmt: skip
+
+
+def _members(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and length of each regular file in a tar.
+
+    Raises:
+        Refused: it is damaged, cut off or compressed.
+    """
+    try:
+        with tarfile.open(path, "r:") as tar:
+            while (member := tar.next()) is not None:
+                if member.isreg():
+                    yield member.name, member.offset_data, member.size
+                tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+        with path.open("rb") as file:
+            file.seek(-_END, os.SEEK_END)
+            if any(file.read()):  # cut off between two files
+                raise tarfile.TarError("no end of data")
+    except (OSError, tarfile.TarError, ValueError) as error:
+        if isinstance(error, OSError) and may_pass(error):
+            raise
+        said = f"{path} is no whole tar file ({error}): fetch it again, or unpack a compressed one"
+        raise Refused(said) from None
+
+
+class _Parquet:
+    """Rows of parquet files. A row costs its whole row group, but for those groups that are kept."""
+
+    def __init__(self, files: list[Path]) -> None:
+        try:
+            import pyarrow as arrow
+            from pyarrow import parquet
+        except ImportError:
+            raise Refused("pyarrow, which reads parquet files, is not installed: pip install pyarrow") from None
+        try:
+            about = {path: parquet.read_metadata(path) for path in files}
+        except arrow.ArrowInvalid as error:
+            raise Refused(f"a parquet file in {files[0].parent} cannot be read: {error}") from None
+        self._about = about
+        self._groups = [(path, group) for path in files for group in range(about[path].num_row_groups)]
+        """The file of each, and its number there."""
+        rows = [about[path].row_group(group).num_rows for path, group in self._groups]
+        self._ends = np.cumsum(rows, dtype=np.int64)
+        self._kept: collections.OrderedDict[int, Any] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, index: int) -> dict[str, Any]:
+        number = self._of(index)
+        table = self._group(number)
+        row: dict[str, Any] = table.slice(index - int(self._ends[number]) + table.num_rows, 1).to_pylist()[0]
+        return row
+
+    def _group(self, number: int) -> Any:
+        if number in self._kept:
+            self._kept.move_to_end(number)
+            return self._kept[number]
+        from pyarrow import parquet
+
+        path, group = self._groups[number]
+        # one thread: loader processes are many already
+        with parquet.ParquetFile(path, metadata=self._about[path]) as opened:
+            table = opened.read_row_group(group, use_threads=False)
+        self._kept[number] = table
+        while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > _HELD:
+            self._kept.popitem(last=False)
+        return table
+
+    def file_of(self, index: int) -> str:
+        path, _ = self._groups[self._of(index)]
+        return str(path)
+
+    def _of(self, index: int) -> int:
+        """The row group of a row."""
+        return int(np.searchsorted(self._ends, index, side="right"))
