@@ -118,16 +118,20 @@ class Loader:
             multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
         )
         self._iterator: Any = None
+        self._workers: list[Any] = []
+        if workers:
+            self._start_workers()
+
+    def _start_workers(self) -> None:
         others = set(multiprocessing.active_children())
         # until a worker ignores them, torch's handler or the rank's would end it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED if workers else ())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         try:
-            if workers:
-                self._iterator = iter(self._loader)  # a first pass, over nothing, starts the workers
+            self._iterator = iter(self._loader)  # a first pass, over nothing, starts the workers
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
-            if workers and self._iterator is None:  # no memory for another process, perhaps
+            if self._iterator is None:  # no memory for another process, perhaps
                 self.close()
 
     def batches(
