@@ -31,7 +31,7 @@ from train.parallel.devices import NoGPU, check_kernels, pick_device
 from train.parallel.precision import ON_GPU_ALONE, Precision
 from train.parallel.torch_private import without_compiler
 from train.parallel.wrap_units import recompute
-from train.run import best
+from train.run import best, imports
 from train.run.metrics import evaluations
 from train.run.record import Record
 from train.run.run_folder import Run
@@ -224,6 +224,7 @@ def _files(request: Request, task: Task, config: Config, found: _Checked) -> dic
     files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
         files["task.py"] = task.file.read_bytes()
+        files |= imports.copies(task.file, Path(request.task).absolute().parent)
     if found.initial is not None:
         files[initial_weights.FILE] = found.initial.file()
     return files
@@ -236,7 +237,7 @@ def _record(request: Request, task: Task, config: Config, samples: int) -> dict[
     return {
         "task": task.name if task.is_built_in else "task.py",
         "task_source": str(source) if source else None,
-        "task_imports": provenance.digests(task.file, source.parent) if source else {},
+        "task_imports": imports.digests(task.file, source.parent) if source else {},
         "task_sha256": task.sha256,
         "cwd": os.getcwd(),
         "total_steps": build.total_steps(config, plan),
@@ -272,11 +273,12 @@ def edited(run: Run, record: Record) -> list[str]:
     """Warnings about files of a task that have changed since."""
     lines = []
     source = record.get("task_source")
-    if source and provenance.digest(Path(source)) not in ("", record.get("task_sha256")):
+    if source and imports.digest(Path(source)) not in ("", record.get("task_sha256")):
         lines.append(f"{source} has changed since; {run.name} goes on with its own copy")
-    changed = provenance.changed(record.get("task_imports"))
+    changed = imports.changed(record.get("task_imports"))
     if changed:
-        lines.append(f"{changed}, imported by the task, changed since; {run.name} goes on with it as it is now")
+        which = "its own copy" if (run.folder / imports.MODULES).is_file() else "it as it is now"
+        lines.append(f"{changed}, imported by the task, changed since or gone; {run.name} goes on with {which}")
     return lines
 
 

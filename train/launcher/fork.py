@@ -13,12 +13,13 @@ from train.errors import Refused
 from train.launcher import provenance
 from train.launcher.checks import Prepared, check_data, check_run, edited
 from train.launcher.request import ALONE
+from train.run import imports
 from train.run.run_folder import Run
 from train.trainer import build, cores
 from train.trainer.build import config_of, task_of
 from train.trainer.load import changed_groups
 
-_OF_FORK = ("task.py", fingerprint.FACTS, "metrics.jsonl")
+_OF_FORK = ("task.py", imports.MODULES, fingerprint.FACTS, "metrics.jsonl")
 """What a fork has of the run that it is of, beside a checkpoint."""
 _RECORD_OF_FORK = ("task", "task_source", "task_imports", "task_sha256", "cwd", "samples", "chosen")
 """The same, of run.json."""

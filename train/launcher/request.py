@@ -112,4 +112,4 @@ def load_task(name: str, copy: str | None) -> Task:
     Raises:
         Refused: as `load`.
     """
-    return load(name) if copy is None else load(name, Path(copy), Path(name).absolute().parent)
+    return load(name) if copy is None else load(name, Path(copy), [Path(name).absolute().parent])

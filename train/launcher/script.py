@@ -10,6 +10,7 @@ from train.errors import Refused
 from train.gpus import seen_here
 from train.launcher import provenance
 from train.launcher.request import LaunchRequest
+from train.run import imports
 from train.run.record import Record
 from train.run.run_folder import Run
 
@@ -33,7 +34,7 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[
         return {"watch": (record.get("watch") or {}) | watch}, warnings(record)
     path = Path(launch.script[0]).absolute()
     check_readable(path, "--script")
-    files = {str(path): provenance.digest(path)} | provenance.digests(path, path.resolve().parent)
+    files = {str(path): imports.digest(path)} | imports.digests(path, path.resolve().parent)
     fields = {
         "watch": watch, "script": str(path), "script_arguments": launch.script[1:], "script_files": files,
         "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),
@@ -66,5 +67,5 @@ def watch_flags(flags: dict[str, str]) -> dict[str, Any]:
 
 def warnings(record: Record) -> list[str]:
     """Warnings about the script when it is started again."""
-    changed = provenance.changed(record.get("script_files"))
+    changed = imports.changed(record.get("script_files"))
     return [f"{changed} changed since {record['name']} was launched; it runs as it is now"] if changed else []

@@ -103,7 +103,7 @@ def check_target(target: Path, suffixes: Sequence[str]) -> None:
         Refused: the suffix is unknown, the folder is missing, or the file is one.
     """
     if target.suffix not in suffixes:
-        raise Refused(f"--to {target}: must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
+        raise Refused(f"--to {target}: must end in {' or '.join(suffixes)}")
     if not target.absolute().parent.is_dir():
         raise Refused(f"--to {target}: there is no folder {target.parent}; make it first")
     if target.is_dir():

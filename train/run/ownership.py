@@ -20,7 +20,7 @@ from train.run import durable, environment
 
 STATION, DIGEST = "station", "station_digest"
 """In run.json: the id of the station that has started the run, and the digest by its key. None: it has no key."""
-_FILES = ("task.py", "config.toml", environment.FILE)
+_FILES = ("task.py", "modules.zip", "config.toml", environment.FILE)
 _FIELDS = ("task", "task_source", "script", "script_arguments", "cwd", "cluster")
 _KEY_BYTES = 32
 

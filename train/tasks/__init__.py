@@ -24,7 +24,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,25 +112,25 @@ def data_root(given: str) -> Path:
     return Path(given)
 
 
-def load(name: str, file: Path | None = None, beside: Path | None = None, source: bytes | None = None) -> Task:
+def load(name: str, file: Path | None = None, beside: Sequence[Path] = (), source: bytes | None = None) -> Task:
     """Import a task.
 
     Args:
         name: what the user called it.
         file: where it lies, if not where the name says: the copy in a run folder.
-        beside: the folder whose modules it may import; default: its own.
+        beside: folders and zip files whose modules it may import, the first first; default: its own folder.
         source: its text, where the file may be moved meanwhile.
 
     Raises:
         Refused: there is no such task, it cannot be imported, or it lacks a function or has a misspelt one.
     """
     path = file or locate(name)
-    beside, source = beside or path.parent, path.read_bytes() if source is None else source
+    places, source = [*map(str, beside or [path.parent])], path.read_bytes() if source is None else source
     if path.parent == Path(__file__).parent:
         module: Any = importlib.import_module(f"train.tasks.{path.stem}")
     else:
-        if sys.path[:1] != [str(beside)]:  # it may be there already, behind what is installed
-            sys.path.insert(0, str(beside))
+        if sys.path[: len(places)] != places:  # they may be there already, behind what is installed
+            sys.path[:0] = places
         module = _execute(path, source)
     is_copy = file is not None  # it trains as it did, and can be changed no more
     nodes = ast.walk(ast.parse(source))

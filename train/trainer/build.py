@@ -26,6 +26,7 @@ from train.data.to_device import prepared
 from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.precision import Precision
 from train.parallel.torch_private import buffers_of
+from train.run import imports
 from train.run.run_folder import Run
 from train.tasks import Task, load, where
 from train.trainer import determinism
@@ -37,7 +38,7 @@ _NAMED = 3
 
 
 def task_of(run: Run) -> Task:
-    """The task of a run: the built-in one, or the copy in its folder.
+    """The task of a run: the built-in one, or the copy in its folder, which imports what the run was launched with.
 
     Raises:
         Refused: the copy is gone or broken.
@@ -53,7 +54,9 @@ def task_of(run: Run) -> Task:
     copy = run.folder / "task.py"
     if not copy.is_file():
         raise Refused(f"{copy} is missing; put the task's copy back")
-    beside = source.parent if source.parent.is_dir() else None
+    beside = [source.parent] if source.parent.is_dir() else []
+    if (run.folder / imports.MODULES).is_file() and imports.changed(record.get("task_imports")):
+        beside.insert(0, run.path / imports.MODULES)
     return load("task.py", run.path / "task.py", beside, copy.read_bytes())
 
 
