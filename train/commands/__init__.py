@@ -16,6 +16,7 @@ COMMANDS = {
     "stop": "save and stop a run; of a script: ask it by SIGTERM",
     "resume": "continue a stopped, interrupted or failed run",
     "fork": "go on from a checkpoint in a new run, with other fields",
+    "archive": "pack a run into one file, with which another machine goes on",
     "mv": "give a run another name, also while it trains",
     "rm": "delete runs that are not running",
     "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
