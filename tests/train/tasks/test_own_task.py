@@ -128,7 +128,7 @@ def test_a_resume_goes_on_with_the_copy_where_the_run_was_launched_and_says_that
         cwd=elsewhere, env=here.environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "c\n", done.stderr
-    warnings = [line for line in done.stderr.splitlines() if "warning" in line]
+    warnings = [line for line in done.stderr.splitlines() if "changed since" in line]
     assert len(warnings) == 1 and str(source) in warnings[0] and "copy" in warnings[0]
     assert here.record("c")["step"] == 4 and list(elsewhere.iterdir()) == []
     # a copy that was edited is another task
