@@ -8,8 +8,9 @@ from typing import Any
 
 from tests import changes
 from train.checkpoint import manifest
-from train.launcher.checks import prepare, prepare_resume
+from train.launcher.checks import prepare
 from train.launcher.request import Request
+from train.launcher.resume import prepare_resume
 from train.run import folders, states
 from train.run.run_folder import Run
 

@@ -20,6 +20,7 @@ from tests.train import forks
 from train.data.order import order
 from train.launcher import checks
 from train.launcher.request import Request
+from train.launcher.resume import prepare_resume
 from train.run import folders, run_folder
 from train.signals import StopRequest
 from train.supervise.attempts import Supervisor
@@ -70,7 +71,7 @@ class Engine:
         """Go on with a run on so many ranks; its effective record."""
         run = self.station.run(name)
         texts = {key.replace("__", "."): str(value) for key, value in flags.items()}
-        config, _ = checks.prepare_resume(run, texts, ranks)
+        config, _ = prepare_resume(run, texts, ranks)
         if texts:
             changes.apply(run, config)
         return self.train_run(run, ranks, script)

@@ -147,7 +147,8 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     if launch.kind == "script" or (record and record.get("script")):
         return CheckedLaunch(ranks, visible, {}, *script.check(launch, run))
     from train import config as configuration
-    from train.launcher.checks import prepare, prepare_resume
+    from train.launcher.checks import prepare
+    from train.launcher.resume import prepare_resume
 
     nodes = _nodes(_cluster_of(launch, record))
     if launch.kind == "fork":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from train import config as configuration
@@ -10,12 +9,13 @@ from train.checkpoint import manifest as manifests
 from train.config import Init
 from train.data import fingerprint
 from train.errors import Refused
-from train.launcher import provenance
-from train.launcher.checks import Prepared, check_data, check_run, edited
+from train.launcher import checks, provenance
+from train.launcher.checks import Prepared
 from train.launcher.request import ALONE
+from train.launcher.resume import check_data, edited
 from train.run import imports
 from train.run.run_folder import Run
-from train.trainer import build, cores
+from train.trainer import cores
 from train.trainer.build import config_of, task_of
 from train.trainer.load import changed_groups
 
@@ -46,15 +46,16 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tupl
         config.micro_batch_size = None
     if config.micro_batch_size == "auto":
         raise Refused("--micro_batch_size auto: a fork does not try sizes; give a number")
-    found = check_run(dataclasses.replace(task, pretrained=None), config, ranks, ALONE, given=flags)
-    assert found.model is not None
+    checks.cut_batch(config, ranks, ALONE)
+    found = checks.check_run(task, config, ranks, ranks, flags)
+    model = checks.check_model(task, config, ranks, found.precision)
     if config.cpu_threads is None:
-        config.cpu_threads, _ = cores.default_threads(ranks, found.device, found.model)
+        config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
     warnings = [*check_data(run, task, config, found.train_set, found.eval_sets), *edited(run, record)]
-    total = build.total_steps(config, build.plan_of(config, len(found.train_set)))
-    if total <= step:
+    if found.total <= step:
         raise Refused(
-            f"the checkpoint is of step {step}, and the new run would end after {total}; give more --epochs or --steps"
+            f"the checkpoint is of step {step}, and the new run would end after {found.total}; give more --epochs or "
+            "--steps"
         )
     groups = changed_groups(run, step, task, before, config)
     fork = record.get("forked_from")
@@ -67,7 +68,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tupl
         "config.toml": configuration.to_toml(config), f"{there}/{manifests.MANIFEST}": text
     }  # fmt: skip
     made: dict[str, Any] = {key: value for key, value in record.items() if key in _RECORD_OF_FORK} | {
-        "step": step, "epoch": manifest["epoch"], "total_steps": total, "git_revision": provenance.git_revision(),
+        "step": step, "epoch": manifest["epoch"], "total_steps": found.total, "git_revision": provenance.git_revision(),
         "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step, "groups": groups},
     }  # fmt: skip
-    return Prepared(task, config, files, made, copies), [*found.warnings, *warnings]
+    return Prepared(task, config, files, made, copies), warnings

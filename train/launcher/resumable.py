@@ -1,6 +1,6 @@
 """Whether a run may be resumed, by its user and by the keeper, and when the keeper gives one up. Imports no torch.
 
-What a resume checks, and which fields it may change, is in checks.py.
+What a resume checks, and which fields it may change, is in resume.py.
 """
 
 from __future__ import annotations

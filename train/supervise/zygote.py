@@ -28,7 +28,7 @@ from train.supervise.zygote_server import LIBRARIES, OFF, SIGNALS, called, lende
 
 __all__ = ["CHECKS", "OFF", "RANKS", "SCRIPT", "Zygote", "acquire", "lives", "start_lender"]
 
-CHECKS = ("torch", "train.launcher.checks")
+CHECKS = ("torch", "train.launcher.resume")
 """What a task is checked with, and none of torch's compiler."""
 RANKS = (
     "torch.distributed.nn.jit.instantiator", "torch._dynamo", "torch.distributed.checkpoint",

@@ -151,8 +151,9 @@ def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_metric_that_is_a
 def test_a_best_that_no_evaluation_can_name_is_refused_or_told_and_the_lowest_loss_is_kept(
     station: Station,
 ) -> None:
-    from train.launcher.checks import prepare, prepare_resume
+    from train.launcher.checks import prepare
     from train.launcher.request import Request
+    from train.launcher.resume import prepare_resume
 
     text = """
 import torch

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from tests.tasks import TASKS
 from train.errors import Refused
-from train.launcher.checks import prepare, prepare_resume
+from train.launcher.checks import prepare
 from train.launcher.request import Request, resolve
+from train.launcher.resume import prepare_resume
 from train.tasks import load
 from train.trainer.export import export
 

@@ -19,7 +19,7 @@ from train.checkpoint.manifest import manifest_text
 from train.checkpoint.state_dict import weights_sha256
 from train.config import from_toml
 from train.errors import Refused
-from train.launcher.checks import prepare_resume
+from train.launcher.resume import prepare_resume
 from train.run import run_folder
 from train.tasks import load
 from train.trainer.export import export

@@ -15,7 +15,7 @@ from tests.train.tiers import later
 from train.checkpoint import manifest as manifests
 from train.config import forbidden_changes
 from train.errors import Refused
-from train.launcher import checks
+from train.launcher.resume import prepare_resume
 
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01, "data__workers": 2, "task__batchnorm": "true"}
 
@@ -133,7 +133,7 @@ def test_a_change_that_would_make_another_run_is_refused_naming_the_field(
     run = undisturbed.station.run("sgd3")
     before = (run.folder / "config.toml").read_bytes()
     with pytest.raises(Refused, match=rf"\b{field} was .* and is {value}"):
-        checks.prepare_resume(run, {field: value}, 3)
+        prepare_resume(run, {field: value}, 3)
     assert (run.folder / "config.toml").read_bytes() == before
 
 
@@ -142,12 +142,12 @@ def test_a_config_file_edited_in_the_run_folder_is_refused_naming_the_field(undi
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1\n", "lr = 0.2\n"))
     with pytest.raises(Refused, match=r"optim\.lr was 0\.1 and is 0\.2"):
-        checks.prepare_resume(type(undisturbed.station.run("sgd3"))(folder), {}, 3)
+        prepare_resume(type(undisturbed.station.run("sgd3"))(folder), {}, 3)
 
 
 def test_fewer_steps_than_were_made_are_refused(undisturbed: Any) -> None:
     with pytest.raises(Refused, match="10 steps already"):
-        checks.prepare_resume(undisturbed.station.run("sgd3"), {"steps": "9"}, 3)
+        prepare_resume(undisturbed.station.run("sgd3"), {"steps": "9"}, 3)
 
 
 def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns(
@@ -158,20 +158,20 @@ def test_a_changed_copy_of_the_task_is_refused_and_a_changed_original_only_warns
     original = tmp_path / "original.py"
     original.write_text((folder / "task.py").read_text() + "# changed\n")
     run.update(task_source=str(original))
-    assert any("original.py has changed" in line for line in checks.prepare_resume(run, {}, 3)[1])
+    assert any("original.py has changed" in line for line in prepare_resume(run, {}, 3)[1])
     (folder / "task.py").write_text((folder / "task.py").read_text() + "# changed\n")
     with pytest.raises(Refused, match=r"task\.py is not the task"):
-        checks.prepare_resume(run, {}, 3)
+        prepare_resume(run, {}, 3)
 
 
 def test_a_run_of_a_built_in_task_goes_on_with_another_version_of_it_and_says_so(engine: Any) -> None:
     engine.run("builtin", 1, task=Path("digits"), steps=2)
     run = engine.station.run("builtin")
-    assert not checks.prepare_resume(run, {"steps": "4"}, 1)[1]
+    assert not prepare_resume(run, {"steps": "4"}, 1)[1]
     manifest = manifests.read_manifest(run.checkpoint(2))
     text = manifests.manifest_text(manifest | {"task_sha256": "of an earlier release"})
     (run.checkpoint(2) / manifests.MANIFEST).write_text(text)
-    (warning,) = checks.prepare_resume(run, {"steps": "4"}, 1)[1]
+    (warning,) = prepare_resume(run, {"steps": "4"}, 1)[1]
     assert "the task digits has changed since" in warning
 
 
@@ -198,7 +198,7 @@ def test_every_field_that_shapes_the_result_is_protected() -> None:
 
 
 def test_a_resume_with_fewer_micro_batches_than_ranks_warns(undisturbed: Any) -> None:
-    warnings = checks.prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[1]
+    warnings = prepare_resume(undisturbed.station.run("sgd3"), {}, 6)[1]
     assert warnings == ["6 ranks share 4 micro batches per step: 2 compute nothing new"]
 
 
