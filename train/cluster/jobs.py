@@ -18,13 +18,11 @@ from typing import Any, cast
 from train.cluster import engine as engines
 from train.cluster.engine import Engine, JobStatus, Submission, engine
 from train.errors import Refused
-from train.launcher import stopping
 from train.launcher.resumable import gives_more
 from train.run import durable, folders, states
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.signals import USER
-from train.supervise import attempts
 
 _ASK_EVERY = 0.5
 """Seconds between two questions whether a job that was asked to stop has ended."""
@@ -227,6 +225,9 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
     Raises:
         Refused: the engine does not say how it stands, or is being given the run just now.
     """
+    from train.launcher import stopping  # train ls has no need of what starts ranks
+    from train.supervise import attempts
+
     with run.handing_over():  # not in the middle of it
         pass
     while (job := _job_of(run)) is not None:
