@@ -106,6 +106,16 @@ def verify(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def verified(run: Run, step: int) -> dict[str, Any]:
+    """The manifest of a run's checkpoint of this step. Raises Refused where that is not whole."""
+    folder = run.checkpoint(step)
+    try:
+        return verify(folder)
+    except ValueError as error:
+        why = f"is damaged: {error}" if folder.exists() else "is gone, as --checkpoint.keep says; choose another"
+        raise Refused(f"the checkpoint of step {step} {why}") from None
+
+
 def newest_valid(run: Run, sets_aside: bool = False) -> tuple[int, dict[str, Any], list[str]]:
     """Step and manifest of the newest whole checkpoint, or 0 and {}; and a line for each newer one that is not.
 

@@ -35,12 +35,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tupl
     before = config_of(run, task)
     config = configuration.with_flags(flags, task.Settings, task.file, configuration.to_flat(before))
     config.init = Init()  # its weights are those of the checkpoint
-    folder = run.checkpoint(step)
-    try:
-        manifest = manifests.verify(folder)
-    except ValueError as error:
-        why = f"is damaged: {error}" if folder.exists() else "is gone, as --checkpoint.keep says; choose another"
-        raise Refused(f"the checkpoint of step {step} {why}") from None
+    manifest, folder = manifests.verified(run, step), run.checkpoint(step)
     is_other = "batch_size" in flags or ranks != record["world_size"]
     if is_other and "micro_batch_size" not in flags and "micro_batch_size" in record.get("chosen", ()):
         config.micro_batch_size = None

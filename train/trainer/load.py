@@ -153,10 +153,7 @@ def load_trained(run: Run, step: int | None = None) -> Trained:
     task = build.task_of(run)
     config = build.config_of(run, task)
     if step is not None:
-        try:
-            manifests.verify(run.checkpoint(step))
-        except ValueError as error:
-            raise Refused(f"the checkpoint of step {step} is damaged: {error}") from None
+        manifests.verified(run, step)
     else:
         step, manifest = _newest_valid(run)
         if not manifest:
