@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+import torch
+from torch import nn
 
 from train import config as configuration
 from train.checkpoint import manifest as manifests
-from train.config import Init
+from train.checkpoint.load import load
+from train.config import Config, Init, Parallel
 from train.data import fingerprint
 from train.errors import Refused
 from train.launcher import checks, provenance
 from train.launcher.checks import Prepared
 from train.launcher.request import ALONE
 from train.launcher.resume import check_data, edited
+from train.parallel.world import World
 from train.run import imports
 from train.run.run_folder import Run
+from train.tasks import Task
 from train.trainer import cores
 from train.trainer.build import config_of, task_of
-from train.trainer.load import changed_groups
+from train.trainer.hooks import Hooks
+from train.trainer.load import cpu_precision
+from train.trainer.updates import read_updates, spread_updates
 
 _OF_FORK = ("task.py", imports.MODULES, fingerprint.FACTS, "metrics.jsonl")
 """What a fork has of the run that it is of, beside a checkpoint."""
 _RECORD_OF_FORK = ("task", "task_source", "task_imports", "task_sha256", "cwd", "samples", "chosen")
 """The same, of run.json."""
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
+"""Types of an optimizer's arguments that can be compared."""
 
 
 def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tuple[Prepared, list[str]]:
@@ -52,11 +63,8 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tupl
             f"the checkpoint is of step {step}, and the new run would end after {found.total}; give more --epochs or "
             "--steps"
         )
-    groups = changed_groups(run, step, task, before, config)
-    fork = record.get("forked_from")
-    if fork is not None and fork["step"] == step:  # the checkpoint has not got yet what that fork has changed
-        groups = [{**old, **new} for old, new in zip(fork["groups"], groups, strict=True)]
-    text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config)})
+    changed = _changed(run, step, task, model, before, config).union(manifest.get("changed", ()))
+    text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config), "changed": sorted(changed)})
     there = f"checkpoints/{folder.name}"
     copies = {name: run.folder / name for name in _OF_FORK if (run.folder / name).exists()} | {there: folder}
     files: dict[str, str | bytes] = {
@@ -64,6 +72,40 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tupl
     }  # fmt: skip
     made: dict[str, Any] = {key: value for key, value in record.items() if key in _RECORD_OF_FORK} | {
         "step": step, "epoch": manifest["epoch"], "total_steps": found.total, "git_revision": provenance.git_revision(),
-        "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step, "groups": groups},
+        "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step},
     }  # fmt: skip
     return Prepared(task, config, files, made, copies), warnings
+
+
+def _changed(run: Run, step: int, task: Task, model: nn.Module, before: Config, after: Config) -> set[str]:
+    """What a change of fields changes in the optimizer's groups, once a checkpoint is seen to fit the new ones.
+
+    Args:
+        model: as it is checked; it gets the state of the checkpoint.
+
+    Raises:
+        Refused: that does not fit the model, the optimizer or what else is configured now.
+    """
+    after = dataclasses.replace(after, device="cpu", parallel=Parallel(strategy="single"))
+    world, precision = World(0, 1, 0, torch.device("cpu")), cpu_precision(after)
+    (update, *_), optimizer = spread_updates(task, model, after, world, precision)
+    new = [dict(group) for group in optimizer.param_groups]
+    try:
+        load(run.checkpoint(step), model, optimizer, True, Hooks(task, update.strategy, after).extra)
+    except ValueError as error:
+        raise Refused(f"{error}; to begin anew with its weights: --init {run.name}@{step}") from None
+    except KeyError as error:
+        raise Refused(
+            f"the optimizer of {run.name} has not trained {error.args[0]}; to begin anew with its weights: "
+            f"--init {run.name}@{step}"
+        ) from None
+    old = [group for update in read_updates(task, model, before) for group in update.optimizer.param_groups]
+    past = {id(parameter): group for group in old for parameter in group["params"]}
+    return {
+        key
+        for group in new
+        for key, value in group.items()
+        if key not in ("params", "lr")
+        and isinstance(value, _PLAIN)
+        and value != past.get(id(group["params"][0]), group).get(key)
+    }

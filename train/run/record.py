@@ -84,7 +84,7 @@ class Record(TypedDict):
     epoch: int
     world_size: NotRequired[int]
     forked_from: NotRequired[dict[str, Any]]
-    """The run and step that it goes on from, and what a change of fields changes in each group of the optimizer."""
+    """The run and step that it goes on from."""
     init: NotRequired[list[str]]
     """What weights it began with, and what did not fit, as lines; empty: those of model()."""
     stopped_by: str | None

@@ -18,7 +18,7 @@ from train.checkpoint.extra import Extra
 from train.checkpoint.load import load
 from train.checkpoint.snapshot import Snapshots
 from train.checkpoint.state_dict import TrainState, weights_of
-from train.config import Config, Parallel
+from train.config import Config
 from train.errors import Refused
 from train.parallel.precision import ON_GPU_ALONE, Precision
 from train.parallel.world import World
@@ -26,13 +26,10 @@ from train.run import metrics
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build
-from train.trainer.hooks import Hooks
 from train.trainer.optimizer import has_modes, make_optimizer
-from train.trainer.updates import spread_updates
 
 log = logging.getLogger("train")
 
-_JSON = (bool, int, float, str, list, tuple, type(None))
 Newest = Callable[[], tuple[int, dict[str, Any]]]
 """Gives the step of the newest checkpoint that is whole, and its manifest; 0 and {} without one."""
 
@@ -57,7 +54,7 @@ def load_newest(run: Run, home: Run, world: World, snapshots: Snapshots, state: 
         run: whose lines are cut to that state, on each machine.
         home: where checkpoints lie.
     """
-    rates = [group["lr"] for group in state.optimizer.param_groups]
+    fresh = [dict(group) for group in state.optimizer.param_groups]
     if world.nodes == 1 or snapshots.is_sharded:
         start = _load(home, world, snapshots, state)
     else:  # the others see neither its folder nor its memory
@@ -69,11 +66,10 @@ def load_newest(run: Run, home: Run, world: World, snapshots: Snapshots, state: 
     else:
         began = world.broadcast(_began(home) if world.is_first else None)
         world.on_leads(lambda: metrics.cut(run, start.step, _parted(_began(run), began)))
-    fork = home.read().get("forked_from")
-    changed = fork["groups"] if fork and fork["step"] == start.step else [{} for _ in rates]
-    for group, rate, values in zip(state.optimizer.param_groups, rates, changed, strict=True):
-        group["lr"] = rate  # the schedule starts from the configured rates, not from the saved one
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    # the schedule starts from the configured rates, not from the saved ones
+    configured = {"lr", *start.manifest.get("changed", ())}
+    for group, own in zip(state.optimizer.param_groups, fresh, strict=True):
+        group.update({key: own[key] for key in configured & own.keys()})
     return start
 
 
@@ -175,45 +171,6 @@ def load_trained(run: Run, step: int | None = None) -> Trained:
     if optimizer is not None:
         optimizer.eval()  # type: ignore[attr-defined] # what it evaluates is in its state
     return task, config, model, step, average
-
-
-def changed_groups(run: Run, step: int, task: Task, before: Config, after: Config) -> list[dict[str, Any]]:
-    """What a change of fields changes in each group of the optimizer, once the state of a checkpoint is seen to fit.
-
-    Raises:
-        Refused: it does not fit the model, the optimizer and what else is configured now.
-    """
-    old = [dict(group) for group in _alone(task, before).optimizer.param_groups]
-    state = _alone(task, after)
-    changed = [
-        {
-            key: value
-            for key, value in new.items()
-            if key not in ("params", "lr") and isinstance(value, _JSON) and value != past.get(key)
-        }
-        for past, new in zip(old, state.optimizer.param_groups, strict=False)
-    ]
-    try:
-        load(run.checkpoint(step), state.module, state.optimizer, True, state.extra)
-    except ValueError as error:
-        raise Refused(f"{error}; to begin anew with its weights: --init {run.name}@{step}") from None
-    except KeyError as error:
-        raise Refused(
-            f"the optimizer of {run.name} has not trained {error.args[0]}; to begin anew with its weights: "
-            f"--init {run.name}@{step}"
-        ) from None
-    return changed
-
-
-def _alone(task: Task, config: Config) -> TrainState:
-    """The state of a run as one rank on the CPU has it at first."""
-    config = dataclasses.replace(config, device="cpu", parallel=Parallel(strategy="single"))
-    precision, world = cpu_precision(config), World(0, 1, 0, torch.device("cpu"))
-    updates, optimizer = spread_updates(
-        task, build.make_model(task, config, precision.weights), config, world, precision
-    )
-    strategy = updates[0].strategy
-    return TrainState(strategy.module, optimizer, precision, Hooks(task, strategy, config).extra)
 
 
 def precision_on(device: torch.device, config: Config) -> str:
