@@ -19,6 +19,7 @@ from tests.tasks import TASKS
 from tests.train import forks
 from train.data.order import order
 from train.launcher import checks
+from train.launcher.fork import prepare_fork
 from train.launcher.request import Request
 from train.launcher.resume import prepare_resume
 from train.run import folders, run_folder
@@ -75,6 +76,16 @@ class Engine:
         if texts:
             changes.apply(run, config)
         return self.train_run(run, ranks, script)
+
+    def fork(
+        self, of: str, name: str, step: int, ranks: int = 1, script: Iterable[str] = (), **flags: Any
+    ) -> dict[str, Any]:
+        """A new run that goes on from a checkpoint of another one; its effective record."""
+        texts = {key.replace("__", "."): str(value) for key, value in flags.items()}
+        prepared, _ = prepare_fork(self.station.run(of), step, texts, ranks)
+        record = prepared.record | {"world_size": ranks}
+        made = folders.create(self.station.runs, name, prepared.files, record, prepared.copies)
+        return self.train_run(made, ranks, script)
 
     def train_run(self, run: run_folder.Run, ranks: int, script: Iterable[str], fault: str = "") -> dict[str, Any]:
         (run.folder / "script").write_text("\n".join(script))

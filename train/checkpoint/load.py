@@ -49,8 +49,10 @@ def load(
     for parameter in module.parameters():
         parameter.grad = None  # a gradient here would make torch skip the optimizer's state silently
     state = state_of(module, None)
+    own: list[dict[str, Any]] = []
     if optimizer is not None:
         state["optim"] = initialized_state(module, optimizer)
+        own = state["optim"]["param_groups"]
     try:
         reader = dcp.FileSystemReader(folder)
         metadata = reader.read_metadata()
@@ -58,8 +60,9 @@ def load(
         unknown = {path[1] for _, path in written if path[0] == "model"} - state["model"].keys()
         if unknown:
             raise ValueError(f"{min(unknown)} is not in the model")
-        unused = _take_unused(state["optim"], written) if optimizer is not None else []
         if optimizer is not None:
+            state["optim"]["param_groups"] = _saved_groups(own[0], written)
+            _take_unused(state["optim"]["state"], written)
             _add_later(state["optim"]["state"], dict(module.named_parameters()), written, metadata)
         state |= extra.state()
         dcp.load(state, storage_reader=reader, no_dist=by_itself)
@@ -70,21 +73,25 @@ def load(
     set_model_state_dict(module, state["model"])
     extra.load(state, next(module.parameters()).device)
     if optimizer is not None:
-        _set_optimizer(module, optimizer, state["optim"], bool(unused))
+        _set_optimizer(module, optimizer, state["optim"], own)
 
 
 def _set_optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], has_unused: bool
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], own: list[dict[str, Any]]
 ) -> None:
-    """Give a fresh optimizer the state that was read."""
-    if has_unused or state["state"]:  # torch asks for all, where there are any
-        for group in state["param_groups"]:
-            for name in group["params"]:  # in a group without momentum, say, there is none
-                state["state"].setdefault(name, {})
-    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        group.update({name: own[name] for name in _KERNELS if name in own})
+    """Give a fresh optimizer the state that was read.
+
+    Args:
+        own: its groups, each of which takes the values of the one in which its first parameter was that was trained.
+    """
+    saved = {name: group for group in state["param_groups"] for name in group["params"]}
+    for group in own:
+        values: dict[str, Any] = next((saved[name] for name in group["params"] if name in saved), {})
+        group.update({name: value for name, value in values.items() if name not in ("params", *_KERNELS)})
+        for name in group["params"]:  # torch asks for all; in a group without momentum, say, there is none
+            state["state"].setdefault(name, {})
     with without_hooks(optimizer):
-        set_optimizer_state_dict(module, optimizer, state)
+        set_optimizer_state_dict(module, optimizer, state | {"param_groups": own})
     for without in [parameter for parameter, values in optimizer.state.items() if not values]:
         del optimizer.state[without]
 
@@ -132,14 +139,23 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _take_unused(state: dict[str, Any], written: Written) -> list[str]:
+def _saved_groups(own: dict[str, Any], written: Written) -> list[dict[str, Any]]:
+    """A place for each of an optimizer's groups as they were when the checkpoint was written, given one as it is now:
+    where other parameters are frozen, there may be more or fewer."""
+    groups: dict[int, dict[str, Any]] = {}
+    for _, path in written:
+        if path[:2] == ("optim", "param_groups"):
+            place = own.get(path[3])
+            groups.setdefault(path[2], {})[path[3]] = place.clone() if isinstance(place, Tensor) else place
+    return [groups[number] for number in sorted(groups)]
+
+
+def _take_unused(state: dict[str, Any], written: Written) -> None:
     """Remove from a fresh optimizer's state the parameters that had none when the checkpoint was written, because no
-    step had used them. Returns their names."""
+    step had used them."""
     used = {path[2] for _, path in written if path[:2] == ("optim", "state")}
-    unused = [name for name in state["state"] if name not in used]
-    for name in unused:
-        del state["state"][name]
-    return unused
+    for name in state.keys() - used:
+        del state[name]
 
 
 def _add_later(

@@ -94,11 +94,6 @@ def _changed(run: Run, step: int, task: Task, model: nn.Module, before: Config, 
         load(run.checkpoint(step), model, optimizer, True, Hooks(task, update.strategy, after).extra)
     except ValueError as error:
         raise Refused(f"{error}; to begin anew with its weights: --init {run.name}@{step}") from None
-    except KeyError as error:
-        raise Refused(
-            f"the optimizer of {run.name} has not trained {error.args[0]}; to begin anew with its weights: "
-            f"--init {run.name}@{step}"
-        ) from None
     old = [group for update in read_updates(task, model, before) for group in update.optimizer.param_groups]
     past = {id(parameter): group for group in old for parameter in group["params"]}
     return {

@@ -85,7 +85,6 @@ def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained:
         (["fork-of", "--optim.lr", "x"], "--optim.lr x"),
         (["fork-of", "--init", "nowhere.pth"], "a fork has the weights of its checkpoint"),
         (["fork-of", "--micro_batch_size", "auto"], "a fork does not try sizes"),
-        (["fork-frozen", "--freeze", ""], "has not trained 0.weight; .*--init fork-frozen@24"),
         (["fork-of", "--optim.rl", "1"], "did you mean --optim.lr"),
         (["fork-of", "--name", "fork-of"], "a run named fork-of exists"),
     ],

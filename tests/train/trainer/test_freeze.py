@@ -11,6 +11,7 @@ from torch import nn
 from tests.tasks import TASKS
 from train.errors import Refused
 from train.trainer.freeze import freeze, set_training
+from train.trainer.load import load_trained
 
 
 def model() -> nn.Sequential:
@@ -68,3 +69,32 @@ def test_of_several_updates_none_thaws_what_is_frozen_and_each_has_something_to_
     first, last = engine.weights("frozen-gan-1"), engine.weights("frozen-gan-6")
     assert torch.equal(first["g.0.bias"], last["g.0.bias"])
     assert not torch.equal(first["g.0.weight"], last["g.0.weight"])
+
+
+ADAMW = {"optim__name": "adamw", "optim__lr": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "freezes", "flags"),
+    [
+        (1, "", {**ADAMW, "optim__layer_decay": 0.9}),  # the fork has a group of parameters more
+        (2, "leave", {**ADAMW, "parallel__strategy": "fsdp"}),
+        (2, "", {"optim__momentum": 0.5}),
+    ],
+    ids=["layers", "fsdp", "sgd"],
+)
+def test_a_fork_trains_what_it_frees_and_freezes_what_it_names_even_if_killed(
+    engine: Any, ranks: int, freezes: str, flags: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    of = f"freeze-{request.node.callspec.id}"
+    often = {"checkpoint__every_steps": 2, "checkpoint__asynchronous": "false"}
+    engine.run(of, ranks, freeze="enter", checkpoint__every_steps=4, checkpoint__keep=9, **flags)
+    assert engine.fork(of, f"{of}-free", 4, ranks, freeze=freezes)["state"] == "finished", engine.said(f"{of}-free")
+    start = load_trained(engine.station.run(of), 4)[2].state_dict()
+    for name, frozen in ((of, {"enter"}), (f"{of}-free", {freezes} - {""})):
+        end = engine.weights(name)
+        assert {key.partition(".")[0] for key in start if torch.equal(start[key], end[key])} == frozen
+    engine.fork(of, f"{of}-killed", 4, ranks, ["6 0 SIGKILL"], freeze=freezes, **often)
+    engine.resume(f"{of}-killed", ranks)
+    assert [attempt["from_step"] for attempt in engine.station.record(f"{of}-killed")["attempts"]] == [4, 8]
+    assert engine.outcome(f"{of}-killed") == engine.outcome(f"{of}-free")
