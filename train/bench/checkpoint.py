@@ -27,7 +27,7 @@ from train.config import Config
 from train.parallel.devices import pick_device, take_device
 from train.parallel.precision import Precision
 from train.parallel.world import World
-from train.run.durable import sync_folder
+from train.run.durable import sync
 from train.run.run_folder import Run
 
 
@@ -99,7 +99,7 @@ def _ways(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, siz
     def with_dcp() -> tuple[float, float]:
         begin, target = time.perf_counter(), folder / "dcp"
         dcp.save(state_of(module, optimizer), storage_writer=dcp.FileSystemWriter(target, sync_files=True))
-        sync_folder(target)
+        sync(target)
         took = time.perf_counter() - begin
         shutil.rmtree(target)
         return took, took

@@ -30,7 +30,7 @@ from train.checkpoint.state_dict import TrainState, size_of
 from train.checkpoint.writer import DurableWriter
 from train.config import SPREAD, Config
 from train.parallel.world import World
-from train.run.durable import sync_folder
+from train.run.durable import sync
 from train.run.run_folder import Run
 
 
@@ -182,13 +182,13 @@ class Saver:
             faults.here("save.manifest")
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(partial)
+        sync(partial)
         faults.here("save.synced")
         if final.exists():  # the same step, written again: only when it was found damaged or its run was edited
             set_aside(self.run, int(final.name.removeprefix("step-")))
         partial.rename(final)
         faults.here("save.renamed")
-        sync_folder(self.run.checkpoints)
+        sync(self.run.checkpoints)
         faults.here("save.published")
         # durable from here on; only now may older ones go
         prune(self.run, 1 if self._margin < 0 else self.config.checkpoint.keep, self.config.checkpoint.best)

@@ -46,9 +46,9 @@ def read_tail(path: Path, most: int) -> bytes:
         return file.read()
 
 
-def sync_folder(folder: Path) -> None:
-    """fsync of a folder: makes names that were created or renamed in it durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """fsync of a file, or of a folder: makes names that were created or renamed in it durable."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -71,7 +71,7 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
             partial.unlink()
         raise
     if durable:
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def flock(fd: int, how: int, path: Path, patience: float = 0.0) -> None:
@@ -121,10 +121,9 @@ def published(target: Path) -> Iterator[Path]:
     try:
         partial.touch()  # libraries have errors of their own for a file that cannot be written
         yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(partial)
         partial.replace(target)
-        sync_folder(target.absolute().parent)
+        sync(target.absolute().parent)
     except OSError as error:
         raise Refused(f"--to {target}: cannot be written: {error.strerror or one_line(error)}") from None
     finally:

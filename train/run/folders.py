@@ -16,7 +16,7 @@ from typing import Any
 
 from train.errors import Refused, nearest, shortened
 from train.run import durable, ownership
-from train.run.durable import sync_folder, write_atomically
+from train.run.durable import sync, write_atomically
 from train.run.run_folder import Run, now
 from train.run.states import CREATED
 
@@ -127,6 +127,8 @@ def create(
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, staging / there)
         for file, content in files.items():
             write_atomically(staging / file, content, durable=False)
+        for path in staging.rglob("*") if copies else ():  # the run cannot write that checkpoint again
+            sync(path)
         with (staging / "lock").open("w") as lock:  # while nothing is there yet
             durable.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, runs)
         base: dict[str, Any] = {
@@ -141,7 +143,7 @@ def create(
         if os.path.lexists(runs / name):
             raise Refused(f"a run named {name} exists in {runs}; choose another name, or: train resume {name}")
         staging.rename(runs / name)
-        sync_folder(runs)
+        sync(runs)
     except shutil.Error as error:
         raise Refused(f"cannot copy into {runs / name}: {error.args[0][0][2]}") from None
     except OSError as error:

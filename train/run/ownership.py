@@ -98,6 +98,6 @@ def _make_key(folder: Path) -> None:
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(partial, folder / "key")
-        durable.sync_folder(folder)
+        durable.sync(folder)
     finally:
         partial.unlink(missing_ok=True)
