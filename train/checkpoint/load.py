@@ -61,9 +61,7 @@ def load(
         if unknown:
             raise ValueError(f"{min(unknown)} is not in the model")
         if optimizer is not None:
-            state["optim"]["param_groups"] = _saved_groups(own[0], written)
-            _take_unused(state["optim"]["state"], written)
-            _add_later(state["optim"]["state"], dict(module.named_parameters()), written, metadata)
+            _make_places(state["optim"], dict(module.named_parameters()), written, metadata)
         state |= extra.state()
         dcp.load(state, storage_reader=reader, no_dist=by_itself)
     except (dcp.api.CheckpointException, ValueError, KeyError) as error:  # DCP wraps all that the state is at fault for
@@ -139,31 +137,25 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _saved_groups(own: dict[str, Any], written: Written) -> list[dict[str, Any]]:
-    """A place for each of an optimizer's groups as they were when the checkpoint was written, given one as it is now:
-    where other parameters are frozen, there may be more or fewer."""
+def _make_places(
+    optim: dict[str, Any], parameters: dict[str, nn.Parameter], written: Written, metadata: Metadata
+) -> None:
+    """Give a fresh optimizer's state a place for all that the checkpoint holds: DCP reads what has one.
+
+    With other parameters frozen there were other groups. What no step had used had no state, and what the optimizer
+    makes in later steps only may be there.
+    """
+    own, state = optim["param_groups"][0], optim["state"]
     groups: dict[int, dict[str, Any]] = {}
-    for _, path in written:
+    used = set()
+    for key, path in written:
         if path[:2] == ("optim", "param_groups"):
             place = own.get(path[3])
             groups.setdefault(path[2], {})[path[3]] = place.clone() if isinstance(place, Tensor) else place
-    return [groups[number] for number in sorted(groups)]
-
-
-def _take_unused(state: dict[str, Any], written: Written) -> None:
-    """Remove from a fresh optimizer's state the parameters that had none when the checkpoint was written, because no
-    step had used them."""
-    used = {path[2] for _, path in written if path[:2] == ("optim", "state")}
-    for name in state.keys() - used:
-        del state[name]
-
-
-def _add_later(
-    state: dict[str, Any], parameters: dict[str, nn.Parameter], written: Written, metadata: Metadata
-) -> None:
-    """Add to a fresh optimizer's state what it makes in later steps only: DCP reads what has a place."""
-    for key, path in written:
-        if path[:2] != ("optim", "state") or len(path) != 4 or path[3] in state.setdefault(path[2], {}):
+        if path[:2] != ("optim", "state"):
+            continue
+        used.add(path[2])
+        if len(path) != 4 or path[3] in state.setdefault(path[2], {}):
             continue
         of, stored = parameters[path[2]], metadata.state_dict_metadata[key]
         if not isinstance(stored, TensorStorageMetadata):
@@ -172,6 +164,9 @@ def _add_later(
             state[path[2]][path[3]] = torch.zeros_like(of, dtype=stored.properties.dtype, requires_grad=False)
         else:
             state[path[2]][path[3]] = torch.zeros(stored.size, dtype=stored.properties.dtype, device=of.device)
+    optim["param_groups"] = [groups[number] for number in sorted(groups)]
+    for name in state.keys() - used:
+        del state[name]
 
 
 def reason_of(error: BaseException) -> str:
