@@ -82,7 +82,7 @@ class Engine:
     ) -> dict[str, Any]:
         """A new run that goes on from a checkpoint of another one; its effective record."""
         texts = {key.replace("__", "."): str(value) for key, value in flags.items()}
-        prepared, _ = prepare_fork(self.station.run(of), step, texts, ranks)
+        prepared = prepare_fork(self.station.run(of), step, texts, ranks)
         record = prepared.record | {"world_size": ranks}
         made = folders.create(self.station.runs, name, prepared.files, record, prepared.copies)
         return self.train_run(made, ranks, script)

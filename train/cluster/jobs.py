@@ -66,13 +66,11 @@ def submit(asked: Submission) -> str:
 
 def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]]:
     """The files that every node reads and what run.json is to have, once task, fields and sizes are checked."""
-    from train.launcher.checks import check_micro_batches, check_ranks
+    from train.launcher.checks import cut_batch
     from train.launcher.request import Request, resolve
 
     task, config = resolve(Request(asked.task, asked.flags, asked.config_file))
-    ranks = asked.nodes * asked.nproc
-    check_ranks(config, asked.nproc, range(asked.nodes, asked.nodes + 1))
-    check_micro_batches(config, ranks)
+    cut_batch(config, asked.nproc, range(asked.nodes, asked.nodes + 1))
     files: dict[str, str | bytes] = {}
     if not task.is_built_in:
         files[engines.TASK] = task.file.read_bytes()
@@ -93,7 +91,8 @@ def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]
         "max_restarts": asked.max_restarts,
     }
     files[engines.FILE] = json.dumps(content, indent=1) + "\n"
-    return files, {"task": task.name if task.is_built_in else engines.TASK, "world_size": ranks, "nproc": asked.nproc}
+    name = task.name if task.is_built_in else engines.TASK
+    return files, {"task": name, "world_size": asked.nodes * asked.nproc, "nproc": asked.nproc}
 
 
 def _hand_over(run: Run, undo: Callable[[], None]) -> str:

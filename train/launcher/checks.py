@@ -49,6 +49,7 @@ class Prepared:
     record: dict[str, Any]
     copies: dict[str, Path] = dataclasses.field(default_factory=dict)
     """What is copied into it from the run that it is a fork of."""
+    warnings: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -97,7 +98,15 @@ def prepare(request: Request) -> Prepared:
         "versions": provenance.versions(found.cards),
         "init": initial.table() if initial is not None else [],
     }
-    return Prepared(task, config, _files(request, task, config, found, initial), record)
+    data = build.fingerprint(task, config, found.train_set, found.eval_sets)
+    files: dict[str, str | bytes] = {fingerprint.FACTS: json.dumps(data, indent=1) + "\n"}
+    files["config.toml"] = configuration.to_toml(config)
+    if not task.is_built_in:
+        files["task.py"] = task.file.read_bytes()
+        files |= imports.copies(task.file, Path(request.task).absolute().parent)
+    if initial is not None:
+        files[initial_weights.FILE] = initial.file()
+    return Prepared(task, config, files, record)
 
 
 def check_run(task: Task, config: Config, local: int, ranks: int, given: Collection[str]) -> _Checked:
@@ -137,21 +146,6 @@ def check_run(task: Task, config: Config, local: int, ranks: int, given: Collect
     return _Checked(precision, cards, train_set, eval_sets, total)
 
 
-def _files(
-    request: Request, task: Task, config: Config, found: _Checked, initial: initial_weights.Fitted | None
-) -> dict[str, str | bytes]:
-    """What lies in the folder of a new run."""
-    data = build.fingerprint(task, config, found.train_set, found.eval_sets)
-    files: dict[str, str | bytes] = {fingerprint.FACTS: json.dumps(data, indent=1) + "\n"}
-    files["config.toml"] = configuration.to_toml(config)
-    if not task.is_built_in:
-        files["task.py"] = task.file.read_bytes()
-        files |= imports.copies(task.file, Path(request.task).absolute().parent)
-    if initial is not None:
-        files[initial_weights.FILE] = initial.file()
-    return files
-
-
 def _record(request: Request, task: Task, samples: int, total: int) -> dict[str, Any]:
     """What run.json says of a new run's task and data."""
     source = None if task.is_built_in else Path(request.task).absolute()
@@ -182,7 +176,12 @@ def cut_batch(config: Config, local: int, nodes: range) -> None:
         # rounded up as the smallest number of forwards; rounded down where that would leave a rank without work
         size = -(-config.batch_size // ranks)
         config.micro_batch_size = size if -(-config.batch_size // size) >= ranks else config.batch_size // ranks
-    check_micro_batches(config, ranks)
+    micros = -(-config.batch_size // config.micro_batch_size)
+    if micros < ranks:
+        raise Refused(
+            f"{ranks} ranks have only {micros} micro batches of {config.micro_batch_size} in a global batch of "
+            f"{config.batch_size}; use --micro_batch_size {config.batch_size // ranks} or less"
+        )
 
 
 def check_model(task: Task, config: Config, ranks: int, precision: Precision) -> torch.nn.Module:
@@ -258,22 +257,6 @@ def check_metric(
         likely = {prefix + metric.rpartition(".")[2] for prefix in prefixes if is_open and metric}
         names = nearest(metric, likely.union(known), f"; there are: {', '.join(known)}")
         raise Refused(f"--{field} {text}: no evaluation gives {metric or 'a figure without a name'}{names}")
-
-
-def check_micro_batches(config: Config, ranks: int) -> None:
-    """Whether every rank has work; a size that is to be found will see to that.
-
-    Raises:
-        Refused: it has not.
-    """
-    if not isinstance(config.micro_batch_size, int):
-        return
-    micros = -(-config.batch_size // config.micro_batch_size)
-    if micros < ranks:
-        raise Refused(
-            f"{ranks} ranks have only {micros} micro batches of {config.micro_batch_size} in a global batch of "
-            f"{config.batch_size}; use --micro_batch_size {config.batch_size // ranks} or less"
-        )
 
 
 def check_sync_batchnorm(config: Config, device: torch.device, ranks: int, length: int) -> None:

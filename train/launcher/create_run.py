@@ -146,23 +146,24 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     ranks, visible = ranks_and_gpus.choose(launch)
     if launch.kind == "script" or (record and record.get("script")):
         return CheckedLaunch(ranks, visible, {}, *script.check(launch, run))
-    from train import config as configuration
-    from train.launcher.checks import prepare
-    from train.launcher.resume import prepare_resume
-
     nodes = _nodes(_cluster_of(launch, record))
+    if run is not None:
+        from train import config as configuration
+        from train.launcher.resume import prepare_resume
+
+        config, warnings = prepare_resume(run, launch.flags, ranks, nodes)
+        files: dict[str, str | bytes] = {"config.toml": configuration.to_toml(config)} if launch.flags else {}
+        return CheckedLaunch(ranks, visible, files, {}, warnings)
     if launch.kind == "fork":
         from train.launcher.fork import prepare_fork
 
         of, step = folders.find(Path(launch.runs), launch.request["of"]), launch.request["step"]
-        prepared, warnings = prepare_fork(of, step, launch.flags, ranks)
-        return CheckedLaunch(ranks, visible, prepared.files, prepared.record, warnings, prepared.copies)
-    if run is None:
+        prepared = prepare_fork(of, step, launch.flags, ranks)
+    else:
+        from train.launcher.checks import prepare
+
         prepared = prepare(Request(**launch.request, ranks=ranks, nodes=nodes))
-        return CheckedLaunch(ranks, visible, prepared.files, prepared.record, [])
-    config, warnings = prepare_resume(run, launch.flags, ranks, nodes)
-    files: dict[str, str | bytes] = {"config.toml": configuration.to_toml(config)} if launch.flags else {}
-    return CheckedLaunch(ranks, visible, files, {}, warnings)
+    return CheckedLaunch(ranks, visible, prepared.files, prepared.record, prepared.warnings, prepared.copies)
 
 
 def _cluster_of(launch: LaunchRequest, record: Record | None) -> Mapping[str, Any] | None:

@@ -36,8 +36,8 @@ _PLAIN = (bool, int, float, str, list, tuple, type(None))
 """Types of an optimizer's arguments that can be compared."""
 
 
-def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tuple[Prepared, list[str]]:
-    """Check a new run that goes on from a checkpoint of this one, with these changes. Also returns warnings.
+def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prepared:
+    """Check a new run that goes on from a checkpoint of this one, with these changes.
 
     Raises:
         Refused: it cannot go on so.
@@ -59,10 +59,8 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tupl
         config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
     warnings = [*check_data(run, task, config, found.train_set, found.eval_sets), *edited(run, record)]
     if found.total <= step:
-        raise Refused(
-            f"the checkpoint is of step {step}, and the new run would end after {found.total}; give more --epochs or "
-            "--steps"
-        )
+        end = f"the new run would end after {found.total}; give more --epochs or --steps"
+        raise Refused(f"the checkpoint is of step {step}, and {end}")
     changed = _changed(run, step, task, model, before, config).union(manifest.get("changed", ()))
     text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config), "changed": sorted(changed)})
     there = f"checkpoints/{folder.name}"
@@ -74,7 +72,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> tupl
         "step": step, "epoch": manifest["epoch"], "total_steps": found.total, "git_revision": provenance.git_revision(),
         "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step},
     }  # fmt: skip
-    return Prepared(task, config, files, made, copies), warnings
+    return Prepared(task, config, files, made, copies, warnings)
 
 
 def _changed(run: Run, step: int, task: Task, model: nn.Module, before: Config, after: Config) -> set[str]:

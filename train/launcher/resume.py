@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,11 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     warnings = [*unused, *check_data(run, task, config, found.train_set, found.eval_sets), *edited(run, record)]
     if found.total < step:
         raise Refused(f"{run.name} has trained {step} steps already, more than the {found.total} now asked for")
-    _check_typed(run, task, config, flags, found.eval_sets)
+    for field in [field for field in checks.METRICS if field in flags]:
+        known = {name: None for line in evaluations(run) for name in line["eval"]}
+        checks.check_metric(field, config, task, found.eval_sets, known)
+    if "log.trace" in flags:
+        trace.steps_of(config.log.trace, run.newest_checkpoint)
     is_first_of_several = record["world_size"] == 1 < ranks
     if is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:
         checks.check_model(task, config, ranks, found.precision)
@@ -75,19 +78,6 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     if micros < ranks:
         warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} compute nothing new")
     return config, warnings
-
-
-def _check_typed(run: Run, task: Task, config: Config, flags: Collection[str], eval_sets: Collection[str]) -> None:
-    """Check, of the fields that its user has typed, those that name what the run has done already, or will do.
-
-    Raises:
-        Refused: no evaluation gives such a figure, or the steps to trace are over.
-    """
-    known = {name: None for line in evaluations(run) for name in line["eval"]}
-    for field in filter(flags.__contains__, checks.METRICS):
-        checks.check_metric(field, config, task, eval_sets, known)
-    if "log.trace" in flags:
-        trace.steps_of(config.log.trace, run.newest_checkpoint)
 
 
 def check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]) -> list[str]:
