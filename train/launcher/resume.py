@@ -70,7 +70,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         known = {name: None for line in evaluations(run) for name in line["eval"]}
         checks.check_metric(field, config, task, found.eval_sets, known)
     if "log.trace" in flags:
-        trace.steps_of(config.log.trace, run.newest_checkpoint)
+        trace.steps_of(config.log.trace, run.newest_checkpoint, found.total)
     is_first_of_several = record["world_size"] == 1 < ranks
     if is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:
         checks.check_model(task, config, ranks, found.precision)
