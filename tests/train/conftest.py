@@ -99,7 +99,7 @@ class Station:
 
     def _warm(self, *arguments: object) -> dict[str, str]:
         """What lets a run begin at once; with TRAIN_WARM=off over it, it starts cold."""
-        return forks.held_warm(self.environment()) if arguments[0] in ("launch", "resume", "run") else {}
+        return forks.held_warm(self.environment()) if arguments[0] in ("launch", "resume", "run", "fork") else {}
 
     def environment(self) -> dict[str, str]:
         # of the tests' own surroundings, what would change how a run behaves is kept out, and what torch sets as it is
