@@ -35,7 +35,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := tests/.hypothesis
 
 .PHONY: test
 test: setup ## run the tests; one of them: make test ARGS="-k resume"; one after the other: ARGS="-n 0"
-	@$(PY) -m pytest tests/train $(wildcard tests/notebooks) -n auto --dist loadfile $(ARGS)
+	@$(PY) -m pytest tests/train tests/examples $(wildcard tests/notebooks) -n auto --dist loadfile $(ARGS)
 
 # Machines with GPUs often have a Python with torch and no network: what is there comes before what make setup fetches.
 HAS_ALL = import sys; from importlib.util import find_spec; \
@@ -53,7 +53,7 @@ test-gpu: ## prove what only a GPU can show, in 8 minutes; with a Python of your
 
 .PHONY: test-minutes
 test-minutes: setup ## run what takes longest: several machines, a real Slurm, more cases; some: IN=tests/train/slurm
-	@$(PY) -m pytest $(or $(IN),tests/train) -m minutes -n auto --dist loadfile $(ARGS)
+	@$(PY) -m pytest $(or $(IN),tests/train tests/examples) -m minutes -n auto --dist loadfile $(ARGS)
 
 .PHONY: test-bench
 test-bench: setup ## run the tests of what measures, and the proof for GPUs on a CPU
