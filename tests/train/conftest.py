@@ -65,7 +65,7 @@ class Station:
 
     def __call__(self, *arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run `train ARGUMENTS` to its end, without a terminal; in a new interpreter where variables ask for one."""
-        texts, environment = [*map(str, arguments)], self.environment() | self._warm(*arguments) | (env or {})
+        texts, environment = [*map(str, arguments)], self.environment(str(arguments[0])) | (env or {})
         if forks.fits(env or {}):
             return forks.train(texts, self.folder, self.environment(), environment, PATIENCE)
         return subprocess.run(
@@ -90,29 +90,26 @@ class Station:
         return subprocess.Popen(
             [sys.executable, "-m", "train", *map(str, arguments)],
             cwd=self.folder,
-            env=self.environment() | self._warm(*arguments),
+            env=self.environment(str(arguments[0])),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             text=True,
         )
 
-    def _warm(self, *arguments: object) -> dict[str, str]:
-        """What lets a run begin at once; with TRAIN_WARM=off over it, it starts cold."""
-        return forks.held_warm(self.environment()) if arguments[0] in ("launch", "resume", "run", "fork") else {}
-
-    def environment(self) -> dict[str, str]:
+    def environment(self, command: str = "") -> dict[str, str]:
+        """Of a process; where this command of `train` starts runs, they begin at once unless TRAIN_WARM=off is laid
+        over it."""
         # of the tests' own surroundings, what would change how a run behaves is kept out, and what torch sets as it is
         # imported here: beside another environment no lender is found, and each command would import it anew
         others = ("TRAIN_", "TORCHELASTIC", "PYTEST_", "COLUMNS", "LINES", "TORCHINDUCTOR_", "TORCH_DISABLE_SHARE_")
         outer = {key: value for key, value in os.environ.items() if not key.startswith(others)}
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        return outer | {
-            "PYTHONPATH": path,
-            "TRAIN_STATE": os.environ["TRAIN_STATE"],
-            "TRAIN_WARM": "off",
-        }  # a keeper that lives here has nothing to do with tests
+        # a keeper that lives here has nothing to do with tests
+        own = {"PYTHONPATH": path, "TRAIN_STATE": os.environ["TRAIN_STATE"], "TRAIN_WARM": "off"}
+        warm = forks.held_warm(outer | own) if command in ("fork", "keeper", "launch", "resume", "run") else {}
+        return outer | own | warm
 
     def run(self, name: str) -> Run:
         return Run(self.runs / name)

@@ -31,7 +31,7 @@ class Terminal:
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 48, columns, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-c", OWN, sys.executable, "-m", "train", *arguments], cwd=station.folder,
-            env=station.environment() | (environment or {}), stdin=inner, stdout=inner, stderr=inner,
+            env=station.environment(arguments[0]) | (environment or {}), stdin=inner, stdout=inner, stderr=inner,
             start_new_session=True,
         )  # fmt: skip
         os.close(inner)

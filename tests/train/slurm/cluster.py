@@ -199,8 +199,8 @@ class Login(Station):
         self.slow = folder / "slow"
         """While this file is there, the steps of the task take their time."""
 
-    def environment(self) -> dict[str, str]:
-        return super().environment() | self.slurm.environment | {"SLOW": str(self.slow)}
+    def environment(self, command: str = "") -> dict[str, str]:
+        return super().environment(command) | self.slurm.environment | {"SLOW": str(self.slow)}
 
     def node(self, number: int) -> Station:
         """The runs that a node keeps."""
