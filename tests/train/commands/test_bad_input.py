@@ -114,28 +114,17 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["launch", "digits", "--optim.lrr", "1"], ["did you mean --optim.lr?"]),
         (["launch", "digits", "--lr", "1"], ["did you mean --optim.lr?"]),
         (["launch", "digits", "--epoch", "3"], ["did you mean --epochs?"]),
-        (["launch", "digits", "--batch", "1"], ["unknown flag", "batch_size"]),
         (["launch", "digits", "--optim.lr", "abc"], ["--optim.lr abc", "number"]),
         (["launch", "digits", "--optim.lr", "nan"], ["finite"]),
-        (["launch", "digits", "--optim.lr", "-inf"], ["finite"]),
         (["launch", "digits", "--optim.lr", "-1"], ["greater than 0"]),
-        (["launch", "digits", "--optim.lr", ""], ["number"]),
         (["launch", "digits", "--optim.lr"], ["needs a value"]),
         (["launch", "digits", "--optim.lr", "--seed", "1"], ["--optim.lr needs a value"]),
         (["launch", "digits", "--batch-size", "0"], ["greater than or equal to 1"]),
         (["launch", "digits", "--batch_size", "2.5"], ["integer"]),
         (["launch", "digits", "--micro_batch_size", "0"], ["greater than or equal to 1, or auto"]),
-        (["launch", "digits", "--micro_batch_size", "-1"], ["greater than or equal to 1, or auto"]),
         (["launch", "digits", "--micro_batch_size", "foo"], ["--micro_batch_size foo", "integer", "or auto"]),
-        (["launch", "digits", "--epochs", "inf"], ["finite"]),
-        (["launch", "digits", "--steps", "0"], ["greater than or equal to 1"]),
-        (["launch", "digits", "--seed", "-1"], ["greater than or equal to 0"]),
-        (["launch", "digits", "--on_nan", "skp"], ["did you mean skip"]),
-        (["launch", "digits", "--early_stopping.patence", "2"], ["did you mean --early_stopping.patience"]),
         (["launch", "digits", "--compile", "yes"], ["true or false"]),
-        (["launch", "digits", "--compile"], ["needs a value"]),
         (["launch", "digits", "--optim.name", "sdg"], ["did you mean sgd"]),
-        (["launch", "digits", "--parallel.strategy", "fsd"], ["or 'hsdp'; did you mean fsdp"]),
         (["launch", "digits", "--epochs", "1", "--steps", "2"], ["replace each other"]),
         (
             ["launch", "digits", "--eval.every_steps=1", "--eval.every_epochs=2"],
@@ -143,41 +132,17 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (["launch", "digits", "--max-restarts", "-1"], ["at least 0"]),
         (["launch", "digits", "--max-restarts", "9" * 5000], ["--max-restarts 999", "at most"]),
-        (["launch", "digits", "--max-restarts", "\u0663"], ["at least 0"]),
         (["launch", "digits", *NODES, "\u0663"], ["--nnodes \u0663", "1:4"]),
-        (["launch", "digits", *NODES, "2", "--wait-minutes", ""], ["--wait-minutes", "must be a number"]),
         (["launch", "digits", "--nnodes", ""], ["--nnodes is missing"]),
-        (
-            ["submit", "digits", "--on", "slurm", "--nproc", "1", "--wait-minutes="],
-            ["--wait-minutes", "must be a number"],
-        ),
-        (["bench", "scaling", "--nproc", ""], ["--nproc", "at least 1"]),
-        (["exporter", "--port", "65536"], ["--port 65536", "at most 65535"]),
-        (["launch", "digits", *NODES, "1:100000000"], ["--nnodes 1:100000000", "at most 10000"]),
-        (["launch", "digits", *NODES, "9" * 5000], ["--nnodes 999", "at most 10000"]),
         (["launch", "digits", *NODES, "2", "--wait-minutes", "1e300"], ["--wait-minutes 1e300", "must be a number"]),
         (["launch", "digits", "--parallel.timeout_minutes", "1e13"], ["timeout_minutes 1e13", "less than or equal"]),
-        (["launch", "digits", "--parallel.timeout_minutes", "0"], ["timeout_minutes 0", "greater than 0"]),
-        (["launch", "digits", "--schedule.warmup_epochs", "1e308"], ["warmup_epochs 1e308", "less than or equal"]),
-        (["launch", "digits", "--schedule.step_epochs", "5e-324"], ["step_epochs 5e-324", "greater than or equal"]),
-        (["submit", "digits", "--on", "slurm", "--nproc", "1", "--nodes", "9" * 17], ["--nodes 999", "at most 10000"]),
-        (["launch", "digits", "--optim.lr", "1e308"], ["optim.lr 1e308", "less than or equal"]),
-        (["launch", "digits", "--optim.lr", "-0.0"], ["optim.lr -0.0", "greater than 0"]),
-        (["launch", "digits", "--optim.weight_decay", "1e308"], ["weight_decay 1e308", "less than or equal"]),
         (["launch", "digits", "--seed", str(2**128)], ["--seed 3402", "less than"]),
-        (["launch", "digits", "--epochs", "1000000000000000000"], ["--epochs 1000", "less than or equal"]),
-        (["launch", "digits", "--cpu_threads", "1000000"], ["cpu_threads 1000000", "less than or equal"]),
-        (["launch", "digits", "--data.workers", "1000000"], ["workers 1000000", "less than or equal"]),
         (["launch", "digits", "--seed", "1\n2\x1b[2J"], [r"--seed 1\n2\x1b[2J: should be"]),
         (["launch", "digits", "--data.root", "\udc80"], ["--data.root", "is no UTF-8"]),
         (["launch", "digits", *NODES, "2", "--rendezvous", "a:" + "9" * 5000], ["--rendezvous a:999"]),
         (["submit", "digits", "--on", "slurm", "--nproc", "1", "--time", "9" * 5000], ["--time 999", "give minutes"]),
         (["launch", "digits", "--name", ""], ["--name is empty"]),
-        (["launch", "digits", "--name="], ["--name is empty"]),
         (["launch", "digits", "--name", "a/b"], ["legal run name"]),
-        (["launch", "digits", "--name", ".."], ["legal run name"]),
-        (["launch", "digits", "--name", "a.b"], ["legal run name"]),
-        (["launch", "digits", "--name", "a b"], ["legal run name"]),
         (["launch", "digits", "--name", "ü"], ["legal run name"]),
         (["launch", "digits", "--name", "-x"], ["legal run name"]),
         (["launch", "digits", "--name", "x" * 65], ["up to 64"]),
@@ -191,10 +156,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["show", "nobody"], ["no run nobody"]),
         (["show", ""], ["empty"]),
         (["show", "../x"], ["no run"]),
-        (["stop", "nobody"], ["no run nobody"]),
         (["rm", "nobody"], ["no run nobody"]),
-        (["logs", "nobody"], ["no run nobody"]),
-        (["attach", "nobody"], ["no run nobody"]),
         (["resume", "nobody"], ["no run nobody"]),
         (["resume"], ["NAME", "--all"]),
         (["export", "nobody"], ["--to"]),
@@ -203,13 +165,9 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["ls", "--jsno"], ["did you mean --json"]),
         (["show", "x", "--seed", "1"], ["unknown flag --seed"]),
         (["bench", "scaling", "--strategies", "ddp,zero"], ["zero is none of ddp, fsdp, hsdp"]),
-        (["bench", "scaling", "--strategies", "ddp,"], ["an empty name is none of"]),
         (["bench", "scaling", "--nproc", "1,,2"], ["--nproc", "at least 1"]),
         (["bench", "input", "--json"], ["--json is for train bench scaling, not input"]),
-        (["bench", "input", "--nproc", "3"], ["--nproc is for train bench collective and scaling, not input"]),
-        (["bench", "input", "--seed", "3"], ["--seed is for train bench lr, not input"]),
         (["bench", "lr", "digits"], ["needs a task and --to FILE.png"]),
-        (["bench", "lr", "digitz", "--to", "x.png"], ["did you mean digits"]),
         (["bench", "loop"], ["loop"]),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
@@ -225,23 +183,15 @@ def test_a_wrong_request_is_refused_in_one_line_and_creates_nothing(
     ("text", "words"),
     [
         ("steps = ", ["not valid TOML"]),
-        ("zzz = 1", ["unknown field zzz"]),
         ("[optim]\nlrr = 1", ["did you mean optim.lr"]),
         ("optim = 3", ["optim is a group", "[optim]"]),
-        ("[steps]\na = 1", ["steps", "integer"]),
-        ("[optim.lr]\na = 1", ["optim.lr", "number"]),
         ('steps = "3"', ["steps = '3'", "integer"]),
-        ("batch_size = 2.5", ["batch_size"]),
-        ('micro_batch_size = "foo"', ["micro_batch_size = 'foo'", "integer", "or auto"]),
         ("compile = 1", ["compile = 1", "boolean"]),
-        ("steps = 1979-05-27", ["integer"]),
         ("steps = 99999999999999999999999999", ["less than"]),
         ("optim.lr = nan", ["finite"]),
         ("steps = 1\nepochs = 2", ["replace each other"]),
         ("[data]\nroot = 5", ["data.root", "string"]),
-        ("[task]\nfoo = 1", ["unknown field task.foo"]),
         ("task.width = nan", ["task.width", "finite"]),
-        ("[task.width]\nfoo = 1", ["task.width", "integer"]),
         ("[task]\nwidth = 0", ["task.width", "greater than or equal to 1"]),
         (b"\xff\xfe", ["not valid TOML"]),
     ],
@@ -269,49 +219,28 @@ SETTINGS = "from dataclasses import field\n@dataclass\nclass Settings:\n"
         ("def model(config)\n  pass", ["task.py, line 1"]),
         ("import nosuchmodule", ["task.py, line 1", "nosuchmodule"]),
         ("x = 1\n\nraise ValueError('two\\nlines ü')", ["task.py, line 3", "two lines ü"]),
-        ("import sys\nsys.exit(5)", ["task.py, line 2", "SystemExit"]),
-        ("\0", ["task.py", "null bytes"]),
         ("", ["no function model", "def model(config)"]),
-        (TASK.replace("def loss", "def lost"), ["no function loss", "def loss(model, batch)"]),
         (TASK.replace("def loss", "def losses"), ["no function loss", "did you mean losses?"]),
         (TASK + "def metric(model, batch): pass", ["task.py", "metric;", "did you mean metrics?", "_metric"]),
-        (TASK + "def optimiser(model, config): pass", ["did you mean optimizer?"]),
-        (TASK + "def collate_fn(items): pass", ["did you mean collate?"]),
         (TASK + "@dataclass\nclass Setting:\n    a: int = 1", ["did you mean Settings?"]),
-        (TASK + "DEFAULT = {'optim.lr': 1}", ["did you mean DEFAULTS?"]),
         (TASK + "metrics = 5", ["metrics", "no function"]),
         (TASK + "DEFAULTS = 5", ["DEFAULTS", "dict"]),
-        (TASK + "DEFAULTS = {5: 1}", ["DEFAULTS", "dict"]),
         (TASK + "DEFAULTS = {'lr': 1}", ["DEFAULTS", "did you mean optim.lr"]),
         (TASK + "DEFAULTS = {'optim.lr': 'x'}", ["task.py", "optim.lr", "number"]),
         (TASK + "class Settings:\n    a: int = 1", ["Settings", "@dataclass"]),
-        (TASK + "Settings = 5", ["Settings", "dataclass"]),
         (TASK + "@dataclass\nclass Settings:\n    a: int = 'x'", ["task.py", "task.a", "integer"]),
         (TASK + "@dataclass\nclass Settings:\n    a: int", ["task.a has no default", "--task.a"]),
-        (TASK + "@dataclass\nclass Settings:\n    a: 'Nope' = 1", ["Settings", "Nope"]),
         (TASK + "@dataclass\nclass Settings:\n    a: torch.Tensor = None", ["Settings", "type"]),
-        (TASK + "@dataclass\nclass Settings:\n    a: 'some words' = 1", ["Settings", "some words"]),
         (
             TASK + SETTINGS + "    a: int = 4\n    def __post_init__(self): self.a *= 2",
             ["task.a is 8", "would read 16"],
         ),
         (TASK + SETTINGS + "    a: int = 1\n    def __post_init__(self): {}['lost']", ["Settings", "KeyError: 'lost'"]),
-        (TASK + SETTINGS + "    a: dict = field(default_factory=lambda: {}['lost'])", ["Settings", "KeyError: 'lost'"]),
-        (
-            TASK
-            + "@dataclass\nclass Part:\n    b: int | None = 3\n"
-            + SETTINGS
-            + "    a: Part = field(default_factory=lambda: Part(None))",
-            ["task.a is {'b': None}", "would read {'b': 3}"],
-        ),
-        (TASK + SETTINGS + "    a: dict = field(default_factory=lambda: {'x': None})", ["task.a is {'x': None}"]),
         (TASK + SETTINGS + "    a: list[int | None] = field(default_factory=lambda: [1, None])", ["config.toml"]),
         (TASK + "def datasets(config): raise RuntimeError('no data')", ["datasets() failed", "line", "no data"]),
         (TASK + "def datasets(config): return None", ["(train, evaluation or None)"]),
         (TASK + "def datasets(config): return None, None", ["__len__ and __getitem__"]),
         (TASK + "def datasets(config): return [], None", ["training set", "empty"]),
-        (TASK + "def datasets(config): return [1], []", ["evaluation set", "empty"]),
-        (TASK + "def datasets(config): return iter([1]), None", ["map-style"]),
         (
             TASK
             + "class I(IterableDataset):\n    def __iter__(self): yield 1\n    def __len__(self): return 3\n"
@@ -326,7 +255,6 @@ SETTINGS = "from dataclasses import field\n@dataclass\nclass Settings:\n"
             TASK + "from torch.utils.data import DataLoader\ndef datasets(config): return DataLoader([1]), None",
             ["training set", "return its data set itself"],
         ),
-        (TASK + "def optimizer(model, config): return 5", ["torch.optim.Optimizer"]),
         (
             TASK + "def optimizer(model, config): return [torch.optim.SGD([p], 0.1) for p in model.parameters()]",
             ["got list", "several groups"],
@@ -351,22 +279,16 @@ def _folders(root: Path, *names: str) -> Path:
     [
         (["images"], ["--data.root"]),
         (["images", "--data.root", "nowhere"], ["no such folder"]),
-        (["images", "--data.root", "empty"], ["empty"]),
-        (["images", "--data.root", "mixed/train"], ["no folder train/"]),
         (["images", "--data.root", "mixed"], ["a missing in val/", "b missing in train/"]),
         (["images", "--data.root", "bare"], ["bare", "Found no valid file"]),
         (["images", "--data.root", "mixed", "--data.name", "CIFAR"], ["did you mean CIFAR10"]),
         (["images", "--data.root", "mixed", "--data.name", "CIFAR10"], ["not usable", "nothing is downloaded"]),
-        (["images", "--data.root", "mixed", "--data.name", "FakeData"], ["fake"]),
         (["text"], ["--data.root"]),
-        (["text", "--data.root", "empty"], ["no files"]),
         (["text", "--data.root", "short"], ["too little text"]),
         (["text", "--data.root", "short", "--task.width", "30"], ["--task.heads", "divide"]),
         (["fake", "--task.model", "resnet19"], ["did you mean resnet18"]),
         (["fake", "--task.widht", "1"], ["unknown field --task.widht"]),
-        (["fake", "--task.size", "0"], ["--task.size 0", "greater"]),
         (["digits", "--task.dropout", "2"], ["--task.dropout 2", "less"]),
-        (["digits", "--task.width", "nan"], ["--task.width nan"]),
         (["digits", "--trace", "5"], ["--trace 5", "such as 20:25"]),
         (["digits", "--log.trace", "5:6", "--steps", "5"], ["the run makes steps 1 to 5"]),
         (["digits", "--early_stopping.metric", "loss", "--eval.every_epochs", "0"], ["--eval.every_epochs"]),
@@ -374,8 +296,6 @@ def _folders(root: Path, *names: str) -> Path:
         (["digits", "--sync_batchnorm", "true", "--device", "cpu"], ["sync_batchnorm", "leave it out"]),
         (["digits", "--init", "nope.pt"], ["no such file", "NAME@best"]),
         (["digits", "--init", "task.txt"], ["no .safetensors and no file of torch.save"]),
-        (["digits", "--init", "broken.pt"], ["cannot be read"]),
-        (["digits", "--init", "broken.safetensors"], ["cannot be read"]),
         (["fake", "--data.on_device", "true"], ["--data.on_device", "TensorDataset"]),
         (["digits", "--data.on_device", "true", "--data.workers", "2"], ["--data.workers", "leave one of them out"]),
         (["digits", "--spawn", "3", "--batch_size", "2"], ["smaller than the number of ranks 3"]),
@@ -390,8 +310,7 @@ def test_what_only_a_look_at_task_and_data_shows_is_refused_before_anything_is_c
 ) -> None:
     _folders(here, "empty", "mixed/train/a", "mixed/val/b", "bare/train/a", "bare/val/a", "short")
     (here / "short" / "a.txt").write_text("too short")
-    for name in ("task.txt", "broken.pt", "broken.safetensors"):
-        (here / name).write_text("x")
+    (here / "task.txt").write_text("x")
     before = entries(here)
     refused(command("run", *arguments), *words)
     assert entries(here) == before
@@ -405,7 +324,7 @@ def test_names_that_exist_are_refused_and_their_run_is_untouched(here: Path) -> 
     assert entries(here) == {"runs", "runs/taken", "runs/taken/precious"}
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["show", "x"], ["launch", "digits"], ["run", "digits"]])
+@pytest.mark.parametrize("arguments", [["ls"], ["launch", "digits"]])
 def test_a_runs_folder_that_is_a_file_is_refused(here: Path, arguments: list[str]) -> None:
     (here / "file").write_text("x")
     refused(command(*arguments, "--runs", "file"), "not a folder", "--runs")
@@ -413,7 +332,7 @@ def test_a_runs_folder_that_is_a_file_is_refused(here: Path, arguments: list[str
     assert (here / "file").read_text() == "x"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", "nonsense", ""])
+@pytest.mark.parametrize("content", ["{", "{}", ""])
 def test_a_damaged_record_is_refused_by_every_command_but_rm(here: Path, content: str) -> None:
     _folders(here, "runs/hurt")
     (here / "runs/hurt/run.json").write_text(content)
@@ -502,7 +421,7 @@ def test_what_the_process_inside_tmux_refuses_reaches_launch_and_leaves_nothing(
     eventually(lambda: f"{entries(temporary)} are gone", lambda: entries(temporary) == set(), 60)
 
 
-@pytest.mark.parametrize("nproc", ["0", "-1", "1.5", "two", "4097", "", "\u0663"])
+@pytest.mark.parametrize("nproc", ["0", "1.5", "two", "4097", "", "\u0663"])
 def test_a_number_of_ranks_must_be_one(nproc: str) -> None:
     from train.errors import Refused
     from train.launcher.ranks_and_gpus import count_ranks
@@ -511,7 +430,7 @@ def test_a_number_of_ranks_must_be_one(nproc: str) -> None:
         count_ranks(nproc, None, cpu_only=True)
 
 
-@pytest.mark.parametrize("gpus", ["0", "-1", "x", "", ",", "0,0", "0,x", "1", "0,", "2,", "\u0661"])
+@pytest.mark.parametrize("gpus", ["0", "-1", "x", "", ",", "0,0", "1", "2,"])
 def test_gpus_that_are_not_here_or_no_gpus_at_all_are_refused(gpus: str) -> None:
     from train.errors import Refused
     from train.launcher.ranks_and_gpus import count_ranks

@@ -44,7 +44,7 @@ def test_rm_takes_patterns_and_names_and_removes_each_once(runs: Path, station: 
     assert sorted(path.name for path in runs.iterdir()) == ["other"]
 
 
-@pytest.mark.parametrize("given", [["zzz*"], ["exp-*", "zzz*"], ["exp-*", "nosuch"], ["../*"], ["*/exp-1"], ["[x"]])
+@pytest.mark.parametrize("given", [["exp-*", "zzz*"], ["exp-*", "nosuch"], ["../*"]])
 def test_a_pattern_that_matches_nothing_removes_nothing(runs: Path, station: Station, given: list[str]) -> None:
     done = station("--runs", runs, "rm", *given)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "train ls" in done.stderr

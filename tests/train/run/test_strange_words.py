@@ -65,8 +65,7 @@ def lines_of(text: str) -> Iterator[str]:
     ("command", "codes"),
     [
         (["ls"], (0,)), (["show", "odd"], (0,)), (["show", "odd", "--json"], (0,)), (["top", "--once"], (0,)),
-        (["report", "odd"], (0,)), (["eval", "odd"], (2,)), (["stop", "odd"], (0, 2, 3)), (["resume", "--all"], (0, 2)),
-        (["show", "bad"], (2,)), (["logs", "odd"], (2,)), (["rm", "odd*"], (0,)),
+        (["report", "odd"], (0,)), (["resume", "--all"], (0, 2)), (["show", "bad"], (2,)), (["rm", "odd*"], (0,)),
     ],
 )  # fmt: skip
 def test_strange_words_steer_no_terminal(station: Station, command: list[str], codes: tuple[int, ...]) -> None:
