@@ -74,7 +74,6 @@ def test_of_very_many_measures_the_first_are_drawn_and_the_others_counted(tmp_pa
     with run.metrics.open("a") as file:
         measured = {"loss": 1.0} | {f"class-{number:03}": 0.5 for number in range(300)}
         file.write(json.dumps({"step": 3, "epoch": 1, "eval": measured}) + "\n")
-    plot([run], tmp_path / "a.png")  # beyond 65536 pixels matplotlib draws none
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         plot([run], tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
@@ -82,10 +81,9 @@ def test_of_very_many_measures_the_first_are_drawn_and_the_others_counted(tmp_pa
     assert "288 more" in text
 
 
-@pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".pdf", b"%PDF")])
-def test_the_suffix_chooses_the_format(tmp_path: Path, suffix: str, start: bytes) -> None:
-    plot([made(tmp_path, "a")], tmp_path / f"a{suffix}")
-    assert (tmp_path / f"a{suffix}").read_bytes().startswith(start)
+def test_the_suffix_chooses_the_format(tmp_path: Path) -> None:
+    plot([made(tmp_path, "a")], tmp_path / "a.pdf")
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -94,14 +92,6 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
         file.write('{"step": 4, "lo')
     found = Curves("a", "C0").read(run)
     assert list(found.steps) == [1, 2, 3] and found.evaluations == {}
-
-
-def test_a_figure_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
-    run = made(tmp_path, "a")
-    with run.metrics.open("a") as file:
-        file.write('{"step": 60, "epoch": 1, "eval": {"loss": null, "accuracy": null}}\n')
-    plot([run], tmp_path / "a.png")
-    assert coloured(tmp_path / "a.png") > 2000
 
 
 @pytest.mark.parametrize(
@@ -157,26 +147,15 @@ def test_more_runs_than_colours_and_more_points_than_pixels_are_drawn(tmp_path: 
     assert coloured(tmp_path / "all.png") > 2000
 
 
-def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
+def test_what_no_axis_holds_leaves_a_gap_and_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
     run = made(tmp_path, "a")
     with run.metrics.open("a") as file:
-        file.write('{"step": 60, "epoch": 1, "eval": {"loss": 1.0, "$\\\\frac{$": 0.5}}\n')
-    plot([run], tmp_path / "a.png")
-    assert coloured(tmp_path / "a.png") > 1000
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"step": 51, "loss": 1e308}\n{"step": 52, "loss": -1e308}', '{"step": 51, "loss": %s}' % ("9" * 400),
-        '{"step": %s, "loss": 1}' % ("9" * 400), '{"step": -5, "loss": 1}', '{"step": true, "loss": 1}',
-        '{"step": 51, "lr": 1e308, "samples_per_s": -1e308, "data_wait": 1e308, "step_time": 1e-320}',
-    ],
-)  # fmt: skip
-def test_what_no_axis_holds_leaves_a_gap(tmp_path: Path, line: str) -> None:
-    run = made(tmp_path, "a")
-    with run.metrics.open("a") as file:
-        file.write(line + "\n")
+        file.write(
+            '{"step": 51, "loss": 1e308}\n{"step": 52, "loss": -1e308}\n{"step": 51, "loss": %s}\n' % ("9" * 400)
+            + '{"step": %s, "loss": 1}\n{"step": -5, "loss": 1}\n{"step": true, "loss": 1}\n' % ("9" * 400)
+            + '{"step": 51, "lr": 1e308, "samples_per_s": -1e308, "data_wait": 1e308, "step_time": 1e-320}\n'
+            + '{"step": 60, "epoch": 1, "eval": {"loss": null, "accuracy": null, "$\\\\frac{$": 0.5}}\n'
+        )
     plot([run], tmp_path / "a.png")
     assert coloured(tmp_path / "a.png") > 1000
 
@@ -202,24 +181,22 @@ def test_a_line_without_a_figure_says_nothing_of_the_time_of_the_others(tmp_path
 PEAK = """
 import re, sys
 from pathlib import Path
-from train.views import plot, report
+from train.views import report
 from train.run.run_folder import Run
-run, to = Run(Path(sys.argv[1])), Path(sys.argv[2])
-plot.plot([run], to) if to.suffix == ".png" else report.write(run, to)
+report.write(Run(Path(sys.argv[1])), Path(sys.argv[2]))
 # of its own memory: what getrusage says counts that of the process, too, which it was forked from
 print(int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024)
 """
 
 
-@pytest.mark.parametrize("target", ["long.png", "long.html"])
-def test_a_long_run_is_drawn_in_little_memory(tmp_path: Path, target: str) -> None:
-    """In MiB for 200,000 lines: as objects of Python they take some 200, and 10 as columns."""
+def test_a_long_run_is_drawn_in_little_memory(tmp_path: Path) -> None:
+    """In MiB for 100,000 lines: as objects of Python they take some 100, and 5 as columns."""
 
     def peak(run: Run) -> int:
-        command = [sys.executable, "-c", PEAK, str(run.folder), str(tmp_path / target)]
+        command = [sys.executable, "-c", PEAK, str(run.folder), str(tmp_path / "long.html")]
         return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout)
 
     short, long = made(tmp_path, "short", steps=10), made(tmp_path, "long", steps=10)
     text = long.metrics.read_text().splitlines()[0] + "\n"
-    long.metrics.write_text("".join(text.replace('"step": 1,', f'"step": {step},') for step in range(1, 200_001)))
-    assert peak(long) < peak(short) + 100
+    long.metrics.write_text("".join(text.replace('"step": 1,', f'"step": {step},') for step in range(1, 100_001)))
+    assert peak(long) < peak(short) + 50

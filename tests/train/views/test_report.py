@@ -161,7 +161,7 @@ def loss(model, batch):
 def test_a_real_run_tells_data_computing_and_waiting_for_a_slower_rank_apart(station: Any) -> None:
     (station.folder / "slow.py").write_text(STRAGGLER.replace("0.05 if", "0.3 if"))
     station.ok(
-        "launch", "slow.py", "--name", "one", "--nproc", 2, "--batch_size", 16, "--steps", 16, "--follow",
+        "launch", "slow.py", "--name", "one", "--nproc", 2, "--batch_size", 16, "--steps", 6, "--follow",
         "--cpu_threads", 1,
     )  # fmt: skip
     found = json.loads(station.ok("report", "one", "--json").stdout)
@@ -171,8 +171,8 @@ def test_a_real_run_tells_data_computing_and_waiting_for_a_slower_rank_apart(sta
     ends = [datetime.datetime.fromisoformat(record[key]).timestamp() for key in ("created", "ended")]
     assert found["seconds"] == pytest.approx(ends[1] - ends[0], abs=0.01)
     # each: 8 samples of 2 ms, 10 ms of computing, 290 ms more on the other rank; a busy machine only adds
-    assert parts["data"] > 16 * 0.016 and parts["compute"] > 16 * 0.01
-    assert parts["communication"] > 16 * 0.25
+    assert parts["data"] > 6 * 0.016 and parts["compute"] > 6 * 0.01
+    assert parts["communication"] > 6 * 0.25
     assert parts["communication"] > parts["compute"] and parts["lost"] == parts["idle"] == parts["unknown"] == 0
     text = station.ok("report", "one").stdout
     assert text.startswith("one: finished") and re.search(r"communication +\S+ m?s +\d+\.\d %", text)
@@ -291,7 +291,7 @@ def test_bad_requests_are_refused_in_a_line(finished: Any, tmp_path: Path) -> No
 
 
 def test_the_page_of_a_script_says_what_is_known(station: Any) -> None:
-    (station.folder / "own.py").write_text("import time\ntime.sleep(1)\n")
+    (station.folder / "own.py").write_text("print(1)\n")
     station.ok("launch", "--script", "own.py", "--name", "own", "--follow", "--", "--word", EVIL)
     station.ok("report", "own", "--to", "own.html")
     text = (station.folder / "own.html").read_text()
