@@ -115,8 +115,8 @@ def _size(station: Station, name: str) -> int:
 
 def test_a_size_with_which_the_kernel_takes_a_rank_is_halved(station: Station) -> None:
     (station.folder / "task.py").write_text(TASK)
-    few = ["--steps", 1, "--batch_size", 16, "--task.mebibytes", 1, "--task.killed_above", 5, "--device", "cpu"]
-    done = station.ok("run", "./task.py", "--name", "a", "--spawn", 2, "--micro_batch_size", "auto", *few)
+    few = ["--steps", 1, "--batch_size", 8, "--task.mebibytes", 1, "--task.killed_above", 5, "--device", "cpu"]
+    done = station.ok("run", "./task.py", "--name", "a", "--micro_batch_size", "auto", *few)
     assert _size(station, "a") == 4 and "halved until it fits; with 8: a rank was killed" in done.stderr, done.stderr
 
 

@@ -228,7 +228,7 @@ def test_ctrl_s_in_the_terminal_of_a_run_stops_nobody(shared_station: Station) -
     station.wait(name, lambda record: record["step"] >= 2 and bool(record["pids"].get("ranks")), "step 2 and its rank")
     keys = tmux.tmux(station.runs, "send-keys", "-t", f"=train-{name}:", "C-s")
     subprocess.run(keys, check=True)
-    station.wait_for_step(name, station.record(name)["step"] + 100)  # some looks of the agent, each with its bar
+    station.wait_for_step(name, station.record(name)["step"] + 40)  # some looks of the agent, each with its bar
     os.kill(station.record(name)["pids"]["ranks"][0], signal.SIGKILL)
     station.wait(
         name, lambda record: len(record["attempts"]) == 2 and record["pids"].get("ranks"), "its second attempt"
