@@ -143,26 +143,6 @@ def test_ctrl_z_suspends_the_ranks_too_and_they_go_on_with_it(station: Station) 
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("phase", ["start", "saving"])
-def test_ctrl_c_twice_while_starting_or_saving_ends_it_too(station: Station, phase: str) -> None:
-    write(station)
-    fault = {"start": "start", "saving": "save.begin"}[phase]
-    environment = {"TRAIN_FAULT": f"{fault}@1:1:stop"}
-    terminal = Terminal(station, "run", "task.py", "--name", "s", "--spawn", "2", *QUICK, environment=environment)
-    station.wait("s", lambda record: bool(record["pids"]), "its ranks")
-    if phase == "saving":
-        station.wait_for_step("s", 2)
-    else:
-        time.sleep(4)
-    terminal.ctrl_c()
-    terminal.wait_for("again: at once")
-    time.sleep(1)
-    terminal.ctrl_c()
-    assert terminal.end() == 130, terminal.output
-    check_gone(station, "s")
-
-
-@pytest.mark.minutes
 def test_ctrl_c_twice_ends_the_following_of_a_launched_run_and_not_the_run(station: Station) -> None:
     write(station)
     terminal = Terminal(station, "launch", "task.py", "--name", "f", "--follow", *QUICK)
@@ -173,14 +153,3 @@ def test_ctrl_c_twice_ends_the_following_of_a_launched_run_and_not_the_run(stati
     assert "Traceback" not in terminal.output and "f goes on" in terminal.output
     assert station.run("f").read_effective()["state"] == states.RUNNING
     station.ok("stop", "f")
-
-
-@pytest.mark.minutes
-def test_ranks_end_with_the_process_that_asked_for_them(station: Station) -> None:
-    write(station)
-    process = station.start("run", "task.py", "--name", "k", "--spawn", "2", *QUICK)
-    station.wait_for_step("k", 2)
-    process.kill()
-    process.wait()
-    eventually(lambda: f"{here(station)} have ended, the zygote too", lambda: not here(station))
-    assert station.run("k").read_effective()["state"] == states.INTERRUPTED

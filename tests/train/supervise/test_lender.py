@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -21,7 +20,6 @@ import pytest
 import train
 from tests.train.conftest import PATIENCE, lives
 from tests.waiting import eventually
-from train.run import states
 from train.supervise.zygote_server import lender_socket
 
 if TYPE_CHECKING:
@@ -160,26 +158,6 @@ def test_an_interrupted_warm_launch_leaves_nothing(warmth: Warmth) -> None:
     assert not (warmth.station.runs / "i").exists()
 
 
-def test_a_train_py_of_the_users_is_not_taken_for_this_package(warmth: Warmth) -> None:
-    theirs = warmth.station.folder / "train.py"
-    theirs.write_text("open('executed', 'w').close()\n")
-    command = [sys.executable, "-P", "-m", "train", "launch", "digits", "--name", "beside", *map(str, QUICK)]
-    subprocess.run(command, cwd=warmth.station.folder, env=warmth.station.environment() | warmth.extra, check=True)
-    theirs.unlink()  # other tests start commands here
-    assert warmth.station.wait_for_end("beside")["state"] == states.FINISHED
-    assert not (warmth.station.folder / "executed").exists()
-
-
-def test_nonsense_through_the_socket_does_not_end_it(warmth: Warmth) -> None:
-    for words in (b"", b"x", b"12345678", b"\xff" * 100):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-            line.connect(str(warmth.sockets()[0]))
-            if words:
-                socket.send_fds(line, [words], [0])
-    warmth.launch("after", "--follow")
-    assert warmth.station.record("after")["state"] == states.FINISHED and warmth.process.is_running()
-
-
 def test_a_warm_run_outlives_its_keeper(warmth: Warmth) -> None:
     warmth.launch("outlives", "--steps", 10**6)
     warmth.station.wait_for_step("outlives", 3)
@@ -240,39 +218,6 @@ def waiting(folder: str) -> list[psutil.Process]:
 def left_in(folder: str) -> list[Path]:
     """What lies in it but the folder of lenders' sockets."""
     return [path for path in Path(folder).rglob("*") if path.name != f"train-warm-{os.getuid()}"]
-
-
-@pytest.mark.minutes
-def test_a_zygote_was_begun_ahead_and_leaves_nothing_behind(station: Station, cold: dict[str, str]) -> None:
-    station.ok("launch", "digits", "--name", "one", *ENDLESS, env=cold)
-    for attempt in (1, 2):
-        zygote = zygote_of(station, "one")
-        eventually("only it is left", lambda: [zygote.pid] == [one.pid for one in waiting(cold["TMPDIR"])])  # noqa: B023
-        assert zygote.ppid() != station.record("one")["pids"]["agent"]  # the agent has not started one itself
-        station.wait("one", lambda record, n=attempt: len(record["attempts"]) == n and record["step"] >= 3)
-        station.ok("stop", "one", env=cold)
-        if attempt == 1:
-            station.ok("resume", "one", env=cold)
-    eventually("the zygote has ended", lambda: not waiting(cold["TMPDIR"]))
-    assert left_in(cold["TMPDIR"]) == []  # torch makes a folder as it is imported
-    assert station.record("one")["state"] == states.STOPPED
-
-
-@pytest.mark.minutes
-def test_an_agent_that_has_other_limits_starts_its_own(station: Station, cold: dict[str, str]) -> None:
-    station.ok("launch", "digits", "--name", "first", *ENDLESS, env=cold)  # its tmux server keeps its limits
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard) - 1, hard))
-
-    command = [sys.executable, "-m", "train", "launch", "digits", "--name", "other", *map(str, ENDLESS)]
-    subprocess.run(
-        command, cwd=station.folder, env=station.environment() | cold, preexec_fn=lower, check=True, timeout=PATIENCE
-    )
-    zygote = zygote_of(station, "other")
-    assert zygote.ppid() == station.record("other")["pids"]["agent"]
-    assert zygote.rlimit(resource.RLIMIT_NOFILE)[0] == soft
 
 
 def test_a_refusal_ends_what_was_begun(station: Station, cold: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from train.run import folders
+from train.supervise import health
 from train.supervise.health import TaskHealth
 
 
@@ -50,6 +51,7 @@ def test_peers_of_a_killed_rank_are_killed(tmp_path: Path, ranks: list[subproces
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGABRT, None), (signal.SIGKILL, 1)], ids=["aborted", "failed"])
 def test_peers_of_a_rank_that_failed_have_the_time_to_speak(
-    tmp_path: Path, ranks: list[subprocess.Popen[bytes]], number: int, code: int | None
+    tmp_path: Path, ranks: list[subprocess.Popen[bytes]], number: int, code: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert seconds_of_the_peer(tmp_path, ranks, number, code) >= 3.0
+    monkeypatch.setattr(health, "GRACE_AFTER_FAILURE", 0.8)
+    assert seconds_of_the_peer(tmp_path, ranks, number, code) >= 0.8

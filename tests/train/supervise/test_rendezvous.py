@@ -87,20 +87,6 @@ def test_a_node_that_ends_is_noticed_and_another_one_takes_its_place(
     assert zero.round is not None and zero.round.nodes[1]["id"] == "another"
 
 
-@pytest.mark.minutes
-def test_one_that_was_cut_off_while_it_waited_is_not_waited_for(meeting: Meeting) -> None:
-    zero, one = meeting.come(0), meeting.come(1)
-    one.join(0)
-    looked_at(zero, one, until=lambda: zero.lives(1, "id1"), what="that it is there")
-    time.sleep(1.5)  # it is in the rendezvous
-    one.close()
-    again = meeting.come(1)  # of the same process
-    for node in (again, zero):
-        node.join(0)
-    looked_at(zero, again, until=lambda: zero.round and again.round, what="a round")
-    assert one.round is None
-
-
 def test_a_rank_that_is_taken_and_a_node_that_differs_are_refused(meeting: Meeting) -> None:
     zero, one = meeting.come(0), meeting.come(1)
     looked_at(zero, one, until=lambda: zero.lives(1, "id1"), what="that node 1 is there")
@@ -111,17 +97,6 @@ def test_a_rank_that_is_taken_and_a_node_that_differs_are_refused(meeting: Meeti
     other = meeting.come(1, id="other", problem=lambda zero: f"differs from {zero['id']}")
     looked_at(zero, one, other, until=lambda: other.refused, what="a refusal")
     assert other.refused == "differs from id0" and zero.lives(1, "id1")
-
-
-@pytest.mark.minutes
-def test_of_two_that_come_with_one_rank_before_node_0_one_is_refused(meeting: Meeting) -> None:
-    both = [meeting.come(1, id=name) for name in "ab"]
-    zero = meeting.come(0)
-    for one in (zero, *both):
-        one.join(0)
-    looked_at(zero, *both, until=lambda: zero.round and any(one.round for one in both), what="a round")
-    looked_at(zero, *both, until=lambda: any(one.refused for one in both), what="a refusal")
-    assert sum(bool(one.refused) for one in both) == 1
 
 
 def test_clocks_that_differ_are_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
