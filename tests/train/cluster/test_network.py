@@ -1,11 +1,9 @@
-"""Two nodes in two network namespaces: the way between them is found, cut and mended, loses packets, and is slow."""
+"""Two nodes in two network namespaces: the way between them is found, cut and mended, and loses packets."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,26 +69,6 @@ def far(apart: Machines) -> Iterator[Machines]:
         ip("link", "delete", HERE)
 
 
-@pytest.fixture
-def late(apart: Machines) -> Iterator[subprocess.Popen[str]]:
-    """With a wire between them on which every packet takes 50 to 100 ms, each way (late.py)."""
-    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-        pytest.skip("needs /dev/net/tun")
-    command = [sys.executable, "-m", "tests.train.cluster.late", HERE, NAME, THERE, "50", "100"]
-    wire = subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True)
-    try:
-        assert wire.stdout is not None and wire.stdout.readline() == "ready\n"
-        ends = (((), HERE, "198.51.100.1", "198.51.100.2"), (INSIDE, THERE, "198.51.100.2", "198.51.100.1"))
-        for where, name, mine, other in ends:
-            assert ip(*where, "addr", "add", mine, "peer", other, "dev", name)
-            assert ip(*where, "link", "set", name, "up")
-        yield wire
-    finally:
-        apart.close()
-        wire.kill()
-        wire.wait()
-
-
 @pytest.mark.minutes
 def test_a_wire_is_found_cut_and_mended(far: Machines, like_alone: Any) -> None:
     far.launch_all("a", "--steps", 900)
@@ -125,19 +103,3 @@ def test_lost_packets_cost_time_alone(far: Machines, like_alone: Any) -> None:
     like_alone(far, "a", 2, 300)
     for station in far.stations:
         assert len(station.record("a")["attempts"]) == 1  # nobody was taken for dead
-
-
-@pytest.mark.minutes
-def test_late_packets_cost_time_alone(apart: Machines, late: subprocess.Popen[str], like_alone: Any) -> None:
-    apart.launch_all("a", "--steps", 40)
-    like_alone(apart, "a", 2, 40)
-    late.terminate()
-    told = json.loads(late.communicate(timeout=PATIENCE)[0])
-    assert min(told["packets"]) > 40 and told["held"] >= 0.05
-    assert told["connections"] >= 3  # the table's, the one where ranks meet, gloo's
-    for station, name in zip(apart.stations, (HERE, THERE), strict=True):
-        record = station.record("a")
-        assert record["interface"] == name
-        assert len(record["attempts"]) == 1  # nobody was taken for dead
-    # a sum takes a packet there and one back, at least
-    assert statistics.median(line["step_time"] for line in apart.stations[0].metrics("a") if "loss" in line) > 0.1

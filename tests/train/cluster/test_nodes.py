@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 from tests.tasks import TASKS
 from tests.train.cluster.conftest import FIELDS, Machines, consumed, name_alone
 from tests.train.conftest import Station
-from tests.waiting import eventually
 from train.run import ownership
-from train.supervise.timeouts import LOST
 
 
 @pytest.mark.minutes
@@ -86,35 +83,6 @@ def test_a_node_that_stands_still_is_given_up_and_comes_back(machines: Machines,
 
 
 @pytest.mark.minutes
-def test_nodes_that_all_stand_still_for_a_while_go_on(machines: Machines) -> None:
-    machines.launch_all("a", "--steps", 1200)
-    machines.stations[0].wait_for_step("a", 60)
-    stopped = [suspend(machines, "a", node) for node in (1, 0)]  # node 0 answers until the others ask no more
-    time.sleep(LOST + 5)
-    for process in itertools.chain(*reversed(stopped)):
-        process.resume()
-    for record in machines.ends("a"):
-        assert record["state"] == "finished" and len(record["attempts"]) == 1, record["attempts"]
-
-
-@pytest.mark.minutes
-def test_a_machine_whose_run_folder_is_removed_is_gone_and_another_takes_its_place(
-    machines: Machines, alone: Any
-) -> None:
-    machines.launch_all("a", "--steps", 500)
-    machines.stations[0].wait_for_step("a", 60)
-    folder = machines.stations[1].run("a").folder
-    pids = machines.stations[1].record("a")["pids"]
-    folder.rename(folder.with_name("removed"))
-    machines.wait_for_reason("a", 0, "waiting for node 1 of 2")
-    eventually("the end of its processes", lambda: not any(map(psutil.pid_exists, [pids["agent"], *pids["ranks"]])))
-    assert machines.launch("a", 1, "--steps", 500).returncode == 0
-    for record in machines.ends("a"):
-        assert record["state"] == "finished", record["reason"]
-        assert record["weights_sha256"] == alone(2, 500).record(name_alone(2, 500))["weights_sha256"]
-
-
-@pytest.mark.minutes
 def test_a_stop_on_any_node_saves_on_all_and_they_go_on_together(machines: Machines, like_alone: Any) -> None:
     machines.launch_all("a", "--steps", 500)
     machines.stations[0].wait_for_step("a", 60)
@@ -177,22 +145,6 @@ def test_another_node_computes_as_node_0_has_chosen(machines: Machines, alone: A
         assert "cpu_threads = 1\n" in (station.run("a").folder / "config.toml").read_text()
         assert record["weights_sha256"] == alone(2, 60).record(name_alone(2, 60))["weights_sha256"]
         assert ownership.was_started_here(station.run("a").folder, station.run("a").read())
-
-
-@pytest.mark.minutes
-def test_a_stranger_at_the_rendezvous_is_let_go_and_the_run_goes_on(machines: Machines, like_alone: Any) -> None:
-    machines.launch_all("a", "--steps", 300)
-    machines.stations[0].wait_for_step("a", 20)
-    host, port = machines.rendezvous.split(":")
-    held = []
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 1000, b""):
-        one = socket.create_connection((host, int(port)))
-        one.sendall(said)
-        held.append(one)
-    like_alone(machines, "a", 2, 300)
-    assert [len(station.record("a")["attempts"]) for station in machines.stations] == [1, 1]
-    for one in held:
-        one.close()
 
 
 @pytest.mark.minutes
