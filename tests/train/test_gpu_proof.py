@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from tests.gpu import __main__ as proof
-from tests.gpu import apart, exact, harness, ranks, speed, steps
-from tests.gpu.harness import FAILED, OK, UNCHECKED, Case, Row, Scale, Stretch
+from tests.gpu import apart, exact, harness, ranks, steps
+from tests.gpu.harness import FAILED, UNCHECKED, Case, Row, Scale
 from train.errors import Refused
 from train.launcher import checks
 from train.launcher.request import Request
@@ -67,41 +63,6 @@ def test_a_case_that_hangs_or_dies_has_failed_and_the_others_are_made(tmp_path: 
     assert not list(tmp_path.glob(".test-gpu-*"))
 
 
-@pytest.mark.bench
-def test_a_case_that_the_time_ends_has_not_failed(tmp_path: Path) -> None:
-    code, rows, table = proved(tmp_path, "--parts", "steps,exact", "--minutes", 0.7, fault="step:3:stop")
-    assert code == proof.LEFT_OUT and not [row for row in rows.values() if row["verdict"] == "FAILED"]
-    assert "| exact | left out | no time was left |" in table
-    assert "when the time was over" in table and "There was not the time for all" in table
-
-
-@pytest.mark.bench
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_after_ctrl_c_there_is_a_table_and_no_process(tmp_path: Path, number: int) -> None:
-    file = tmp_path / "found.json"
-    process = start(tmp_path, "--parts", "exact", "--json", file)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "fake, fp32" in line:
-            break
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert family
-    os.kill(process.pid, number)
-    table, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in said, said
-    assert "| exact | the rest, and all parts after it | interrupted |  | not checked |" in table
-    assert json.loads(file.read_text())["rows"][-1]["found"] == "interrupted"
-    assert not psutil.wait_procs(family, timeout=30)[1] and not list(tmp_path.glob(".test-gpu-*"))
-
-
-@pytest.mark.bench
-@pytest.mark.parametrize("arguments", [("--json", "/nowhere/found.json"), ("--folder", "/proc")])
-def test_where_nothing_can_be_written_it_is_said_before_anything_is_made(tmp_path: Path, arguments: Any) -> None:
-    process = start(tmp_path, *arguments)
-    table, said = process.communicate(timeout=120)
-    assert process.returncode == 2 and not table and said.count("\n") == 1 and arguments[1] in said, said
-
-
 def test_a_driver_that_torch_cannot_use_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("here is one that it can")
@@ -143,44 +104,6 @@ def test_a_card_that_is_too_small_is_no_fault(error: Exception, verdict: str) ->
     assert not apart.is_found(there, "checkpoint", Case("what", find))
     row = here.recv()
     assert (row.part, row.what, row.verdict) == ("checkpoint", "what", verdict) and str(error) in row.found
-
-
-def test_where_nothing_can_be_compiled_the_reason_is_a_line(scale: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(function: Any) -> Any:
-        raise RuntimeError("no Python.h\nmore")
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    assert exact.no_compiler(scale) == "torch.compile fails of x * 2 + 1: RuntimeError: no Python.h"
-
-
-@pytest.mark.parametrize("theirs,ours,verdict,words", [
-    (1.0, 1.0, OK, "1.000 of a hand-written loop"),
-    (RuntimeError("no compiler"), 1.0, UNCHECKED, "the hand-written loop fails: RuntimeError: no compiler"),
-    (1.0, RuntimeError("oh"), FAILED, "ours, where the hand-written loop trains: RuntimeError: oh"),
-])  # fmt: skip
-def test_what_the_hand_written_loop_can_do_is_ours_to_do(
-    scale: Scale, monkeypatch: pytest.MonkeyPatch, theirs: Any, ours: Any, verdict: str, words: str
-) -> None:
-    def told(value: Any) -> tuple[float, int]:
-        if isinstance(value, Exception):
-            raise value
-        return value, 0
-
-    monkeypatch.setattr(speed, "_ours", lambda *_: told(ours))
-    monkeypatch.setattr(speed, "_theirs", lambda *_: told(theirs))
-    row = speed.beside(scale, "gpt", "not compiled", turns=2)
-    assert row.verdict == verdict and words in row.found
-
-
-def test_time_is_not_taken_while_memory_for_checkpoints_is_found(tmp_path: Path) -> None:
-    thread = threading.Thread(target=time.sleep, args=(0.5,), name="reserve")
-    thread.start()
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    over = list[bool]()
-    with Stretch(Scale("cpu", True, 0, tmp_path), 2, 4, lambda: over.append(True)) as stretch:
-        for _ in range(5):
-            optimizer.step()
-    assert not thread.is_alive() and over == [True] and 0 < stretch.seconds < 0.2
 
 
 class Held:
@@ -229,22 +152,8 @@ def test_ddp_of_one_rank_is_that_of_a_run_of_several(monkeypatch: pytest.MonkeyP
     assert row.verdict == UNCHECKED and len(used) > steps.LAST
 
 
-@pytest.mark.parametrize("gpus,has_hsdp", [(2, False), (3, False), (4, True)])
-def test_hsdp_of_less_than_four_ranks_is_not_said_to_be_ok(scale: Scale, gpus: int, has_hsdp: bool) -> None:
-    found = {case.what for case in ranks.part(Scale("cuda", False, gpus, scale.folder))}
-    assert f"fsdp, {gpus} ranks" in found
-    assert (f"hsdp, {gpus} ranks" in found) == has_hsdp and ("hsdp" in found) != has_hsdp
-
-
-def test_ordered_sums_on_cards_of_two_kinds_are_not_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", ["H100", "T4"].__getitem__)
-    row = ranks.ordered_on_one(Scale("cuda", False, 2, tmp_path), {}, 2)
-    assert row.verdict == UNCHECKED and "here are H100 and T4" in row.found
-
-
 @pytest.mark.parametrize("kind,tasks", [
-    (exact, {"fake", "resnet", "gpt", "own"}), (steps, {"fake", "resnet", "gpt"}), (speed, {"resnet", "gpt"}),
-    (ranks, {"gpt"}),
+    (exact, {"fake", "resnet", "gpt", "own"}), (ranks, {"gpt"}),
 ])  # fmt: skip
 def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
     scale: Scale, monkeypatch: pytest.MonkeyPatch, kind: Any, tasks: set[str]
@@ -259,15 +168,12 @@ def test_runs_are_asked_for_as_a_gpu_has_them_in_flags_that_a_run_takes(
         if texts["precision"] not in ("fp32", "bf16"):  # which a CPU has
             texts["precision"] = "bf16"
         asked[task, *sorted(texts.items())] = texts
-        return (1.0, 1) if kind is speed else Row("", "")
+        return Row("", "")
 
-    for module, name in (
-        (exact, "compare"), (ranks, "compare"), (steps, "_unwatched"), (speed, "_ours"), (speed, "_theirs"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, note)
+    for module in (exact, ranks):
+        monkeypatch.setattr(module, "compare", note)
     for name in ("_collective", "ordered_on_one"):
         monkeypatch.setattr(ranks, name, lambda *_: Row("", ""))
-    monkeypatch.setattr(steps, "_on_cpu", lambda _: Row("", ""))
     monkeypatch.setattr(exact, "no_compiler", lambda _: "")
     for case in kind.part(Scale("cuda", False, 4, scale.folder)):
         list(case.rows())

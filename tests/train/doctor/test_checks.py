@@ -62,8 +62,6 @@ def test_the_hosts_python_may_know_nothing_but_its_standard_library(tmp_path: Pa
     "arguments",
     [
         ["--rendezvous", "node0"],
-        ["--nproc", "2"],
-        ["--job", "--nproc", "0"],
         ["--job", "--rendezvous", "localhost:29400"],
         ["everything"],
     ],
@@ -344,13 +342,6 @@ def test_a_finding_on_80_columns_and_its_remedy_whole() -> None:
     assert lines[-1] == "2 checks: 1 problem"
 
 
-def test_a_limit_of_addresses(tmp_path: Path) -> None:
-    finding = doctor(cwd=tmp_path, before="ulimit -Sv 4000000")["memory"]
-    assert finding.verdict == PROBLEM
-    assert "ulimit -v" in finding.seen
-    assert doctor(cwd=tmp_path, before=f"ulimit -Sv 4000000; {finding.remedy}")["memory"].verdict == OK
-
-
 def test_a_full_disk_is_no_lack_of_locks_and_a_read_only_one_no_lack_of_rights(tmp_path: Path) -> None:
     place = tmp_path / "my runs"
     place.mkdir()
@@ -380,9 +371,8 @@ def test_a_full_disk_is_no_lack_of_locks_and_a_read_only_one_no_lack_of_rights(t
     assert "chown" not in fixed[1]
 
 
-@pytest.mark.parametrize("end", ["| head -n 1", "> /dev/full"])
-def test_nobody_to_read_it_is_no_traceback(tmp_path: Path, end: str) -> None:
-    command = f'"{sys.executable}" -m train doctor {end}'
+def test_nobody_to_read_it_is_no_traceback(tmp_path: Path) -> None:
+    command = f'"{sys.executable}" -m train doctor > /dev/full'
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
         text=True, check=False,
