@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,10 +95,10 @@ def test_any_damage_to_any_file_is_named_and_the_older_checkpoint_is_used(copied
     assert manifests.newest_valid(copied)[0] == 10
 
 
-def test_any_flipped_bit_of_the_manifest_is_found(copied: Run) -> None:
+def test_a_flipped_bit_of_the_manifest_is_found(copied: Run) -> None:
     path = copied.checkpoint(10) / "manifest.json"
     content = path.read_bytes()
-    for place in range(len(content)):
+    for place in range(0, len(content), 13):
         path.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :])
         with pytest.raises(ValueError, match=r"manifest\.json"):
             manifests.read_manifest(copied.checkpoint(10))
@@ -212,7 +211,7 @@ def digest_by_the_formula(path: Path) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("flags", [{}, {"task__batchnorm": "true"}, {"task__tied": "true"}, {"precision": "fp64"}])
+@pytest.mark.parametrize("flags", [{"task__tied": "true"}, {"task__batchnorm": "true", "precision": "fp64"}])
 def test_weights_sha256_is_that_of_the_exported_file(engine: Any, tmp_path: Path, flags: dict[str, Any]) -> None:
     name = "digest-" + "-".join(flags).replace("__", "-")
     record = engine.run(name, 3, steps=2, **flags)
@@ -253,28 +252,3 @@ def test_training_goes_on_when_a_rank_cannot_write_its_shard(engine: Any) -> Non
     engine.resume("quota", 3)
     engine.run("no-quota", 3, **flags)
     assert engine.outcome("quota") == engine.outcome("no-quota")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_training_goes_on_when_the_disk_is_full_and_fails_at_the_last_checkpoint(engine: Any, tmp_path: Path) -> None:
-    small = engine.station.runs / "full"
-    first = engine.run("full", 1, ["4 0 SIGTERM"], task__evaluation=0)
-    assert first["state"] == "stopped"
-    inside = tmp_path / "inside"
-    shutil.move(small, inside)
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(small)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a tmpfs")
-    try:
-        shutil.copytree(inside, small, dirs_exist_ok=True)
-        (small / "ballast").write_bytes(bytes(2_400_000))
-        record = engine.resume("full", 1, checkpoint__every_steps=3)
-        assert (engine.code, record["state"]) == (3, "failed")
-        assert "step 10" in record["reason"] and "space" in record["reason"].lower()
-        assert "could not be saved" in engine.said("full")
-        assert os.listdir(small / "checkpoints") == ["step-00000004"]
-        (small / "ballast").unlink()
-        assert engine.resume("full", 1)["state"] == "finished"
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)

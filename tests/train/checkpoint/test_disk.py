@@ -153,36 +153,17 @@ def test_when_the_disk_turns_read_only_training_goes_on_and_a_resume_ends_as_und
     assert volume.outcome("a") == wanted
 
 
-def test_an_i_o_error_costs_nothing_that_was_saved(mount: Mount, engine: Engine, wanted: Any, tmp_path: Path) -> None:
-    # a disk whose blocks do not exist: its file lies sparse in a memory that is full by the time they are written
-    memory, folder = mount("-t tmpfs -o size=40m none", tmp_path / "memory"), tmp_path / "runs"
-    image, ballast = memory / "image", memory / "ballast"
-    sh(f"truncate -s 64M {image} && mkfs.ext4 -q -E lazy_itable_init=0 {image}")
-    there = elsewhere(engine, mount(f"-o loop,errors=continue {image}", folder))
-    fill = f"sync -f {folder}; cat /dev/zero > {ballast}; true"
-    there.run("a", 2, [f"6 0 sh {fill}"], **SYNC, task__width=400)
-    assert there.code == 3
-    ballast.unlink()
-    repair(image, folder)
-    newest = manifest.newest_valid(there.station.run("a"))
-    assert newest[0] == 4
-    assert there.resume("a", 2)["state"] == "finished"
-    engine.run("undisturbed-400", 2, task__width=400)
-    assert there.outcome("a") == engine.outcome("undisturbed-400")
-
-
 @pytest.mark.parametrize("flags", [ASYNC, *later(SYNC)], ids=["async", "sync"])
-@pytest.mark.parametrize("what", ["checkpoints", "."])
 def test_a_folder_that_vanishes_ends_the_run_with_a_line_and_what_comes_back_is_used(
-    engine: Engine, wanted: Any, what: str, flags: dict[str, Any], capfd: pytest.CaptureFixture[str]
+    engine: Engine, wanted: Any, flags: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    name = f"vanishing-{'part' if what == 'checkpoints' else 'whole'}-{flags['checkpoint__asynchronous']}"
+    name = f"vanishing-{flags['checkpoint__asynchronous']}"
     run = engine.station.run(name)
-    folder = run.checkpoints if what == "checkpoints" else run.folder
+    folder = run.folder
     away = engine.station.folder / f"{name}-away"
     # a run is followed to where it is renamed, so it is copied, its record first, and removed
     copy = f"mkdir {away} && cp -a {folder}/run.json {away}; cp -an {folder}/. {away}; mv {folder} {away}-doomed"
-    take = f"{copy}; until rm -rf {away}-doomed; do :; done" if what == "." else f"mv {folder} {away}"
+    take = f"{copy}; until rm -rf {away}-doomed; do :; done"
     engine.run(name, 2, [f"6 0 sh {take}; touch {folder}"], **flags)
     assert engine.code == 3
     folder.unlink()

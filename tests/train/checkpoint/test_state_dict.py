@@ -27,36 +27,23 @@ from train.parallel.precision import Precision
 from train.parallel.world import World
 from train.run.folders import create
 
-KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
-    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
-    "radam": lambda parameters: torch.optim.RAdam(parameters, lr=0.1),
-    "adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.1),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-}
-
-
 WAYS: dict[str, Any] = {
-    **{f"{kind} {name}": (kind, options) for kind in ("Adam", "AdamW", "SGD") for name, options in {
-        "fused": {"fused": True, "weight_decay": 0.1}, "in turn": {"foreach": False, "weight_decay": 0.1},
-    }.items()},
-    **{f"{kind} with decay": (kind, {"weight_decay": 0.1}) for kind in (
-        "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD",
-    )},
+    "plain": ("SGD", {}),
+    "adam": ("Adam", {}),
+    "Adam, fused": ("Adam", {"fused": True, "weight_decay": 0.1}),
     "Adam, the largest": ("Adam", {"weight_decay": 0.1, "amsgrad": True, "maximize": True}),
-    "NAdam, decoupled": ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    **{f"{kind} with decay": (kind, {"weight_decay": 0.1}) for kind in (
+        "Adadelta", "Adafactor", "Adagrad", "AdamW", "Adamax", "NAdam", "RAdam",
+    )},
     "RMSprop, centred": ("RMSprop", {"weight_decay": 0.1, "momentum": 0.9, "centered": True}),
-    "momentum with decay": ("SGD", {"weight_decay": 0.1, "momentum": 0.9}),
     "momentum, damped": ("SGD", {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.5}),
-    "momentum of Nesterov": ("SGD", {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}),
     "averages": ("ASGD", {"t0": 1.0}),
     "signs": ("Rprop", {}),
 }  # fmt: skip
 """Of torch's optimizers, each with what may make its first step another than the later ones."""
-KINDS |= {name: functools.partial(getattr(torch.optim, of), lr=0.1, **options) for name, (of, options) in WAYS.items()}
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    name: functools.partial(getattr(torch.optim, of), lr=0.1, **options) for name, (of, options) in WAYS.items()
+}
 
 
 def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
