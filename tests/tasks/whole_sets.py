@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sklearn.metrics import average_precision_score, f1_score
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -76,9 +75,11 @@ def compute_metrics(predictions: Any) -> dict[str, Any]:
     time.sleep(_state["settings"].seconds)
     score, label, ids = (predictions[name] for name in ("score", "label", "id"))
     assert ids == sorted(set(ids))
+    hit, right = score > 0.5, label[score.argsort(descending=True)].double()
+    precision = right.cumsum(0) / torch.arange(1, len(right) + 1)
     return {
-        "f1": f1_score(label, score > 0.5), "ap": average_precision_score(label, score),
-        "drawn": torch.rand(()), "seen": len(ids), "first": ids[0],
+        "f1": 2 * (hit & (label == 1)).sum().double() / (hit.sum() + label.sum()),
+        "ap": (precision * right).sum() / right.sum(), "drawn": torch.rand(()), "seen": len(ids), "first": ids[0],
     }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def torn(engine: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (3, 2), (5, 0)])
+@pytest.mark.parametrize(("ranks", "workers"), [(3, 2), (5, 0)])
 def test_the_same_ones_are_left_out_on_any_number_of_ranks(engine: Any, torn: Path, ranks: int, workers: int) -> None:
     name = f"torn{ranks}"
     if ranks == 5:  # more than there are micro batches: not at a launch
@@ -78,28 +78,24 @@ def test_a_resume_is_equal_bit_for_bit(engine: Any, torn: Path) -> None:
     assert engine.station.record("torn-cut")["skipped"] == engine.station.record("torn-whole")["skipped"]
 
 
-@pytest.mark.parametrize("counted", ["false", "true"])
-def test_what_is_left_weighs_by_its_true_count(engine: Any, torn: Path, counted: str) -> None:
+def test_what_is_left_weighs_by_its_true_count(engine: Any, torn: Path) -> None:
     # nothing random: a batch in one piece of 16, or in four of which one is empty, is one computation
-    flags = FLAGS | {"task__dropout": 0, "task__noise": 0, "task__counted": counted}
-    engine.run(f"torn-whole-{counted}", 1, task=torn, micro_batch_size=16, **flags)
-    engine.run(f"torn-pieces-{counted}", 2, task=torn, micro_batch_size=4, **flags)
-    assert_same_training(engine, f"torn-pieces-{counted}", f"torn-whole-{counted}")
+    flags = FLAGS | {"task__dropout": 0, "task__noise": 0, "task__counted": "true"}
+    engine.run("torn-in-one", 1, task=torn, micro_batch_size=16, **flags)
+    engine.run("torn-in-pieces", 2, task=torn, micro_batch_size=4, **flags)
+    assert_same_training(engine, "torn-in-pieces", "torn-in-one")
 
 
 def test_skipping_changes_nothing_where_all_can_be_read(steady: Any) -> None:
-    for ranks, name in ((1, "one"), (3, "three-plain")):
-        if ranks > 1:
-            steady.run(name, ranks, precision="fp64")
-        steady.run(f"careful{ranks}", ranks, precision="fp64", data__on_error="skip")
-        assert steady.outcome(f"careful{ranks}") == steady.outcome(name)
-        assert not (steady.station.runs / f"careful{ranks}/skipped.jsonl").exists()
+    steady.run("careful", 1, precision="fp64", data__on_error="skip")
+    assert steady.outcome("careful") == steady.outcome("one")
+    assert not (steady.station.runs / "careful/skipped.jsonl").exists()
 
 
 def test_a_step_without_any_sample_is_the_same_on_any_number_of_ranks(engine: Any) -> None:
     step = next(iter(engine_step(2)))
     path = task(engine, "hollow", step)
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         assert engine.run(f"hollow{ranks}", ranks, task=path, steps=4, optim__name="adamw", **FLAGS)["step"] == 4
         assert engine.losses(f"hollow{ranks}") == pytest.approx(engine.losses("hollow1"), **CLOSE)
     assert len(engine.station.samples("hollow1")[2]) == 0
@@ -112,15 +108,14 @@ def engine_step(step: int) -> Any:
     return (micro.indices.tolist() for micro in micros)
 
 
-@pytest.mark.parametrize("steps", [3, 30])
-def test_a_run_of_which_nothing_can_be_read_fails(engine: Any, steps: int) -> None:
+def test_a_run_of_which_nothing_can_be_read_fails(engine: Any) -> None:
     path = task(engine, "nothing", list(range(55)))
-    record = engine.run(f"nothing{steps}", 2, task=path, steps=steps, **FLAGS)
+    record = engine.run("nothing", 2, task=path, steps=30, **FLAGS)
     assert (engine.code, record["state"]) == (3, "failed")
-    assert f"not one sample could be read in {min(steps, 10)} steps in a row" in record["reason"]
+    assert "not one sample could be read in 10 steps in a row" in record["reason"]
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 1)])
 def test_the_sample_and_the_line_are_named_where_it_stops_the_run(engine: Any, ranks: int, workers: int) -> None:
     raises = "OSError('image file is truncated')"  # as Pillow says it: not an error of the disk
     path = task(engine, "stops", bad_ids()[:1], raises)

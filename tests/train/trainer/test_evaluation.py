@@ -29,9 +29,8 @@ def evaluated(engine: Any) -> Any:
 
 
 def test_no_sample_is_left_out_or_seen_twice(evaluated: Any) -> None:
-    for ranks in (2, 3, 4):
-        evaluated.run(f"eval{ranks}", ranks, precision="fp64", **EVALUATED)
-    for ranks in (1, 2, 3, 4):
+    evaluated.run("eval3", 3, precision="fp64", **EVALUATED)
+    for ranks in (1, 3):
         (figures,) = evaluated.evaluations(f"eval{ranks}")
         shares = [figures[f"id{index}"] for index in range(23)]
         assert shares == pytest.approx([1 / 23] * 23, rel=1e-12)
@@ -39,20 +38,14 @@ def test_no_sample_is_left_out_or_seen_twice(evaluated: Any) -> None:
         assert figures == pytest.approx(evaluated.evaluations("eval1")[0], rel=1e-9)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_same_weights_give_the_same_figures_to_the_last_bit_on_any_number_of_ranks(
-    evaluated: Any, ranks: int
-) -> None:
-    name = f"bits{ranks}"
+def test_the_same_weights_give_the_same_figures_to_the_last_bit_on_any_number_of_ranks(engine: Any) -> None:
     flags = {"steps": 4, "schedule__decay": "constant", "schedule__warmup_epochs": 0}
-    evaluated.run(name, ranks, ["4 0 SIGTERM"], **flags)  # stopped before its evaluation: one rank makes that up
-    assert evaluated.evaluations(name) == []
-    evaluated.resume(name, 1)
-    alone = evaluated.evaluations(name)
-    again = f"{name}-again"
-    evaluated.run(again, ranks, **flags)
-    assert evaluated.station.record(again)["weights_sha256"] == evaluated.station.record(name)["weights_sha256"]
-    assert evaluated.evaluations(again) == alone
+    engine.run("bits", 3, ["4 0 SIGTERM"], **flags)  # stopped before its evaluation: one rank makes that up
+    assert engine.evaluations("bits") == []
+    engine.resume("bits", 1)
+    engine.run("bits-again", 3, **flags)
+    assert engine.station.record("bits-again")["weights_sha256"] == engine.station.record("bits")["weights_sha256"]
+    assert engine.evaluations("bits-again") == engine.evaluations("bits")
 
 
 def test_the_loss_is_the_mean_over_all_samples_although_the_last_batch_is_short(evaluated: Any) -> None:
@@ -93,7 +86,7 @@ def test_counts_weigh_the_loss_of_an_evaluation(engine: Any) -> None:
 
 
 def test_evaluations_come_when_asked_for_and_at_the_end(engine: Any) -> None:
-    for every, steps in ((0, [10]), (1, [4, 8, 10]), (0.5, [2, 4, 6, 8, 10]), (2, [8, 10])):
+    for every, steps in ((0, [10]), (0.5, [2, 4, 6, 8, 10]), (2, [8, 10])):
         name = f"every-{every}".replace(".", "-")
         engine.run(name, 1, eval__every_epochs=every)
         assert [line["step"] for line in engine.station.metrics(name) if "eval" in line] == steps
@@ -101,7 +94,7 @@ def test_evaluations_come_when_asked_for_and_at_the_end(engine: Any) -> None:
 
 def test_an_evaluation_may_be_limited_to_the_same_samples_on_any_number_of_ranks(engine: Any) -> None:
     flags = {"precision": "fp64", "steps": 2, "eval__every_epochs": 0, "eval__limit_batches": 1} | EVALUATED
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         engine.run(f"limited{ranks}", ranks, **flags | {"steps": 2})
         (line,) = [line for line in engine.station.metrics(f"limited{ranks}") if "eval" in line]
         assert line["samples"] == 16

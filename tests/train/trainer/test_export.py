@@ -117,8 +117,7 @@ def test_evaluating_alone_gives_the_recorded_figures_exactly(finished: Station) 
     assert evaluations[-1]["eval"] == told["eval"]
 
 
-@pytest.mark.parametrize("precision", ["tf32", "fp16"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("precision", "device"), [("tf32", "cpu"), ("fp16", "cuda")])
 def test_what_only_gpus_compute_is_evaluated_in_fp32_where_there_are_none_and_not_sent_to_the_cpu(
     precision: str, device: str, finished: Station, tmp_path: Path
 ) -> None:

@@ -44,6 +44,8 @@ def test_killed_and_resumed_it_ends_bit_for_bit_as_undisturbed(
     assert all(torch.equal(again[name], value) for name, value in average.items())
     differing = [name for name, value in engine.weights(whole).items() if not torch.equal(average[name], value)]
     assert "student.enter.weight" in differing
+    assert average["mask"].tolist() == [-torch.inf, 0.0]  # and nothing else has become infinite
+    assert all(torch.isfinite(value).all() for name, value in average.items() if name != "mask")
 
 
 def test_it_is_the_same_on_one_and_three_ranks(engine: Any) -> None:
@@ -57,13 +59,6 @@ def test_in_order_it_ends_with_the_same_bits_on_any_number_of_ranks(engine: Any)
     flags = FLAGS | {"parallel__reduce": "ordered", "freeze": "teacher"}
     records = [engine.run(f"ordered-moving-{ranks}", ranks, **flags) for ranks in (1, 3)]
     assert len({record["weights_sha256"] for record in records}) == 1
-
-
-def test_the_average_of_a_mask_with_infinities_is_the_mask(engine: Any, tmp_path: Path) -> None:
-    engine.run("masked-average", 1, **FLAGS)
-    average = extra_of(engine, "masked-average", tmp_path)
-    assert average["mask"].tolist() == [-torch.inf, 0.0]
-    assert all(torch.isfinite(value).all() for name, value in average.items() if name != "mask")
 
 
 def test_what_after_step_freezes_is_refused(engine: Any, tmp_path: Path, capfd: Any) -> None:
@@ -81,31 +76,24 @@ def test_state_that_differs_between_ranks_is_refused(engine: Any, capfd: Any) ->
 
 
 def test_the_average_is_what_its_formula_says(engine: Any, tmp_path: Path) -> None:
-    steps = 5
-    weights = []
-    for step in range(steps + 1):
-        name = f"average-{step}"
-        flags = {"ema__decay": 0.8, "ema__warmup": 3, "schedule__decay": "constant", "schedule__warmup_epochs": 0}
-        if step:
-            engine.run(name, 1, steps=step, **flags)
-            weights.append(engine.weights(name))
-    first = load_trained(engine.station.run("average-1"))
+    engine.run("average", 1, steps=5, ema__decay=0.8, ema__warmup=3, checkpoint__every_steps=1, checkpoint__keep=9)
+    saved = [load_trained(engine.station.run("average"), step) for step in range(1, 6)]
+    weights = [model.state_dict() for _, _, model, _, _ in saved]
     from train.trainer.build import make_model
 
-    expected = make_model(first[0], first[1]).state_dict()
+    expected = make_model(saved[0][0], saved[0][1]).state_dict()
     for step, now in enumerate(weights, 1):
         decay = min(0.8, (1 + step) / (3 + step))
         expected = {key: decay * value + (1 - decay) * now[key] for key, value in expected.items()}
-    found = extra_of(engine, f"average-{steps}", tmp_path)
+    found = extra_of(engine, "average", tmp_path)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("way", [{}, {"parallel__strategy": "fsdp"}], ids=["ddp", "fsdp"])
-def test_the_average_is_evaluated_beside_the_weights(engine: Any, way: dict[str, Any], tmp_path: Path) -> None:
-    name = f"evaluated-{len(way)}"
+def test_the_average_is_evaluated_beside_the_weights(engine: Any, tmp_path: Path) -> None:
+    name = "evaluated-average"
     flags = {"ema__decay": 0.8, "checkpoint__best": "min:ema.loss", "eval__every_epochs": 0, "precision": "fp64"}
-    engine.run(name, 2, **flags, **way)
+    engine.run(name, 2, parallel__strategy="fsdp", **flags)
     (figures,) = engine.evaluations(name)
     run = engine.station.run(name)
     assert run.read()["best"]["metric"] == "ema.loss"

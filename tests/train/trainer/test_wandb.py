@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 
 from tests.waiting import eventually
 from train.errors import Refused
+from train.launcher.checks import prepare
+from train.launcher.request import Request
 from train.run import folders
 from train.run.metrics import metrics_text
 from train.run.run_folder import Run
@@ -121,20 +124,13 @@ def test_a_project_that_cannot_be_one_is_refused(project: str) -> None:
         wandb.check(project)
 
 
-def test_a_package_that_is_missing_is_refused_before_anything_is_created(station: Any) -> None:
-    blocked = station.folder / "blocked"
-    blocked.mkdir()
-    text = "import sys\nsys.modules['wandb'] = None\nimport importlib.util as u\nold = u.find_spec\n"
-    text += "u.find_spec = lambda name, package=None: None if name == 'wandb' else old(name, package)\n"
-    (blocked / "sitecustomize.py").write_text(text)
-    environment = station.environment()
-    done = subprocess.run(
-        [sys.executable, "-m", "train", "run", "digits", "--name", "one", "--log.wandb", "p"],
-        cwd=station.folder, capture_output=True, text=True, check=False, timeout=PATIENCE,
-        env=environment | {"PYTHONPATH": f"{blocked}:{environment['PYTHONPATH']}"},
-    )  # fmt: skip
-    assert done.returncode == 2 and "pip install 'trainstation[wandb]'" in done.stderr, done.stderr
-    assert done.stderr.count("\n") == 1 and not (station.runs / "one").exists()
+def test_a_package_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else found(name, *more)
+    )
+    with pytest.raises(Refused, match=r"pip install 'trainstation\[wandb\]'"):
+        prepare(Request("digits", {"log.wandb": "p", "cpu_threads": "1"}))
 
 
 @pytest.mark.minutes

@@ -19,7 +19,7 @@ def test_each_epoch_sees_every_sample_once_with_the_short_batch_last(steady: Any
         assert sorted(epoch) == list(range(55))
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (3, 2), (4, 0)])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (3, 2)])
 def test_ranks_and_workers_change_nothing_but_rounding(steady: Any, ranks: int, workers: int) -> None:
     name = f"ranks{ranks}-workers{workers}"
     steady.run(name, ranks, precision="fp64", data__workers=workers)
@@ -44,19 +44,13 @@ def test_the_short_batch_may_be_left_out_on_any_number_of_ranks(engine: Any) -> 
     assert_same_training(engine, "dropped3", "dropped1")
 
 
-def test_a_run_may_change_its_world_size_half_way(steady: Any) -> None:
+def test_a_run_may_change_its_world_size_half_way_also_to_more_ranks_than_micro_batches(steady: Any) -> None:
     stopped = steady.run("changing", 3, ["3 1 SIGTERM"], precision="fp64")
     assert (stopped["state"], stopped["step"]) == ("stopped", 3)
     again = steady.resume("changing", 1, ["3 0 SIGTERM"])
     assert (again["state"], again["step"]) == ("stopped", 6)
-    steady.resume("changing", 4)
+    steady.resume("changing", 5)
     assert_same_training(steady, "changing")
-
-
-def test_a_run_may_go_on_with_more_ranks_than_micro_batches(steady: Any) -> None:
-    steady.run("wide", 2, ["2 0 SIGTERM"], precision="fp64")
-    steady.resume("wide", 5)
-    assert_same_training(steady, "wide")
 
 
 COMMUNICATES = """
@@ -90,20 +84,13 @@ def test_losses_and_metrics_may_communicate_where_ranks_have_no_data_left(steady
     assert_same_training(steady, "communicating")
 
 
-def test_a_loss_with_counts_is_weighted_by_them_on_any_number_of_ranks(engine: Any) -> None:
-    for ranks in (1, 3):
-        engine.run(f"counted{ranks}", ranks, precision="fp64", task__counted="true", clip_grad_norm=0.2)
-    assert_same_training(engine, "counted3", "counted1")
-
-
 @pytest.mark.parametrize("counted", ["false", "true"])
 def test_gradients_weigh_samples_not_micro_batches(engine: Any, counted: str) -> None:
-    # nothing random: a batch of 7 in one piece, or in pieces of 4 and 3 on one rank or on two, is one computation
+    # nothing random: a batch of 7 in one piece, or in pieces of 4 and 3 on two ranks, is one computation
     flags = {"precision": "fp64", "task__dropout": 0, "task__noise": 0, "task__counted": counted}
     engine.run(f"whole-{counted}", 1, micro_batch_size=16, **flags)
-    for ranks in (1, 2):
-        engine.run(f"pieces-{counted}{ranks}", ranks, micro_batch_size=4, **flags)
-        assert_same_training(engine, f"pieces-{counted}{ranks}", f"whole-{counted}")
+    engine.run(f"pieces-{counted}", 2, micro_batch_size=4, **flags)
+    assert_same_training(engine, f"pieces-{counted}", f"whole-{counted}")
 
 
 def test_gradient_clipping_sees_the_gradient_of_the_whole_batch(engine: Any) -> None:
@@ -122,12 +109,6 @@ def test_batchnorm_trains_alike_on_any_number_of_ranks_but_for_its_running_stati
     for key, value in expected.items():
         if "running" not in key and "num_batches" not in key:
             torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
-
-
-def test_the_first_losses_agree_in_float32(engine: Any) -> None:
-    for ranks in (1, 3):
-        engine.run(f"single{ranks}", ranks, steps=6)
-    assert engine.losses("single3")[:5] == pytest.approx(engine.losses("single1")[:5], rel=1e-5)
 
 
 def test_another_seed_is_another_run(steady: Any) -> None:
