@@ -44,9 +44,8 @@ def paths(station: Station) -> str:
     return os.pathsep.join([str(station.folder / "lib"), station.environment()["PYTHONPATH"]])
 
 
-def launch(station: Station, *arguments: object) -> subprocess.CompletedProcess[str]:
-    env = {"PYTHONPATH": paths(station), "DATA": "/some/where", "TOKENIZERS_PARALLELISM": "false"} | WITHHELD
-    done = station.ok("launch", "--script", "shows.py", "--name", "a", *arguments, env=env)
+def launch(station: Station, **more: str) -> subprocess.CompletedProcess[str]:
+    done = station.ok("launch", "--script", "shows.py", "--name", "a", env=KEPT | WITHHELD | more)
     seen(station, 1)
     return done
 
@@ -67,6 +66,7 @@ def clean(station: Station, *arguments: str, **more: str) -> subprocess.Complete
 
 
 def test_it_is_kept_readable_by_its_owner_alone_and_without_secrets_and_that_is_said(shows: Station) -> None:
+    (shows.folder / "beside.py").touch()
     done = launch(shows)
     assert done.stdout == "a\n"
     said = done.stderr.strip()
@@ -82,7 +82,7 @@ def test_it_is_kept_readable_by_its_owner_alone_and_without_secrets_and_that_is_
 
 @pytest.mark.minutes
 def test_a_resume_from_a_clean_environment_has_it_and_says_so(shows: Station) -> None:
-    launch(shows)
+    launch(shows, PYTHONPATH=paths(shows))
     shows.ok("stop", "a", "--now")
     done = clean(shows, "resume", "a", DATA="/else/where", MY_PASSWORD="new")
     assert done.returncode == 0 and done.stdout == "a\n", done.stderr
@@ -99,15 +99,15 @@ def test_a_resume_from_a_clean_environment_has_it_and_says_so(shows: Station) ->
 
 @pytest.mark.minutes
 def test_a_resume_from_the_same_shell_warns_of_nothing(shows: Station) -> None:
-    launch(shows)
+    launch(shows, PYTHONPATH=paths(shows))
     shows.ok("stop", "a", "--now")
-    env = {"PYTHONPATH": paths(shows), "DATA": "/some/where", "TOKENIZERS_PARALLELISM": "false"} | WITHHELD
+    env = KEPT | WITHHELD | {"PYTHONPATH": paths(shows)}
     assert shows.ok("resume", "a", env=env).stderr == ""
 
 
 @pytest.mark.minutes
 def test_the_keeper_uses_it_whole(shows: Station) -> None:
-    launch(shows)
+    launch(shows, PYTHONPATH=paths(shows))
     os.kill(shows.record("a")["pids"]["agent"], signal.SIGKILL)
     shows.wait("a", lambda record: record["state"] == "interrupted", "its death")
     done = clean(shows, "keeper", "--once", DATA="of the keeper", MORE="of the keeper", WANDB_API_KEY="of the keeper")
