@@ -52,6 +52,7 @@ class GPT(nn.Module):
 def datasets(config):
     text = "\n".join(path.read_text() for path in sorted(Path(config.data.root).glob("*.md")))
     codes, length = torch.tensor([ord(one) for one in text if one.isascii()]), config.task.context
+    assert len(codes) > length, "no text: give a folder of .md files by --data.root"
     windows = codes.unfold(0, length + 1, length)
     return random_split(TensorDataset(windows[:, :-1], windows[:, 1:]), [0.9, 0.1], torch.Generator().manual_seed(0))
 
@@ -61,8 +62,7 @@ def model(config):
 
 
 def loss(model, batch):
-    codes, following = batch
-    return cross_entropy(model(codes).flatten(0, 1), following.flatten())
+    return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def metrics(model, batch):

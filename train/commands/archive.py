@@ -41,14 +41,19 @@ def run(options: Namespace, runs: Path) -> int:
         with durable.published(target) as partial:
             partial.chmod(0o600)  # as the file in it that only its owner may read
             with tarfile.open(partial, "w") as tar:
-                tar.add(found.path.resolve(), found.name, filter=_checked)
+                try:
+                    tar.add(found.path.resolve(), found.name, filter=_checked)
+                except OSError as error:
+                    if error.filename is None:  # of the file that is written
+                        raise
+                    raise Refused(f"{error.filename} cannot be read: {error.strerror}") from None
     finally:
         lock.release()
     if record.get("task_imports") and not (found.folder / imports.MODULES).exists():
         screen.remark(f"{found.name} has no copy of the files that its task imports; take them along, for PYTHONPATH")
     file = shlex.quote(str(target))
     screen.say(f"wrote {target}, {format.size(target.stat().st_size)}; elsewhere, beside the data that it needs:")
-    screen.say(f"  mkdir -p runs && tar -xf {file} -C runs && train resume {found.name}")
+    screen.say(f"  mkdir -p runs && tar -xkf {file} -C runs && train resume {found.name}")
     return EXIT_FINISHED
 
 
@@ -60,6 +65,8 @@ def _checked(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """
     inside = PurePosixPath(member.name).parts[1:]
     if len(inside) in (1, 2) and (inside[-1].startswith(".") or inside == ("stop",)):
+        return None
+    if inside == ("wandb",):  # links, and what the service has: wandb.json says which run it is
         return None
     if not (member.isreg() or member.isdir() or member.islnk()):
         raise Refused(f"{member.name} is a link or no file, which another machine has not; put a file in its place")

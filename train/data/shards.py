@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -24,10 +26,11 @@ from torch.utils.data import Dataset
 
 from train.errors import Refused, may_pass
 from train.run.durable import write_atomically
+from train.run.ownership import state_folder
 
 Decode = Callable[[dict[str, Any]], Any]
-INDEX = ".shards-index.npz"
-"""Beside tar shards: where each sample of the folder lies."""
+INDEX = ".shards-index-{}.npz"
+"""Beside tar shards: where each sample of them lies; named for their names."""
 _FORMAT = 1
 _END = 512
 """Bytes of zeros that a whole tar ends with, at least."""
@@ -90,10 +93,8 @@ class Shards(Dataset[Any]):
 
 @dataclass
 class _Index:
-    """Where the files of samples lie in the tar shards of a folder."""
+    """Where the files of samples lie in tar shards."""
 
-    shards: list[tuple[str, int, int]]
-    """Name, bytes and time of change of each, in order."""
     shard: Any
     """The shard of each sample, [samples] int32."""
     key: Any
@@ -110,18 +111,15 @@ class _Tar:
     """Samples of tar shards in one folder."""
 
     def __init__(self, files: list[Path]) -> None:
-        self._folder = files[0].parent
-        self._index = _index_of(self._folder)
-        numbers = {name: number for number, (name, _, _) in enumerate(self._index.shards)}
-        self._samples = np.flatnonzero(np.isin(self._index.shard, [numbers[path.name] for path in files]))
+        self._files, self._index = files, _index_of(files)
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._index.key)
 
     def read(self, index: int) -> dict[str, Any]:
-        at, sample = self._index, self._samples[index]
-        files = range(at.begin[sample], at.begin[sample + 1])
-        made: dict[str, Any] = {"__key__": at.key[sample].decode()}
+        at = self._index
+        files = range(at.begin[index], at.begin[index + 1])
+        made: dict[str, Any] = {"__key__": at.key[index].decode()}
         with self._path(index).open("rb", buffering=0) as shard:
             for number in files:
                 offset, length = at.place[number].tolist()
@@ -132,11 +130,10 @@ class _Tar:
         return made
 
     def _path(self, index: int) -> Path:
-        name, _, _ = self._index.shards[self._index.shard[self._samples[index]]]
-        return self._folder / name
+        return self._files[self._index.shard[index]]
 
     def file_of(self, index: int) -> str:
-        return f"{self._path(index)}: {self._index.key[self._samples[index]].decode()}"
+        return f"{self._path(index)}: {self._index.key[index].decode()}"
 
 
 def _pieces(fd: int, offset: int, length: int) -> Iterator[bytes]:
@@ -146,36 +143,42 @@ def _pieces(fd: int, offset: int, length: int) -> Iterator[bytes]:
         offset, length = offset + len(piece), length - len(piece)
 
 
-def _index_of(folder: Path) -> _Index:
-    """The index beside the shards of a folder; made, and written where that can be, if it is not of these files.
+def _index_of(files: list[Path]) -> _Index:
+    """The index of these files, kept beside them, or in this user's state where nothing may be written there.
 
     Raises:
-        Refused: a shard is damaged.
+        Refused: a file is damaged.
     """
-    found = _files(folder, "*", ".tar")
-    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found]
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     about = json.dumps({"format": _FORMAT, "shards": facts})
-    # none, or a damaged one
-    with (
-        contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
-        np.load(folder / INDEX) as kept,
-    ):
-        if str(kept["about"]) == about:
-            names = ("shard", "key", "begin", "extension", "place")
-            return _Index(facts, *(kept[name] for name in names))
-    print(f"{folder}: indexing {len(found)} tar file{'s' if len(found) > 1 else ''}, once", file=sys.stderr, flush=True)
-    index = _made_index(found, facts)
+    folder, names = files[0].parent, "/".join(path.name for path in files)
+    places = [folder / INDEX.format(_sha(names)[:8])]
+    with contextlib.suppress(OSError):
+        places.append(state_folder() / "shards" / f"{_sha(f'{folder}/{names}')[:32]}.npz")
+    for place in places:
+        # none, or a damaged one
+        with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(place) as kept:
+            if str(kept["about"]) == about:
+                return _Index(*(kept[field.name] for field in dataclasses.fields(_Index)))
+    print(f"{folder}: indexing {len(files)} tar file{'s' if len(files) > 1 else ''}, once", file=sys.stderr, flush=True)
+    index = _made_index(files)
     packed = io.BytesIO()
-    arrays = {name: value for name, value in vars(index).items() if name != "shards"}
-    np.savez(packed, about=about, **arrays)
-    try:
-        write_atomically(folder / INDEX, packed.getvalue())
-    except OSError as error:
-        print(f"{folder / INDEX} cannot be kept ({error.strerror}): made anew at every start", file=sys.stderr)
+    np.savez(packed, about=about, **vars(index))
+    for place in places:
+        with contextlib.suppress(OSError):
+            if place.parent != folder:
+                place.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(place, packed.getvalue())
+            return index
+    print(f"{places[0]} cannot be kept: made anew at every start", file=sys.stderr, flush=True)
     return index
 
 
-def _made_index(found: list[Path], facts: list[tuple[str, int, int]]) -> _Index:
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _made_index(found: list[Path]) -> _Index:
     shard: list[int] = []
     keys: list[bytes] = []
     begin: list[int] = []
@@ -188,7 +191,7 @@ def _made_index(found: list[Path], facts: list[tuple[str, int, int]]) -> _Index:
             stem, _, extension = file.partition(".")
             if not stem or not extension:  # hidden, or without a kind: no sample's, as WebDataset has it
                 continue
-            key = f"{folder}/{stem}" if folder else stem
+            key, extension = f"{folder}/{stem}" if folder else stem, extension.lower()
             if key != last:
                 last, seen = key, set()
                 shard.append(number)
@@ -201,7 +204,7 @@ def _made_index(found: list[Path], facts: list[tuple[str, int, int]]) -> _Index:
             places.append((offset, length))
     begin.append(len(places))
     return _Index(
-        facts, np.array(shard, np.int32), np.array(keys, np.bytes_), np.array(begin, np.int64),
+        np.array(shard, np.int32), np.array(keys, np.bytes_), np.array(begin, np.int64),
         np.array(extensions, np.bytes_), np.array(places, np.int64).reshape(-1, 2),
     )  # fmt: skip
 
@@ -215,6 +218,8 @@ def _members(path: Path) -> Iterator[tuple[str, int, int]]:
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
+                if member.islnk() or member.issparse():
+                    raise Refused(f"{path}: {member.name} is a link or sparse; pack it as a plain file")
                 if member.isreg():
                     yield member.name, member.offset_data, member.size
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all

@@ -76,6 +76,8 @@ def prepare(request: Request) -> Prepared:
     ranks, everywhere = request.ranks, request.ranks * request.nodes[-1]
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
+    if is_searched and config.data.on_device:
+        raise Refused("--micro_batch_size auto leaves no room for what --data.on_device true keeps; give a number")
     cut_batch(config, ranks, request.nodes)
     found = check_run(task, config, ranks, everywhere, request.flags)
     model, device = check_model(task, config, everywhere, found.precision), found.precision.device

@@ -45,6 +45,9 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     record, task = run.read(), task_of(run)
     before = config_of(run, task)
     config = configuration.with_flags(flags, task.Settings, task.file, configuration.to_flat(before))
+    if config.optim.name != before.optim.name:
+        begin = f"begin anew with its weights: --init {run.name}@{step}"
+        raise Refused(f"--optim.name {config.optim.name} cannot go on from the state of {before.optim.name}; {begin}")
     config.init = Init()  # its weights are those of the checkpoint
     manifest, folder = manifests.verified(run, step), run.checkpoint(step)
     is_other = "batch_size" in flags or ranks != record["world_size"]

@@ -55,9 +55,15 @@ def task_of(run: Run) -> Task:
     if not copy.is_file():
         raise Refused(f"{copy} is missing; put the task's copy back")
     beside = [source.parent] if source.parent.is_dir() else []
+    own = run.path / imports.MODULES
     if (run.folder / imports.MODULES).is_file() and imports.changed(record.get("task_imports")):
-        beside.insert(0, run.path / imports.MODULES)
-    return load("task.py", run.path / "task.py", beside, copy.read_bytes())
+        beside.insert(0, own)
+    try:
+        return load("task.py", run.path / "task.py", beside, copy.read_bytes())
+    except Refused as error:
+        if own not in beside:
+            raise
+        raise Refused(f"{error}; its modules are those of {own}: remove it to go on with the originals") from None
 
 
 def config_of(run: Run, task: Task) -> Config:
@@ -101,7 +107,7 @@ def _check_set(task: Task, config: Config, part: str, dataset: Any) -> None:
     if not config.data.on_device:
         return
     if config.data.workers:
-        raise Refused("--data.workers load nothing where --data.on_device true keeps the data; leave one of them out")
+        raise Refused("--data.on_device true keeps the data, and loader processes have no use; give --data.workers 0")
     if not is_indexed_at_once(dataset, task.collate):
         raise Refused(
             f"--data.on_device true keeps tensors, and the {part} set of {task.file} is a {type(dataset).__name__}"

@@ -115,7 +115,7 @@ def test_an_archive_holds_the_run_alone_and_its_owner_alone_reads_it(here: Stati
     (here.runs / "whole" / "stop").touch()
     target = tmp_path / "a b.tar"
     done = here.ok("archive", "whole", "--to", target)
-    assert done.stdout == "" and f"tar -xf '{target}' -C runs && train resume whole" in done.stderr
+    assert done.stdout == "" and f"tar -xkf '{target}' -C runs && train resume whole" in done.stderr
     with tarfile.open(target) as tar:
         members = {member.name: member for member in tar.getmembers()}
     left_out = {"whole/checkpoints/.partial-9", "whole/stop"}
@@ -154,7 +154,7 @@ def test_what_is_on_pythonpath_is_kept_under_its_own_name(tmp_path: Path, monkey
         ({"script": "s.py"}, ["odd"], "odd runs a script"),
         ({"submission": "1", "submitted": {"engine": "slurm"}}, ["odd"], "archive a fork of it"),
         ({"cluster": {"least": 2, "most": 2, "node": 0, "rendezvous": "a:1"}}, ["odd"], "archive a fork of it"),
-        ({"link": True}, ["odd"], "odd/logs/linked is a link"),
+        ({"link": "logs"}, ["odd"], "odd/logs/linked is a link"),
         ({"alive": True}, ["odd"], "odd is running; first: train stop odd"),
     ],
 )
@@ -164,8 +164,9 @@ def test_what_cannot_be_archived_is_refused_and_leaves_nothing(
     shutil.rmtree(here.runs / "odd", ignore_errors=True)
     shutil.copytree(here.runs / "whole", here.runs / "odd")
     (here.folder / "taken.tar").write_text("mine")
-    if change.pop("link", False):
-        (here.runs / "odd" / "logs" / "linked").symlink_to("/etc")
+    (here.runs / "odd" / "wandb").mkdir()  # links of that service are left out
+    for folder in ("wandb", *([change.pop("link")] if "link" in change else [])):
+        (here.runs / "odd" / str(folder) / "linked").symlink_to("/etc")
     lock = here.run("odd").acquire() if change.pop("alive", False) else None
     here.run("odd").update(**change)
     before = sorted(here.folder.iterdir())

@@ -80,7 +80,7 @@ def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained:
         (["fork-of", "--checkpoint", "9"], "no checkpoint of step 9"),
         (["fork-of", "--steps", "24"], "the new run would end after 24"),
         (["fork-of", "--checkpoint", "8", "--task.width", "20"], "Size mismatch .* --init fork-of@8"),
-        (["fork-of", "--optim.name", "adamw"], "Missing key .*--init fork-of@24"),
+        (["fork-of", "--optim.name", "adamw"], "--optim.name adamw cannot go on .*--init fork-of@24"),
         (["fork-of", "--checkpoint", "8", "--ema.decay", "0.9"], "Missing key"),
         (["fork-of", "--optim.lr", "x"], "--optim.lr x"),
         (["fork-of", "--init", "nowhere.pth"], "a fork has the weights of its checkpoint"),

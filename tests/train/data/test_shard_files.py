@@ -58,19 +58,29 @@ def test_files_of_a_tar_are_samples_by_their_names(tmp_path: Path, capsys: pytes
     assert len(list(found)) == 3, "a loop over a data set ends by IndexError"
     assert file_of(found, 1) == f"{tmp_path / 'b.tar'}: one"
     assert train.shards(f"{tmp_path}/b*", len)[0] == 3
-    assert capsys.readouterr().err == f"{tmp_path}: indexing 2 tar files, once\n"
+    said = [f"{tmp_path}: indexing {count}, once" for count in ("2 tar files", "1 tar file")]
+    assert capsys.readouterr().err.splitlines() == said
+    write_tar(tmp_path / "upper.tar", [("N.JPEG", b"")])
+    (tmp_path / "backup.tar").write_bytes(b"of no concern")
+    assert train.shards(f"{tmp_path}/u*")[0] == {"__key__": "N", "jpeg": b""}
 
 
-def test_an_index_is_of_the_files_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_is_of_the_files_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tar(tmp_path / "a.tar", [("0.txt", b"old")])
     opened = train.shards(tmp_path)
     write_tar(tmp_path / "a.tar", [("0.txt", b"new"), ("1.txt", b"more" * 9999)])
     assert [one["txt"][:4] for one in train.shards(tmp_path)] == [b"new", b"more"]
-    (tmp_path / module.INDEX).write_bytes((tmp_path / module.INDEX).read_bytes()[:-40])
+    (index,) = tmp_path.glob(module.INDEX.format("*"))
+    index.write_bytes(index.read_bytes()[:-40])
     assert len(train.shards(tmp_path)) == 2
-    (tmp_path / module.INDEX).unlink()
-    (tmp_path / module.INDEX).mkdir()  # as in a folder that nobody may write to, root neither
-    capsys.readouterr()
+    index.unlink()
+    index.mkdir()  # as in a folder that nobody may write to, root neither
+    for _ in range(2):
+        assert len(train.shards(tmp_path)) == 2
+    assert capsys.readouterr().err.count("indexing") == 4, "kept in the state of this user"
+    monkeypatch.setenv("TRAIN_STATE", "/dev/null")
     assert len(train.shards(tmp_path)) == 2
     assert "cannot be kept" in capsys.readouterr().err
     os.truncate(tmp_path / "a.tar", 100)
@@ -103,6 +113,12 @@ def test_what_cannot_be_read_by_number_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "train-1.tar", "w:gz"):
         pass
     assert "unpack a compressed one" in refusal("*.tar")
+    with tarfile.open(tmp_path / "train-1.tar", "w") as tar:
+        for name in ("one.txt", "two.txt"):
+            (tmp_path / "one").touch()
+            (tmp_path / "two").hardlink_to(tmp_path / "one") if name == "two.txt" else None
+            tar.add(tmp_path / name[:3], name)
+    assert "two.txt is a link" in refusal("*.tar")
     write_tar(tmp_path / "train-1.tar", [("a.txt", b""), ("a.txt", b"")])
     assert "a.txt comes twice" in refusal("*.tar")
 
