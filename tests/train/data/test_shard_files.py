@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 import train
 from tests.tasks import TASKS
@@ -40,6 +38,8 @@ def write_sets(folder: Path, kind: str) -> None:
                 folder / f"{name}.tar", [(f"{n:03}.json", json.dumps(row).encode()) for n, row in enumerate(rows)]
             )
         else:
+            pyarrow = pytest.importorskip("pyarrow", reason="the station's image has no room for it")
+            parquet = pytest.importorskip("pyarrow.parquet")
             parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet", row_group_size=4)
 
 
@@ -92,6 +92,9 @@ def test_rows_of_parquet_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     write_sets(tmp_path, "parquet")
     found = train.shards(tmp_path)
     assert list(found) == ROWS and found[-1] == ROWS[-1] and file_of(found, 44) == str(tmp_path / "train-2.parquet")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 or not")
+    with pytest.raises(Refused, match="cannot be read"):
+        train.shards(tmp_path)
     monkeypatch.setattr(module, "_HELD", 0)  # one row group is kept
     assert [found[n] for n in (50, 3, 3, 16, 59, 0)] == [ROWS[n] for n in (50, 3, 3, 16, 59, 0)]
 
@@ -104,8 +107,8 @@ def test_what_cannot_be_read_by_number_is_refused(tmp_path: Path) -> None:
 
     assert "no .tar or .parquet files" in refusal() and "train-*.tar" in refusal("nowhere/*.tar")
     write_sets(tmp_path, "tar")
-    (tmp_path / "x.parquet").write_bytes(b"PAR1 or not")
-    assert "both .tar and .parquet" in refusal() and "cannot be read" in refusal("*.parquet")
+    (tmp_path / "x.parquet").touch()
+    assert "both .tar and .parquet" in refusal()
     whole = (tmp_path / "train-1.tar").read_bytes()
     for cut in (100, 5000, 4096):  # within a header, within and between two files
         (tmp_path / "train-1.tar").write_bytes(whole[:cut])

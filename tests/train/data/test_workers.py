@@ -50,14 +50,12 @@ class Rows(Dataset[Any]):
                     writing.put(key.encode(), row)
             self.handle = lmdb.open(str(path), readonly=True, lock=False)
         elif kind == "arrow":
-            import datasets
-
+            datasets = pytest.importorskip("datasets", reason="the station's image has no room for it")
             datasets.Dataset.from_dict({"row": [*content.values()]}).save_to_disk(path)
             self.handle = datasets.load_from_disk(path)
         elif kind == "parquet":
-            import pyarrow
-            from pyarrow import parquet
-
+            pyarrow = pytest.importorskip("pyarrow", reason="the station's image has no room for it")
+            parquet = pytest.importorskip("pyarrow.parquet")
             parquet.write_table(pyarrow.table({"row": [*content.values()]}), path, row_group_size=20)
             self.handle = shards(path)
             _ = self.handle[0]  # opened here, too
