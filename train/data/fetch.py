@@ -94,25 +94,26 @@ def is_indexed_at_once(dataset: Any, collate: Callable[[list[Any]], Any] | None)
 
 def gatherer(
     dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool, made_by: Callable[..., Any] | None = None,
-    name: str = TRAINING, keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    name: str = TRAINING, keep: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]:  # fmt: skip
     """The function that turns a micro batch's indices into a batch and those samples of it that cannot be read.
 
     With `skip` the batch is made of the others, and None without any; else it is None where there is a bad one, and
     only the first is named, which may be one that does not go into a batch with the others. What may pass (see
     `passes`) is raised, as is whatever else `collate` raises. Generators in the file of `made_by` are seeded too.
-    `name` is that of the data set in messages. Batches are taken from what `keep` makes of tensors in memory.
+    `name` is that of the data set in messages. `keep` gives the tensors in memory where they are to be kept.
     """
     tensors, rows = _in_memory(dataset) if collate is None else ((), None)
 
     def gather_tensors(micro: MicroBatch) -> tuple[Any, Sequence[BadSample]]:
-        kept = [keep(tensor) for tensor in tensors]
-        indices, where = torch.from_numpy(micro.indices), kept[0].device
-        if where.type == "cuda":  # from memory that is not pinned a copy waits for the step before
-            indices = indices.pin_memory()
-        indices = indices.to(where, non_blocking=True)
-        if rows is not None:
-            indices = keep(rows)[indices]
+        indices, kept, at = torch.from_numpy(micro.indices), tensors, rows
+        if keep is not None:
+            kept, at = tuple(map(keep, tensors)), keep(rows) if rows is not None else None
+            if kept[0].is_cuda:  # from memory that is not pinned a copy waits for the step before
+                indices = indices.pin_memory()
+            indices = indices.to(kept[0].device, non_blocking=True)
+        if at is not None:
+            indices = at[indices]
         return [tensor.index_select(0, indices) for tensor in kept], ()  # half the time of tensor[indices]
 
     # indexing once is ten times faster than item by item and collation; nothing is drawn, nor seeded

@@ -105,8 +105,8 @@ class Loader:
         skips = skipped is not None
         sets = [(TRAINING, train_set), *((name or EVALUATION, each) for name, each in eval_sets.items())]
         # at the first batch, for no GPU is chosen yet; once, though training and evaluation may share a tensor
-        keep = {"keep": functools.cache(lambda tensor: tensor.to(device))} if keeps else {}
-        self._fetching = _Fetching([gatherer(each, collate, skips, made_by, name, **keep) for name, each in sets])
+        keep = functools.cache(lambda tensor: tensor.to(device)) if keeps else None
+        self._fetching = _Fetching([gatherer(each, collate, skips, made_by, name, keep) for name, each in sets])
         self._loader = DataLoader(
             self._fetching,
             sampler=self._sampler,  # anything to iterate over is enough
