@@ -52,8 +52,8 @@ def of_sets(root: str, own: Any, train_set: Any, eval_sets: Mapping[str, Any]) -
     parts = json.loads(json.dumps(own))  # all keys are texts then
     for key, value in (parts if isinstance(parts, dict) else {"": parts}).items() if own is not None else ():
         text = json.dumps(value, sort_keys=True)
-        facts[f"fingerprint(): {key}"] = text if len(text) <= _SHOWN else _sha(text)
-    listed = files if len(files) <= LISTED else _sha(json.dumps(files, sort_keys=True))
+        facts[f"fingerprint(): {key}"] = text if len(text) <= _SHOWN else sha256_of(text)
+    listed = files if len(files) <= LISTED else sha256_of(json.dumps(files, sort_keys=True))
     return {"format": FORMAT, "facts": facts, "files": listed}
 
 
@@ -120,7 +120,7 @@ def _look(
         if is_list and (paths := _paths(value)):
             names = _relative(root or str(getattr(dataset, "root", "")), paths)
             files.update(zip(names, _sizes(paths), strict=True))
-            facts[f"{of}.{name}: order of files"] = _sha("\n".join(names))
+            facts[f"{of}.{name}: order of files"] = sha256_of("\n".join(names))
             plain = [item[1:] for item in value if isinstance(item, (list, tuple))]
         elif is_list and (name in ("classes", "indices") or len(value) == len(dataset)):
             plain = value
@@ -213,5 +213,6 @@ def _pieces(array: Any) -> Iterator[Any]:
         yield rows[start : start + width]
 
 
-def _sha(text: str) -> str:
+def sha256_of(text: str) -> str:
+    """The SHA-256 of a text, which may name a file that is no UTF-8."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()

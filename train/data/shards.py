@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from train.data.fingerprint import sha256_of
 from train.errors import Refused, may_pass
 from train.run.durable import write_atomically
 from train.run.ownership import state_folder
@@ -152,9 +152,9 @@ def _index_of(files: list[Path]) -> _Index:
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     about = json.dumps({"format": _FORMAT, "shards": facts})
     folder, names = files[0].parent, "/".join(path.name for path in files)
-    places = [folder / INDEX.format(_sha(names)[:8])]
+    places = [folder / INDEX.format(sha256_of(names)[:8])]
     with contextlib.suppress(OSError):
-        places.append(state_folder() / "shards" / f"{_sha(f'{folder}/{names}')[:32]}.npz")
+        places.append(state_folder() / "shards" / f"{sha256_of(f'{folder}/{names}')[:32]}.npz")
     for place in places:
         # none, or a damaged one
         with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(place) as kept:
@@ -172,10 +172,6 @@ def _index_of(files: list[Path]) -> _Index:
             return index
     print(f"{places[0]} cannot be kept: made anew at every start", file=sys.stderr, flush=True)
     return index
-
-
-def _sha(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _made_index(found: list[Path]) -> _Index:

@@ -92,7 +92,10 @@ def prepare(request: Request) -> Prepared:
         check_sync_batchnorm(config, device, everywhere, len(found.train_set))
     if config.cpu_threads is None:
         config.cpu_threads, threads_reason = cores.default_threads(ranks, device, model)
+    beside = Path(request.task).absolute().parent
+    modules = {} if task.is_built_in else imports.read(task.file, beside)
     record = _record(request, task, len(found.train_set), found.total) | {
+        "task_imports": imports.digests(modules),
         "world_size": everywhere,
         "chosen": chosen,
         "cpu_threads_reason": threads_reason,
@@ -105,7 +108,7 @@ def prepare(request: Request) -> Prepared:
     files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
         files["task.py"] = task.file.read_bytes()
-        files |= imports.copies(task.file, Path(request.task).absolute().parent)
+        files |= imports.copies(modules, beside)
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
     return Prepared(task, config, files, record)
@@ -154,7 +157,6 @@ def _record(request: Request, task: Task, samples: int, total: int) -> dict[str,
     return {
         "task": task.name if task.is_built_in else "task.py",
         "task_source": str(source) if source else None,
-        "task_imports": imports.digests(task.file, source.parent) if source else {},
         "task_sha256": task.sha256,
         "cwd": os.getcwd(),
         "total_steps": total,

@@ -21,31 +21,45 @@ _MOST = 500
 """So many imported files are looked at; where there are more no copy is kept, for it would lack some."""
 
 
-def digests(file: Path, beside: Path) -> dict[str, str]:
-    """The files that a program imports, and those that they import, from `beside` and from PYTHONPATH, with digests.
+def read(program: Path, beside: Path) -> dict[Path, bytes]:
+    """The files that a program imports, and those that they import, from `beside` and from PYTHONPATH, as they are now.
 
     Found by reading, not by running: an import whose name is computed is not seen.
     """
-    return {str(path): digest(path) for path in _imported(file, beside)}
+    folders = _folders(beside)
+    found: dict[Path, bytes] = {}
+    waiting = [program]
+    while waiting and len(found) <= _MOST:  # the program is one more
+        file = waiting.pop()
+        with contextlib.suppress(OSError):
+            found[file] = file.read_bytes()
+            for name, base in _names(file, found[file]):
+                paths = _files(name, [base] if base else folders)
+                waiting += [path for path in paths if path not in found and path not in waiting and not _is_ours(path)]
+    return {path: found[path] for path in sorted(found) if path != program}
 
 
-def copies(file: Path, beside: Path) -> dict[str, bytes]:
-    """The files of `digests` as a zip file from which Python imports them, by its name; {} where there are none."""
-    found = _imported(file, beside)
-    kept: dict[Path, Path] = {}
+def digests(read: dict[Path, bytes]) -> dict[str, str]:
+    """What run.json has of them, for `changed`."""
+    return {str(path): hashlib.sha256(content).hexdigest() for path, content in read.items()}
+
+
+def copies(read: dict[Path, bytes], beside: Path) -> dict[str, bytes]:
+    """The same files as a zip file from which Python imports them, by its name; {} where there are none."""
+    kept: dict[Path, bytes] = {}
     for folder in _folders(beside):
-        for path in found:
+        for path, content in read.items():
             if folder in path.parents:
-                kept.setdefault(path.relative_to(folder), path)
-    if not kept or len(found) >= _MOST:
+                kept.setdefault(path.relative_to(folder), content)
+    if not kept or len(read) >= _MOST:
         return {}
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as made:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as made:
         for folder in {folder: None for name in kept for folder in name.parents if folder.name}:
             made.mkdir(str(folder))  # without it Python finds no package that lacks __init__.py
-        for name, path in kept.items():
-            made.writestr(str(name), path.read_bytes())
-    return {MODULES: content.getvalue()}
+        for name, content in kept.items():
+            made.writestr(str(name), content)
+    return {MODULES: packed.getvalue()}
 
 
 def changed(known: dict[str, str] | None) -> str:
@@ -62,25 +76,11 @@ def _folders(beside: Path) -> list[Path]:
     return [beside, *(Path(part).absolute() for part in parts if part)]
 
 
-def _imported(script: Path, beside: Path) -> list[Path]:
-    folders = _folders(beside)
-    found: dict[Path, None] = {}
-    waiting = [script]
-    while waiting and len(found) < _MOST:
-        file = waiting.pop()
-        for name, base in _names(file):
-            for path in _files(name, [base] if base else folders):
-                if path not in found and path != script and not _is_ours(path):
-                    found[path] = None
-                    waiting.append(path)
-    return sorted(found)
-
-
-def _names(file: Path) -> Iterator[tuple[str, Path | None]]:
+def _names(file: Path, content: bytes) -> Iterator[tuple[str, Path | None]]:
     """Dotted names that a file imports, with the folder that a relative one starts from."""
     try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
