@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import os
 import pickle
 from collections import OrderedDict
@@ -13,11 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests.train.conftest import Station
 from train.checkpoint import manifest as manifests
+from train.checkpoint.load import weights_in
 from train.config import Init
 from train.errors import Refused
 from train.launcher.checks import prepare
@@ -194,6 +198,60 @@ def test_the_metadata_of_a_strangers_checkpoint_execute_nothing(tmp_path: Path, 
     with pytest.raises(Refused, match=r"posix\.mkdir, which is code"):
         read(folder, "--init step-00000001")
     assert not (tmp_path / "executed").exists()
+
+
+class ByName(pickle.Pickler):
+    """Writes members of an enum as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+class ByValue(pickle.Pickler):
+    """Writes members of an enum as other versions of Python do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (type(value), (value.value,)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("writer", [ByName, ByValue])
+def test_a_checkpoint_is_read_whichever_python_has_written_it(tmp_path: Path, writer: type[pickle.Pickler]) -> None:
+    expected = state()
+    dcp.save({"model": expected}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    with (tmp_path / ".metadata").open("wb") as file:
+        writer(file).dump(metadata)
+    assert (b"builtins" in (tmp_path / ".metadata").read_bytes()) == (writer is ByName)
+    found = weights_in(tmp_path)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+class Attribute:
+    def __init__(self, *of: Any) -> None:
+        self.of = of
+
+    def __reduce__(self) -> Any:
+        return getattr, self.of
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        (torch.Size, "__class__"),
+        (Metadata, "__init__"),
+        (_MEM_FORMAT_ENCODING, "__class__"),
+        (_MEM_FORMAT_ENCODING, "_missing_"),
+        (_MEM_FORMAT_ENCODING, ["TORCH_CONTIGUOUS_FORMAT"]),
+        (_MEM_FORMAT_ENCODING, "NONE", 0),
+        (_MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, "__reduce_ex__"),
+        (Attribute(torch.Size, "__subclasses__"), "__call__"),
+    ],
+    ids=str,
+)
+def test_metadata_get_no_attribute_but_members_of_one_enum(tmp_path: Path, of: Any) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(*of)))
+    with pytest.raises(ValueError, match=r"getattr, which is code|is damaged"):
+        weights_in(tmp_path)
 
 
 def test_what_a_task_leaves_out_may_be_missing_whatever_its_name_began_with() -> None:
