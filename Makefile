@@ -34,8 +34,8 @@ demo: setup ## train on real handwritten digits, two processes on any machine, i
 export HYPOTHESIS_STORAGE_DIRECTORY := tests/.hypothesis
 
 .PHONY: test
-test: setup ## run the tests; one of them: make test ARGS="-k resume"; one after the other: ARGS="-n 0"
-	@$(PY) -m pytest tests/train tests/examples $(wildcard tests/notebooks) -n auto --dist loadfile $(ARGS)
+test: setup ## run the tests; some: make test IN=tests/train/run ARGS="-k resume"; one after the other: ARGS="-n 0"
+	@$(PY) -m pytest $(or $(IN),tests/train tests/examples $(wildcard tests/notebooks)) -n auto --dist loadfile $(ARGS)
 
 # Machines with GPUs often have a Python with torch and no network: what is there comes before what make setup fetches.
 HAS_ALL = import sys; from importlib.util import find_spec; \

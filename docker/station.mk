@@ -28,5 +28,5 @@ audit: ## ask Debian which packages of the image it has mended since
 sbom audit:
 	@scripts/sbom.sh $@
 
-test-image: setup ## build the image and test the running station, on a real engine
-	@scripts/test-image.sh $(ARGS)
+test-image: setup ## build the image and test the running station, on a real engine; some: IN=tests/image/test_ssh.py
+	@scripts/test-image.sh $(or $(IN),tests/image) $(ARGS)

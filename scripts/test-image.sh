@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests the station from outside, on a real engine: `make test-image`, or one behaviour: make test-image ARGS="-k sftp"
+# Tests the station from outside, on a real engine: `make test-image`, or some: make test-image IN=tests/image/test_ssh.py ARGS="-k sftp"
 #
 # Whatever is missing is installed first (an engine, a browser, an ssh client), which takes root; nothing is skipped.
 set -euo pipefail
@@ -31,4 +31,4 @@ if ! cmp -s tests/image/requirements.lock "$mark"; then
 fi
 
 export PATH=$PWD/$env/bin:$PATH # the linters, which the tests call by name
-exec "$env/bin/python" -m pytest tests/image --durations=10 "$@"
+exec "$env/bin/python" -m pytest --durations=10 "$@"

@@ -14,6 +14,8 @@ import pytest
 from tests.train.conftest import Station
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.never_forgiven
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FALLING = ("loss", "ema.fid", "bits_per_char")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import Station, run
 
+pytestmark = pytest.mark.never_forgiven
+
 
 @pytest.fixture(scope="module")
 def fresh(station: Station, make_station: Callable[..., Station]) -> Station:

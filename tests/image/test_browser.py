@@ -28,6 +28,7 @@ def page(browser: Browser) -> Iterator[Page]:
     context.close()
 
 
+@pytest.mark.never_forgiven
 def test_without_the_token_a_login_page_is_all_there_is(station: Station, page: Page) -> None:
     page.goto(f"{station.url}/lab")
     assert "/login" in page.url
@@ -71,6 +72,7 @@ def test_a_terminal_begins_in_the_checkout_where_paths_of_the_documentation_are(
     assert where.read_text() == "/workspace\n"
 
 
+@pytest.mark.never_forgiven
 def test_a_bookmarked_report_opens_and_other_sites_cannot_read_it(station: Station, page: Page) -> None:
     (station.folder / "runs" / "report.html").write_text("<h1>a report</h1>")
     bookmark = f"{station.url}/files/runs/report.html"

@@ -12,6 +12,8 @@ from jupyter import Client
 
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.never_forgiven
+
 SAME = ("PATH", "CUDA", "NVIDIA_", "TRAIN", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 SAME += ("NO_PROXY", "LANG", "TZ", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "STATION_GPUS")
 # A proxy that answers nobody, and a list of exceptions that forgot the station itself: it is healthy all the same.

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import OWNER, ROOT, Station, copy_checkout, run
 
+pytestmark = pytest.mark.never_forgiven
+
 SETTINGS = """
 . scripts/station-settings.sh
 die() { echo "error: $*" >&2; exit 2; }

@@ -93,6 +93,7 @@ def test_the_exporter_comes_back_alone_and_runs_as_dev(watched: Station) -> None
     )
 
 
+@pytest.mark.never_forgiven
 def test_nothing_is_published_but_prometheus_on_the_loopback(watched: Station) -> None:
     ports = json.loads(watched.inspect("{{json .NetworkSettings.Ports}}"))
     assert set(filter(ports.get, ports)) == {"8888/tcp", "2222/tcp"}
@@ -103,6 +104,7 @@ def test_nothing_is_published_but_prometheus_on_the_loopback(watched: Station) -
     ]
 
 
+@pytest.mark.never_forgiven
 def test_the_page_and_the_log_hold_no_secret(watched: Station) -> None:
     page = watched.dev("curl", "-sf", "http://127.0.0.1:9477/metrics").stdout
     assert "train_runs_disk_free_bytes" in page
@@ -113,6 +115,7 @@ def test_the_page_and_the_log_hold_no_secret(watched: Station) -> None:
     assert (watched.folder / ".secrets").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.never_forgiven
 def test_grafanas_own_user_alone_reads_its_password(watched: Station) -> None:
     file = watched.folder / ".secrets" / "grafana_password"
     assert file.stat().st_mode & 0o777 == 0o600
@@ -124,6 +127,7 @@ def test_grafanas_own_user_alone_reads_its_password(watched: Station) -> None:
     assert done.returncode and '"GRAFANA_PASSWORD" required' in done.stderr
 
 
+@pytest.mark.never_forgiven
 def test_grafana_has_no_default_password_and_images_are_pinned(watched: Station) -> None:
     files = ("-f", "docker-compose.yml", "--profile", "monitoring")
     told = run("docker", "compose", *files, "config", "--format", "json", cwd=watched.folder, env=watched.env)

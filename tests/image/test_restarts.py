@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 from conftest import Station
 
 
@@ -17,6 +18,7 @@ def test_after_a_kill_nothing_stale_is_in_the_way(station: Station) -> None:
     assert station.ssh("tmux new-session -d -s after && tmux list-sessions").stdout.startswith("after:")
 
 
+@pytest.mark.never_forgiven
 def test_down_and_up_keep_home_and_runs(station: Station) -> None:
     station.ssh("echo mine >~/note && echo yours >/workspace/runs/note")
     station.make("down")

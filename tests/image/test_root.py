@@ -14,6 +14,8 @@ from traced import Opened, opened_by_root, strace_folder
 
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.never_forgiven
+
 # Run by root it leaves a mark and a shell that makes anybody root; run by dev it does nothing.
 PYTHON = """
 import os, shutil

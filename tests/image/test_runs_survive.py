@@ -59,6 +59,7 @@ def losses(station: Station, name: str) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
+@pytest.mark.never_forgiven
 def test_a_run_in_a_killed_container_goes_on_by_itself(station: Station, undisturbed: dict[str, object]) -> None:
     launch(station, "killed")
     station.compose("kill", "--signal", "KILL")
@@ -69,6 +70,7 @@ def test_a_run_in_a_killed_container_goes_on_by_itself(station: Station, undistu
     assert [attempt["end"] for attempt in record(station, "killed")["attempts"]] == ["died", "finished"]
 
 
+@pytest.mark.never_forgiven
 def test_a_stopped_container_saves_its_runs_and_they_go_on(station: Station, undisturbed: dict[str, object]) -> None:
     launch(station, "stopped")
     station.compose("stop", timeout=200)  # the grace period is 180 s; past it the engine kills, which is code 137

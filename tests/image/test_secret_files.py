@@ -8,6 +8,8 @@ from conftest import run
 
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.never_forgiven
+
 SECRETS = "/etc/trainstation/private/secrets"
 HIDDEN = ("--tmpfs", "/workspace/.secrets:mode=500")
 

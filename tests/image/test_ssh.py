@@ -13,6 +13,8 @@ from conftest import Station, Terminal, run, steps_on
 from tests.ports import free_port
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.never_forgiven
+
 BATCH = ["-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-o", "ConnectTimeout=20"]
 
 

@@ -18,6 +18,8 @@ from playwright.sync_api import expect, sync_playwright
 
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.never_forgiven
+
 ODD = "a path with blanks, ünd so"
 
 

@@ -14,6 +14,8 @@ from PIL import Image
 
 from tests.train.tiers import later
 
+pytestmark = pytest.mark.never_forgiven
+
 if TYPE_CHECKING:
     from conftest import Station
 

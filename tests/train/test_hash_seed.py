@@ -11,6 +11,8 @@ import pytest
 
 from train import hash_seed
 
+pytestmark = pytest.mark.never_forgiven
+
 if TYPE_CHECKING:
     from conftest import Station
 

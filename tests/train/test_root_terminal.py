@@ -12,6 +12,8 @@ import pytest
 
 from tests.train.terminal import OWN
 
+pytestmark = pytest.mark.never_forgiven
+
 UNTYPED = Path(__file__).parents[2] / "docker/rootfs/usr/local/lib/trainstation/untyped.py"
 # as libc does it; with a number of 64 bits, of which the kernel takes the lower half; by x32's; and, last, a request
 # for nothing but the window's size, which is everybody's

@@ -11,6 +11,8 @@ import pytest
 from train import faults
 from train.checkpoint.buffers import Buffers, SnapshotMemory, begin_of_tensors
 
+pytestmark = pytest.mark.never_forgiven
+
 PLAIN = b"what the tensors are"
 SIZE = 3 * 4096 + 9000
 

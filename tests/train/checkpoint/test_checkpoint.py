@@ -20,6 +20,8 @@ from train.run.run_folder import Run
 from train.trainer.export import export
 from train.trainer.load import load_trained
 
+pytestmark = pytest.mark.never_forgiven
+
 
 @pytest.fixture(scope="session")
 def saved(engine: Any) -> Any:

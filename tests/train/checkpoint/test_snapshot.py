@@ -21,6 +21,8 @@ from train.parallel.precision import Precision
 from train.parallel.strategy import Strategy
 from train.parallel.world import World
 
+pytestmark = pytest.mark.never_forgiven
+
 CPU = torch.device("cpu")
 
 

@@ -26,6 +26,8 @@ from train.supervise.ranks import Ranks
 from train.supervise.zygote import Zygote
 from train.trainer.load import load_trained
 
+pytestmark = pytest.mark.never_forgiven
+
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01}
 LONGER = {"epochs": 10}  # forty steps
 COPY = "1 0 copy"  # after every step: as where a copy costs less than a hundredth of one

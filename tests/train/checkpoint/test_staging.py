@@ -14,6 +14,8 @@ from torch import Tensor
 from train.checkpoint.staging import Staging, own_part
 from train.checkpoint.state_dict import size_of
 
+pytestmark = pytest.mark.never_forgiven
+
 
 def state() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)

@@ -27,6 +27,8 @@ from train.parallel.precision import Precision
 from train.parallel.world import World
 from train.run.folders import create
 
+pytestmark = pytest.mark.never_forgiven
+
 WAYS: dict[str, Any] = {
     "plain": ("SGD", {}),
     "adam": ("Adam", {}),

@@ -16,6 +16,8 @@ from tests.train.conftest import Station
 from train.errors import Refused
 from train.supervise import address
 
+pytestmark = pytest.mark.never_forgiven
+
 
 @pytest.mark.parametrize(
     "arguments, words",

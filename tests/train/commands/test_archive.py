@@ -16,6 +16,8 @@ import torch
 from tests.train.conftest import Station
 from train.run import imports
 
+pytestmark = pytest.mark.never_forgiven
+
 TASK = """
 import torch
 from torch.utils.data import TensorDataset

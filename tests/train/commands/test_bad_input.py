@@ -20,6 +20,8 @@ from tests.waiting import eventually
 from train import cli
 from train.launcher import tmux
 
+pytestmark = pytest.mark.never_forgiven
+
 TASK = """
 import torch
 from torch import nn

@@ -14,6 +14,8 @@ from train.errors import Refused
 from train.run import best, folders
 from train.run.run_folder import Run
 
+pytestmark = pytest.mark.never_forgiven
+
 if TYPE_CHECKING:
     from conftest import Station
 

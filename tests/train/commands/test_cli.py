@@ -208,6 +208,7 @@ def test_a_resume_of_all_says_that_there_is_nothing_to_resume(station: Station) 
     )
 
 
+@pytest.mark.never_forgiven
 def test_a_resume_refuses_what_would_change_the_result_and_changes_nothing(finished: Station) -> None:
     before = (finished.runs / "done" / "config.toml").read_bytes(), finished.record("done")
     done = finished("resume", "done", "--epochs", 3, "--optim.lr", 0.5)
@@ -282,6 +283,7 @@ def test_train_run_exits_75_when_stopped_with_a_checkpoint_to_continue_from(stat
     assert not station.run("s").alive()
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.minutes
 def test_a_signal_to_the_whole_process_group_costs_no_step_of_spawned_ranks(station: Station) -> None:
     (station.folder / "slow.py").write_text(SLOW)

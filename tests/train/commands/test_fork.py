@@ -12,6 +12,8 @@ import pytest
 from tests.train.conftest import Station
 from train.checkpoint import manifest as manifests
 
+pytestmark = pytest.mark.never_forgiven
+
 FIELDS = (
     "--steps",
     24,

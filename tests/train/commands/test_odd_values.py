@@ -6,11 +6,15 @@ import itertools
 import typing
 from pathlib import Path
 
+import pytest
+
 from train.commands import options
 from train.commands.parser import parse, parser_of
 from train.config.fields import fields, parse_value
 from train.errors import Refused
 from train.tasks import load
+
+pytestmark = pytest.mark.never_forgiven
 
 ODD = [
     "", " ", "0", "-1", "-0.0", "1e308", "1e309", "5e-324", "inf", "-inf", "nan", "9" * 5000, str(2**63), str(2**128),

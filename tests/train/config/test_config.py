@@ -14,6 +14,8 @@ from train import config
 from train.errors import Refused
 from train.launcher.request import Request, resolve
 
+pytestmark = pytest.mark.never_forgiven
+
 
 @dataclasses.dataclass
 class Settings:

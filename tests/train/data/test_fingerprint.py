@@ -18,6 +18,8 @@ from train.data import fingerprint
 from train.data.fingerprint import differences, of_sets, recorded
 from train.errors import Refused
 
+pytestmark = pytest.mark.never_forgiven
+
 
 class Held(Dataset[Any]):
     """A user's own data set: items in a list or an array."""

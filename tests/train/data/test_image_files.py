@@ -27,6 +27,8 @@ from train.data.loader import Loader
 from train.data.plan import MicroBatch, Plan, Sharing, micro_batches_of
 from train.errors import TrainingFailed
 
+pytestmark = pytest.mark.never_forgiven
+
 CPU = torch.device("cpu")
 RAMP = np.linspace(0, 65535, 32 * 48).astype(np.uint16).reshape(32, 48)
 

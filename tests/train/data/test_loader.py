@@ -28,6 +28,8 @@ from train.data.plan import MicroBatch, Plan, Sharing, evaluation_micro_batches,
 from train.data.seeding import seed_compute
 from train.data.to_device import to_device
 
+pytestmark = pytest.mark.never_forgiven
+
 CPU = torch.device("cpu")
 
 

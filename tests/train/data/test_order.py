@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from train.data.order import order, seed_of
 
+pytestmark = pytest.mark.never_forgiven
+
 SEEDS = st.integers(0, 2**63 - 1)
 
 

@@ -18,6 +18,8 @@ from train.data.fetch import gatherer
 from train.data.plan import MicroBatch
 from train.data.seeding import owned, seed_owned
 
+pytestmark = pytest.mark.never_forgiven
+
 if TYPE_CHECKING:
     from conftest import Station
 

@@ -12,6 +12,8 @@ import pytest
 from train.data.text import Corpus
 from train.errors import TrainingFailed
 
+pytestmark = pytest.mark.never_forgiven
+
 
 def write(folder: Path, count: int) -> tuple[list[tuple[Path, int, int]], bytes]:
     """So many files of 0 to 40 bytes, of which the first and the last byte are left out; and what remains."""

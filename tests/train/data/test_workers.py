@@ -17,6 +17,8 @@ from train.data.plan import Plan, Sharing, micro_batches_of
 from train.data.shards import shards
 from train.errors import Refused
 
+pytestmark = pytest.mark.never_forgiven
+
 COUNT, SIZE = 512, 3000
 ROWS = np.random.default_rng(0).integers(0, 256, (COUNT, SIZE), dtype=np.uint8)
 

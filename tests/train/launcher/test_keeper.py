@@ -44,6 +44,7 @@ def kill_agent(station: Station, name: str) -> None:
     os.kill(station.record(name)["pids"]["agent"], signal.SIGKILL)
 
 
+@pytest.mark.never_forgiven
 def test_a_run_whose_agent_is_killed_comes_back_and_ends_with_the_same_weights(
     station: Station, keeper: subprocess.Popen[str], undisturbed: dict[str, Any]
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_run_whose_agent_is_killed_comes_back_and_ends_with_the_same_weights(
     assert (record["state"], record["weights_sha256"]) == ("finished", undisturbed["weights_sha256"])
 
 
+@pytest.mark.never_forgiven
 def test_sigterm_saves_all_runs_and_a_keeper_brings_them_back_but_not_those_of_a_user(
     station: Station, keeper: subprocess.Popen[str], undisturbed: dict[str, Any]
 ) -> None:
@@ -105,6 +107,7 @@ def test_what_is_wrong_with_one_run_concerns_no_other(station: Station) -> None:
         tmux.start(LaunchRequest(kind="resume", runs=str(station.runs), name="mine", by_keeper=True))
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.minutes
 def test_two_keepers_never_run_the_same_run_twice(station: Station, undisturbed: dict[str, Any]) -> None:
     keepers = [station.start("keeper") for _ in range(2)]
@@ -154,6 +157,7 @@ def test_a_run_that_waits_for_the_engine_it_was_handed_to_is_left_alone(station:
     assert run.read() == before and not run.alive()
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.parametrize(("by_keeper", "is_taken_up"), [(True, True), (False, False)])
 def test_a_run_whose_resume_was_taken_back_rests_if_it_was_its_users(
     by_keeper: bool, is_taken_up: bool, tmp_path: Path

@@ -143,11 +143,13 @@ def test_the_environment_of_the_launching_shell_reaches_every_rank_although_the_
         assert f"token {SECRET} in {shared_station.folder}\n" in text
 
 
+@pytest.mark.never_forgiven
 def test_no_secret_stands_in_the_arguments_of_a_process(stopped: dict[str, Any]) -> None:
     assert any("train-rank" in arguments for arguments in stopped["arguments"])
     assert not any(SECRET in arguments for arguments in stopped["arguments"])
 
 
+@pytest.mark.never_forgiven
 def test_a_name_in_use_is_refused_and_its_run_goes_on(stopped: dict[str, Any]) -> None:
     for what, words in (
         ("second launch", "exists"),
@@ -164,6 +166,7 @@ def test_the_run_outlives_its_tmux_server(stopped: dict[str, Any]) -> None:
     assert stopped["attach"].returncode == 2 and "train logs s" in stopped["attach"].stderr
 
 
+@pytest.mark.never_forgiven
 def test_stop_saves_and_returns_when_nothing_of_the_run_lives(stopped: dict[str, Any], shared_station: Station) -> None:
     assert stopped["stop"].returncode == 0 and "train resume s" in stopped["stop"].stderr
     assert not stopped["alive after stop"]
@@ -182,6 +185,7 @@ def test_follow_exits_75_when_the_run_is_stopped(stopped: dict[str, Any]) -> Non
     assert "train resume s" in stopped["err"].splitlines()[-1]
 
 
+@pytest.mark.never_forgiven
 def test_a_killed_agent_leaves_no_rank_and_a_killed_rank_is_started_again(shared_station: Station) -> None:
     station = shared_station
     every = ["--checkpoint.every_steps", 5, "--task.pause", 0.05]
@@ -285,6 +289,7 @@ def test_an_error_of_the_task_is_not_tried_again_and_follow_exits_3_with_its_lin
     assert "Traceback" in shared_station.ok("logs", "e").stdout
 
 
+@pytest.mark.never_forgiven
 def test_an_interrupted_launch_leaves_nothing(station: Station) -> None:
     (station.folder / "hangs.py").write_text("open('reached', 'w').close()\nimport time\ntime.sleep(600)\n")
     process = station.start("launch", "hangs.py", "--name", "i")
@@ -299,6 +304,7 @@ def test_an_interrupted_launch_leaves_nothing(station: Station) -> None:
     assert sessions(station) == [] and not station.runs.exists()
 
 
+@pytest.mark.never_forgiven
 def test_of_two_launches_of_one_name_one_succeeds_and_its_run_is_whole(station: Station) -> None:
     (station.folder / "slow.py").write_text(TASK)
     arguments = ["launch", "slow.py", "--name", "two", *QUICK, "--steps", 5]
@@ -316,6 +322,7 @@ def test_a_session_starts_while_the_server_of_the_last_one_is_leaving(tmp_path: 
     assert sorted(map(int, (tmp_path / "begun").read_text().split())) == list(range(60))  # none twice
 
 
+@pytest.mark.never_forgiven
 def test_no_file_of_the_users_is_taken_for_a_module_of_this_package_or_of_pythons(station: Station) -> None:
     for module in ("train", "json", "profile", "select", "sympy"):  # of the terminal's process, of torch, and others
         (station.folder / f"{module}.py").write_text(f"open('executed-{module}', 'w').close()\n")
@@ -333,6 +340,7 @@ def test_no_file_of_the_users_is_taken_for_a_module_of_this_package_or_of_python
     assert "mine beside\n" in (station.run("script").logs(1) / "rank0.log").read_text()
 
 
+@pytest.mark.never_forgiven
 def test_a_resume_that_is_refused_has_changed_nothing(station: Station) -> None:
     (station.folder / "slow.py").write_text(TASK)
     station.ok("run", "slow.py", "--name", "task", *QUICK, "--steps", 3, "--task.pause", 0)
@@ -381,6 +389,7 @@ def test_a_resume_from_another_folder_imports_what_lies_where_the_run_was_launch
     assert all("imports first\n" in log for log in logs)
 
 
+@pytest.mark.never_forgiven
 def test_a_launch_leaves_no_environment_among_temporary_files(station: Station) -> None:
     (station.folder / "t").mkdir()
     extra = {"TMPDIR": str(station.folder / "t"), "TRAIN_WARM": "off", "SOME_TOKEN": "s3cr3t"}

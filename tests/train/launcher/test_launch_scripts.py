@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.ports import free_port
 from tests.train.conftest import PATIENCE, Station
 from tests.waiting import eventually
@@ -28,6 +30,7 @@ def wait_for_end(station: Station, name: str) -> dict[str, object]:
     return station.wait_for_end(name)
 
 
+@pytest.mark.never_forgiven
 def test_a_task_under_torchrun_in_tmux_ends_like_a_launched_one(station: Station) -> None:
     place = ["--runs", str(station.runs)]
     done = call(station, "run-single-node.sh", "--torchrun", "digits", "--name", "by-torchrun", *FIELDS, *place)

@@ -18,6 +18,8 @@ from train.launcher import tmux
 from train.run import folders, ownership
 from train.run.run_folder import Run
 
+pytestmark = pytest.mark.never_forgiven
+
 FLAGS = ["--steps", 50, "--checkpoint.every_steps", 2, "--checkpoint.keep", 3, "--log.samples", "true", *QUICK]
 
 

@@ -45,6 +45,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", count)
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.parametrize("gpus", [HERE[0], f"{HERE[0]},{HERE[1]}", SLICE])
 def test_uuids_are_refused_with_where_to_give_them(gpus: str) -> None:
     with pytest.raises(Refused, match="CUDA_VISIBLE_DEVICES"):

@@ -139,6 +139,7 @@ def test_ranks_that_something_else_than_torchrun_starts_share_a_name_or_its_refu
     assert (station.record("srun")["state"], station.record("srun")["world_size"]) == (states.FINISHED, 2)
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.minutes
 def test_a_task_trains_under_plain_torchrun_and_continues_after_a_restart(shared_station: Station) -> None:
     station = shared_station

@@ -133,6 +133,7 @@ def test_stop_and_show_say_what_a_stop_does_to_a_script(station: Station) -> Non
     assert done.returncode == 0 and station.record("saves")["state"] == states.STOPPED
 
 
+@pytest.mark.never_forgiven
 def test_nothing_is_invented_about_the_steps_of_a_script(station: Station) -> None:
     record = run(station, "if attempt == 1: os.kill(os.getpid(), 9)", *QUICK)
     shown = station.ok("show", "a").stdout
@@ -191,6 +192,7 @@ def test_a_script_that_is_gone_is_refused(station: Station) -> None:
     assert station.record("a")["state"] == states.STOPPED
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from train.config import Config, Parallel
 from train.parallel.fsdp import FSDP
 from train.parallel.precision import Precision
 from train.parallel.world import World
+
+pytestmark = pytest.mark.never_forgiven
 
 WHERE = torch.device("cpu")
 

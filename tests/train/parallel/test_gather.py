@@ -10,6 +10,8 @@ import torch
 import train
 from tests.tasks import TASKS
 
+pytestmark = pytest.mark.never_forgiven
+
 CONTRAST: dict[str, Any] = {
     "task": TASKS / "contrast.py", "batch_size": 12, "data__drop_last": "true", "precision": "fp64",
     "schedule__decay": "constant",

@@ -16,6 +16,8 @@ from train.data.plan import micro_batches_of_rank
 from train.parallel.ordered import Node, cover, exchanges, halves
 from train.parallel.overlap import flatten_as, view_as
 
+pytestmark = pytest.mark.never_forgiven
+
 ORDERED = {"parallel__reduce": "ordered", "micro_batch_size": 2, "clip_grad_norm": 0.5}
 """Eight micro batches a step, four in the short one."""
 

@@ -16,6 +16,8 @@ from train.config import Config, Optim, Parallel
 from train.errors import Refused
 from train.trainer.optimizer import make_optimizer, takes_fused
 
+pytestmark = pytest.mark.never_forgiven
+
 EXACT = {"precision": "fp64"}
 FSDP = {"parallel__strategy": "fsdp", "parallel__wrap": "Linear"}
 """Units of one layer each: with `auto` so small a model would be one."""

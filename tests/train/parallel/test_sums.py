@@ -16,6 +16,8 @@ from train.parallel.precision import Precision
 from train.parallel.strategy import STEP_STATS
 from train.parallel.world import World
 
+pytestmark = pytest.mark.never_forgiven
+
 UNUSED = {"never": (), "first": (0, 2, 4), "second": (1, 3, 6), "both": (0, 1, 5), "all": tuple(range(7))}
 """The micro batches in which one of the model's layers is not used."""
 

@@ -16,6 +16,8 @@ import pytest
 from tests.train.conftest import PATIENCE, Station
 from train.run import environment
 
+pytestmark = pytest.mark.never_forgiven
+
 SHOWS = """
 import json, os, pathlib, time
 import beside

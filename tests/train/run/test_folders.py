@@ -12,6 +12,8 @@ from train.errors import Refused
 from train.launcher import resumable
 from train.run import folders
 
+pytestmark = pytest.mark.never_forgiven
+
 HERE, ELSEWHERE = socket.gethostname(), "another-host"
 
 

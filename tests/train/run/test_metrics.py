@@ -13,6 +13,8 @@ from train.run import folders, metrics
 from train.run.metrics import Evaluation, Lines, Tail, Training, metrics_text
 from train.run.run_folder import Run
 
+pytestmark = pytest.mark.never_forgiven
+
 
 def training(step: int, loss: float = 0.5) -> Training:
     return {

@@ -16,6 +16,8 @@ from train.run import best, folders
 from train.run.run_folder import Run
 from train.views.listing import story
 
+pytestmark = pytest.mark.never_forgiven
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:

@@ -19,6 +19,8 @@ from train.launcher import keeper, resumable, stopping
 from train.run import environment, folders, ownership, states
 from train.run.run_folder import Run
 
+pytestmark = pytest.mark.never_forgiven
+
 FIELDS = (
     "--epochs", 1000, "--batch_size", 60, "--checkpoint.every_steps", 10**6, "--log.tensorboard", "false",
     "--task.width", 8, "--cpu_threads", 1,

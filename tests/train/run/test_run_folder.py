@@ -21,6 +21,8 @@ from train.run import folders, heartbeat, run_folder, states
 from train.run.run_folder import Run
 from train.views.listing import listing, story
 
+pytestmark = pytest.mark.never_forgiven
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:

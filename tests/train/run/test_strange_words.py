@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from train.monitor.prometheus import Collector
 from train.run.run_folder import Run
 
+pytestmark = pytest.mark.never_forgiven
+
 if TYPE_CHECKING:
     from conftest import Station
 

@@ -12,6 +12,8 @@ import pytest
 from tests.tasks import TASKS
 from tests.train.commands.test_bad_input import command, entries, refused
 
+pytestmark = pytest.mark.never_forgiven
+
 TASK = TASKS / "sine.py"
 SHAPE = ("--on", "slurm", "--nodes", 2, "--gpus-per-node", 4)
 

@@ -32,6 +32,7 @@ def undisturbed(shared_station: Station) -> dict[str, Any]:
     return shared_station.record("undisturbed")
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.parametrize("road", ["launch", *later("spawn", "alone")])
 def test_a_supervisor_killed_before_it_wrote_the_end_leaves_a_run_that_a_resume_finishes(
     station: Station, undisturbed: dict[str, Any], road: str
@@ -60,6 +61,7 @@ def test_a_supervisor_killed_before_it_wrote_the_end_leaves_a_run_that_a_resume_
         ]
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.minutes
 def test_a_rank_killed_after_it_said_that_all_is_done_costs_nothing(station: Station) -> None:
     done = station("run", "digits", "--name", "a", "--spawn", 2, *FIELDS, env={"TRAIN_FAULT": "finished@0"})

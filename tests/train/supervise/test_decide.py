@@ -15,6 +15,8 @@ from train.supervise import memory
 from train.supervise.decide import Asked, Decision, Facts, LaunchMode, decide, who_died
 from train.supervise.node_reports import merged, report_of
 
+pytestmark = pytest.mark.never_forgiven
+
 KILL, TERM, ABRT, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, -signal.SIGSEGV
 LAUNCHED, FOREGROUND, TORCHRUN = LaunchMode.LAUNCHED, LaunchMode.FOREGROUND, LaunchMode.TORCHRUN
 USER = Asked(signals.USER, "train stop")

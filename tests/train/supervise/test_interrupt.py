@@ -71,6 +71,7 @@ def check_gone(station: Station, name: str) -> None:
     assert not here(station), here(station)
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.parametrize("case", ["one rank", *later("loader worker")])
 def test_a_second_ctrl_c_ends_a_hanging_run_at_once_with_all_its_ranks(station: Station, case: str) -> None:
     if case == "loader worker":
@@ -116,6 +117,7 @@ def test_a_run_ended_at_once_goes_on_from_its_last_checkpoint_when_its_user_says
     assert station.record("c")["attempts"][-1]["from_step"] == step
 
 
+@pytest.mark.never_forgiven
 def test_one_ctrl_c_saves_and_two_signals_in_one_instant_are_one(station: Station) -> None:
     write(station)
     terminal = Terminal(station, "run", "task.py", "--name", "p", *QUICK)

@@ -98,6 +98,7 @@ def warmth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warmth]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.minutes
 def test_a_warm_run_ends_like_a_cold_one_to_the_last_bit(warmth: Warmth) -> None:
     warmth.launch("warm", "--follow")
@@ -116,6 +117,7 @@ def test_ranks_of_launches_and_resumes_are_forked_by_what_was_lent(warmth: Warmt
             warmth.station.ok("resume", "seen", env=warmth.extra)
 
 
+@pytest.mark.never_forgiven
 def test_an_edited_package_is_what_a_warm_run_has(warmth: Warmth) -> None:
     file = warmth.package / "__init__.py"
     text = file.read_text()
@@ -142,6 +144,7 @@ def test_a_refusal_reaches_the_one_who_asked(warmth: Warmth) -> None:
     assert not (warmth.station.runs / "no").exists()
 
 
+@pytest.mark.never_forgiven
 def test_an_interrupted_warm_launch_leaves_nothing(warmth: Warmth) -> None:
     folder = warmth.station.folder
     (folder / "hangs.py").write_text("open('reached', 'w').close()\nimport time\ntime.sleep(600)\n")
@@ -181,6 +184,7 @@ def test_variables_that_libraries_read_when_they_are_loaded_tell_processes_apart
     assert place != lender_socket(environ | {name: "other"})
 
 
+@pytest.mark.never_forgiven
 def test_a_place_that_others_may_enter_is_not_used(tmp_path: Path) -> None:
     environ = os.environ | {"TMPDIR": str(tmp_path)}
     assert lender_socket(environ) is None and list(tmp_path.iterdir()) == []  # looking for it makes nothing
@@ -226,6 +230,7 @@ def test_a_refusal_ends_what_was_begun(station: Station, cold: dict[str, str]) -
     eventually("it has ended, with its socket", lambda: not (waiting(cold["TMPDIR"]) or left_in(cold["TMPDIR"])))
 
 
+@pytest.mark.never_forgiven
 def test_it_ends_with_a_launch_that_is_killed(station: Station, cold: dict[str, str]) -> None:
     os.mkfifo(station.folder / "never.toml")
     command = [sys.executable, "-m", "train", "launch", "digits", "--config", "never.toml"]

@@ -22,6 +22,8 @@ from train.supervise import diagnose
 from train.supervise.ranks import Ranks, flight_recorder
 from train.supervise.zygote import Zygote
 
+pytestmark = pytest.mark.never_forgiven
+
 if TYPE_CHECKING:
     from conftest import Station
 

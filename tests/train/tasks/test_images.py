@@ -107,6 +107,7 @@ def test_an_exported_model_takes_normalised_pictures(shared_station: Station, tm
     assert [size.dim_value for size in taken.type.tensor_type.shape.dim][1:] == [3, 16, 16]
 
 
+@pytest.mark.never_forgiven
 def test_every_format_becomes_a_normalised_picture_of_the_wanted_size_and_the_order_of_classes_is_the_alphabet(
     tmp_path: Path,
 ) -> None:

@@ -81,6 +81,7 @@ def here(shared_station: Station) -> Station:
     return shared_station
 
 
+@pytest.mark.never_forgiven
 def test_one_file_trains_unmodified_in_one_process_and_in_three_to_the_same_weights(here: Station) -> None:
     here.ok("run", "mine/moons.py", "--name", "moons-one", *FLAGS)
     here.ok("run", "./mine/moons.py", "--name", "moons-three", "--spawn", 3, *FLAGS)
@@ -112,6 +113,7 @@ def test_settings_are_flags_and_the_file_is_copied_with_its_digest(here: Station
         resolve(Request(str(here.folder / "mine" / "moons.py"), {"task.hiden": "5"}))
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.minutes
 def test_a_resume_goes_on_with_the_copy_where_the_run_was_launched_and_says_that_the_original_has_changed(
     here: Station,
@@ -174,6 +176,7 @@ def test_two_tasks_of_one_name_are_two_tasks(tmp_path: Path) -> None:
     assert [load(str(tmp_path / str(number) / "t.py")).model(None) for number in (1, 2)] == [1, 2]
 
 
+@pytest.mark.never_forgiven
 def test_a_task_edited_within_a_second_is_the_edited_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python takes byte code for its file's by second and size."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
@@ -211,6 +214,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.never_forgiven
 def test_two_losses_are_not_taken_for_a_loss_and_its_count(station: Station) -> None:
     (station.folder / "two.py").write_text(TWO_LOSSES)
     done = station("run", "two.py", "--name", "two-losses", "--steps", 1)

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from tests.train.tiers import later
 
+pytestmark = pytest.mark.never_forgiven
+
 if TYPE_CHECKING:
     from conftest import Station
 

@@ -16,6 +16,8 @@ from train.config import Config
 from train.trainer import cores, determinism
 from train.trainer.evaluate import evaluate_run
 
+pytestmark = pytest.mark.never_forgiven
+
 if TYPE_CHECKING:
     from conftest import Station
 

@@ -11,6 +11,8 @@ from train.errors import Refused
 from train.run.best import Aim
 from train.trainer.early_stopping import without_improvement
 
+pytestmark = pytest.mark.never_forgiven
+
 EARLY = {
     "early_stopping__metric": "max:loss", "early_stopping__patience": 2, "eval__every_epochs": 0.25,
     "schedule__decay": "constant",

@@ -18,6 +18,8 @@ from train.parallel.world import World
 from train.trainer.evaluate import summed
 from train.trainer.loss import evaluation_figures
 
+pytestmark = pytest.mark.never_forgiven
+
 EVALUATED = {"steps": 4, "task__count_ids": "true", "micro_batch_size": 4}
 
 

@@ -25,6 +25,8 @@ from train.tasks import load
 from train.trainer.export import export
 from train.trainer.load import load_trained
 
+pytestmark = pytest.mark.never_forgiven
+
 if TYPE_CHECKING:
     from conftest import Station
 

@@ -18,6 +18,8 @@ from train.data.plan import MicroBatch
 from train.supervise import health
 from train.supervise.diagnose import failure_of
 
+pytestmark = pytest.mark.never_forgiven
+
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint_before(engine: Any) -> None:
     poison = sample_of(3)

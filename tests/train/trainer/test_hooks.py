@@ -15,6 +15,8 @@ from train.trainer.evaluate import evaluate_run
 from train.trainer.export import export
 from train.trainer.load import load_trained
 
+pytestmark = pytest.mark.never_forgiven
+
 FLAGS: dict[str, Any] = {
     "task": TASKS / "moving.py", "ema__decay": 0.9, "task__batchnorm": "true", "checkpoint__every_steps": 4,
     "checkpoint__asynchronous": "false", "task__sees": "true",

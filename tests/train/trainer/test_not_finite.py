@@ -12,6 +12,8 @@ from tests.tasks import TASKS
 from tests.train.training import sample_of
 from train.trainer.load import load_trained
 
+pytestmark = pytest.mark.never_forgiven
+
 SKIP = {"on_nan": "skip", "schedule__decay": "constant", "schedule__warmup_epochs": 0, "task__batchnorm": "true"}
 POISON = {"task__poison": sample_of(3)}
 """The loss of the third step is infinite, and that of a step in each later epoch."""

@@ -18,6 +18,8 @@ from train.trainer.evaluate import evaluate_run
 from train.trainer.load import load_trained
 from train.trainer.optimizer import make_optimizer
 
+pytestmark = pytest.mark.never_forgiven
+
 RATES = {"optim__name": "nadam", "optim__args__momentum_decay": 0.01, "optim__no_decay": "true",
          "optim__layer_decay": 0.5, "freeze": "enter,no*", "task__batchnorm": "true"}  # fmt: skip
 

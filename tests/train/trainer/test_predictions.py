@@ -17,6 +17,8 @@ from train.trainer.evaluate import evaluate_run
 from train.trainer.load import load_trained
 from train.trainer.predictions import Predictions
 
+pytestmark = pytest.mark.never_forgiven
+
 TASK = TASKS / "whole_sets.py"
 
 

@@ -17,6 +17,8 @@ from train.config import forbidden_changes
 from train.errors import Refused
 from train.launcher.resume import prepare_resume
 
+pytestmark = pytest.mark.never_forgiven
+
 ADAMW = {"optim__name": "adamw", "optim__lr": 0.01, "data__workers": 2, "task__batchnorm": "true"}
 
 BY_FOUR = {"checkpoint__every_steps": 4, "checkpoint__asynchronous": "false"}

@@ -10,6 +10,8 @@ import torch
 from tests.train.training import CLOSE
 from train.trainer.load import load_trained
 
+pytestmark = pytest.mark.never_forgiven
+
 PLAIN = {
     "steps": 2, "precision": "fp64", "log__gradients": "true", "optim__momentum": 0, "optim__weight_decay": 0,
     "schedule__decay": "constant", "schedule__warmup_epochs": 0, "checkpoint__every_steps": 1,

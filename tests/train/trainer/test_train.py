@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from train.config import Config, Parallel
 from train.parallel.world import World
 from train.trainer import train
+
+pytestmark = pytest.mark.never_forgiven
 
 
 def _end(rank: int, folder: Path) -> None:

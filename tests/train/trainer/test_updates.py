@@ -15,6 +15,8 @@ from train.errors import Refused
 from train.trainer.build import make_model
 from train.trainer.load import load_trained
 
+pytestmark = pytest.mark.never_forgiven
+
 GAN: dict[str, Any] = {
     "task": TASKS / "gan.py", "optim__lr": None, "optim__name": None, "schedule__decay": "constant",
     "schedule__warmup_epochs": 0, "checkpoint__every_steps": 3, "checkpoint__asynchronous": "false",

@@ -237,6 +237,7 @@ class Elements(HTMLParser):
                 self.loaded.append(f"{tag} {name}={value}")
 
 
+@pytest.mark.never_forgiven
 def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path) -> None:
     text = report.html(evil(tmp_path))
     found = Elements(text)
@@ -253,6 +254,7 @@ def test_words_in_another_encoding_are_written_as_they_can_be(tmp_path: Path) ->
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+@pytest.mark.never_forgiven
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_a_browser_executes_nothing_of_it(tmp_path: Path) -> None:
     run = evil(tmp_path / "runs")
