@@ -60,7 +60,10 @@ def check(asked: Submission) -> None:
     """Whether it can be handed to a cluster from here: the API server is asked, which creates nothing."""
     own = asked.own
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?", asked.name):
-        raise Refused(f"--name {asked.name}: Kubernetes takes up to 45 of a-z, 0-9 and -, a letter first")
+        taken = re.sub(r"[^a-z0-9]+", "-", asked.name.lower()).lstrip("-0123456789")[:45].strip("-") or "run"
+        raise Refused(
+            f"--name {asked.name}: Kubernetes takes up to 45 of a-z, 0-9 and -, a letter first: --name {taken}"
+        )
     for flag in ("namespace", "runs_claim", "data_claim", "queue"):
         if own[flag] is not None and (len(own[flag]) > 63 or not re.fullmatch(_NAME, own[flag])):
             raise Refused(f"--{flag.replace('_', '-')} {own[flag]}: no name that Kubernetes takes: a-z, 0-9 and -")

@@ -199,10 +199,15 @@ def _weights_at(text: str, runs: Path) -> Path:
     """
     from train.run import best, folders
 
-    if Path(text).exists() and not (Path(text) / "run.json").exists():
-        return Path(text).absolute()
     name, sign, which = text.partition("@")
-    if not name or not (runs / name / "run.json").is_file() or (sign and not which):
+    is_run = bool(name) and (runs / name / "run.json").is_file()
+    if Path(text).exists() and not (Path(text) / "run.json").exists():
+        if is_run and not sign and "/" not in text:
+            raise Refused(
+                f"--init {text}: a file here and a run have this name; give ./{text}, or {text}@best or {text}@STEP"
+            )
+        return Path(text).absolute()
+    if not is_run or (sign and not which):
         raise Refused(f"--init {text}: there is no such file, nor such a run: NAME, NAME@best or NAME@STEP")
     run = folders.find(runs, name)
     step = best.checkpoint_named(run, which or None, screen.remark) or run.newest_checkpoint

@@ -50,8 +50,11 @@ def tmux(runs: Path, *arguments: str) -> list[str]:
 
 
 def session_of(name: str) -> str:
-    """The tmux session of a run. A folder may have been renamed to something tmux does not take."""
-    return "train-" + "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+    """The tmux session of a run. tmux takes no dots: a comma, which no name has, keeps lr-0.1 and lr-0_1 apart.
+
+    A folder may have been renamed to something else that tmux does not take.
+    """
+    return "train-" + "".join(c if c.isalnum() or c in "-_" else "," if c == "." else "_" for c in name)
 
 
 def _has_session(runs: Path, session: str) -> bool:

@@ -22,7 +22,7 @@ from train.run.states import CREATED
 
 NODES = ".nodes"
 """The folder beside run folders in which the nodes but node 0 have theirs, where all see the same disk."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?")
 
 
 def of_node(runs: Path, node: int) -> Path:
@@ -74,10 +74,10 @@ def _is_file_name(name: str) -> bool:
 
 def check_free(runs: Path, name: str) -> None:
     """Raises Refused if a run cannot have this name, one has it, or the runs folder cannot be written."""
-    if not _NAME.fullmatch(name):  # tmux and shells would stumble over it
+    if not _NAME.fullmatch(name):  # shells and hidden files: see also tmux.session_of
         raise Refused(
-            f"{shortened(name, 64)!r} is not a legal run name: use up to 64 letters, digits, - and _, "
-            "beginning with a letter or digit"
+            f"{shortened(name, 64)!r} is not a legal run name: use up to 64 letters, digits, -, _ and dots, "
+            "beginning with a letter or digit and not ending with a dot"
         )
     if os.path.lexists(runs / name):
         raise Refused(f"a run named {name} exists in {runs}; choose another name, or: train resume {name}")
@@ -92,7 +92,7 @@ def check_free(runs: Path, name: str) -> None:
 
 def fresh_name(runs: Path, stem: str) -> str:
     """A free name in `runs`: the stem, the time, and a number if need be."""
-    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:40] or "run"
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-_.")[:40] or "run"
     name = first = f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     number = 1
     while os.path.lexists(runs / name):

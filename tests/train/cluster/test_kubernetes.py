@@ -134,7 +134,7 @@ def test_a_train_job_with_all_options_is_what_is_published(cluster: Cluster) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--name", "My_Run"), "up to 45 of a-z, 0-9 and -, a letter first"),
+        (("--name", "My_Run-0.1"), "up to 45 of a-z, 0-9 and -, a letter first: --name my-run-0-1"),
         (("--mem", "64"), "--mem 64: give a size such as 64G"),
         (("--env", "NCCL_DEBUG"), "give NAME=VALUE"),
         (("--env", "PET_NNODES=3"), "Kubeflow Trainer or the pod itself sets it"),

@@ -73,14 +73,16 @@ def test_a_run_is_followed_that_is_renamed_all_the_time_while_it_saves(moving: S
 
 
 def test_mv_renames_a_living_run_which_stays_its_stations_and_frees_its_name(moving: Station) -> None:
-    moving.ok("launch", "slow.py", "--name", "old", "--nproc", 2, "--task.pause", 0.05, *FLAGS)
-    moving.wait_for_step("old", 4)
-    assert moving.ok("mv", "old", "new").stderr == "old is new now\n"
-    os.kill(moving.record("new")["pids"]["agent"], signal.SIGKILL)
-    assert moving.wait_for_end("new")["state"] == "interrupted"
-    moving.ok("launch", "slow.py", "--name", "old", "--steps", 1, *QUICK)
-    assert "new\n" in moving.ok("resume", "--all").stdout
-    assert outcome(moving, "new") == outcome(moving, "still")
+    moving.ok("launch", "slow.py", "--name", "lr-0.1", "--nproc", 2, "--task.pause", 0.05, *FLAGS)
+    moving.wait_for_step("lr-0.1", 4)
+    assert moving.ok("mv", "lr-0.1", "lr-0.2").stderr == "lr-0.1 is lr-0.2 now\n"
+    session = moving.record("lr-0.2")["tmux_session"]
+    assert session == "train-lr-0,2" and session in sessions(moving) and session != tmux.session_of("lr-0_2")
+    os.kill(moving.record("lr-0.2")["pids"]["agent"], signal.SIGKILL)
+    assert moving.wait_for_end("lr-0.2")["state"] == "interrupted"
+    moving.ok("launch", "slow.py", "--name", "lr-0.1", "--steps", 1, *QUICK)
+    assert "lr-0.2\n" in moving.ok("resume", "--all").stdout
+    assert outcome(moving, "lr-0.2") == outcome(moving, "still")
 
 
 def test_mv_renames_a_finished_run(moving: Station) -> None:

@@ -286,7 +286,7 @@ def test_only_published_checkpoints_count(run: Run) -> None:
 
 def test_fresh_names_are_legal_and_nobodys(tmp_path: Path) -> None:
     names = []
-    for stem in ("my task.v2", "ü", "-", "x" * 200, "a"):
+    for stem in ("my task.v2", "..", "ü", "-", "x" * 200, "a"):
         names += [folders.fresh_name(tmp_path, stem) for _ in range(1)]
         folders.check_free(tmp_path, names[-1])
     first = folders.fresh_name(tmp_path, "same")

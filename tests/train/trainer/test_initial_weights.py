@@ -334,6 +334,10 @@ def test_a_run_begins_with_the_weights_of_another_by_name(finished: Station, tmp
     ):
         done = finished("launch", "digits", "--name", "never", "--init", init)
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
+    (finished.folder / "done").touch()
+    done = finished("run", "digits", "--name", "never", "--init", "done")
+    (finished.folder / "done").unlink()
+    assert done.returncode == 2 and "a file here and a run have this name; give ./done" in done.stderr
     done = finished("run", "digits", "--name", "never", "--init.skip", "7")
     assert done.returncode == 2 and "--init.skip 7 is of no use without --init.file" in done.stderr
     assert not (finished.runs / "never").exists()
