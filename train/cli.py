@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -38,23 +39,28 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = _main(arguments)
         sys.stdout.flush()
     except Refused as error:
-        screen.remark(str(error))
-        code = EXIT_REFUSED
+        code = _refusal(str(error))
     except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = EXIT_FINISHED
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
-        screen.remark(_GONE if error.errno == errno.ENOENT and _is_gone() else of_system(error))
-        code = EXIT_REFUSED
+        code = _refusal(_GONE if error.errno == errno.ENOENT and _is_gone() else of_system(error))
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
         what = shortened(ascii(error.object), 100)
-        screen.remark(f"{what} has letters that this locale has not; use another: LC_ALL=C.UTF-8")
-        code = EXIT_REFUSED
+        code = _refusal(f"{what} has letters that this locale has not; use another: LC_ALL=C.UTF-8")
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        screen.remark("interrupted")
+        _refusal("interrupted")
         code = EXIT_INTERRUPTED
+    finally:
+        screen.drop_what_cannot_be_written()
     sys.exit(code)
+
+
+def _refusal(line: str) -> int:
+    """Say why the command ends here, where standard error can be written at all. Return its exit code."""
+    with contextlib.suppress(OSError):
+        screen.remark(line)
+    return EXIT_REFUSED
 
 
 def _main(arguments: list[str]) -> int:

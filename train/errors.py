@@ -104,13 +104,20 @@ def one_line(text: object) -> str:
     return " ".join(_by_path(str(text)).split())
 
 
+_REMEDIES = {
+    errno.ENAMETOOLONG: "give a shorter one",
+    errno.ENOSPC: "free some room on the disk that it goes to",
+    errno.EDQUOT: "free some room, or ask for a larger quota",
+}
+"""Maps the number of an error to what to do."""
+
+
 def of_system(error: OSError) -> str:
     """What is wrong, and what to do about it, where no command has foreseen it."""
     where = f": {error.filename}" if error.filename else ""
     problem = shortened(f"{error.strerror or one_line(error)}{where}")
-    remedy = "; give a shorter one" if error.errno == errno.ENAMETOOLONG else "; look at its owner and mode"
     # a library's own, without a number, is about what is in the file
-    return f"{problem}{remedy if error.errno else ''}"
+    return f"{problem}; {_REMEDIES.get(error.errno, 'look at its owner and mode')}" if error.errno else problem
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "", dashes: str = "") -> str:

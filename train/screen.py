@@ -34,6 +34,18 @@ def open_what_is_closed() -> None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
 
+def drop_what_cannot_be_written() -> None:
+    """Forget what standard output or error still hold and cannot write, as on a full disk or a closed pipe.
+
+    Python would try once more when it exits, complain of its own and change the exit code.
+    """
+    for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # full, or closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+
+
 @contextlib.contextmanager
 def results_alone() -> Iterator[None]:
     """Send what a user's own code prints to standard error, for standard output is for results.

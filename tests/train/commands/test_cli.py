@@ -315,3 +315,21 @@ def test_train_run_exits_3_with_the_reason_in_its_last_line_and_keeps_the_last_g
     record = station.record("n")
     assert record["state"] == states.FAILED and "step 7" in record["reason"]
     assert station.run("n").steps_saved() == [5]
+
+
+@pytest.mark.parametrize("command", ["doctor", "ls --json", "show done", "--help"])
+def test_what_cannot_be_written_is_said_in_one_line_or_not_at_all(finished: Station, command: str) -> None:
+    environ = {name: value for name, value in finished.environment().items() if name != "PYTHONUNBUFFERED"}
+
+    def ended(rest: str) -> tuple[int, str]:
+        shell = f'"{sys.executable}" -m train {rest}'
+        done = subprocess.run(
+            ["bash", "-c", shell], cwd=finished.folder, env=environ, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stderr
+
+    full = "train: No space left on device; free some room on the disk that it goes to\n"
+    assert ended(f"{command} >/dev/full") == (2, full)
+    assert ended(f"{command} >/dev/full 2>&1") == (2, "")
+    assert ended("show nope 2>/dev/full") == (2, "")
+    assert ended(f"{command} | true; exit ${{PIPESTATUS[0]}}")[1] == ""
