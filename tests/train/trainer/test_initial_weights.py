@@ -248,7 +248,6 @@ class Attribute:
         (_MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, "__reduce_ex__"),
         (Attribute(torch.Size, "__subclasses__"), "__call__"),
     ],
-    ids=str,
 )
 def test_metadata_get_no_attribute_but_members_of_one_enum(tmp_path: Path, of: Any) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(*of)))
