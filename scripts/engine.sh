@@ -3,7 +3,7 @@
 #
 #     make engine          (or: sudo make engine)
 #
-# Does nothing, and says so, where all three already work. Everything comes from the distribution's own
+# Where all three already work, it sets the firewall rule that an old engine needs, and says so. Everything comes from the distribution's own
 # packages. A machine with an engine of its own (Docker Desktop, Docker's packages) needs none of this.
 set -euo pipefail
 
@@ -14,7 +14,22 @@ have_compose() { docker compose version >/dev/null 2>&1; }
 have_buildx() { docker buildx version >/dev/null 2>&1; }
 running() { docker info >/dev/null 2>&1; }
 
-finish() { say "Docker $(docker version --format '{{.Server.Version}}') with compose $(docker compose version --short) is running"; exit; }
+# Before Docker 28, machines of the same network pass a port's 127.0.0.1. scripts/firewall.sh ends that.
+keep_neighbours_out() {
+    local version
+    version=$(docker version --format '{{.Server.Version}}')
+    [ "${version%%.*}" -lt 28 ] && [[ $(docker info --format '{{.SecurityOptions}}') != *name=rootless* ]] || return 0
+    if [ "$(id -u)" = 0 ]; then
+        "$(dirname "${BASH_SOURCE[0]}")/firewall.sh" set
+    elif [ ! -e /run/trainstation-firewall ]; then
+        say "machines of the same network can reach containers past 127.0.0.1, to end that: sudo make engine"
+    fi
+}
+finish() {
+    keep_neighbours_out
+    say "Docker $(docker version --format '{{.Server.Version}}') with compose $(docker compose version --short) is running"
+    exit
+}
 
 ! { running && have_compose && have_buildx; } || finish
 

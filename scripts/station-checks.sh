@@ -30,6 +30,19 @@ check_users() {
     fi
 }
 
+# Before Docker 28, machines of the same network pass BIND_ADDRESS (scripts/firewall.sh). An engine that was started anew by
+# hand, or a firewall that was loaded anew, may have lost the rule.
+check_neighbours() {
+    local engine
+    engine=$(docker info -f '{{.ServerVersion}} {{.OperatingSystem}}')
+    [ "$(uname -s)" = Linux ] && [ "${engine%%.*}" -lt 28 ] && [[ $engine$engine_options != *'Docker Desktop'* && $engine_options != *name=rootless* ]] || return 0
+    if [ "$(id -u)" = 0 ]; then
+        scripts/firewall.sh check || scripts/firewall.sh set 2>&1 || say "warning: machines of the same network can reach the station, whatever BIND_ADDRESS says (docs/security.md)"
+    elif [ ! -e /run/trainstation-firewall ]; then
+        say "warning: machines of the same network can reach the station, whatever BIND_ADDRESS says: sudo make engine sets a firewall rule"
+    fi
+}
+
 # Compose files besides this checkout's own, from COMPOSE_FILE. One that dev can write to would be dev's way out.
 more_files() {
     local IFS=: file

@@ -150,6 +150,7 @@ up() { # [rebuild ARGUMENTS…]
     check_settings
     check_compose_files
     check_shared_memory
+    check_neighbours
     other=$(other_checkout)
     [ -z "$other" ] || die "COMPOSE_PROJECT_NAME=$project is the name of the station of $other: take another, or leave it out"
     check_no_other

@@ -18,7 +18,7 @@ from train.errors import Refused
 from train.supervise import address
 
 NAMES = (
-    "Docker", "docker compose", "docker buildx", "container toolkit", "GPUs stay", "GPUs", "driver",
+    "Docker", "docker compose", "docker buildx", "neighbours", "container toolkit", "GPUs stay", "GPUs", "driver",
     "compute capability", "GPU memory errors", "GPU heat", "GPU memory", "packages", "torch", "torchvision",
     "LD_LIBRARY_PATH", "shared memory", "memory", "locked memory", "open files",
     "folder of runs", "room on disk", "file system", "file locks", "write speed", "clock",

@@ -13,12 +13,15 @@ from train.doctor.machine import Machine
 COMPOSE = (2, 24)
 """The oldest docker compose that reads docker-compose.yml."""
 
+GUARDED = 28
+"""The first Docker that keeps machines of the same network away from a container's own address."""
+
 
 def checks(machine: Machine) -> Iterator[Finding]:
-    """All checks of the host's engine; none inside a container."""
-    if machine.is_container:
+    """All checks of the host's engine; none inside the station, nor in a container that has no engine."""
+    output = None if machine.is_station else machine.run("docker", "info", "--format", "{{json .}}")
+    if machine.is_container and (output is None or output.code != 0):
         return
-    output = machine.run("docker", "info", "--format", "{{json .}}")
     if output is None:
         yield not_applicable("Docker", "not installed; the station needs it, training does not: make engine, as root")
         return
@@ -40,6 +43,7 @@ def checks(machine: Machine) -> Iterator[Finding]:
     yield ok("Docker", f"{info['ServerVersion']}")
     yield _compose(machine)
     yield _buildx(machine)
+    yield _neighbours(machine, info)
     yield from _gpus(machine, info)
 
 
@@ -59,6 +63,28 @@ def _buildx(machine: Machine) -> Finding:
     if output is None or output.code != 0:
         return problem("docker buildx", "the plugin is missing, and building the image takes it", "make engine")
     return ok("docker buildx", " ".join(output.out.split()[1:2]) or "there")
+
+
+def _neighbours(machine: Machine, info: dict[str, Any]) -> Finding:
+    """Whether a machine of the same network that adds a route can reach ports published on 127.0.0.1 alone.
+
+    Docker keeps it out from version 28 on; before, `make engine` sets a rule (scripts/firewall.sh).
+    """
+    name, version = "neighbours", str(info["ServerVersion"])
+    elsewhere = "rootless" in str(info.get("SecurityOptions")) or info.get("OperatingSystem") == "Docker Desktop"
+    if elsewhere:
+        return not_applicable(name, "the engine's containers have no address in this machine's network")
+    if int((re.match(r"\d+", version) or ["0"])[0]) >= GUARDED:
+        return ok(name, f"Docker {version} keeps them out of what is published on 127.0.0.1")
+    asked = machine.run("iptables", "-w", "5", "-C", "DOCKER-USER", "-j", "TRAINSTATION")
+    has_mark = machine.path("/run/trainstation-firewall").exists()
+    if asked is not None and asked.code == 0:
+        return ok(name, "a firewall rule keeps them out of what is published on 127.0.0.1")
+    may_not_ask = asked is None or "ermission denied" in asked.error
+    if may_not_ask and has_mark:
+        return ok(name, "a firewall rule was set since the last boot (only root can look whether it is still there)")
+    seen = f"they can reach ports published on 127.0.0.1: Docker {version} is older than {GUARDED}, and no rule is set"
+    return warning(name, seen, "sudo make engine  # sets a firewall rule")
 
 
 def _gpus(machine: Machine, info: dict[str, Any]) -> Iterator[Finding]:

@@ -265,7 +265,7 @@ def test_infiniband(tmp_path: Path) -> None:
 
 # the host
 
-_INFO = '{"ServerVersion": "27.1.1", "Runtimes": {"runc": {}, "nvidia": {}}, "CgroupDriver": "systemd"}'
+_INFO = '{"ServerVersion": "28.1.1", "Runtimes": {"runc": {}, "nvidia": {}}, "CgroupDriver": "systemd"}'
 """Of `docker info`, what is read."""
 _CARD = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03\n"}
 
@@ -310,6 +310,20 @@ def test_an_old_compose_and_no_buildx(tmp_path: Path) -> None:
     engine(tmp_path, _INFO, compose="2.10.2", buildx="")
     findings = on_host(tmp_path)
     assert findings["docker compose"].verdict == findings["docker buildx"].verdict == PROBLEM
+
+
+def test_an_old_engine_whose_containers_neighbours_reach(tmp_path: Path) -> None:
+    engine(tmp_path, _INFO.replace("28.1.1", "20.10.24+dfsg1"))
+    found = on_host(tmp_path)["neighbours"]
+    assert (found.verdict, found.remedy.split("  #")[0]) == (WARNING, "sudo make engine")
+    program(tmp_path, "iptables", "exit 1")
+    assert on_host(tmp_path, {"run/trainstation-firewall": ""})["neighbours"].verdict == WARNING  # the rule is gone
+    program(tmp_path, "iptables", "echo 'Permission denied (you must be root)' >&2; exit 4")
+    assert on_host(tmp_path)["neighbours"].verdict == OK
+    program(tmp_path, "iptables", '[ "$*" = "-w 5 -C DOCKER-USER -j TRAINSTATION" ]')
+    assert "a firewall rule keeps" in on_host(tmp_path)["neighbours"].seen
+    engine(tmp_path, '{"ServerVersion": "20.10.24", "SecurityOptions": ["name=seccomp", "name=rootless"]}')
+    assert on_host(tmp_path)["neighbours"].verdict == NOT_APPLICABLE
 
 
 def test_gpus_that_containers_do_not_get(tmp_path: Path) -> None:
