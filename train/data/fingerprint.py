@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from train.data.hidden import is_below_hidden
 from train.errors import Refused, may_pass
 
 FORMAT = 2
@@ -33,6 +34,8 @@ _ITEMS = 100_000
 _SHOWN = 200
 """Most characters of a value of `fingerprint(config)`; of a longer one a digest is recorded."""
 _CHUNK = 1000
+_OWN = "fingerprint(): "
+"""What facts of a task's own begin with."""
 
 
 def of_sets(root: str, own: Any, train_set: Any, eval_sets: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def of_sets(root: str, own: Any, train_set: Any, eval_sets: Mapping[str, Any]) -
     parts = json.loads(json.dumps(own))  # all keys are texts then
     for key, value in (parts if isinstance(parts, dict) else {"": parts}).items() if own is not None else ():
         text = json.dumps(value, sort_keys=True)
-        facts[f"fingerprint(): {key}"] = text if len(text) <= _SHOWN else sha256_of(text)
+        facts[f"{_OWN}{key}"] = text if len(text) <= _SHOWN else sha256_of(text)
     listed = files if len(files) <= LISTED else sha256_of(json.dumps(files, sort_keys=True))
     return {"format": FORMAT, "facts": facts, "files": listed}
 
@@ -73,11 +76,19 @@ def recorded(folder: Path) -> dict[str, Any] | None:
         raise Refused(f"{path} is damaged; put it back, or remove it to go on without looking at the data") from None
 
 
+def hidden_in(then: dict[str, Any]) -> list[str]:
+    """The hidden files of a fingerprint: taken by a user's own reader, or by a task of an earlier version."""
+    own = [key.removeprefix(_OWN) for key in then["facts"] if key.startswith(_OWN)]
+    files = then["files"] if isinstance(then["files"], dict) else ()
+    return [name for name in [*files, *own] if is_below_hidden(name)]
+
+
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """In what the data of two fingerprints of this format differ; the most telling first."""
     before, after = then["files"], now["files"]
     if isinstance(before, dict) and isinstance(after, dict):
-        differences_found = [f"{name} is gone" for name in before if name not in after]
+        missing = [name for name in before if name not in after]
+        differences_found = [f"{name} is {'hidden' if is_below_hidden(name) else 'gone'}" for name in missing]
         differences_found += [f"{name} is new" for name in after if name not in before]
         changed = [name for name, size in before.items() if after.get(name, size) != size]
         differences_found += [f"{name} has {after[name]} bytes and had {before[name]}" for name in changed]

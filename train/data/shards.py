@@ -24,6 +24,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from train.data.fingerprint import sha256_of
+from train.data.hidden import is_below_hidden, is_hidden
 from train.errors import Refused, may_pass
 from train.run.durable import write_atomically
 from train.run.ownership import state_folder
@@ -31,7 +32,7 @@ from train.run.ownership import state_folder
 Decode = Callable[[dict[str, Any]], Any]
 INDEX = ".shards-index-{}.npz"
 """Beside tar shards: where each sample of them lies; named for their names."""
-_FORMAT = 1
+_FORMAT = 2
 _END = 512
 """Bytes of zeros that a whole tar ends with, at least."""
 _HELD = 256 << 20
@@ -65,7 +66,7 @@ def shards(files: str | Path, decode: Decode | None = None) -> Shards:
 
 def _files(folder: Path, pattern: str, kind: str) -> list[Path]:
     """Those of one kind, but hidden ones, in the order of their names."""
-    return sorted(path for path in folder.glob(pattern) if path.suffix == kind and path.name[0] != ".")
+    return sorted(path for path in folder.glob(pattern) if path.suffix == kind and not is_hidden(path.name))
 
 
 class Shards(Dataset[Any]):
@@ -185,7 +186,7 @@ def _made_index(found: list[Path]) -> _Index:
         for name, offset, length in _members(path):
             folder, _, file = name.rpartition("/")
             stem, _, extension = file.partition(".")
-            if not stem or not extension:  # hidden, or without a kind: no sample's, as WebDataset has it
+            if not stem or not extension or is_below_hidden(folder):  # hidden, or without a kind: no sample's
                 continue
             key, extension = f"{folder}/{stem}" if folder else stem, extension.lower()
             if key != last:

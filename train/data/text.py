@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from train.data.hidden import is_hidden
 from train.errors import Refused, TrainingFailed
 
 _OPEN = 64
@@ -87,7 +88,7 @@ def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[Path
         if here in above:
             return
         with os.scandir(folder) as entries:
-            seen = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "lost+found"]
+            seen = [entry for entry in entries if not is_hidden(entry.name)]
         for entry in seen:
             path = entry.path
             if entry.is_dir():

@@ -111,7 +111,15 @@ def prepare(request: Request) -> Prepared:
         files |= imports.copies(modules, beside)
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
-    return Prepared(task, config, files, record)
+    return Prepared(task, config, files, record, warnings=_of_hidden(fingerprint.hidden_in(data)))
+
+
+def _of_hidden(names: list[str]) -> list[str]:
+    """A warning about hidden files that a task's own reader takes for data."""
+    if not names:
+        return []
+    which = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}"
+    return [f"warning: the data hold hidden files ({which}), which may shift labels; remove them, or leave them out"]
 
 
 def check_run(task: Task, config: Config, local: int, ranks: int, given: Collection[str]) -> _Checked:

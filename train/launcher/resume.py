@@ -86,19 +86,21 @@ def check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: 
     Raises:
         Refused: they are not.
     """
-    differs = data_differs(run, task, config, train_set, eval_sets)
+    differs, then = data_differs(run, task, config, train_set, eval_sets), fingerprint.recorded(run.folder)
     if differs:
-        raise Refused(
-            f"the data differ from those that {run.name} began with: {differs}; put them back as they were, "
-            f"or begin anew with its weights: --init {run.name}"
-        )
+        way = "put them back as they were"
+        if then and (hidden := fingerprint.hidden_in(then)):
+            version = run.read().get("git_revision") or "that it was started with"
+            way = f"hidden files ({hidden[0]}) are no data any more: go on with the version {version}"
+        anew = f"begin anew with its weights: --init {run.name}"
+        raise Refused(f"the data differ from those that {run.name} began with: {differs}; {way}, or {anew}")
     samples = run.read().get("samples", len(train_set))
     if len(train_set) != samples:  # of a run of an earlier version, for others differ by now
         raise Refused(
             f"the training set has {len(train_set)} samples now and had {samples} when {run.name} was started; put "
             "the data back as it was"
         )
-    if (fingerprint.recorded(run.folder) or {}).get("format", fingerprint.FORMAT) != fingerprint.FORMAT:
+    if then and then["format"] != fingerprint.FORMAT:
         return [f"{run.name} is of an earlier version: whether its data have changed is not compared"]
     return []
 

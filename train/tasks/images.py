@@ -3,15 +3,15 @@
     train launch images --data.root /datasets/pets --task.model resnet50      # pets/train/cat/1.jpg, pets/val/cat/…
     train launch images --data.root /datasets --data.name CIFAR10 --task.size 32
 
-Nothing is downloaded. Batches are bytes until they are on the device, where `on_device` normalises them: the model, and
-what is exported of it, takes float32 of shape (n, 3, size, size), normalised by MEAN and STD.
+Nothing is downloaded, and hidden folders and files are left out. Batches are bytes until they are on the device, where
+`on_device` normalises them: the model, and what is exported of it, takes float32 of shape (n, 3, size, size), by MEAN
+and STD.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from train.config import Count
 from train.data.crop import ChooseCrop, centre_crop, random_crop
+from train.data.hidden import visible_folders, without_hidden
 from train.data.image_files import (
     Augment,
     CropTransform,
@@ -80,7 +81,7 @@ def _folder(root: Path, part: str, size: int, choose: ChooseCrop, augment: Augme
     from torchvision.datasets import ImageFolder
 
     try:
-        found = ImageFolder(str(root / part))
+        found = without_hidden(ImageFolder)(str(root / part))
     except FileNotFoundError as error:  # a class folder without an image
         raise Refused(f"--data.root {root}: {one_line(error)}") from None
     return ImageFiles(str(root / part), found.samples, found.classes, size, choose, augment)
@@ -89,7 +90,7 @@ def _folder(root: Path, part: str, size: int, choose: ChooseCrop, augment: Augme
 def _classes_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise Refused(f"{folder.parent} has no folder {folder.name}/; class folders belong into train/ and val/")
-    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    classes = visible_folders(str(folder))
     if not classes:
         raise Refused(f"{folder} has no class folders; put the images of each class into a folder of its own")
     return classes
@@ -119,6 +120,8 @@ def _named(name: str, root: Path, train: bool, transform: Any) -> Any:
     if kind is None or not issubclass(kind, known.VisionDataset):
         raise Refused(f"--data.name {name}: torchvision has no such data set{nearest(name, known.__all__)}")
     takes = inspect.signature(kind.__init__).parameters
+    if issubclass(kind, known.DatasetFolder):
+        kind = without_hidden(kind)
     if "root" not in takes:
         raise Refused(f"--data.name {name}: torchvision's {name} reads no folder; the task fake makes images up")
     options: list[dict[str, Any]] = [{}]

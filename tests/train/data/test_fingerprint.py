@@ -61,6 +61,14 @@ CHANGES: list[tuple[Callable[[Path], Any], list[str]]] = [
 ]  # fmt: skip
 
 
+def test_hidden_files_that_a_run_has_counted_are_known(tmp_path: Path) -> None:
+    (pets(tmp_path / "pets") / "cats").rename(tmp_path / "pets" / ".cats")
+    then = of_sets(str(tmp_path / "pets"), None, Held(sorted((tmp_path / "pets").rglob("*.png"))), {})
+    assert fingerprint.hidden_in(then) == [f".cats/cats{number}.png" for number in range(4)]
+    seen = of_sets(str(tmp_path / "pets"), None, Held(sorted((tmp_path / "pets" / "hamsters").iterdir())), {})
+    assert differences(then, seen)[0] == ".cats/cats0.png is hidden" and fingerprint.hidden_in(seen) == []
+
+
 @pytest.mark.parametrize(("change", "said"), CHANGES)
 def test_a_change_among_files_is_named(
     tmp_path: Path, change: Callable[[Path], Any], said: list[str], monkeypatch: pytest.MonkeyPatch

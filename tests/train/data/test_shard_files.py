@@ -51,7 +51,7 @@ def test_files_of_a_tar_are_samples_by_their_names(tmp_path: Path, capsys: pytes
         tmp_path / "b.tar",
         [("one.jpg", b"x" * 70_000), ("one.cls", b"3"), (f"{long}.seg.png", b""), (".hidden", b"?"), ("readme", b"?")],
     )
-    write_tar(tmp_path / "a.tar", [("d/zero.txt", b"0")])
+    write_tar(tmp_path / "a.tar", [("d/zero.txt", b"0"), ("./d/.git/x.txt", b"?"), ("@eaDir/zero.txt", b"?")])
     (tmp_path / "._a.tar").write_bytes(b"of another system")
     found = train.shards(tmp_path)
     assert len(found) == 3 and found[0] == {"__key__": "d/zero", "txt": b"0"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import pickle
 import random
+import shutil
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,22 @@ def test_every_format_becomes_a_normalised_picture_of_the_wanted_size_and_the_or
             # undo the normalisation: the strongest channel is the class's colour
             plain = picture * torch.tensor(images.STD)[:, None, None] + torch.tensor(images.MEAN)[:, None, None]
             assert plain.mean((1, 2)).argmax() == {0: 2, 1: 1, 2: 0}[label]
+
+
+@pytest.mark.parametrize("name", ["", "ImageFolder"])
+def test_hidden_folders_are_no_classes_and_hold_no_pictures(tmp_path: Path, name: str) -> None:
+    root = paint(tmp_path, {"train": 3, "val": 3})
+    expected = [
+        (path, label) for label, kind in enumerate(COLOURS) for path in sorted((root / "train" / kind).iterdir())
+    ]
+    for place in ("train/.git", "val/@eaDir", "train/blue/.ipynb_checkpoints", "train/red/@eaDir", "val/__MACOSX/red"):
+        (root / place).mkdir(parents=True)
+        shutil.copy(root / "train/red/0.jpg", root / place)
+    (root / "train/.empty").mkdir()
+    shutil.copy(root / "train/red/0.jpg", root / "train/green/.0.jpg")
+    train, _ = datasets(data__root=str(root / "train" if name else root), data__name=name)
+    assert train.classes == list(COLOURS)
+    assert [(Path(path), label) for path, label in train.samples] == expected
 
 
 @pytest.mark.parametrize("augment", ["flip", "crop", "trivial"])

@@ -60,6 +60,8 @@ def test_links_are_followed_once_and_what_is_hidden_is_left_out(tmp_path: Path) 
         (root / "a", "a" * 100),
         (elsewhere, "b" * 100),
         (root / ".git", "c"),
+        (root / "a" / "@eaDir", "c"),
+        (root / "__MACOSX", "c"),
         (root / "d", "d" * 100),
     ):
         folder.mkdir(parents=True)
