@@ -23,6 +23,8 @@ _DETACHED = ("launch", "resume")
 """Commands that start a run in tmux, by an agent (train/launcher/agent.py)."""
 _STARTING = (*_COMPUTING, *_DETACHED, "run", "submit")
 """Commands of which processes begin in the current folder; libraries of torch's end those that have none."""
+_LOOKING = ("ls", "show", "top", "exporter", "logs", "attach", "report", "plot", "doctor")
+"""Commands that neither execute nor change anything of a run."""
 _GONE = "the current folder is gone; go to one that is there: cd"
 
 
@@ -102,6 +104,10 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
     if command in _COMPUTING or (command == "run" and is_under_torchrun()):
         hash_seed.restart_with_seed(given)
     runs = runs_folder(options.runs)
+    if command not in _LOOKING:
+        from train.run import owner
+
+        owner.check_runs(runs)
     module = importlib.import_module(f"train.commands.{command}")
     return int(module.run(options, runs))
 

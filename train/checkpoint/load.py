@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_op
 from train.checkpoint.extra import Extra
 from train.checkpoint.state_dict import initialized_state, state_of, without_hooks
 from train.errors import one_line
+from train.run import owner
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
 """Of an optimizer's groups, how a step is computed. It goes by device and strategy, which a resume may change: a fused
@@ -54,6 +55,7 @@ def load(
         state["optim"] = initialized_state(module, optimizer)
         own = state["optim"]["param_groups"]
     try:
+        owner.check_checkpoint(folder)
         reader = dcp.FileSystemReader(folder)
         metadata = reader.read_metadata()
         written = list((metadata.planner_data or {}).items())
@@ -117,7 +119,13 @@ def _member(of: Any, name: Any) -> Any:
 
 
 class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once: DCP asks for them again, and another user could have swapped the file by then."""
+
+    _known: Metadata | None = None
+
     def read_metadata(self) -> Metadata:
+        if self._known is not None:
+            return self._known
         with (Path(self.path) / ".metadata").open("rb") as file:
             try:
                 found: Metadata = _Unpickler(file).load()
@@ -125,6 +133,7 @@ class _Reader(dcp.FileSystemReader):
                 raise ValueError(f"its metadata is damaged: {one_line(error)[:200]}") from None
         if not isinstance(found, Metadata):
             raise ValueError("its metadata is none of torch's")
+        self._known = found
         return found
 
 

@@ -19,7 +19,7 @@ from train.cluster import engine as engines
 from train.cluster.engine import Engine, JobStatus, Submission, engine
 from train.errors import Refused
 from train.launcher.resumable import gives_more
-from train.run import durable, folders, states
+from train.run import durable, folders, owner, states
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.signals import USER
@@ -137,7 +137,7 @@ def statuses(runs: Iterable[Run], tell: Tell) -> list[Record]:
     found = []
     for run in runs:
         try:
-            record = run.read_effective()
+            record = _seen(run)
             if is_submitted(record) and record["state"] not in (states.FINISHED, states.FAILED):
                 at = record["submitted"]["engine"], record["submitted"].get("at")
                 if at not in answers:
@@ -155,8 +155,19 @@ def status(run: Run, tell: Tell) -> Record:
     Raises:
         Refused: it cannot be read.
     """
-    record = run.read_effective()
+    record = _seen(run)
     return next(iter(statuses([run], tell)), record) if is_submitted(record) else record
+
+
+def _seen(run: Run) -> Record:
+    """A run's record as its folder shows it, with whose it is."""
+    record = run.read_effective()
+    record.pop("owner", None)  # which is no word of the run's own
+    if other := owner.of_other(run):
+        record["owner"] = other
+        if record["state"] == states.COPY:  # which a resume would not adopt
+            record["reason"] = "another user's; a copy of its folder is yours"
+    return record
 
 
 def _answer(record: Record, tell: Tell) -> _Jobs | None:

@@ -28,7 +28,7 @@ from train.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED,
 from train.launcher import agent, ranks_and_gpus, resumable
 from train.launcher.create_run import open_run
 from train.launcher.request import LaunchRequest
-from train.run import environment, folders, run_folder, states
+from train.run import environment, folders, owner, run_folder, states
 from train.run.run_folder import Run
 from train.signals import StopRequest, leave
 from train.supervise import address
@@ -58,6 +58,8 @@ def main(beside: Path, stop: StopRequest) -> int:
         _wait_while(lambda: _held_by_other(run, content), remedy, stop, until)
         if stop.asked:
             return EXIT_STOPPED
+        if "KUBERNETES_SERVICE_HOST" in os.environ:
+            owner.trust(run.folder)
         launch = _launch_request(content, beside, run, cluster)
         if launch is None:
             screen.remark(f"{run.name} has finished already")

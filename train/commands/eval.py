@@ -23,9 +23,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Evaluate and print the figures."""
-    from train.run import best, folders
+    from train.run import best, folders, owner
 
-    run = folders.find(runs, options.name)
+    run = owner.opened(folders.find(runs, options.name))
     wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
     from train.trainer.evaluate import evaluate_run
 

@@ -24,11 +24,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: Namespace, runs: Path) -> int:
     """Write the file."""
-    from train.run import best, durable, folders
+    from train.run import best, durable, folders, owner
 
     target = Path(options.to).absolute()
     durable.check_target(Path(options.to), SUFFIXES)
-    run = folders.find(runs, options.name)
+    run = owner.opened(folders.find(runs, options.name))
     wanted = best.checkpoint_named(run, options.checkpoint, screen.remark)
     from train.trainer.export import export
 

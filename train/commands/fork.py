@@ -26,9 +26,9 @@ def run(options: Namespace, runs: Path) -> int:
     from train import config
     from train.launcher import tmux
     from train.launcher.request import LaunchRequest
-    from train.run import best, folders
+    from train.run import best, folders, owner
 
-    of = folders.find(runs, options.name)
+    of = owner.opened(folders.find(runs, options.name))
     record, restarts = of.read(), number("max-restarts", options.max_restarts)
     config.check_flags(options.flags)
     if init := next((name for name in options.flags if name.startswith("init.")), None):

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     add("--state", metavar="STATE", help=text, offer=words(*states.ALL))
     text = "created (the default), step (most first), a figure (the best first), or whatever --columns takes"
     add("--sort", metavar="BY", default="created", help=text, offer=words(*_ORDERS, "loss"))
-    text = "with commas: name, state, step, ranks, created, started, result; fields (optim.lr); figures (accuracy)"
+    text = "with commas: name, state, step, ranks, created, started, result, owner; fields (optim.lr); figures (accuracy)"
     add("--columns", metavar="NAMES", help=text)
     add("--csv", action="store_true", help="the table as comma-separated values")
     add("--reverse", action="store_true", help="the other way round")
@@ -79,7 +79,7 @@ def _add_details(records: list[Record], runs: Path) -> None:
 def _check_names(option: str, names: tuple[str, ...], records: list[Record]) -> None:
     """Refuse columns and orders that none of these runs has. Raises Refused."""
     parts = (part for record in records for part in (record.get("metrics"), record.get("config")) if part)
-    known = {*COLUMNS, *_ORDERS, "loss", *itertools.chain.from_iterable(parts)}
+    known = {*COLUMNS, *_ORDERS, "loss", "owner", *itertools.chain.from_iterable(parts)}
     for name in names if records else ():
         if name not in known:
             raise Refused(f"{option} {name}: no run here has that{nearest(name, known, '; see: train ls --help')}")

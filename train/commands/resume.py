@@ -61,10 +61,11 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     from train.launcher import tmux
     from train.launcher.request import LaunchRequest
     from train.launcher.resumable import check_flags, nothing_left
-    from train.run import folders
+    from train.run import folders, owner
 
     runs = folders.of_this_machine(runs, name, number("node-rank", options.node_rank))
     run = folders.find(runs, name)
+    owner.opened(run)
     record = run.read()
     check_flags(run, options.flags)
     if jobs.is_submitted(record):

@@ -15,7 +15,7 @@ from train.errors import Refused
 from train.launcher import ranks_and_gpus, resumable, script
 from train.launcher.request import ALONE, LaunchRequest, Request
 from train.launcher.tmux import session_of
-from train.run import durable, environment, folders, ownership, states
+from train.run import durable, environment, folders, owner, ownership, states
 from train.run.record import Record
 from train.run.run_folder import Lock, Run
 from train.supervise import address, attempts
@@ -63,6 +63,8 @@ def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Open
     if launch.kind != "resume":
         return _create(launch, saved)
     run = folders.find(Path(launch.runs), launch.name)
+    held = owner.opened(run)
+    run = run if run.read().get("cluster") else held  # other machines know it by its path
     lock = run.acquire(patience=10.0 if run.read().get("state") in CODES else 1.0)
     if lock is None:
         raise Refused(f"{run.name} is running; see: train show {run.name}")
@@ -75,9 +77,12 @@ def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Open
 
 def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
     runs = Path(launch.runs)
-    if launch.kind == "fork":
-        folders.enter(folders.find(runs, launch.request["of"]).read())
+    of = owner.opened(folders.find(runs, launch.request["of"])) if launch.kind == "fork" else None
+    if of is not None:
+        folders.enter(of.read())
     zygote, checked = check_in_fork(launch, launch.kind == "script")
+    if of is not None:  # from the folder that was looked at, whatever has its name now
+        checked.copies = {name: of.folder / path.relative_to(of.path) for name, path in checked.copies.items()}
     _outlive_terminal()
     ranks_and_gpus.see(checked.visible)
     listening = _listen(launch.cluster)
@@ -117,7 +122,7 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     for name, content in files.items():
         durable.write_atomically(run.folder / name, content)
     if not launch.by_keeper:
-        changes |= ownership.sign(run.folder, {**record, **changes})  # last: what comes between leaves a copy
+        changes |= ownership.sign(run.path, {**record, **changes})  # last: what comes between leaves a copy
     run.update(lambda record: record.pop("refused", None), **changes)
     return OpenedRun(run, lock, checked.ranks, zygote, checked.warnings, listening)
 
@@ -207,7 +212,7 @@ def _check_still_wanted(run: Run, record: Record) -> dict[str, int]:
         raise Refused(f"{run.name} is {record['state']}")
     if record["state"] == states.STOPPED and not states.rests_by_itself(record):
         raise Refused(f"{run.name} was stopped by its user")
-    if not ownership.was_started_here(run.folder, record):
+    if not ownership.was_started_here(run.path, record):
         raise Refused(f"{run.name} is not known as started here; its user goes on with: train resume {run.name}")
     count = resumable.keeper_count(run, record)
     if reason := resumable.why_given_up(record, count):

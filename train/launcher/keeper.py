@@ -21,7 +21,7 @@ from train import hash_seed, screen
 from train.errors import EXIT_FINISHED, Refused, one_line
 from train.launcher import resumable, stopping, tmux
 from train.launcher.request import LaunchRequest
-from train.run import folders, ownership, run_folder, states
+from train.run import folders, owner, ownership, run_folder, states
 from train.run.run_folder import Run
 from train.supervise import zygote
 
@@ -179,6 +179,7 @@ def _resume_if_interrupted(run: Run, tell: _Log, ended: threading.Event) -> None
         tell(run, f"left alone, for it is not known as started here; to go on with it: train resume {run.name}")
     if ended.is_set() or not is_wanted:
         return
+    owner.opened(run)
     launch = LaunchRequest(kind="resume", runs=str(run.folder.parent), name=run.name, by_keeper=True)
     for line in tmux.start(launch, ended.is_set):
         tell(run, f"warning: {line}")

@@ -10,7 +10,7 @@ from train.errors import Refused
 from train.gpus import seen_here
 from train.launcher import provenance
 from train.launcher.request import LaunchRequest
-from train.run import imports
+from train.run import imports, owner
 from train.run.record import Record
 from train.run.run_folder import Run
 
@@ -43,12 +43,13 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[
 
 
 def check_readable(path: Path, what: str, remedy: str = "") -> None:
-    """Raises Refused where a script is gone or may not be read; `what` stands before its path."""
+    """Raises Refused where a script is gone, may not be read or must not be run; `what` stands before its path."""
     try:
         path.open("rb").close()
     except OSError as error:
         reason = error.strerror if path.exists() else "there is no such file"
         raise Refused(f"{what} {path}: {reason}{remedy}") from None
+    owner.check_program(path)
 
 
 def watch_flags(flags: dict[str, str]) -> dict[str, Any]:

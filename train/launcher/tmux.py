@@ -26,7 +26,7 @@ from typing import Any
 from train import hash_seed, module_runner
 from train.errors import Refused
 from train.launcher.request import LaunchRequest
-from train.run import environment, folders, ownership
+from train.run import environment, folders, owner, ownership
 from train.run.run_folder import Run
 from train.run.states import FOR_KEEPER, NOW
 from train.supervise import zygote
@@ -147,7 +147,8 @@ def _environment(launch: LaunchRequest) -> tuple[dict[str, str], list[str]]:
     """What the run gets: our own environment; with a resume, laid over the one that it was started with."""
     if launch.kind != "resume":
         return hash_seed.with_seed(os.environ), []
-    saved = environment.read(Path(launch.runs) / launch.name)
+    run = owner.opened(folders.find(Path(launch.runs), launch.name))
+    saved = environment.read(run.folder)
     seed = environment.hash_seed_of(saved)
     mine = dict(os.environ) if seed is None else {**os.environ, hash_seed.SEED: seed}
     merged, warnings = environment.resumed(saved, mine, as_recorded=launch.by_keeper)

@@ -143,6 +143,8 @@ class Record(TypedDict):
     submitted: NotRequired[Submitted]
     submission: NotRequired[str]
     """Its id, by which the engine's jobs of the run are found."""
+    owner: NotRequired[str]
+    """The user whose it is, where that is another one: in the output of `train ls` and `show`, not in the file."""
     config: NotRequired[dict[str, Any]]
     """The fields of config.toml by their dotted names: in the output of `train ls`, not in the file."""
     refused: NotRequired[Any]

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from train.errors import Refused, nearest, one_line
+from train.run import owner
 
 _REQUIRED = {"model": "config", "datasets": "config", "loss": "model, batch"}
 _OPTIONAL = {
@@ -88,6 +89,7 @@ def locate(name: str) -> Path:
         return Path(__file__).parent / f"{name}.py"
     path = Path(name)
     if path.is_file():
+        owner.check_program(path.absolute())
         return path.absolute()
     if path.is_dir():
         raise Refused(f"{name} is a folder; give a built-in task ({', '.join(BUILT_IN)}) or the path of a Python file")

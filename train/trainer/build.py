@@ -26,7 +26,7 @@ from train.data.to_device import prepared
 from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.precision import Precision
 from train.parallel.torch_private import buffers_of
-from train.run import imports
+from train.run import imports, owner
 from train.run.run_folder import Run
 from train.tasks import Task, load, where
 from train.trainer import determinism
@@ -41,8 +41,9 @@ def task_of(run: Run) -> Task:
     """The task of a run: the built-in one, or the copy in its folder, which imports what the run was launched with.
 
     Raises:
-        Refused: the copy is gone or broken.
+        Refused: the copy is gone or broken, or another user's.
     """
+    run = owner.opened(run)
     record = run.read()
     if record.get("script"):
         raise Refused(f"{run.name} runs a script of its own ({record['script']}), not a task")
@@ -51,19 +52,19 @@ def task_of(run: Run) -> Task:
     if record["task"] != "task.py":
         return load(record["task"])
     source = Path(record["task_source"])
-    copy = run.folder / "task.py"
-    if not copy.is_file():
-        raise Refused(f"{copy} is missing; put the task's copy back")
+    if not (run.folder / "task.py").is_file():
+        raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
     beside = [source.parent] if source.parent.is_dir() else []
-    own = run.path / imports.MODULES
-    if (run.folder / imports.MODULES).is_file() and imports.changed(record.get("task_imports")):
-        beside.insert(0, own)
+    modules = run.folder / imports.MODULES
+    is_own = modules.is_file() and bool(imports.changed(record.get("task_imports")))
+    if is_own:
+        beside.insert(0, owner.place_to_import(run, imports.MODULES))
     try:
-        return load("task.py", run.path / "task.py", beside, copy.read_bytes())
+        return load("task.py", run.path / "task.py", beside, owner.read(run, "task.py"))
     except Refused as error:
-        if own not in beside:
+        if not is_own:
             raise
-        raise Refused(f"{error}; its modules are those of {own}: remove it to go on with the originals") from None
+        raise Refused(f"{error}; its modules are those of {modules}: remove it to go on with the originals") from None
 
 
 def config_of(run: Run, task: Task) -> Config:

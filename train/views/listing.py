@@ -53,6 +53,7 @@ def value(record: Record, name: str) -> Any:
     """What a run has by this name: a column of the table, a figure of an evaluation, a field; None: it has none."""
     columns = {column: record.get(column) for column in ("name", "state", "created", "started")}
     columns |= {"step": record["step"] if record.get("total_steps") else None, "ranks": record.get("world_size")}
+    columns |= {"owner": record.get("owner")}
     columns |= {"result": _figures(record) or None}
     parts = (columns, record.get("metrics") or {}, {"loss": record.get("loss")}, record.get("config") or {})
     return next((part[name] for part in parts if name in part), None)
@@ -73,9 +74,11 @@ def listing(records: list[Record], runs: Path, is_part: bool = False, columns: S
         return f"none of the runs in {shortened(str(runs))} is such a one"
     if not records:
         return f"no runs in {shortened(str(runs))}; a first one: train launch digits --follow"
+    if columns == COLUMNS and any(record.get("owner") for record in records):
+        columns = (*COLUMNS, "owner")
     rows = [[column.upper() for column in columns]]
     rows += [[screen.printable(_cell(record, column)) for column in columns] for record in records]
-    return screen.table(rows, screen.width(sys.stdout), spare=(3, 4) if columns == COLUMNS else ())
+    return screen.table(rows, screen.width(sys.stdout), spare=(3, 4) if columns[: len(COLUMNS)] == COLUMNS else ())
 
 
 def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
@@ -86,6 +89,7 @@ def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
         top = "; ".join(filter(None, [f"step {found.step}, {found.metric} {found.value:.4f}", found.warning]))
     fork = record.get("forked_from")
     return [
+        ("owner", f"{record['owner']}; you may look, and not run it" if record.get("owner") else None),
         ("task", record.get("script") or record.get("task_source") or record.get("task")),
         ("step", f"{_done(record)}  epoch {record['epoch']}" if record.get("total_steps") else None),
         ("result", _figures(record)),
