@@ -36,7 +36,9 @@ def add_arguments(parser: Parser) -> None:
     add("--state", metavar="STATE", help=text, offer=words(*states.ALL))
     text = "created (the default), step (most first), a figure (the best first), or whatever --columns takes"
     add("--sort", metavar="BY", default="created", help=text, offer=words(*_ORDERS, "loss"))
-    text = "with commas: name, state, step, ranks, created, started, result, owner; fields (optim.lr); figures (accuracy)"
+    text = (
+        "with commas: name, state, step, ranks, created, started, result, owner; fields (optim.lr); figures (accuracy)"
+    )
     add("--columns", metavar="NAMES", help=text)
     add("--csv", action="store_true", help="the table as comma-separated values")
     add("--reverse", action="store_true", help="the other way round")

@@ -57,7 +57,14 @@ def is_refused(station: Station, *command: str, who: str = f"uid {OTHER}", way: 
 
 def test_root_looks_at_runs_of_another_user_and_neither_runs_nor_changes_them(station: Station, seen: Path) -> None:
     give(station.runs)
-    beside = (("launch", "digits"), ("run", "digits"), ("rm", "a"), ("mv", "a", "b"), ("stop", "a"), ("keeper", "--once"))
+    beside = (
+        ("launch", "digits"),
+        ("run", "digits"),
+        ("rm", "a"),
+        ("mv", "a", "b"),
+        ("stop", "a"),
+        ("keeper", "--once"),
+    )
     for command in (*EXECUTING, *beside):
         is_refused(station, *command)
     for command in (("ls",), ("show", "a"), ("ls", "--json"), ("show", "a", "--json")):
