@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 """Of bytes: the power of two of each."""
@@ -33,6 +33,11 @@ def ago(seconds: float) -> str:
     return f"{max(seconds, 0) / factor:.0f} {unit} ago"
 
 
-def figures(values: Mapping[str, float | None]) -> str:
+def figure(value: float) -> str:
+    """A loss or a metric: 0.1234; one that four decimals do not hold 5.65e-05."""
+    return f"{value:.4f}" if 0.001 <= abs(value) < 1e9 or not value else f"{value:.3g}"
+
+
+def figures(values: Mapping[str, float | None], text: Callable[[float], str] = figure) -> str:
     """What an evaluation measured: `loss 0.1234  accuracy 0.9876`; what is not finite is left out."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
+    return "  ".join(f"{name} {text(value)}" for name, value in values.items() if value is not None)

@@ -150,10 +150,10 @@ class Bar:
             total=total, initial=done, desc=self._name, unit="step", dynamic_ncols=True, miniters=1, file=stream
         )
 
-    def show(self, step: int, total: int, epoch: int | None, loss: float | None, speed: float) -> None:
+    def show(self, step: int, total: int, epoch: int | None, loss: str, speed: float) -> None:
         """Show how far it is; step and epoch counted from 1, speed in samples per second."""
         bar, columns = self._bar, width(self._stream) or 80
-        figures = f"loss {loss:.4f}" if loss is not None else ""
+        figures = f"loss {loss}" if loss else ""
         if columns < 50:
             bar.bar_format = "{percentage:.0f}%{postfix}"
         elif columns < 100 + len(self._name):

@@ -19,7 +19,7 @@ from train.cluster import engine as engines
 from train.cluster.engine import Engine, JobStatus, Submission, engine
 from train.errors import Refused
 from train.launcher.resumable import gives_more
-from train.run import durable, folders, owner, states
+from train.run import durable, folders, metrics, owner, states
 from train.run.record import Record
 from train.run.run_folder import Run
 from train.signals import USER
@@ -161,7 +161,7 @@ def status(run: Run, tell: Tell) -> Record:
 
 def _seen(run: Run) -> Record:
     """A run's record as its folder shows it, with whose it is."""
-    record = run.read_effective()
+    record = metrics.up_to_date(run, run.read_effective())
     record.pop("owner", None)  # which is no word of the run's own
     if other := owner.of_other(run):
         record["owner"] = other

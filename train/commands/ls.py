@@ -62,7 +62,7 @@ def run(options: Namespace, runs: Path) -> int:
         records = _in_states(options.state, records)
     records = _ordered(records, options.sort, limit, options.reverse)
     if options.csv:
-        rows = [[value(record, column) for column in columns] for record in records]
+        rows = [[value(record, column, repr) for column in columns] for record in records]
         csv.writer(sys.stdout, lineterminator="\n").writerows([columns, *rows])
     else:
         print(json.dumps(records, indent=1, default=str) if options.json else listing(records, runs, is_part, columns))

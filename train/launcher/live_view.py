@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from train import screen
-from train.format import figures
+from train.format import figure, figures
 from train.run import metrics
 from train.run.progress_lines import EVERY, Folding
 from train.run.record import Record
@@ -69,7 +69,8 @@ class LiveView:
             self._bar = Bar(self.run.name, total, record["step"], self.stream)
         if self._bar is not None and total:
             loss, speed = record.get("loss"), record.get("samples_per_s") or 0.0
-            self._bar.show(record["step"], total, record.get("epoch"), loss, speed)
+            text = figure(loss) if loss is not None else ""
+            self._bar.show(record["step"], total, record.get("epoch"), text, speed)
         for line in self._metrics.new():
             if metrics.is_evaluation(line):
                 self.say(f"epoch {line['epoch']}  step {line['step']}  {figures(line['eval'])}")

@@ -191,12 +191,13 @@ def is_at_work(record: Record) -> bool:
 
 def progress(run: Run, record: Record) -> Progress:
     """How far a run is. Of one that has ended the speed is left out."""
+    record = metrics.up_to_date(run, record)
     line: Any = (metrics.last_training(run) if is_alive(record) else None) or {}
     logs = last_logs(run, record) if is_alive(record) else None
     step = max(record["step"], heartbeat.reached(logs)) if logs else record["step"]
-    step_time, waited, loss = line.get("step_time"), line.get("data_wait"), line.get("loss")
+    step_time, waited = line.get("step_time"), line.get("data_wait")
     return Progress(
-        step=step, total=record.get("total_steps"), loss=record.get("loss") if loss is None else loss,
+        step=step, total=record.get("total_steps"), loss=record.get("loss"),
         rate=line.get("lr"),
         samples_per_s=line.get("samples_per_s"), step_time=step_time, memory=line.get("memory"),
         waits=min(waited / step_time, 1.0) if waited is not None and step_time else None,

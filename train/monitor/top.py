@@ -13,6 +13,7 @@ from typing import Any
 from train import screen
 from train.cluster import jobs
 from train.errors import one_line
+from train.format import figure
 from train.gpus import Gpus, GpuState, process_of
 from train.monitor import run_status
 from train.run import states
@@ -138,7 +139,7 @@ def _line_of(run: Run, record: Record) -> list[str]:
     left = (now.total - now.step) * now.step_time if now.total and now.step_time else -1.0
     return [
         one_line(record["name"]), record["state"], f"{now.step}/{now.total}" if now.total else _NONE,
-        _figure(now.loss, ".4f"), _figure(now.samples_per_s, ".0f"),
+        figure(now.loss) if now.loss is not None else _NONE, _figure(now.samples_per_s, ".0f"),
         f"{100 * now.waits:.0f} %" if now.waits is not None else _NONE,
         str(datetime.timedelta(seconds=round(left))) if 0 <= left < _LARGE else _NONE,
     ]  # fmt: skip

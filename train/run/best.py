@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from train.errors import Refused, is_whole, whole
+from train.format import figure
 from train.run.metrics import evaluations
 from train.run.run_folder import Run
 
@@ -54,8 +55,8 @@ class Best(NamedTuple):
     @property
     def warning(self) -> str:
         """What there is to say of that one; '' where this is the best of all."""
-        better = "step {} was better, {metric} {:.4f}, and is not kept: --checkpoint.best {metric} keeps it"
-        return better.format(*self.lost, metric=self.metric) if self.lost else ""
+        better = "step {} was better, {metric} {}, and is not kept: --checkpoint.best {metric} keeps it"
+        return better.format(self.lost[0], figure(self.lost[1]), metric=self.metric) if self.lost else ""
 
 
 def best(run: Run, text: str = "") -> Best | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from train.run import durable
+from train.run.record import Record
 from train.run.run_folder import Run
 
 if TYPE_CHECKING:
@@ -217,15 +218,31 @@ def last_evaluation(run: Run) -> Evaluation | None:
 
 
 _LAST = 1 << 14
-"""Bytes at the end of metrics.jsonl in which the last training line is looked for: a line has some 200."""
+"""Bytes at the end of metrics.jsonl in which the last training line is looked for first: a line has some 200."""
 _RECENT = 1 << 19
 """Bytes at the end of metrics.jsonl that count as recent."""
 
 
 def last_training(run: Run) -> Training | None:
     """The last training line, without reading all of them."""
-    lines = _parsed(reversed(_last_texts(run, _LAST)))  # one or two are read, not all
-    return next((line for line in lines if not is_evaluation(line)), None)
+    most = _LAST
+    while True:
+        texts = _last_texts(run, most)
+        found = next((line for line in _parsed(reversed(texts)) if not is_evaluation(line)), None)  # parses one or two
+        if found is not None or sum(map(len, texts)) + len(texts) < most // 2:
+            return found
+        most *= 8  # evaluations alone come after it
+
+
+def up_to_date(run: Run, record: Record) -> Record:
+    """A record with the step and loss of the last training line: run.json has those of a clock's last tick."""
+    trained = any(attempt.get("ready") for attempt in record["attempts"])  # a fork begins with lines of another run
+    line = last_training(run) if trained else None
+    if line is None:
+        return record
+    record = {**record, "loss": line.get("loss")}
+    step, epoch = line["step"], line.get("epoch", record["epoch"])
+    return {**record, "step": step, "epoch": epoch} if step > record["step"] else record
 
 
 def recent(run: Run) -> list[Line]:

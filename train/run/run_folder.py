@@ -290,6 +290,7 @@ class Run:
             )  # fmt: skip
             record["started"] = record["started"] or started
             record.update({"state": states.RUNNING, "reason": "", "stopped_by": None, "ended": None})
+            record.update({"metrics": {}, "weights_sha256": None})  # of an end that it goes on from
             record.update({"world_size": world_size, "host": socket.gethostname()})
             record.update(cast(Record, values))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from train import faults, screen, signals
 from train.errors import EXIT_FAILED, Refused, one_line
-from train.run import durable, outcome, run_folder, states
+from train.run import durable, metrics, outcome, run_folder, states
 from train.run.outcome import Outcome
 from train.run.progress_lines import fold
 from train.run.run_folder import Run
@@ -45,6 +45,12 @@ def record_end(run: Run, state: str, reason: str, by: str | None = None) -> None
     run.update(state=state, reason=reason, stopped_by=by, ended=ended)
 
 
+def _last_loss(run: Run) -> dict[str, Any]:
+    """The loss of the last line, for run.json, which has that of a clock's last tick; {}: no line was written here."""
+    line = metrics.last_training(run)
+    return {"loss": line.get("loss")} if line is not None else {}
+
+
 def record_waiting(run: Run, reason: str) -> None:
     """Write down that a run waits for other machines."""
     run.note(state=states.RUNNING, reason=reason, ended=None)
@@ -59,7 +65,7 @@ def record_decision(run: Run, attempt: int | None, decision: Decision) -> None:
     Raises:
         OSError, Refused: the disk does not take it, or the run folder is gone.
     """
-    values: dict[str, Any] = {**decision.figures, "stopped_by": decision.stopped_by}
+    values: dict[str, Any] = {**_last_loss(run), **decision.figures, "stopped_by": decision.stopped_by}
     if decision.reason is not None:
         values |= {"reason": decision.reason, "ended": run_folder.now()}
     if attempt is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from train import screen
 from train.errors import shortened
-from train.format import ago, duration, figures
+from train.format import ago, duration, figure, figures
 from train.run.best import best
 from train.run.record import Attempt, Record
 from train.run.run_folder import Run, seconds_of
@@ -38,23 +38,26 @@ def end_of(attempt: Attempt, state: str) -> str:
     return attempt.get("end") or ("running" if state == "running" else "died with its machine or container")
 
 
-def _figures(record: Record) -> str:
+def _figures(record: Record, text: Callable[[float], str] = figure) -> str:
     metrics = record.get("metrics") or {}
     if not metrics and record.get("loss") is not None:
-        return f"loss {record['loss']:.4f}"
-    return figures(metrics)
+        return figures({"loss": record["loss"]}, text)
+    return figures(metrics, text)
 
 
 def _done(record: Record) -> str:
     return f"{record['step']}/{record['total_steps']}" if record.get("total_steps") else "-"
 
 
-def value(record: Record, name: str) -> Any:
-    """What a run has by this name: a column of the table, a figure of an evaluation, a field; None: it has none."""
+def value(record: Record, name: str, text: Callable[[float], str] = figure) -> Any:
+    """What a run has by this name: a column of the table, a figure of an evaluation, a field; None: it has none.
+
+    Args:
+        text: writes the figures of `result`.
+    """
     columns = {column: record.get(column) for column in ("name", "state", "created", "started")}
     columns |= {"step": record["step"] if record.get("total_steps") else None, "ranks": record.get("world_size")}
-    columns |= {"owner": record.get("owner")}
-    columns |= {"result": _figures(record) or None}
+    columns |= {"owner": record.get("owner"), "result": _figures(record, text) or None}
     parts = (columns, record.get("metrics") or {}, {"loss": record.get("loss")}, record.get("config") or {})
     return next((part[name] for part in parts if name in part), None)
 
@@ -86,7 +89,7 @@ def facts(run: Run, record: Record) -> list[tuple[str, Any]]:
     submitted: Any = record.get("submitted") or {}
     sent, found, top = record.get("wandb") or {}, best(run), ""
     if found is not None:
-        top = "; ".join(filter(None, [f"step {found.step}, {found.metric} {found.value:.4f}", found.warning]))
+        top = "; ".join(filter(None, [f"step {found.step}, {found.metric} {figure(found.value)}", found.warning]))
     fork = record.get("forked_from")
     return [
         ("owner", f"{record['owner']}; you may look, and not run it" if record.get("owner") else None),

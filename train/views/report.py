@@ -19,6 +19,7 @@ from typing import Any
 import train
 from train import screen
 from train.format import duration
+from train.run import metrics
 from train.run.durable import check_target, published, read_bytes
 from train.run.record import Record
 from train.run.run_folder import Run, now, seconds_of
@@ -84,7 +85,7 @@ def html(run: Run) -> str:
     """
     from jinja2 import Environment
 
-    record = run.read_effective()
+    record = metrics.up_to_date(run, run.read_effective())
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
     environment.filters |= {"duration": duration, "moment": _moment, "end_of": listing.end_of}

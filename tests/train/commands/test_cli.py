@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from train import cli
+from train import cli, format
 from train.commands import parser
 from train.errors import Refused
 from train.run import states
@@ -265,7 +265,7 @@ def datasets(config):
 
 def loss(model, batch):
     time.sleep(0.02)
-    return model(batch[0]).square().mean()
+    return model(batch[0] * torch.rand(())).square().mean()
 """
 
 
@@ -281,6 +281,26 @@ def test_train_run_exits_75_when_stopped_with_a_checkpoint_to_continue_from(stat
     assert station.run("s").steps_saved() == [record["step"]]
     assert output.splitlines()[-1].endswith("continue with: train resume s")
     assert not station.run("s").alive()
+    assert _shown_losses(station, "s") == {station.metrics("s")[-1]["loss"]} == {record["loss"]}
+    process = station.start("resume", "s", "--follow")
+    station.wait_for_step("s", record["step"] + 20)
+    record = station.record("s")
+    for pid in (record["pids"]["agent"], *record["pids"]["ranks"]):
+        os.kill(pid, signal.SIGKILL)  # nobody is left to write down how far it came
+    process.communicate()
+    station.wait_for_end("s")
+    last = station.metrics("s")[-1]
+    assert _shown_losses(station, "s") == {last["loss"]}
+    assert json.loads(station.ok("show", "s", "--json").stdout)["step"] == last["step"]
+    assert f"loss {format.figure(last['loss'])}" in station.ok("ls").stdout
+
+
+def _shown_losses(station: Station, name: str) -> set[float]:
+    """The loss of a run as programs are told."""
+    table = station.ok("ls", name, "--csv", "--columns", "name,loss", "--sort", "loss").stdout.splitlines()
+    (listed,) = json.loads(station.ok("ls", name, "--json").stdout)
+    shown = json.loads(station.ok("show", name, "--json").stdout)
+    return {float(table[1].split(",")[1]), listed["loss"], shown["loss"]}
 
 
 @pytest.mark.never_forgiven

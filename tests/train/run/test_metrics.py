@@ -49,6 +49,17 @@ def test_what_is_written_is_read_by_kind_and_in_order(run: Run) -> None:
     assert metrics.last_evaluation(run) == evaluation(3)
 
 
+def test_the_last_training_line_is_found_behind_any_number_of_evaluations_and_is_what_a_run_shows(run: Run) -> None:
+    run.update(step=2, loss=0.9, attempts=[{"number": 1, "started": "", "end": None, "world_size": 1, "from_step": 0,
+                                            "to_step": None}])  # fmt: skip
+    write(run, training(1), training(3, 5.65e-05), *(evaluation(step) for step in range(3, 2000)))
+    assert metrics.last_training(run) == training(3, 5.65e-05)
+    assert metrics.up_to_date(run, run.read())["loss"] == 0.9, "of a fork that never trained the lines are another's"
+    run.update(lambda record: record["attempts"][0].update(ready="2026-01-01T00:00:00+00:00"))
+    shown = metrics.up_to_date(run, run.read())
+    assert (shown["step"], shown["loss"]) == (3, 5.65e-05)
+
+
 def test_a_figure_that_is_not_finite_is_null_for_any_reader_of_json(run: Run) -> None:
     write(run, evaluation(1, math.nan), evaluation(2, -math.inf), training(3, math.inf))
 

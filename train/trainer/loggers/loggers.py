@@ -90,10 +90,11 @@ class Loggers:
         step, epoch, loss, speed = line["step"], line["epoch"], line["loss"], line["samples_per_s"]
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.show(step, self._total_steps, epoch, loss, speed)
+            self._bar.show(step, self._total_steps, epoch, format.figure(loss), speed)
         elif now >= self._next_line:
             self._next_line = now + _LINE_EVERY
-            log.info("step %d/%d  epoch %d  loss %.4f  %.0f samples/s", step, self._total_steps, epoch, loss, speed)
+            made = f"step {step}/{self._total_steps}  epoch {epoch}  loss {format.figure(loss)}"
+            log.info("%s  %.0f samples/s", made, speed)
         if now >= self._next_note:
             self._next_note = now + _PROGRESS_EVERY
             shown = loss if math.isfinite(loss) else None  # run.json is JSON, too
