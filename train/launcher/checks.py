@@ -73,6 +73,7 @@ def prepare(request: Request) -> Prepared:
         Refused: it cannot be run as asked for.
     """
     task, config = resolve(request)
+    warnings: list[str] = []
     ranks, everywhere = request.ranks, request.ranks * request.nodes[-1]
     chosen = [name for name in ("micro_batch_size", "cpu_threads") if getattr(config, name) in (None, "auto")]
     is_searched = config.micro_batch_size == "auto"
@@ -102,6 +103,7 @@ def prepare(request: Request) -> Prepared:
         "micro_batch_size_reason": micro_reason,
         "versions": provenance.versions(found.cards),
         "init": initial.table() if initial is not None else [],
+        "warnings": warnings,
     }
     data = build.fingerprint(task, config, found.train_set, found.eval_sets)
     files: dict[str, str | bytes] = {fingerprint.FACTS: json.dumps(data, indent=1) + "\n"}
@@ -111,7 +113,8 @@ def prepare(request: Request) -> Prepared:
         files |= imports.copies(modules, beside)
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
-    return Prepared(task, config, files, record, warnings=_of_hidden(fingerprint.hidden_in(data)))
+    warnings += _of_hidden(fingerprint.hidden_in(data))
+    return Prepared(task, config, files, record, warnings=warnings)
 
 
 def _of_hidden(names: list[str]) -> list[str]:
@@ -119,7 +122,7 @@ def _of_hidden(names: list[str]) -> list[str]:
     if not names:
         return []
     which = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}"
-    return [f"warning: the data hold hidden files ({which}), which may shift labels; remove them, or leave them out"]
+    return [f"the data hold hidden files ({which}), which may shift labels; remove them, or leave them out"]
 
 
 def check_run(task: Task, config: Config, local: int, ranks: int, given: Collection[str]) -> _Checked:

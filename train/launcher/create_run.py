@@ -158,7 +158,7 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
 
         config, warnings = prepare_resume(run, launch.flags, ranks, nodes)
         files: dict[str, str | bytes] = {"config.toml": configuration.to_toml(config)} if launch.flags else {}
-        return CheckedLaunch(ranks, visible, files, {}, warnings)
+        return CheckedLaunch(ranks, visible, files, {"warnings": warnings}, warnings)
     if launch.kind == "fork":
         from train.launcher.fork import prepare_fork
 

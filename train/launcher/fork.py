@@ -14,7 +14,7 @@ from train.checkpoint.load import load
 from train.config import Config, Init, Parallel
 from train.data import fingerprint
 from train.errors import Refused
-from train.launcher import checks, provenance
+from train.launcher import checks, provenance, rate_change
 from train.launcher.checks import Prepared
 from train.launcher.request import ALONE
 from train.launcher.resume import check_data, edited
@@ -64,6 +64,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     if found.total <= step:
         end = f"the new run would end after {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, and {end}")
+    warnings += rate_change.warnings(run, task, (before, config), len(found.train_set), step, flags, is_fork=True)
     changed = _changed(run, step, task, model, before, config).union(manifest.get("changed", ()))
     text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config), "changed": sorted(changed)})
     there = f"checkpoints/{folder.name}"
@@ -74,6 +75,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     made: dict[str, Any] = {key: value for key, value in record.items() if key in _RECORD_OF_FORK} | {
         "step": step, "epoch": manifest["epoch"], "total_steps": found.total, "git_revision": provenance.git_revision(),
         "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step},
+        "warnings": warnings,
     }  # fmt: skip
     return Prepared(task, config, files, made, copies, warnings)
 

@@ -13,7 +13,7 @@ from train.config import Config
 from train.config.resolve import check_changes
 from train.data import fingerprint
 from train.errors import Refused
-from train.launcher import checks
+from train.launcher import checks, rate_change
 from train.launcher.request import ALONE
 from train.launcher.resumable import fork_of
 from train.parallel import choose
@@ -39,7 +39,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         Refused: it cannot continue as it stands or as asked for.
     """
     record, task, ranks = run.read(), task_of(run), local * nodes[-1]
-    config = config_of(run, task)
+    config = kept = config_of(run, task)
     if flags:
         before = configuration.to_flat(config)
         config = configuration.with_flags(flags, task.Settings, task.file, before)
@@ -77,6 +77,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     micros = build.plan_of(config, len(found.train_set)).micro_batches(0)
     if micros < ranks:
         warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} compute nothing new")
+    warnings += rate_change.warnings(run, task, (kept, config), len(found.train_set), step, flags)
     return config, warnings
 
 

@@ -87,6 +87,8 @@ class Record(TypedDict):
     """The run and step that it goes on from."""
     init: NotRequired[list[str]]
     """What weights it began with, and what did not fit, as lines; empty: those of model()."""
+    warnings: NotRequired[list[str]]
+    """What its launch, or the last resume, warned of: for the log of each attempt."""
     stopped_by: str | None
     reason: NotRequired[str]
     pids: NotRequired[dict[str, Any]]

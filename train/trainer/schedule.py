@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +100,24 @@ def check(task: Task, config: Config, total_steps: int) -> None:
         )
     with refusing(task, "schedule()"):
         factors(task, config, 1, total_steps)(0)
+
+
+class Planned(NamedTuple):
+    """What the schedule of a run follows."""
+
+    config: Config
+    steps_per_epoch: int
+    total_steps: int
+
+
+def moved(task: Task, before: Planned, after: Planned, step: int) -> tuple[float, float] | None:
+    """The factors of the peak rate in the last step that was made, counted from 1, and in the one after it, where a
+    change of the configuration moves the schedule there; None: it does not."""
+    old, new = (factors(task, *planned) for planned in (before, after))
+    alike = [step - 1, *([step] if step < before.total_steps else [])]
+    if not step or all(math.isclose(old(at), new(at), rel_tol=1e-6) for at in alike):
+        return None
+    return old(step - 1), new(step)
 
 
 class Rates:

@@ -249,9 +249,10 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
     step = start.step
     run, plan, config, world = job.run, job.plan, job.config, job.world
     assert config.cpu_threads is not None
+    line = metrics.last_training(run)
     run.note_ready(
         step, mark, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
-        device=str(world.device.type), data_wait="",
+        device=str(world.device.type), data_wait="", loss=line.get("loss") if line is not None else None,
     )  # fmt: skip
     per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
     strategy = choose.resolve(config, world.size)
@@ -262,11 +263,13 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
         + (f", continuing after step {step}" if step else "")
         + (" as it was in memory" if start.from_memory else "")
     )
+    record, threads = run.read(), config.cpu_threads
+    for warning in record.get("warnings") or ():
+        job.loggers.say(f"warning: {warning}")
     if attempt > 1:
         return
-    record, threads = run.read(), config.cpu_threads
-    for line in record.get("init") or ():
-        job.loggers.say(line)
+    for text in record.get("init") or ():
+        job.loggers.say(text)
     if reason := record.get("cpu_threads_reason"):
         job.loggers.say(f"{threads} CPU thread{'s' if threads > 1 else ''} a rank ({reason})")
     if reason := record.get("micro_batch_size_reason"):

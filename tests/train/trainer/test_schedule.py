@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.train.training import TASK
 from train.config import Config, build
 from train.errors import Refused
+from train.launcher.resume import prepare_resume
 from train.trainer.schedule import rate_factor, rate_scale
 
 
@@ -31,6 +33,41 @@ def rates(made: Config, steps_per_epoch: int, total: int) -> list[float]:
 )
 def test_the_peak_follows_the_scaling_rule(rule: str, batch: int, base: int, expected: float) -> None:
     assert rate_scale(config(scaling=rule, batch_size=batch, base_batch_size=base)) == expected
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd", "onecycle", "step", "constant", "own"])
+def test_a_change_of_length_that_moves_the_rate_is_said_with_both_rates(
+    engine: Any, tmp_path: Path, decay: str
+) -> None:
+    """And what it offers goes on at the rate of before."""
+    task, own = tmp_path / "task.py", "def schedule(step, total_steps, config): return 1 - step / total_steps"
+    task.write_text(f"{TASK.read_text()}\n{own if decay == 'own' else ''}\n")
+    name = f"moved-{decay}"
+    chosen: dict[str, Any] = {} if decay == "own" else {"schedule__decay": decay}
+    flags: dict[str, Any] = {"task": task, "epochs": 2, "schedule__warmup_epochs": None, "schedule__step_epochs": None}
+    if decay == "wsd":
+        chosen["schedule__decay_share"] = 0.5
+    engine.run(name, **flags, **chosen)
+    warnings = prepare_resume(engine.station.run(name), {"epochs": "4"}, 1)[1]
+    if decay in ("step", "constant"):
+        assert warnings == []
+        return
+    (said,) = warnings
+    engine.resume(name, epochs=4)
+    before, after = _rates(engine, name)[7:9]
+    assert f"was {before:.3g} in step 8 and is {after:.3g} in step 9" in said and "over 16 steps now" in said
+    way = said.rpartition(f"train fork {name} --name NEW --checkpoint 8 ")[2].split()
+    given = {flag.removeprefix("--").replace(".", "__"): text for flag, text in zip(way[::2], way[1::2], strict=True)}
+    forked = engine.fork(name, f"{name}-kept", 8, **given)
+    assert _rates(engine, f"{name}-kept")[8] == pytest.approx(before, rel=0.01)
+    assert forked["warnings"] == []
+    if decay == "cosine":
+        (again,) = engine.fork(name, f"{name}-jump", 8, epochs=6)["warnings"]
+        assert again.startswith(said.partition(" and is ")[0]) and f"warning: {again}" in engine.said(f"{name}-jump")
+
+
+def _rates(engine: Any, name: str) -> list[float]:
+    return [line["lr"] for line in engine.lines(name) if "lr" in line]
 
 
 def test_the_warm_up_rises_in_equal_steps_and_ends_at_the_peak() -> None:

@@ -1,0 +1,84 @@
+"""What a change of a run's length does to its learning rate, for who resumes or forks it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+
+from train.config import Config
+from train.run.metrics import each, is_evaluation, last_training
+from train.run.run_folder import Run
+from train.tasks import Task
+from train.trainer import build
+from train.trainer.schedule import Planned, factors, moved, rate_scale
+
+
+def warnings(
+    run: Run, task: Task, configs: tuple[Config, Config], samples: int, step: int, flags: dict[str, str],
+    is_fork: bool = False,
+) -> list[str]:  # fmt: skip
+    """A line that says how the rate moves, and how to choose; none where it does not.
+
+    Args:
+        configs: before the change and after it.
+        samples: of the training set.
+        step: the one after which the run goes on.
+        flags: the fields that change.
+    """
+    before, after = (_planned(config, samples) for config in configs)
+    with build.refusing(task, "schedule()"):
+        factor = moved(task, before, after, step)
+    if factor is None:
+        return []
+    peak = _peak(run, task, before)
+    old = _logged(run, step) or peak * factor[0]
+    new = peak * factor[1] * _base(after.config) / _base(before.config)
+    if math.isclose(old, new, rel_tol=1e-2):
+        return []
+    then, now = (
+        f"{'schedule()' if task.schedule is not None else one.config.schedule.decay} over {one.total_steps} steps"
+        for one in (before, after)
+    )
+    moves = f"the learning rate was {old:.3g} in step {step} and is {new:.3g} in step {step + 1}"
+    text = f"{moves} ({now} now, {then} before)"
+    wanted = {} if {"optim.lr", "schedule.decay"} & flags.keys() else _stays(task, after.config, old, new)
+    if wanted:
+        typed = " ".join(f"--{name} {shlex.quote(value)}" for name, value in (flags | wanted).items())
+        begin = "" if is_fork else f"train fork {run.name} --name NEW --checkpoint {step} "
+        text += f"; to go on at the rate of before: {begin}{typed}"
+    return [text]
+
+
+def _planned(config: Config, samples: int) -> Planned:
+    plan = build.plan_of(config, samples)
+    return Planned(config, plan.steps_per_epoch, build.total_steps(config, plan))
+
+
+def _base(config: Config) -> float:
+    return config.optim.lr * rate_scale(config)
+
+
+def _logged(run: Run, step: int) -> float | None:
+    """The rate of a step by its own line: the run may have had another length then. None: it has no line."""
+    last = last_training(run)
+    lines = [last] if last is not None and last["step"] <= step else each(run)
+    return next((line.get("lr") for line in lines if line["step"] == step and not is_evaluation(line)), None)
+
+
+def _peak(run: Run, task: Task, planned: Planned) -> float:
+    """The peak rate of the first group, by the last line of the run: an optimizer of the task may have set it."""
+    line, fork = last_training(run), run.read().get("forked_from")
+    if line is not None and line["step"] > (fork["step"] if fork else 0):
+        factor = factors(task, *planned)(line["step"] - 1)
+        if factor and line.get("lr"):
+            return line["lr"] / factor
+    return _base(planned.config)
+
+
+def _stays(task: Task, config: Config, old: float, new: float) -> dict[str, str]:
+    """Fields of a fork that goes on at the old rate; {} where no field says the rate."""
+    if not old or not new:
+        return {}
+    if task.schedule is not None:
+        return {"optim.lr": f"{config.optim.lr * old / new:.3g}"}
+    return {"schedule.decay": "constant", "optim.lr": f"{old / rate_scale(config):.3g}"}
