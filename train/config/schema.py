@@ -251,6 +251,9 @@ class Config:
     micro_batch_size: Count | Literal["auto"] | None = None
     """Samples per forward and backward; default: batch_size over the ranks of the first launch, rounded up. auto: as
     many of these as the device has memory for, found by trying at the first launch."""
+    micro_batches: Literal["even", "full"] | None = None
+    """How a global batch is cut into micro batches of at most micro_batch_size: even, the default: they differ by at
+    most one sample; full: all but the last one have that size, as in runs of earlier versions."""
     precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Arithmetic: bf16 and fp16 are autocast over fp32 weights; fp16 and tf32 need a GPU."""
     compile: bool = False

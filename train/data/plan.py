@@ -37,6 +37,8 @@ class Plan:
     micro_batch_size: int
     seed: int = 0
     drop_last: bool = False
+    is_even: bool = False
+    """The micro batches of a step differ by at most one sample; else all but the last one are full."""
     limit: int = 0
     """Of an evaluation set: at most so many samples are evaluated; 0: all."""
 
@@ -63,6 +65,23 @@ class Plan:
     def micro_batches(self, step: int) -> int:
         """Number of micro batches in the step's global batch."""
         return -(-self.samples(step) // self.micro_batch_size)
+
+    def span(self, number: int, samples: int) -> tuple[int, int]:
+        """The place of a micro batch in a global batch of so many samples: its first one, and the one after its last.
+
+        Even ones are as many as full ones would be, the larger ones first.
+        """
+        size = self.micro_batch_size
+        if not self.is_even:
+            return number * size, min(number * size + size, samples)
+        least, larger = divmod(samples, -(-samples // size))
+        low = number * least + min(number, larger)
+        return low, low + least + (number < larger)
+
+    def smallest(self, step: int) -> int:
+        """The number of samples in the smallest micro batch of a step."""
+        low, high = self.span(self.micro_batches(step) - 1, self.samples(step))
+        return high - low
 
 
 def micro_batches_of_rank(rank: int, micros: int, world: int, is_ordered: bool = False) -> range:
@@ -126,14 +145,14 @@ def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Ite
             chunk = order(plan.seed, epoch, np.arange(begin, min(begin + size, plan.length)), plan.length)
         offset = start - chunk_key[1] * size
         for number, is_repeated in sharing.computed(-(-(stop - start) // plan.micro_batch_size)):
-            low = number * plan.micro_batch_size
-            high = min(low + plan.micro_batch_size, stop - start)
+            low, high = plan.span(number, stop - start)
             indices, seed = chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
             yield MicroBatch(step, number, indices, seed, 0, is_repeated)
 
 
 def evaluation_micro_batches(plan: Plan, sharing: Sharing, evaluation: int = 1) -> Iterator[MicroBatch]:
-    """The micro batches of an evaluation set that a rank fetches: every sample once, in the data set's order.
+    """The micro batches of an evaluation set that a rank fetches, full ones but for the last: every sample once, in the
+    data set's order.
 
     With a limit, always the same random choice: the first samples of class folders are all of one class. `evaluation`
     is the number of the set; what is drawn at random does not depend on it.

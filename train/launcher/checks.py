@@ -177,7 +177,7 @@ def _record(request: Request, task: Task, samples: int, total: int) -> dict[str,
 
 
 def cut_batch(config: Config, local: int, nodes: range) -> None:
-    """Give the micro batch of a new run its size, where none is given.
+    """Give the micro batches of a new run their size, and how they are cut, where none is given.
 
     Args:
         local, nodes: as in `check_ranks`.
@@ -191,6 +191,7 @@ def cut_batch(config: Config, local: int, nodes: range) -> None:
         # rounded up as the smallest number of forwards; rounded down where that would leave a rank without work
         size = -(-config.batch_size // ranks)
         config.micro_batch_size = size if -(-config.batch_size // size) >= ranks else config.batch_size // ranks
+    config.micro_batches = config.micro_batches or "even"
     micros = -(-config.batch_size // config.micro_batch_size)
     if micros < ranks:
         raise Refused(

@@ -51,6 +51,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     config.init = Init()  # its weights are those of the checkpoint
     manifest, folder = manifests.verified(run, step), run.checkpoint(step)
     is_other = "batch_size" in flags or ranks != record["world_size"]
+    config.micro_batches = config.micro_batches or "full"  # it is of an earlier version
     if is_other and "micro_batch_size" not in flags and "micro_batch_size" in record.get("chosen", ()):
         config.micro_batch_size = None
     if config.micro_batch_size == "auto":

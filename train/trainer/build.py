@@ -321,7 +321,8 @@ def plan_of(config: Config, length: int) -> Plan:
             f"--data.drop_last true leaves nothing to train on: the training set has {length} samples, fewer than "
             f"--batch_size {config.batch_size}; lower it, or leave out --data.drop_last"
         )
-    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, config.data.drop_last)
+    is_even = config.micro_batches == "even"
+    return Plan(length, config.batch_size, config.micro_batch_size, config.seed, config.data.drop_last, is_even)
 
 
 def evaluation_plans(config: Config, eval_sets: Mapping[str, Any]) -> dict[str, Plan]:

@@ -49,8 +49,8 @@ class Flops:
         """Around a step, counted from 0."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        size, all_samples = plan.micro_batch_size, plan.samples(step)
-        own = sum(min(size, all_samples - number * size) for number, _ in sharing.computed(plan.micro_batches(step)))
+        spans = (plan.span(number, plan.samples(step)) for number, _ in sharing.computed(plan.micro_batches(step)))
+        own = sum(high - low for low, high in spans)
         with FlopCounterMode(display=False) as counter:
             yield
         self._of_sample = counter.get_total_flops() / own

@@ -36,7 +36,8 @@ CPU = torch.device("cpu")
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     batch = draw(st.integers(1, 40))
-    return Plan(draw(st.integers(1, 300)), batch, draw(st.integers(1, batch)), draw(st.integers(0, 9)))
+    size, seed, is_even = draw(st.integers(1, batch)), draw(st.integers(0, 9)), draw(st.booleans())
+    return Plan(draw(st.integers(1, 300)), batch, size, seed, is_even=is_even)
 
 
 class Noisy(Dataset[Any]):
@@ -92,7 +93,12 @@ def test_the_shares_of_the_ranks_partition_each_global_batch(plan: Plan, world: 
         joined = [index for _, part in sorted(pieces[step].items()) for index in part]
         assert joined == order(plan.seed, plan.epoch(step), positions(plan, step), plan.length).tolist()
         sizes = [len(part) for _, part in sorted(pieces[step].items())]
-        assert sizes[:-1] == [plan.micro_batch_size] * (len(sizes) - 1)
+        if plan.is_even:
+            assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+            assert sizes[0] <= plan.micro_batch_size
+        else:
+            assert sizes[:-1] == [plan.micro_batch_size] * (len(sizes) - 1)
+        assert plan.smallest(step) == sizes[-1]
 
 
 def test_the_last_batch_is_short_and_none_is_dropped_or_padded() -> None:

@@ -9,6 +9,11 @@ import pytest
 import torch
 
 from tests.train.training import CLOSE, assert_same_training
+from train.config import from_toml
+from train.data.plan import Sharing, micro_batches_of
+from train.launcher.checks import prepare
+from train.launcher.request import Request
+from train.trainer.build import plan_of
 
 pytestmark = pytest.mark.never_forgiven
 
@@ -117,3 +122,16 @@ def test_another_seed_is_another_run(steady: Any) -> None:
     steady.run("seed1", 1, precision="fp64", seed=1, steps=4)
     assert steady.station.samples("seed1")[1] != steady.station.samples("one")[1]
     assert steady.losses("seed1")[0] != pytest.approx(steady.losses("one")[0], rel=1e-3)
+
+
+def test_new_runs_are_cut_evenly_and_those_of_before_as_they_were(tmp_path: Path) -> None:
+    flags = {"batch_size": "7", "cpu_threads": "1", "device": "cpu", "data.drop_last": "true"}
+    made = prepare(Request("digits", flags, ranks=3))
+    text = str(made.files["config.toml"])
+    of_before = text.replace('micro_batches = "even"\n', "")
+    assert of_before != text
+    for content, sizes in ((text, [3, 2, 2]), (of_before, [3, 3, 1])):
+        (tmp_path / "config.toml").write_text(content)
+        config = from_toml(tmp_path / "config.toml", made.task.Settings)
+        micros = micro_batches_of(plan_of(config, 24), Sharing(), 0, 1)
+        assert [len(micro.indices) for micro in micros] == sizes
