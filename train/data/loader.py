@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
@@ -16,9 +17,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from train.data.fetch import EVALUATION, TRAINING, BadSample, gatherer
+from train.data.hand_over import (
+    NO_FILES,
+    NotHandedOver,
+    Pickled,
+    check_portable,
+    end_without_files,
+    no_files,
+    pickled,
+    taken,
+)
 from train.data.plan import MicroBatch
 from train.data.seeding import owned
 from train.data.to_device import AsyncCopies, OnDevice, pinned, prepared
@@ -38,11 +49,17 @@ class _Fetching(Dataset[Any]):
         """Takes what gathers micro batches of the training set, and of each evaluation set."""
         self._gather = gather
 
-    def __getitem__(self, micro: Any) -> tuple[MicroBatch, Any, Sequence[BadSample]]:
-        batch, bad = self._gather[micro.evaluation](micro)
-        if bad and get_worker_info() is not None:
-            bad = [one.portable() for one in bad]
-        return micro, batch, bad
+    def fetch(self, micro: MicroBatch) -> tuple[MicroBatch, Any, Sequence[BadSample]]:
+        return micro, *self._gather[micro.evaluation](micro)
+
+    def __getitem__(self, micro: Any) -> Pickled | NotHandedOver:
+        """In a worker."""
+        try:
+            _, batch, bad = self.fetch(micro)
+        except Exception as error:
+            check_portable(error)
+            raise
+        return pickled((micro, batch, [one.portable() for one in bad]))
 
 
 class _Sampler:
@@ -165,7 +182,7 @@ class Loader:
         """In workers."""
         self._sampler.plan = plan
         try:
-            yield from self._loader
+            yield from map(taken, self._loader)
         except (RuntimeError, OSError, EOFError) as error:
             how = self._death(error)
             if not how:
@@ -179,11 +196,17 @@ class Loader:
         """
         if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
             return ""
-        connection.wait([worker.sentinel for worker in self._workers], _DYING)
+        with contextlib.suppress(RuntimeError):  # torch raises it here if SIGCHLD comes here
+            gone = connection.wait([worker.sentinel for worker in self._workers], _DYING)
+            for worker in self._workers:  # its files are closed a little before its exit code is there
+                if worker.sentinel in gone:
+                    worker.join(_DYING)
         for worker in self._workers:
             code = worker.exitcode
             if code is not None and code < 0:
                 return f"DataLoader worker (pid {worker.pid}) is killed by signal: {signal.strsignal(-code)}"
+            if code in NO_FILES:
+                return f"DataLoader worker (pid {worker.pid}) has ended: {os.strerror(code)}; {no_files()}"
             if code is not None:
                 return f"DataLoader worker (pid {worker.pid}) has ended by itself, with exit code {code}"
         return ""
@@ -192,10 +215,10 @@ class Loader:
         """In this process: on one thread, as a worker does, for some sums have other bits on several."""
         threads = torch.get_num_threads()
         if threads == 1:
-            return self._fetching[micro]
+            return self._fetching.fetch(micro)
         torch.set_num_threads(1)
         try:
-            return self._fetching[micro]
+            return self._fetching.fetch(micro)
         finally:
             torch.set_num_threads(threads)
 
@@ -230,6 +253,7 @@ def _begin_worker(_: int, rank: int) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    sys.excepthook = end_without_files
     end_with_parent(rank)  # a killed rank's workers go with it and release the run's lock
     for fd in _open_files():
         own = _opened_again(fd)

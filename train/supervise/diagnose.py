@@ -199,6 +199,7 @@ class Likely:
 
 
 TABLE = (
+    Likely(r"Too many open files|EMFILE|ulimit -n", "", ("open files",)),
     Likely(
         r"/dev/shm.*(No space|[Bb]us error|[Aa]llocat)|(No space|[Bb]us error|[Aa]llocat).*/dev/shm"  # alone: a path
         r"|insufficient shared memory|shared memory ?\(shm\)|Unexpected bus error"
@@ -212,7 +213,6 @@ TABLE = (
         "a full disk, or a limit of it",
         ("room on disk", "folder of runs"),
     ),
-    Likely(r"Too many open files|EMFILE|ulimit -n", "", ("open files",)),
     Likely(r"(ibv_reg_mr|ibv_create|RLIMIT_MEMLOCK|memlock)", "too little locked memory", ("locked memory",)),
     Likely(
         r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)",

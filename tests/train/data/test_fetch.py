@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 from train.data.fetch import shape_error
 from train.data.loader import Loader
 from train.data.plan import MicroBatch
+from train.errors import TrainingFailed
 from train.supervise import diagnose
 from train.supervise.diagnose import failure_of
 
@@ -122,6 +124,74 @@ def test_how_a_loader_process_died_is_said(ends: Callable[[], None], said: str, 
     assert not why["recurs"]
     hint = diagnose.hint(why["reason"])
     assert checks in hint if checks else not hint
+
+
+class Leaves:
+    """An object that does what it is made with when it is pickled, or, if that is `back`, when it is unpickled."""
+
+    def __init__(self, does: Callable[[], object]) -> None:
+        self._does = does
+
+    def __reduce__(self) -> Any:
+        return (back, ()) if self._does is back else (self._does() and str, ())
+
+
+def back() -> object:
+    raise KeyError("not to be taken back")
+
+
+def fails() -> object:
+    raise ValueError("not to be given away")
+
+
+def opens_no_more() -> object:
+    """Let this process open no more files."""
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return True
+
+
+KEPT = torch.ones(3)
+"""A tensor whose file a worker does not close."""
+
+
+def locally() -> None:
+    class Own(ConnectionError):
+        pass
+
+    raise Own("of a class that only the worker has")
+
+
+@pytest.mark.parametrize(
+    ("collate", "said", "recurs"),
+    [
+        (lambda _: lambda: 1, "could not hand over a batch: Can't pickle local object", True),
+        (lambda _: (one for one in ()), "could not hand over a batch: cannot pickle 'generator' object", True),
+        (lambda _: 2 * torch.ones(3, requires_grad=True), "serialize non-leaf tensor which requires_grad", True),
+        (lambda _: Leaves(fails), "could not hand over a batch: ValueError: not to be given away", True),
+        (lambda _: Leaves(back), "could not be taken over from a loader worker: KeyError: 'not to be taken", True),
+        (lambda _: locally(), "RuntimeError: Own: of a class that only the worker has", True),
+        # the worker pickles it, and cannot give its tensor to the rank that asks for it
+        (lambda _: [KEPT, Leaves(opens_no_more)], "has ended: Too many open files", False),
+        (lambda _: [Leaves(opens_no_more), torch.ones(3)], "could not hand over a batch: ", False),
+    ],
+)
+def test_a_batch_that_a_worker_cannot_hand_over_is_an_error_with_its_cause(
+    collate: Callable[[list[Any]], Any], said: str, recurs: bool
+) -> None:
+    with Loader(Made(int), {}, collate, 1, CPU, None) as loader:
+        stream = loader.batches(iter([MicroBatch(0, number, np.array([number]), 0) for number in range(8)]))
+        with pytest.raises(Exception) as caught:
+            next(stream)
+    error = caught.value
+    why = failure_of(error, Path("own.py"))
+    assert said in why["reason"]
+    assert isinstance(error, TrainingFailed) or why["recurs"] == recurs
+    if not recurs:
+        assert "ulimit -n" in why["reason"] and "'open files'" in diagnose.hint(why["reason"])
+    elif "Own" not in said:
+        assert "--data.workers 0" in why["reason"]
 
 
 def test_a_loader_process_that_ends_with_batches_of_its_own_on_the_way_is_named() -> None:

@@ -1,0 +1,125 @@
+"""How a loader worker hands a fetched micro batch over to its rank.
+
+The worker pickles the batch itself, where an error is the micro batch's own. torch leaves that to a thread of the
+worker's queue: there an error is printed, the batch is lost, and the rank waits for it for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import resource
+import sys
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
+from typing import Any
+
+from train.errors import TrainingFailed, one_line
+
+NO_FILES = (errno.EMFILE, errno.ENFILE)
+"""Error numbers of a process, or a machine, that can open no more files."""
+_OF_SYSTEM = ("Too many open files", "received 0 items of ancdata", "shared memory", "DataLoader worker")
+"""What torch's and Python's RuntimeErrors have in their texts that are about files, memory and other processes.
+Python says `ancdata` where a file was sent to a process that can open no more."""
+_CAUSE = 400
+"""Longest cause in a message, in characters."""
+
+
+@dataclass(frozen=True)
+class NotHandedOver:
+    """What a worker sends in place of a micro batch that it cannot hand over."""
+
+    reason: str
+    is_of_system: bool
+
+    def raised(self) -> Exception:
+        """Return what the rank raises."""
+        return OSError(self.reason) if self.is_of_system else TrainingFailed(self.reason)
+
+
+class Pickled:
+    """A fetched micro batch as a worker puts it into its queue; the rank gets what `_unpickled` returns."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return _unpickled, (self._content,)
+
+
+def pickled(fetched: Any) -> Pickled | NotHandedOver:
+    """Pickle what a worker has fetched. Tensors go into shared memory, and the bytes name that."""
+    buffer = io.BytesIO()
+    try:
+        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(fetched)
+    except Exception as error:
+        return _problem("a loader worker could not hand over a batch", error)
+    return Pickled(buffer.getvalue())
+
+
+def _unpickled(content: bytes) -> Any:
+    """Return what was fetched, in the rank. An error waits for its turn: the queue has no order."""
+    try:
+        return pickle.loads(content)
+    except Exception as error:
+        return _problem("a batch could not be taken over from a loader worker", error)
+
+
+def taken(received: Any) -> Any:
+    """Return what a rank has received of a worker.
+
+    Raises:
+        TrainingFailed: it cannot be pickled, or unpickled.
+        OSError: a process has no files or memory left for it, or the worker is gone.
+    """
+    if isinstance(received, NotHandedOver):
+        raise received.raised()
+    return received
+
+
+def check_portable(error: Exception) -> None:
+    """Replace an error that a worker cannot send, for its class is inside a function, say.
+
+    Raises:
+        RuntimeError: in place of that error.
+    """
+    try:
+        pickle.dumps(type(error))
+    except Exception:
+        raise RuntimeError(one_line(f"{type(error).__name__}: {error}")) from error
+
+
+def _problem(what: str, error: Exception) -> NotHandedOver:
+    cause = one_line(error)
+    if "pickl" not in cause:
+        cause = f"{type(error).__name__}: {cause}"
+    is_of_system = isinstance(error, (OSError, EOFError, MemoryError)) or any(word in cause for word in _OF_SYSTEM)
+    if getattr(error, "errno", None) in NO_FILES or "ancdata" in cause or "Too many open files" in cause:
+        remedy = no_files()
+    elif is_of_system:
+        remedy = "see also --data.workers 0"
+    else:
+        remedy = "what collate() returns must be picklable, or use --data.workers 0"
+    return NotHandedOver(f"{what}: {cause[:_CAUSE]}; {remedy}", is_of_system)
+
+
+def no_files() -> str:
+    """Say how many files a process may open, and what to do."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"this process may open {limit} files: raise ulimit -n, lower --data.workers, or put fewer tensors in a batch"
+    )
+
+
+def end_without_files(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End this worker if it can open no more files: a `sys.excepthook`.
+
+    A rank fetches each tensor of a batch from a thread of the worker. Where that thread can open no file it would try
+    for ever, and the rank would wait. Python calls the hook for an error of that thread.
+    """
+    sys.__excepthook__(kind, error, trace)
+    if isinstance(error, OSError) and error.errno in NO_FILES:
+        os._exit(error.errno)
