@@ -93,7 +93,9 @@ RUN --mount=type=cache,target=/root/.cache \
 RUN useradd --create-home --uid 1000 --user-group --shell /bin/bash --comment "works here" dev; \
     # A star is no password that fits; the exclamation mark useradd leaves would lock the account for keys too.
     usermod -p '*' dev; \
-    mkdir -p /workspace /datasets /etc/trainstation/hostkeys; \
+    mkdir -p /workspace /datasets /etc/trainstation/hostkeys /opt/trainstation/checkout; \
+    # The mounted package, for Python's path (trainstation.pth).
+    ln -s /workspace/train /opt/trainstation/checkout/train; \
     mkdir -m 700 /etc/trainstation/private; \
     # /etc/gitconfig lets git work in /workspace, whoever owns it; not for root, who would run dev's hooks there.
     printf '[safe]\n\tdirectory =\n' >/root/.gitconfig; \
@@ -106,7 +108,8 @@ COPY train/ /opt/trainstation/train/
 # hadolint ignore=DL4006
 RUN find / -xdev -perm /6000 -exec chmod a-s {} +; \
     getcap -r / 2>/dev/null | cut -d ' ' -f 1 | xargs --no-run-if-empty --max-args 1 setcap -r; \
-    python3 -I -m compileall -q /opt/trainstation/train /usr/local/lib/trainstation
+    python3 -I -m compileall -q /opt/trainstation/train /usr/local/lib/trainstation \
+        /usr/local/lib/python3.11/dist-packages/trainstation_folders.py
 
 # The same variables reach every way in (docker exec, ssh, Jupyter, tmux): what is set here is there for all of them,
 # see docker/rootfs/usr/local/lib/trainstation/steps/60-environment.

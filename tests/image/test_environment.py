@@ -62,6 +62,44 @@ def dumped(station: Station, start: Callable[[str], object]) -> dict[str, str]:
     return variables
 
 
+SHADOWS = "datasets docker docs notebooks runs scripts"
+FIND = "import importlib.util; print([name for name in {!r}.split() if importlib.util.find_spec(name)])"
+TASK = """
+import importlib.util, torch
+found = [name for name in {!r}.split() if importlib.util.find_spec(name)]
+def datasets(config):
+    return torch.utils.data.TensorDataset(torch.ones(4, 2)), None
+def model(config):
+    print("found", found, flush=True)
+    return torch.nn.Linear(2, 1)
+def loss(model, batch):
+    return model(batch[0]).mean()
+"""
+
+
+def test_folders_of_the_station_are_no_packages(proxied: Station) -> None:
+    code = FIND.format(SHADOWS)
+    for folder in ("/workspace", "/workspace/notebooks", "/workspace/projects", "/home/dev", "/", "/tmp"):
+        done = proxied.dev("bash", "-c", 'cd "$0" && python3 -c "$1"', folder, code)
+        assert (folder, done.stdout) == (folder, "[]\n")
+    assert "No module named 'datasets'" in proxied.dev("python3", "-c", "import datasets", check=False).stderr
+    for name, text in (("find.py", code), ("task.py", TASK.format(SHADOWS))):
+        (proxied.folder / "projects" / name).write_text(text)
+    assert proxied.dev("python3", "projects/find.py").stdout == "[]\n"
+    done = proxied.dev("train", "run", "projects/task.py", "--name", "finds", "--steps", "1", "--batch_size", "4")
+    assert "found []" in done.stdout + done.stderr
+    assert (
+        proxied.dev("python3", "-c", "import train; print(train.__file__)").stdout == "/workspace/train/__init__.py\n"
+    )
+    elsewhere = proxied.dev(
+        "bash", "-c", "cd /tmp && python3 -c 'import train, os; print(os.path.realpath(train.__file__))'"
+    )
+    assert elsewhere.stdout == "/workspace/train/__init__.py\n"
+    # a package of that name that dev has installed is found
+    line = 'd=$(python3 -m site --user-site)/docker; mkdir -p "$d" && echo "here = 1" >"$d/__init__.py"'
+    proxied.dev("bash", "-c", f"{line}; cd /workspace && python3 -c 'import docker; assert docker.here'; rm -r \"$d\"")
+
+
 def test_ssh_with_a_command(proxied: Station, expected: dict[str, str]) -> None:
     assert dumped(proxied, proxied.ssh) == expected
 

@@ -1,0 +1,41 @@
+"""Keeps folders of the station from being imported as packages.
+
+Python takes a folder without an __init__.py for a package. The current folder is where it looks first, and in a
+terminal that is /workspace: `import datasets` would find the folder of that name. With this it finds the package
+`datasets`, or says that there is none. trainstation.pth installs it in every Python.
+"""
+
+import os
+import sys
+from importlib import machinery
+
+PLACES = ("/", "/workspace", "/home/dev")
+"""Folders that hold those folders, or links to them."""
+FOLDERS = {"/datasets", *(f"/workspace/{name}" for name in "datasets deploy docker docs notebooks runs scripts".split())}
+
+
+class Finder(machinery.FileFinder):
+    """Finds what Python's own finder does, except those folders."""
+
+    def find_spec(self, fullname, target=None):
+        spec = super().find_spec(fullname, target)
+        if spec is not None and spec.loader is None and os.path.realpath(os.path.join(self.path, fullname)) in FOLDERS:
+            return None
+        return spec
+
+
+make = Finder.path_hook(
+    (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
+    (machinery.SourceFileLoader, machinery.SOURCE_SUFFIXES),
+    (machinery.SourcelessFileLoader, machinery.BYTECODE_SUFFIXES),
+)
+
+
+def hook(path):
+    """Makes a finder for one of those places; Python asks once for each entry of its path."""
+    if os.path.abspath(path) not in PLACES:
+        raise ImportError(path)
+    return make(path)
+
+
+sys.path_hooks.insert(0, hook)
