@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from conftest import Station, Terminal, run, steps_on
+from conftest import ROOT, Station, Terminal, run, steps_on
 
 from tests.ports import free_port
 from tests.waiting import eventually
@@ -154,6 +154,13 @@ def test_a_root_owned_checkout_works_as_a_user_the_host_does_not_know(make_stati
     assert (mine.folder / "notebooks" / "Untitled.ipynb").stat().st_uid == 52761
     content = session.get(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb").json()["content"]
     body = {"type": "notebook", "format": "json", "content": content}
+    content["cells"][0]["source"] += " mine"
     assert session.put(f"{mine.url}/api/contents/notebooks/01-start-here.ipynb", json=body).ok
+    copy = mine.folder / "notebooks" / "01-start-here.ipynb"
+    assert " mine" in copy.read_text() and copy.stat().st_uid == 52761
+    mine.make("down", "up")
+    assert " mine" in copy.read_text(), "a start has replaced a person's file"
+    ignored = run("git", "check-ignore", "--no-index", "notebooks/01-start-here.ipynb", cwd=ROOT).stdout
+    assert ignored.strip() == "notebooks/01-start-here.ipynb"  # git pull and records of runs do not see it
     assert (mine.folder / "train" / "__init__.py").stat().st_uid == 0
     mine.make("down")
