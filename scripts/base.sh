@@ -7,6 +7,11 @@
 # lists. The mirror is the one this machine's own apt uses, or APT_MIRROR.
 set -euo pipefail
 
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/env.sh
+. scripts/env.sh
+mirrors_from_env
+
 readonly tag=trainstation-base:bookworm
 readonly keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 
@@ -17,7 +22,9 @@ docker info >/dev/null 2>&1 || die "no Docker engine answers; to install and sta
 ! docker image inspect "$tag" >/dev/null 2>&1 || { say "$tag is there already (again: docker image rm $tag)"; exit; }
 [ "$(id -u)" = 0 ] || die "building a base image needs root: sudo make base"
 # shellcheck source=scripts/apt.sh
-. "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
+. scripts/apt.sh
+# shellcheck source=scripts/progress.sh
+. scripts/progress.sh
 { command -v debootstrap && [ -e "$keyring" ]; } >/dev/null || apt_install debootstrap debian-archive-keyring
 
 # As apt on this machine knows it; on Ubuntu there is none, and debootstrap's own default stands.
@@ -27,9 +34,11 @@ mirror=${mirror%/}
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 chmod 755 "$root"
-say "building $tag from the package archive (half a minute)"
-debootstrap --variant=minbase --keyring="$keyring" bookworm "$root" ${mirror:+"$mirror"} >"$root.log" 2>&1 || {
-    tail -n 5 "$root.log" >&2
+say "building $tag from the package archive"
+bootstrap() { debootstrap --variant=minbase --keyring="$keyring" bookworm "$root" ${mirror:+"$mirror"} >"$root.log" 2>&1; }
+how_far() { printf '%s, %d MB' "$(tail -n 1 "$root.log" | cut -c 4-50)" "$(du -sm "$root" 2>/dev/null | cut -f 1)"; }
+with_progress base how_far bootstrap || {
+    tail -n 20 "$root.log" >&2
     die "debootstrap failed; the whole log: $root.log"
 }
 rm -f "$root.log"
@@ -39,7 +48,7 @@ rm -f "$root.log"
 security=""
 [ "${APT_MIRROR:-}" ] || security=$(archive_of bookworm-security) || :
 rm -f "$root/etc/apt/sources.list"
-"$(dirname "${BASH_SOURCE[0]}")/../docker/debian-sources.sh" "$mirror" "$security" >"$root/etc/apt/sources.list.d/debian.sources"
+docker/debian-sources.sh "$mirror" "$security" >"$root/etc/apt/sources.list.d/debian.sources"
 
 # As the slim image does: no manuals, no documentation but the licences, no translations; also for packages to come.
 cat >"$root/etc/dpkg/dpkg.cfg.d/slim" <<'SLIM'

@@ -10,7 +10,7 @@ die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 . scripts/station-settings.sh
 load_settings
 
-image=$(docker inspect -f '{{.Config.Image}}' "$(scripts/station.sh id)" 2>/dev/null) || image=$(setting STATION_IMAGE trainstation:runtime)
+image=$(docker inspect -f '{{.Config.Image}}' "$(scripts/station.sh id)" 2>/dev/null) || image=$(setting STATION_IMAGE "$(setting STATION_BUILT trainstation:runtime)")
 made=$(docker image inspect -f '{{.Id}} {{.Created}}' "$image" 2>/dev/null) || die "there is no image $image yet: make up"
 
 case ${1:-sbom} in

@@ -100,7 +100,9 @@ check_form() { # NAME DEFAULT PATTERN WHAT
     [[ $(setting "$1" "$2") =~ ^($3)$ ]] || die "$1=$(setting "$1" "$2"): it is $4"
 }
 check_settings() {
-    local bind key data runs cores network free
+    local bind key data runs cores network free left
+    left=$(grep -m 1 'REPLACE_WITH_' <<<"$settings" | sed -E 's/^ *"(.*)": "(.*)",?$/\1=\2/') || :
+    [ -z "$left" ] || die "$left in .env is a placeholder: fill in what it asks for, or remove that line"
     check_form GPUS all 'all|none|[1-9][0-9]*|([0-9]+,)+[0-9]*' "all, none, a count such as 2, or ids such as 0,1 (a single id: 2,)"
     bind=$(setting BIND_ADDRESS 127.0.0.1)
     if [ "$bind" != 0.0.0.0 ] && [ "$bind" != '[::]' ] && command -v ip >/dev/null; then
@@ -167,7 +169,7 @@ engine_gives_gpus() {
         *'/nothing'*) return 0 ;;
         *'could not select device driver'* | *'GPU vendor'*)
             if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-                echo "the engine cannot use this machine's GPU: install NVIDIA's container toolkit and restart the engine"
+                echo "the engine cannot use this machine's GPU: install NVIDIA's container toolkit (make engine does, with NVIDIA_TOOLKIT_MIRROR in .env) and restart the engine"
             else
                 echo "the engine has no NVIDIA devices to hand out"
             fi

@@ -15,11 +15,9 @@ folder_of() { label "$1" com.docker.compose.project.working_dir; }
 is_station=(--filter label=com.docker.compose.service=station --filter label=com.docker.compose.oneoff=False)
 container() { docker ps --all --quiet --no-trunc --filter "label=com.docker.compose.project=$project" "${is_station[@]}" | head -n 1; }
 
-of_env() { sed -nE "s/^[[:space:]]*(export[[:space:]]+)?$1[[:space:]]*=[[:space:]]*['\"]?([^'\" ]*).*/\2/p" .env | tr -d '\r' | tail -n 1; }
-
 find_project() {
     local name="" kept="" path=""
-    [ ! -e .env ] || name=$(of_env COMPOSE_PROJECT_NAME)
+    name=$(of_env COMPOSE_PROJECT_NAME)
     { read -r kept; read -r path; } < <(as_owner cat .secrets/checkout 2>/dev/null) || :
     project=${COMPOSE_PROJECT_NAME:-${name:-$kept}}
     [ -z "$project" ] || [[ $project =~ ^[a-z0-9][a-z0-9_-]*$ ]] ||
@@ -37,8 +35,9 @@ find_project() {
 # What .env keeps of all this, so that docker compose alone finds the same station.
 remember_identity() {
     [ -z "$from_environment" ] || return 0
-    remember COMPOSE_PROJECT_NAME "$project" COMPOSE_FILE "$(compose_files)" STATION_IMAGE "$image" \
+    remember COMPOSE_PROJECT_NAME "$project" COMPOSE_FILE "$(compose_files)" STATION_BUILT "$([ -n "$(named_image)" ] && built_image || printf '%s' "$image")" \
         STATION_HOSTNAME "$STATION_HOSTNAME" ${shm_lowered:+SHM_SIZE "$SHM_SIZE"} ${own_ports[@]+"${own_ports[@]}"}
+    ! is_of_before || remember STATION_IMAGE ""
     secret checkout <<<"$project"$'\n'"$PWD"
 }
 

@@ -4,8 +4,15 @@
 #
 # trainstation:runtime-0123456789ab   made of exactly this; what containers are started from
 # trainstation:runtime                the one started last, for people to type
+#
+# .env holds the tag as STATION_BUILT. STATION_IMAGE is a person's: an image that is taken as it is, and never removed.
 
 image="" # of this checkout's station, set by find_image
+
+# A make up of before kept the tag that it had built in STATION_IMAGE.
+is_of_before() { [[ -z $(setting STATION_BUILT) && $(setting STATION_IMAGE) =~ ^trainstation:(runtime|cuda)-[0-9a-f]{12}$ ]] && as_owner test -e .secrets/checkout; }
+named_image() { is_of_before || setting STATION_IMAGE; }
+built_image() { if is_of_before; then setting STATION_IMAGE; else setting STATION_BUILT; fi; }
 
 # What the image is made of. The package train/ is not: it is mounted, and a change in it needs no build.
 inputs() {
@@ -20,24 +27,63 @@ inputs() {
     } | checksum 12
 }
 
-have_image() { docker image inspect "$1" >/dev/null 2>&1 || docker pull --quiet "$1" >/dev/null 2>&1; }
+have_image() {
+    local log
+    docker image inspect "$1" >/dev/null 2>&1 && return
+    log=$(mktemp "${TMPDIR:-/tmp}/trainstation-pull.XXXXXX")
+    with_progress "asking for $1" layers_fetched logged docker pull "$1" || { rm -f "$log"; return 1; }
+    rm -f "$log"
+}
 image_id() { docker image inspect -f '{{.Id}}' "$1" 2>/dev/null; }
 
 # Succeeds where the image need not be built. A GPU station may run on one without the CUDA compiler, where NVIDIA's
 # toolkit could not be had when it was built.
 find_image() {
     local now target=runtime
+    image=$(named_image)
+    if [ -n "$image" ]; then
+        have_image "$image" || die "STATION_IMAGE=$image is neither here nor in a registry that answers"
+        return
+    fi
     now=$(inputs)
     [ "$mode" = cpu ] || target=$(setting STATION_TARGET cuda)
     image=trainstation:$target-$now
     [ -z "$(image_id "$image")" ] || return 0
-    [ "$target" = cuda ] && [ "$(setting STATION_IMAGE)" = "trainstation:runtime-$now" ] && [ -n "$(image_id "trainstation:runtime-$now")" ] || return 1
+    [ "$target" = cuda ] && [ "$(built_image)" = "trainstation:runtime-$now" ] && [ -n "$(image_id "trainstation:runtime-$now")" ] || return 1
     image=trainstation:runtime-$now
+}
+
+log="" # of the build
+logged() { "$@" >"$log" 2>&1 </dev/null; }
+
+# How far docker pull and docker build are, by what they have written into the log so far.
+layers_fetched() { awk '/: Pulling fs layer/ {all++} /: Pull complete/ {done++} END {printf "%d of %d layers", done, all}' "$log"; }
+build_step() {
+    awk '
+        BEGIN {
+            about["system"] = "Debian packages"; about["toolkit"] = "CUDA compiler"; about["runtime"] = "Python packages"
+            step = "begins"
+        }
+        /^#[0-9]+ \[station [a-z]+ +[0-9]+\/[0-9]+\]/ {split($0, part, /[][]/); split(part[2], word, " +"); step = about[word[2]] " (step " word[3] ")"}
+        / exporting /     {step = "writing the image"}
+        / Get:[0-9]/      {add(substr($(NF - 1), 2), $NF)}           # apt: Get:1 … [12.3 kB]
+        / Downloading /   {split($5, size, /[()]/); of[$4] = size[2]} # uv: Downloading torch (783.1MiB)
+        / Downloaded /    {add(of[$4], of[$4]); of[$4] = ""}
+        function add(number, unit) {total += number * (unit ~ /G/ ? 1000 : unit ~ /M/ ? 1 : unit ~ /[kK]/ ? 0.001 : 0.000001)}
+        END {printf "%s, %d MB downloaded", step, total}' "$log"
+}
+# The output of the step that failed, and what BuildKit says of it: all of it, for its last lines are of the Dockerfile.
+build_failure() {
+    local step
+    step=$(sed -n 's/^#\([0-9]*\) ERROR: .*/\1/p' "$log" | tail -n 1)
+    [ -z "$step" ] || grep "^#$step " "$log" | tail -n 40
+    grep -v '^#' "$log" | sed '/./,$!d' | tail -n 60
 }
 
 default_image() { sed -n "s/^ARG $1=//p" Dockerfile; }
 build() {
-    local base toolkit log
+    local base toolkit since=$SECONDS
+    log=$(mktemp "${TMPDIR:-/tmp}/trainstation-build.XXXXXX")
     docker buildx version >/dev/null 2>&1 || die "Docker's buildx plugin is missing, which building the image takes: make engine installs it, as root"
     base=$(setting BASE_IMAGE "$(default_image BASE_IMAGE)")
     if ! have_image "$base"; then
@@ -53,22 +99,24 @@ build() {
         export STATION_TARGET=runtime
         image=trainstation:runtime-${image##*-}
     fi
-    log=$(mktemp "${TMPDIR:-/tmp}/trainstation-build.XXXXXX")
-    say "building $image (a few minutes the first time); its log: $log"
+    say "building $image; its log: $log"
     BASE_IMAGE=$base CUDA_IMAGE=$toolkit STATION_VERSION=$([ ! -f train/__init__.py ] || sed -n 's/^__version__ = "\(.*\)"/\1/p' train/__init__.py) \
         STATION_REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown) STATION_IMAGE=$image DOCKER_BUILDKIT=1 \
-        BUILDKIT_PROGRESS=plain compose build "$@" >"$log" 2>&1 </dev/null && return
-    tail -n 20 "$log" >&2
-    die "the image could not be built, see above and $log; behind a mirror or proxy: .env.example has the settings"
+        BUILDKIT_PROGRESS=plain with_progress building build_step logged compose build "$@" || {
+        build_failure >&2
+        die "the image could not be built, see above and $log; behind a mirror or proxy: .env.example has the settings"
+    }
+    say "built in $((SECONDS - since)) s, $(docker image inspect -f '{{.Size}}' "$image" | awk '{printf "%d MB", $1 / 1e6}')"
 }
 
 # After a start: the tag that people type, and the image that this checkout had before goes.
 keep_image() {
     local before
-    before=$(setting STATION_IMAGE)
-    docker tag "$image" "${image%-*}" 2>/dev/null || : # what docker compose takes by itself where .env names no image
-    [ -z "$from_environment" ] || return 0             # .env has the image of another station
-    [[ $before != trainstation:*-* || $before == "$image" ]] || drop_image "$before"
+    [ -z "$(named_image)" ] || return 0
+    before=$(built_image)
+    docker tag "$image" "${image%-*}" 2>/dev/null || :
+    [ -z "$from_environment" ] || return 0 # .env has the image of another station
+    [ -z "$before" ] || [ "$before" = "$image" ] || drop_image "$before"
 }
 # Removes an image, unless a container of any station needs it.
 drop_image() {

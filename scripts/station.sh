@@ -7,6 +7,10 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 say() { printf '%s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
+# shellcheck source=scripts/env.sh
+. scripts/env.sh
+# shellcheck source=scripts/progress.sh
+. scripts/progress.sh
 # shellcheck source=scripts/station-settings.sh
 . scripts/station-settings.sh
 # shellcheck source=scripts/station-identity.sh
@@ -163,6 +167,7 @@ up() { # [rebuild ARGUMENTS…]
     choose_ports
     choose_host_name
     choose_mode
+    [ $# = 0 ] || [ -z "$(named_image)" ] || die "STATION_IMAGE=$(named_image) is not built here: remove that line from .env to build one"
     if find_image && [ $# = 0 ]; then needs_build=""; else check_engine_disk; needs_build=yes; fi
     make_missing_files
     remember_identity
@@ -214,6 +219,16 @@ url() {
     say "http://$host:$port/lab?token=$token"
 }
 
+# The private key that ssh would not find by itself, if it may log in.
+own_key() {
+    local public
+    for public in "$PWD/.secrets/id_ed25519.pub" "$(expand "$(setting SSH_PUBLIC_KEY)")"; do
+        [[ $public == *.pub && -e ${public%.pub} ]] || continue
+        as_owner grep -qsF -- "$(public_keys <"$public" | sed -E 's/.*(AAAA[0-9A-Za-z+/]+=*).*/\1/;q')" .secrets/authorized_keys || continue
+        printf '%s' "${public%.pub}"
+        return
+    done
+}
 # One line to paste, in any shell. The station's host key is fetched through the engine, so ssh has nothing to ask.
 ssh_command() { # sets ssh_words
     local at port host key known=UserKnownHostsFile=$PWD/.secrets/known_hosts
@@ -224,7 +239,8 @@ ssh_command() { # sets ssh_words
     [ "$(as_owner cat .secrets/known_hosts 2>/dev/null)" = "[$host]:$port $key" ] || secret known_hosts <<<"[$host]:$port $key"
     case $PWD in *' '*) known="UserKnownHostsFile=\"$PWD/.secrets/known_hosts\"" ;; esac # ssh splits it at blanks
     ssh_words=(ssh -p "$port")
-    [ ! -e .secrets/id_ed25519 ] || ssh_words+=(-i "$PWD/.secrets/id_ed25519")
+    key=$(own_key)
+    [ -z "$key" ] || ssh_words+=(-i "$key")
     ssh_words+=(-o "$known" "dev@$host")
 }
 ssh_line() {
@@ -280,9 +296,9 @@ case $command in
     clean-station)
         find_station
         if [ -z "$id$(volumes)" ] || [ -n "$(other_checkout)" ]; then die "this checkout has no station"; fi
-        if [ -n "$id" ]; then image=$(docker inspect -f '{{.Config.Image}}' "$id"); else image=$(setting STATION_IMAGE); fi
+        if [ -n "$id" ]; then image=$(docker inspect -f '{{.Config.Image}}' "$id"); else image=$(built_image); fi
         compose --profile '*' down --volumes --remove-orphans
-        [ -z "$image" ] || drop_image "$image"
+        [ -z "$image" ] || [ "$image" = "$(named_image)" ] || drop_image "$image"
         say "removed: container, volumes (home folder, host keys), and the image where no other station uses it. Still here: runs, data, .env, .secrets"
         ;;
     *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|status|clean-station" ;;

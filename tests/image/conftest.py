@@ -103,6 +103,7 @@ class Station:
             "JUPYTER_PORT": str(self.jupyter_port),
             "SSH_PORT": str(self.ssh_port),
             "GPUS": "none",
+            "STATION_BUILT": "trainstation:runtime",  # for docker compose alone
             "HOME": str(self.folder.parent),
             "DOCKER_CONFIG": str(Path.home() / ".docker"),
             **self.settings,

@@ -287,7 +287,8 @@ def test_what_docker_compose_alone_began_is_named(checkout: Callable[..., Checko
     one = checkout(tmp_path / f"alone-{os.getpid()}")
     ports = {"JUPYTER_PORT": "27777", "SSH_PORT": "27778"}
     files = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
-    one.compose(*files, "up", "--detach", "--no-build", **ports)
+    assert f"image: alone-{os.getpid()}-station:runtime" in one.compose(*files, "config")  # no other checkout's
+    one.compose(*files, "up", "--detach", "--no-build", **ports, STATION_BUILT="trainstation:runtime")
     try:
         assert f"docker compose --project-name alone-{os.getpid()} down" in one.refused("up", **ports)
         (one.folder / ".env").write_text(f"COMPOSE_PROJECT_NAME=alone-{os.getpid()}\n")
@@ -296,6 +297,36 @@ def test_what_docker_compose_alone_began_is_named(checkout: Callable[..., Checko
         assert one.inspect("{{.Name}}") == f"/alone-{os.getpid()}-station-1" and before
     finally:
         one.make("clean-station", check=False)
+
+
+def test_an_image_of_ones_own_is_taken_as_it_is_and_stays(
+    checkout: Callable[..., Checkout], first: Checkout, tmp_path: Path
+) -> None:
+    one, mine, built = checkout(tmp_path / "own"), f"of-mine/station:{os.getpid()}", first.setting("STATION_BUILT")
+    run("docker", "tag", built, mine)
+    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key"))
+    os.chmod(tmp_path, 0o755)
+    (one.folder / ".env").write_text(f"STATION_IMAGE={mine}\n")
+    try:
+        one.make("up")
+        line = one.make("ssh-command").stdout
+        assert f"-i {one.folder}/.secrets/id_ed25519 " in line
+        one.make("up", SSH_PUBLIC_KEY=f"{tmp_path}/key.pub")  # the pair that make up has made may log in no more
+        assert one.inspect("{{.Config.Image}}") == mine == one.setting("STATION_IMAGE")
+        one.compose("up", "--detach")
+        assert one.inspect("{{.Config.Image}}") == mine
+        line = one.make("ssh-command", SSH_PUBLIC_KEY=f"{tmp_path}/key.pub").stdout
+        assert f"-i {tmp_path}/key " in line and ".secrets/id_ed25519" not in line
+        assert "is neither here nor in a registry" in one.refused("up", STATION_IMAGE="of-mine/station:none")
+        one.make("clean-station")
+        assert run("docker", "image", "inspect", mine, check=False).returncode == 0
+        # what a make up of an earlier version kept there is none of a person's
+        (one.folder / ".env").write_text("STATION_IMAGE=trainstation:runtime-0123456789ab\n")
+        one.make("up")
+        assert (one.setting("STATION_IMAGE"), one.setting("STATION_BUILT")) == ("", built)
+    finally:
+        one.make("clean-station", check=False)
+        run("docker", "image", "rm", mine, check=False)
 
 
 def test_two_make_up_at_once(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
@@ -334,7 +365,7 @@ def test_a_checkout_at_another_revision_has_an_image_of_its_own(
         assert image != first.inspect("{{.Config.Image}}")
         other.make("clean-station")
         assert image not in images()
-        assert first.setting("STATION_IMAGE") in images()
+        assert first.setting("STATION_BUILT") in images()
     finally:
         run("docker", "tag", friendly, "trainstation:runtime")
     assert "building" not in first.make("up").stdout
