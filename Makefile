@@ -33,9 +33,12 @@ demo: setup ## train on real handwritten digits, two processes on any machine, i
 # What hypothesis remembers lies where the station can write too.
 export HYPOTHESIS_STORAGE_DIRECTORY := tests/.hypothesis
 
+# With the mirrors and proxies that .env names.
+PYTEST := . scripts/env.sh && mirrors_from_env && $(PY) -m pytest
+
 .PHONY: test
 test: setup ## run the tests; some: make test IN=tests/train/run ARGS="-k resume"; one after the other: ARGS="-n 0"
-	@$(PY) -m pytest $(or $(IN),tests/train tests/examples $(wildcard tests/notebooks)) -n auto --dist loadfile $(ARGS)
+	@$(PYTEST) $(or $(IN),tests/train tests/examples $(wildcard tests/notebooks)) -n auto --dist loadfile $(ARGS)
 
 # Machines with GPUs often have a Python with torch and no network: what is there comes before what make setup fetches.
 HAS_ALL = import sys; from importlib.util import find_spec; \
@@ -53,15 +56,15 @@ test-gpu: ## prove what only a GPU can show, in 8 minutes; with a Python of your
 
 .PHONY: test-minutes
 test-minutes: setup ## run what takes longest: several machines, a real Slurm, more cases; some: IN=tests/train/slurm
-	@$(PY) -m pytest $(or $(IN),tests/train tests/examples) -m minutes -n auto --dist loadfile $(ARGS)
+	@$(PYTEST) $(or $(IN),tests/train tests/examples) -m minutes -n auto --dist loadfile $(ARGS)
 
 .PHONY: test-bench
 test-bench: setup ## run the tests of what measures, and the proof for GPUs on a CPU
-	@$(PY) -m pytest tests/train tests/benchmarks -m bench $(ARGS)
+	@$(PYTEST) tests/train tests/benchmarks -m bench $(ARGS)
 
 .PHONY: test-cluster
 test-cluster: setup ## run all tests of several machines: nodes side by side, a real Slurm, what Kubernetes is given
-	@$(PY) -m pytest tests/train/cluster tests/train/slurm -m "" $(ARGS)
+	@$(PYTEST) tests/train/cluster tests/train/slurm -m "" $(ARGS)
 
 .PHONY: torture
 torture: setup ## kill runs at every moment, compare with undisturbed ones; all of it takes more than an hour

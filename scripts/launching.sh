@@ -6,6 +6,9 @@ refuse() {
     exit 2
 }
 
+# shellcheck source=scripts/env.sh
+. scripts/env.sh
+mirrors_from_env
 if [ "${TRAINSTATION_IMAGE:-}" = 1 ]; then
     train=(train) python=python3
 else

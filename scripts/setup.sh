@@ -25,6 +25,9 @@ need() { # need PACKAGE…: what the system has to provide
     . scripts/apt.sh
     apt_install "$@"
 }
+# shellcheck source=scripts/env.sh
+. scripts/env.sh
+mirrors_from_env
 command -v tmux >/dev/null || need tmux
 
 # The image's Python has everything; the mounted .venv, if any, belongs to the host.
