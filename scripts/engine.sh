@@ -6,6 +6,10 @@
 # Where all three already work, it sets the firewall rule that an old engine needs, and says so. Everything comes from the distribution's own
 # packages. A machine with an engine of its own (Docker Desktop, Docker's packages) needs none of this.
 set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/env.sh
+. scripts/env.sh
+mirrors_from_env
 
 say() { printf 'engine: %s\n' "$*"; }
 die() { printf 'engine: %s\n' "$*" >&2; exit 1; }
@@ -20,17 +24,47 @@ keep_neighbours_out() {
     version=$(docker version --format '{{.Server.Version}}')
     [ "${version%%.*}" -lt 28 ] && [[ $(docker info --format '{{.SecurityOptions}}') != *name=rootless* ]] || return 0
     if [ "$(id -u)" = 0 ]; then
-        "$(dirname "${BASH_SOURCE[0]}")/firewall.sh" set
+        scripts/firewall.sh set
     elif [ ! -e /run/trainstation-firewall ]; then
         say "machines of the same network can reach containers past 127.0.0.1, to end that: sudo make engine"
     fi
 }
+# NVIDIA's container toolkit, which hands GPUs to containers, from the repository that .env names.
+install_toolkit() {
+    local list=/etc/apt/sources.list.d/nvidia-container-toolkit.list key=/etc/apt/keyrings/nvidia-container-toolkit.asc
+    [ -n "${NVIDIA_TOOLKIT_MIRROR:-}" ] && ! command -v nvidia-ctk >/dev/null && nvidia-smi -L >/dev/null 2>&1 || return 0
+    [ "$(id -u)" = 0 ] || { say "NVIDIA's container toolkit is missing, to install it: sudo make engine"; return; }
+    mkdir -p /etc/apt/keyrings
+    /usr/lib/apt/apt-helper download-file "${NVIDIA_TOOLKIT_MIRROR%/}/gpgkey" "$key" >/dev/null ||
+        die "NVIDIA_TOOLKIT_MIRROR=$NVIDIA_TOOLKIT_MIRROR has no file gpgkey, see above: name the folder that holds it"
+    echo "deb [signed-by=$key] ${NVIDIA_TOOLKIT_MIRROR%/}/stable/deb/$(dpkg --print-architecture) /" >"$list"
+    apt_install nvidia-container-toolkit
+    nvidia-ctk runtime configure --runtime=docker >/dev/null 2>&1 || die "nvidia-ctk could not configure the engine: nvidia-ctk runtime configure --runtime=docker"
+    say "NVIDIA's container toolkit is installed; to have the engine use it: restart the engine (systemctl restart docker)"
+}
+# The engine pulls images by itself, and takes a proxy from its own environment.
+set_proxy() {
+    local folder=/etc/systemd/system/docker.service.d name
+    [ -d /run/systemd/system ] && [ -n "${HTTP_PROXY:-}${HTTPS_PROXY:-}" ] || return 0
+    mkdir -p "$folder"
+    {
+        echo '[Service]'
+        for name in HTTP_PROXY HTTPS_PROXY NO_PROXY; do [ -z "${!name:-}" ] || echo "Environment=\"$name=${!name//%/%%}\""; done
+    } >"$folder/trainstation-proxy.conf"
+    systemctl daemon-reload
+}
 finish() {
+    install_toolkit
     keep_neighbours_out
+    if [ -n "${HTTP_PROXY:-}${HTTPS_PROXY:-}" ] && [ -z "$(docker info --format '{{.HTTPProxy}}{{.HTTPSProxy}}')" ]; then
+        say "the engine pulls images without the proxy of .env; docs/station.md, Behind a proxy, says how it gets one"
+    fi
     say "Docker $(docker version --format '{{.Server.Version}}') with compose $(docker compose version --short) is running"
     exit
 }
 
+# shellcheck source=scripts/apt.sh
+. scripts/apt.sh
 ! { running && have_compose && have_buildx; } || finish
 
 [ "$(id -u)" = 0 ] || die "no Docker engine with compose and buildx answers here; to install and start one: sudo make engine"
@@ -38,8 +72,6 @@ command -v apt-get >/dev/null || die "this is no Debian or Ubuntu: install Docke
 # shellcheck source=/dev/null
 . /etc/os-release
 
-# shellcheck source=scripts/apt.sh
-. "$(dirname "${BASH_SOURCE[0]}")/apt.sh"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 chmod 755 "$work" # apt drops to its own user to download
@@ -78,6 +110,7 @@ if ! command -v dockerd >/dev/null; then
         mkdir -p /etc/docker
         echo '{"exec-opts": ["native.cgroupdriver=cgroupfs"]}' >/etc/docker/daemon.json
     fi
+    set_proxy
     apt_install "${needed[@]}" # which starts the engine
 fi
 if ! have_compose || ! have_buildx; then

@@ -8,17 +8,22 @@ say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
 trap 'exit 130' INT
 
+# shellcheck source=scripts/progress.sh
+. scripts/progress.sh
 # quietly LABEL COMMAND…: its output shows only when it fails.
 quietly() {
     local log
     say "$1"
     log=$(mktemp)
     shift
-    if "$@" >"$log" 2>&1 </dev/null; then rm -f "$log"; return; fi
+    if with_progress setup size_of_venv logged "$@"; then rm -f "$log"; return; fi
     cat "$log" >&2
     rm -f "$log"
     return 1
 }
+
+logged() { "$@" >"$log" 2>&1 </dev/null; }
+size_of_venv() { printf '%d MB' "$(du -sm .venv | cut -f 1)"; }
 
 need() { # need PACKAGE…: what the system has to provide
     # shellcheck source=scripts/apt.sh
@@ -94,7 +99,7 @@ if [ -e .venv ] && {
 fi
 started=$SECONDS
 if [ ! -e .venv ]; then
-    say "$("$python" --version) in .venv; the first time downloads about 3 GB, takes some minutes and 6 GB of disk."
+    say "$("$python" --version) in .venv; the first time downloads about 3 GB and takes 6 GB of disk."
     quietly "making .venv" "$python" -m venv .venv || die "could not make .venv, see above."
 fi
 echo unfinished >"$stamp"

@@ -305,7 +305,6 @@ def test_an_image_of_ones_own_is_taken_as_it_is_and_stays(
     one, mine, built = checkout(tmp_path / "own"), f"of-mine/station:{os.getpid()}", first.setting("STATION_BUILT")
     run("docker", "tag", built, mine)
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key"))
-    os.chmod(tmp_path, 0o755)
     (one.folder / ".env").write_text(f"STATION_IMAGE={mine}\n")
     try:
         one.make("up")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_an_environment_that_is_a_link_stays_one(tmp_path: Path, target: str, code: int, words: str) -> None:
     (tmp_path / "scripts").mkdir()
-    for name in ("scripts/setup.sh", "scripts/env.sh", "requirements.lock", "pyproject.toml"):
+    for name in ("scripts/setup.sh", "scripts/env.sh", "scripts/progress.sh", "requirements.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".venv").symlink_to(target)
     environment = {name: value for name, value in os.environ.items() if name not in ("TRAINSTATION_IMAGE", "PYTHON")}
