@@ -37,6 +37,7 @@ install_toolkit() {
     mkdir -p /etc/apt/keyrings
     /usr/lib/apt/apt-helper download-file "${NVIDIA_TOOLKIT_MIRROR%/}/gpgkey" "$key" >/dev/null ||
         die "NVIDIA_TOOLKIT_MIRROR=$NVIDIA_TOOLKIT_MIRROR has no file gpgkey, see above: name the folder that holds it"
+    chmod 644 "$key" # apt reads it as a user of its own
     echo "deb [signed-by=$key] ${NVIDIA_TOOLKIT_MIRROR%/}/stable/deb/$(dpkg --print-architecture) /" >"$list"
     apt_install nvidia-container-toolkit
     nvidia-ctk runtime configure --runtime=docker >/dev/null 2>&1 || die "nvidia-ctk could not configure the engine: nvidia-ctk runtime configure --runtime=docker"
