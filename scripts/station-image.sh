@@ -72,12 +72,13 @@ build_step() {
         function add(number, unit) {total += number * (unit ~ /G/ ? 1000 : unit ~ /M/ ? 1 : unit ~ /[kK]/ ? 0.001 : 0.000001)}
         END {printf "%s, %d MB downloaded", step, total}' "$log"
 }
-# The output of the step that failed, and what BuildKit says of it: all of it, for its last lines are of the Dockerfile.
+# What the step that failed has printed, without the lines of the Dockerfile that BuildKit repeats after it.
 build_failure() {
     local step
     step=$(sed -n 's/^#\([0-9]*\) ERROR: .*/\1/p' "$log" | tail -n 1)
-    [ -z "$step" ] || grep "^#$step " "$log" | tail -n 40
-    grep -v '^#' "$log" | sed '/./,$!d' | tail -n 60
+    if [ -z "$step" ]; then grep -v '^#' "$log" | tail -n 40; return; fi
+    sed -nE "s/^#$step ([0-9.]+ )?//p" "$log" | grep -v '^(Reading database' |
+        sed -E 's/^ERROR: (executor|process) .*(exit code)/ERROR: \2/' | tail -n 40
 }
 
 default_image() { sed -n "s/^ARG $1=//p" Dockerfile; }

@@ -57,6 +57,12 @@ def nothing_left(station: Station) -> None:
         ({"RUNS_DIR": "/etc/hostname"}, "is no folder"),
         ({"CA_BUNDLE": "/etc/hostname"}, "holds no certificate"),
         ({"STATION_EXPORTER": "maybe"}, "STATION_EXPORTER=maybe: it is on or off"),
+        (
+            {"BASE_IMAGE": "REPLACE_WITH_A_MIRROR/debian"},
+            "BASE_IMAGE=REPLACE_WITH_A_MIRROR/debian in .env is a placeholder",
+        ),
+        ({"HF_ENDPOINT": "https://REPLACE_WITH_A_MIRROR"}, "HF_ENDPOINT=https://REPLACE_WITH_A_MIRROR in .env is"),
+        ({"STATION_IMAGE": "of-nobody/station:1"}, "STATION_IMAGE=of-nobody/station:1 is neither here nor"),
         ({"PROTECT_CHECKOUT": "True"}, "PROTECT_CHECKOUT=True: it is true or false"),
         ({"CLUSTER_ADDRESS": "10.0.0.51"}, "CLUSTER_NETWORK"),
         ({"CLUSTER_NETWORK": "no-such", "CLUSTER_ADDRESS": "10.0.0.51"}, "no-such is no network of this engine"),
