@@ -11,7 +11,8 @@ from importlib import machinery
 
 PLACES = ("/", "/workspace", "/home/dev")
 """Folders that hold those folders, or links to them."""
-FOLDERS = {"/datasets", *(f"/workspace/{name}" for name in "datasets deploy docker docs notebooks runs scripts".split())}
+NAMES = ("datasets", "deploy", "docker", "docs", "notebooks", "runs", "scripts")
+FOLDERS = {"/datasets", *(f"/workspace/{name}" for name in NAMES)}
 
 
 class Finder(machinery.FileFinder):
@@ -19,9 +20,9 @@ class Finder(machinery.FileFinder):
 
     def find_spec(self, fullname, target=None):
         spec = super().find_spec(fullname, target)
-        if spec is not None and spec.loader is None and os.path.realpath(os.path.join(self.path, fullname)) in FOLDERS:
-            return None
-        return spec
+        if spec is None or spec.loader is not None:
+            return spec
+        return None if os.path.realpath(f"{self.path}/{fullname}") in FOLDERS else spec
 
 
 make = Finder.path_hook(
