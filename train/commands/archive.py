@@ -49,8 +49,13 @@ def run(options: Namespace, runs: Path) -> int:
                     raise Refused(f"{error.filename} cannot be read: {error.strerror}") from None
     finally:
         lock.release()
-    if record.get("task_imports") and not (found.folder / imports.MODULES).exists():
-        screen.remark(f"{found.name} has no copy of the files that its task imports; take them along, for PYTHONPATH")
+    has_copies = (found.folder / imports.MODULES).exists()
+    other = list(record.get("task_watched") or {}) + ([] if has_copies else list(record.get("task_imports") or {}))
+    if other:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        screen.remark(
+            f"{found.name} has no copy of {', '.join(other[:3])}{more}, which its task needs; take them along"
+        )
     file = shlex.quote(str(target))
     screen.say(f"wrote {target}, {format.size(target.stat().st_size)}; elsewhere, beside the data that it needs:")
     screen.say(f"  mkdir -p runs && tar -xkf {file} -C runs && train resume {found.name}")

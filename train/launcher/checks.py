@@ -94,9 +94,9 @@ def prepare(request: Request) -> Prepared:
     if config.cpu_threads is None:
         config.cpu_threads, threads_reason = cores.default_threads(ranks, device, model)
     beside = Path(request.task).absolute().parent
-    modules = {} if task.is_built_in else imports.read(task.file, beside)
+    needed = imports.Needed({}, {}) if task.is_built_in else imports.read(task.file, beside, config.data.root)
     record = _record(request, task, len(found.train_set), found.total) | {
-        "task_imports": imports.digests(modules),
+        **needed.record(),
         "world_size": everywhere,
         "chosen": chosen,
         "cpu_threads_reason": threads_reason,
@@ -110,7 +110,7 @@ def prepare(request: Request) -> Prepared:
     files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
         files["task.py"] = task.file.read_bytes()
-        files |= imports.copies(modules, beside)
+        files |= needed.files()
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
     warnings += _of_hidden(fingerprint.hidden_in(data))

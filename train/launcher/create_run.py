@@ -15,7 +15,7 @@ from train.errors import Refused
 from train.launcher import ranks_and_gpus, resumable, script
 from train.launcher.request import ALONE, LaunchRequest, Request
 from train.launcher.tmux import session_of
-from train.run import durable, environment, folders, owner, ownership, states
+from train.run import copies, durable, environment, folders, imports, owner, ownership, states
 from train.run.record import Record
 from train.run.run_folder import Lock, Run
 from train.supervise import address, attempts
@@ -103,6 +103,7 @@ def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Opene
 
 def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.SavedEnvironment) -> OpenedRun:
     record = run.read()
+    copies.clear(run)
     kept = _check_still_wanted(run, record) if launch.by_keeper else None
     folders.enter(record)
     zygote, checked = check_in_fork(launch, bool(record.get("script")))
@@ -167,6 +168,7 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     else:
         from train.launcher.checks import prepare
 
+        imports.watch()
         prepared = prepare(Request(**launch.request, ranks=ranks, nodes=nodes))
     return CheckedLaunch(ranks, visible, prepared.files, prepared.record, prepared.warnings, prepared.copies)
 

@@ -17,7 +17,7 @@ from train.errors import Refused
 from train.launcher import checks, provenance, rate_change
 from train.launcher.checks import Prepared
 from train.launcher.request import ALONE
-from train.launcher.resume import check_data, edited
+from train.launcher.resume import check_data
 from train.parallel.world import World
 from train.run import imports
 from train.run.run_folder import Run
@@ -30,7 +30,7 @@ from train.trainer.updates import read_updates, spread_updates
 
 _OF_FORK = ("task.py", imports.MODULES, fingerprint.FACTS, "metrics.jsonl")
 """What a fork has of the run that it is of, beside a checkpoint."""
-_RECORD_OF_FORK = ("task", "task_source", "task_imports", "task_sha256", "cwd", "samples", "chosen")
+_RECORD_OF_FORK = ("task", "task_source", "task_imports", "task_watched", "task_sha256", "cwd", "samples", "chosen")
 """The same, of run.json."""
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 """Types of an optimizer's arguments that can be compared."""
@@ -61,7 +61,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     model = checks.check_model(task, config, ranks, found.precision)
     if config.cpu_threads is None:
         config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
-    warnings = [*check_data(run, task, config, found.train_set, found.eval_sets), *edited(run, record)]
+    warnings = [*check_data(run, task, config, found.train_set, found.eval_sets), *imports.edited(run, record)]
     if found.total <= step:
         end = f"the new run would end after {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, and {end}")

@@ -112,4 +112,7 @@ def load_task(name: str, copy: str | None) -> Task:
     Raises:
         Refused: as `load`.
     """
-    return load(name) if copy is None else load(name, Path(copy), [Path(name).absolute().parent])
+    if copy is None:
+        return load(name)
+    source = Path(name).absolute()
+    return load(name, Path(copy), [source.parent], seen_as=source if source.parent.is_dir() else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import cuda
@@ -21,7 +20,6 @@ from train.parallel.devices import NoGPU
 from train.parallel.precision import ON_GPU_ALONE
 from train.run import imports
 from train.run.metrics import evaluations
-from train.run.record import Record
 from train.run.run_folder import Run
 from train.tasks import Task
 from train.trainer import build, trace
@@ -63,7 +61,7 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     except NoGPU:
         on_cpu = f"to continue on the CPU, with other bits: train resume {run.name} --device cpu"
         raise NoGPU(f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; {on_cpu}") from None
-    warnings = [*unused, *check_data(run, task, config, found.train_set, found.eval_sets), *edited(run, record)]
+    warnings = [*unused, *check_data(run, task, config, found.train_set, found.eval_sets), *imports.edited(run, record)]
     if found.total < step:
         raise Refused(f"{run.name} has trained {step} steps already, more than the {found.total} now asked for")
     for field in [field for field in checks.METRICS if field in flags]:
@@ -104,16 +102,3 @@ def check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: 
     if then and then["format"] != fingerprint.FORMAT:
         return [f"{run.name} is of an earlier version: whether its data have changed is not compared"]
     return []
-
-
-def edited(run: Run, record: Record) -> list[str]:
-    """Warnings about files of a task that have changed since."""
-    lines = []
-    source = record.get("task_source")
-    if source and imports.digest(Path(source)) not in ("", record.get("task_sha256")):
-        lines.append(f"{source} has changed since; {run.name} goes on with its own copy")
-    changed = imports.changed(record.get("task_imports"))
-    if changed:
-        which = "its own copy" if (run.folder / imports.MODULES).is_file() else "it as it is now"
-        lines.append(f"{changed}, imported by the task, changed since or gone; {run.name} goes on with {which}")
-    return lines

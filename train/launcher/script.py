@@ -34,7 +34,8 @@ def check(launch: LaunchRequest, run: Run | None) -> tuple[dict[str, Any], list[
         return {"watch": (record.get("watch") or {}) | watch}, warnings(record)
     path = Path(launch.script[0]).absolute()
     check_readable(path, "--script")
-    files = {str(path): imports.digest(path)} | imports.digests(imports.read(path, path.resolve().parent))
+    needed = imports.read(path, path.resolve().parent).record()
+    files = {str(path): imports.digest(path)} | needed["task_imports"] | needed["task_watched"]
     fields = {
         "watch": watch, "script": str(path), "script_arguments": launch.script[1:], "script_files": files,
         "cwd": os.getcwd(), "versions": provenance.versions(seen_here()),

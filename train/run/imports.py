@@ -1,114 +1,307 @@
-"""The files that a user's own task or script imports: which they are, which have changed, and a run's copy of them.
+"""The files that a user's own task or script needs: what it imports and reads, what of it has changed, a run's copy.
 
-Digests of those files tell when they have changed. For then, and for where they are not, a run of a task has a copy of
-them; while they are as they were the originals are imported, for a package is more than its files. A script has none.
+A run of a task keeps copies of the modules that its task imports from folders that people edit: those beside the task,
+on PYTHONPATH, and libraries under development (`pip install -e`). It keeps the small files that the task reads beside
+itself, too. Digests tell when an original has changed; from then on the copies are used. Of other files the run keeps
+digests alone, and says when they have changed. A run of a script has no copies.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import functools
 import hashlib
+import importlib.util
 import io
 import os
+import sys
+import sysconfig
+import time
 import zipfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from train.run.record import Record
+from train.run.run_folder import Run
 
 MODULES = "modules.zip"
-"""In the run folder: the files that its task imports, under the names by which Python finds them there."""
+"""In the run folder: the copies, modules under the names by which Python finds them. A file's comment is its path."""
 _MOST = 500
-"""So many imported files are looked at; where there are more no copy is kept, for it would lack some."""
+"""Maximum number of files of a library that are copied."""
+_LARGEST = 2**20
+"""Maximum number of bytes of a library's files that are copied: reading them for imports takes about a second."""
+_MOST_DATA = 100
+"""Maximum number of files that are kept of those which a task reads. A task that reads more has a data set there."""
+_LARGEST_DATA = 8 * 2**20
+"""Maximum number of bytes of those files."""
+_SUFFIXES = ("/__init__.py", ".py", *EXTENSION_SUFFIXES)
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
-def read(program: Path, beside: Path) -> dict[Path, bytes]:
-    """The files that a program imports, and those that they import, from `beside` and from PYTHONPATH, as they are now.
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """The files that a program needs, as they were when it was read."""
 
-    Found by reading, not by running: an import whose name is computed is not seen.
+    copied: dict[str, tuple[Path, bytes]]
+    """Maps a name in MODULES to the path and the content of the file."""
+    watched: dict[str, str]
+    """Maps a path to the digest of a file of which there is no copy."""
+
+    def record(self) -> dict[str, dict[str, str]]:
+        """Return the fields of run.json."""
+        copied = {str(path): hashlib.sha256(content).hexdigest() for path, content in self.copied.values()}
+        return {"task_imports": copied, "task_watched": self.watched}
+
+    def files(self) -> dict[str, bytes]:
+        """Return MODULES by its name; {} where nothing is copied."""
+        if not self.copied:
+            return {}
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as made:
+            for folder in {str(one): None for name in self.copied for one in PurePosixPath(name).parents if one.name}:
+                made.mkdir(folder)  # without it Python finds no package in a zip file that lacks __init__.py
+            for name, (path, content) in sorted(self.copied.items()):
+                entry = zipfile.ZipInfo(name)
+                entry.compress_type, entry.comment = zipfile.ZIP_DEFLATED, os.fsencode(path)
+                made.writestr(entry, content)
+        return {MODULES: packed.getvalue()}
+
+
+class _Watch:
+    """What the process has loaded and opened since a moment. For a process that is thrown away: hooks stay."""
+
+    def __init__(self) -> None:
+        self.began, self.loaded, self.opened = time.time(), frozenset(sys.modules), dict[str, None]()
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], (str, os.PathLike)):
+            self.opened[os.fspath(arguments[0])] = None
+
+
+_watch: _Watch | None = None
+
+
+def watch() -> None:
+    """Notice from now on which modules this process loads and which files it opens, for `read`."""
+    global _watch  # noqa: PLW0603 - a hook cannot be removed: a process has one
+    _watch = _watch or _Watch()
+
+
+def read(program: Path, beside: Path, data: str = "") -> Needed:
+    """Find what a program needs, as it is now.
+
+    Imports are found by reading, and, where `watch` was called, by looking at what was loaded.
+
+    Args:
+        data: the folder of the data sets, of which nothing is kept.
     """
-    folders = _folders(beside)
-    found: dict[Path, bytes] = {}
-    waiting = [program]
-    while waiting and len(found) <= _MOST:  # the program is one more
-        file = waiting.pop()
-        with contextlib.suppress(OSError):
-            found[file] = file.read_bytes()
-            for name, base in _names(file, found[file]):
-                paths = _files(name, [base] if base else folders)
-                waiting += [path for path in paths if path not in found and path not in waiting and not _is_ours(path)]
-    return {path: found[path] for path in sorted(found) if path != program}
+    found = _imported(program, beside)
+    found |= {name: path for name, path in _loaded({top(name) for name in found}) if path not in found.values()}
+    found = {name: path for name, path in found.items() if path != program and path.is_file()}
+    other = {top(name) for name in found if name.endswith(tuple(EXTENSION_SUFFIXES))} | _too_large(found)
+    modules = {top(name) for name in found}
+    for name, path in _data(program, beside, modules, data):
+        if path not in found.values() and path != program:
+            found.setdefault(name, path)
+    size, copied, watched = 0, dict[str, tuple[Path, bytes]](), dict[str, str]()
+    for name, path in found.items():
+        is_data = not name.endswith(_SUFFIXES)
+        size += path.stat().st_size if is_data else 0
+        if top(name) in other or (is_data and size > _LARGEST_DATA):
+            watched[str(path)] = digest(path)
+        else:
+            with contextlib.suppress(OSError):
+                copied[name] = path, path.read_bytes()
+    return Needed(copied, watched | {str(path): digest(path) for path in _read_by_relative_path(program, beside)})
 
 
-def digests(read: dict[Path, bytes]) -> dict[str, str]:
-    """What run.json has of them, for `changed`."""
-    return {str(path): hashlib.sha256(content).hexdigest() for path, content in read.items()}
+def top(name: str) -> str:
+    """The name that is imported first, of a name in the copy."""
+    return name.partition("/")[0].partition(".")[0]
 
 
-def copies(read: dict[Path, bytes], beside: Path) -> dict[str, bytes]:
-    """The same files as a zip file from which Python imports them, by its name; {} where there are none."""
-    kept: dict[Path, bytes] = {}
-    for folder in _folders(beside):
-        for path, content in read.items():
-            if folder in path.parents:
-                kept.setdefault(path.relative_to(folder), content)
-    if not kept or len(read) >= _MOST:
-        return {}
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as made:
-        for folder in {folder: None for name in kept for folder in name.parents if folder.name}:
-            made.mkdir(str(folder))  # without it Python finds no package that lacks __init__.py
-        for name, content in kept.items():
-            made.writestr(str(name), content)
-    return {MODULES: packed.getvalue()}
-
-
-def changed(known: dict[str, str] | None) -> str:
-    """Which of these files are not what they were, as the beginning of a sentence; '' where all are."""
-    found = [path for path, before in (known or {}).items() if digest(Path(path)) != before]
-    if not found:
-        return ""
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{', '.join(found[:3])}{more}"
-
-
-def _folders(beside: Path) -> list[Path]:
+def _imported(program: Path, beside: Path) -> dict[str, Path]:
+    """The files that a program imports and those that they import, by their names in the copy."""
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [beside, *(Path(part).absolute() for part in parts if part)]
+    folders = [beside, *(Path(part).absolute() for part in parts if part)]
+    found: dict[str, Path] = {}
+    waiting, sizes = [("", program)], dict[str, int]()
+    while waiting:
+        name, file = waiting.pop()
+        sizes[top(name)] = sizes.get(top(name), 0) + _size(file)
+        if name and (file.suffix != ".py" or sizes[top(name)] > _LARGEST):
+            continue
+        with contextlib.suppress(OSError):
+            for module in _names(name, file.read_bytes()):
+                new = {one: path for one, path in _files(module, folders).items() if one not in found}
+                found |= new
+                waiting += new.items()
+    return found
 
 
-def _names(file: Path, content: bytes) -> Iterator[tuple[str, Path | None]]:
-    """Dotted names that a file imports, with the folder that a relative one starts from."""
+def _too_large(found: Mapping[str, Path]) -> set[str]:
+    """The libraries of which there are too many bytes or files to copy."""
+    counts, sizes = dict[str, int](), dict[str, int]()
+    for name, path in found.items():
+        counts[top(name)] = counts.get(top(name), 0) + 1
+        sizes[top(name)] = sizes.get(top(name), 0) + _size(path)
+    return {name for name in counts if counts[name] > _MOST or sizes[name] > _LARGEST}
+
+
+@functools.cache
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _names(name: str, content: bytes) -> Iterator[str]:
+    """Dotted names that a file of this name imports."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
+    package = name.split("/")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else None
-            module = node.module or ""
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
             if module:
-                yield module, base
-            yield from ((f"{module}.{alias.name}".lstrip("."), base) for alias in node.names if alias.name != "*")
+                yield module
+            yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names if alias.name != "*")
 
 
-def _files(name: str, folders: list[Path]) -> Iterator[Path]:
-    """The files that importing a dotted name executes, its packages first."""
-    parts = name.split(".")
-    for folder in folders:
-        files = []
-        for depth in range(1, len(parts) + 1):
-            place = folder.joinpath(*parts[:depth])
-            files += [path for path in (place / "__init__.py", place.with_name(place.name + ".py")) if path.is_file()]
-        if files:
-            yield from files
-            return
+def _files(module: str, folders: Iterable[Path]) -> dict[str, Path]:
+    """The files that importing a dotted name executes, its packages first, by their names in the copy."""
+    parts = module.split(".")
+    for place in [*(folder / parts[0] for folder in folders), *_places(parts[0])]:
+        found: dict[str, Path] = {}
+        for depth in range(len(parts)):
+            stem, name = place.joinpath(*parts[1 : depth + 1]), "/".join(parts[: depth + 1])
+            found |= {name + end: Path(f"{stem}{end}") for end in _SUFFIXES if os.path.isfile(f"{stem}{end}")}  # noqa: PTH113 # a name of any length
+        if found:
+            return {} if any(map(_is_installed, found.values())) else found
+    return {}
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether it is installed, or of this package."""
-    return bool({"site-packages", "dist-packages"} & {*path.parts}) or Path(__file__).parents[1] in path.parents
+@functools.cache
+def _places(top: str) -> tuple[Path, ...]:
+    """Where Python finds a module that is under development: its folders, or its file without the suffix."""
+    if top in sys.stdlib_module_names:
+        return ()
+    spec = None
+    with contextlib.suppress(Exception):  # a finder of a library's own may raise anything
+        spec = importlib.util.find_spec(top)
+    if spec is None:
+        return ()
+    if spec.submodule_search_locations is not None:
+        places = [Path(place).absolute() for place in spec.submodule_search_locations]
+        return tuple(place for place in places if place.is_dir() and not _is_installed(place))
+    origin = spec.origin or ""
+    stem = next((origin.removesuffix(end) for end in _SUFFIXES if origin.endswith(end)), "")
+    return () if not stem or _is_installed(Path(origin)) else (Path(stem),)
+
+
+def _loaded(tops: set[str]) -> Iterator[tuple[str, Path]]:
+    """The modules under development that this process has loaded: of these libraries, or since `watch`."""
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        origin = getattr(spec, "origin", None)
+        if not isinstance(origin, str) or not origin.endswith(_SUFFIXES):
+            continue
+        is_wanted = name.partition(".")[0] in tops or (_watch is not None and name not in _watch.loaded)
+        if is_wanted and not _is_installed(Path(origin)):
+            end = next(end for end in _SUFFIXES if origin.endswith(end))
+            yield name.replace(".", "/") + end, Path(origin)
+
+
+def _is_installed(path: Path) -> bool:
+    """Whether it is installed, of Python, or of this package."""
+    if _INSTALLED & {*path.parts}:
+        return True
+    return any(folder in (path, *path.parents) for folder in _of_python())
+
+
+@functools.cache
+def _of_python() -> list[Path]:
+    return [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib")), Path(__file__).parents[1]]
+
+
+def _data(program: Path, beside: Path, tops: set[str], data: str) -> Iterator[tuple[str, Path]]:
+    """The files that were read by an absolute path, as `Path(__file__).parent / …` makes it, beside the task or in a
+    library that is copied, the smallest first, by their names in the copy; none where they look like a data set."""
+    roots = [(beside, ""), *((place, f"{top}/") for top in tops for place in _places(top))]
+    found: dict[str, Path] = {}
+    for text in _watch.opened if _watch is not None else ():
+        path = Path(os.path.normpath(text))
+        root = next(((folder, name) for folder, name in roots if folder in path.parents), None)
+        if not path.is_absolute() or root is None or (data and Path(data).absolute() in path.parents):
+            continue
+        inside = path.relative_to(root[0])
+        if _is_kept(path, inside, program):
+            found[f"{root[1]}{inside}"] = path
+    if len(found) <= _MOST_DATA:
+        yield from sorted(found.items(), key=lambda one: _size(one[1]))
+
+
+def _is_kept(path: Path, inside: Path, program: Path) -> bool:
+    """Whether a file that was read may be copied: not one that is hidden, a run's, written meanwhile, or that only its
+    owner may read, where others may read the program."""
+    assert _watch is not None
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        is_private = not found.st_mode & 0o077 and program.stat().st_mode & 0o077
+        is_open = path.is_file() and not is_private and found.st_ctime < _watch.began
+        is_hidden = any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
+        of_run = any((folder / "run.json").exists() for folder in list(path.parents)[: len(inside.parts)])
+        return is_open and not is_hidden and not of_run and not _is_installed(path)
+    return False
+
+
+def _read_by_relative_path(program: Path, beside: Path) -> list[Path]:
+    """The files beside the task that were read from the current folder: a copy elsewhere would not be found."""
+    opened = [Path.cwd() / text for text in (_watch.opened if _watch is not None else ()) if not text.startswith("/")]
+    found = {path for path in opened if beside in path.parents and _is_kept(path, path.relative_to(beside), program)}
+    return sorted(found) if len(found) <= _MOST_DATA else []
+
+
+def edited(run: Run, record: Record) -> list[str]:
+    """What a run says of files of its task that have changed since, in lines."""
+    lines = []
+    source = record.get("task_source")
+    if source and digest(Path(source)) not in ("", record.get("task_sha256")):
+        lines.append(f"{source} has changed since; {run.name} goes on with its own copy")
+    kept = "its own copy" if (run.folder / MODULES).is_file() else "it as it is now"
+    for known, which in ((record.get("task_imports"), kept), (record.get("task_watched"), "it as it is now")):
+        found = differing(known)
+        modules = [path for path in found if path.endswith(_SUFFIXES)]
+        for verb, paths in (("imported", modules), ("read", [path for path in found if path not in modules])):
+            if paths:
+                what = f"{_listed(paths)}, {verb} by the task, changed since or gone"
+                lines.append(f"{what}; {run.name} goes on with {which}")
+    return lines
+
+
+def changed(known: Mapping[str, str] | None) -> str:
+    """Which of these files are not what they were, as the beginning of a sentence; '' where all are."""
+    return _listed(differing(known))
+
+
+def _listed(paths: list[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return f"{', '.join(paths[:3])}{more}"
+
+
+def differing(known: Mapping[str, str] | None) -> list[str]:
+    """Return the paths whose files are not what they were."""
+    return [path for path, before in (known or {}).items() if digest(Path(path)) != before]
 
 
 def digest(path: Path) -> str:

@@ -115,6 +115,16 @@ def read(run: Run, name: str) -> bytes:
         return file.read()
 
 
+def check(run: Run, name: str) -> None:
+    """Refuse a file or folder of an `opened` run that another user has put there.
+
+    Raises:
+        Refused: it is another user's.
+        OSError: it is gone.
+    """
+    os.close(_open_own(run, name))
+
+
 def check_checkpoint(folder: Path) -> None:
     """Refuse a checkpoint in which another user has put a file: some of them are pickles.
 

@@ -47,6 +47,8 @@ class Attempt(TypedDict):
     host: NotRequired[str]
     mark: NotRequired[str]
     """The same on all machines, whose records number their attempts each for itself."""
+    edited: NotRequired[list[str]]
+    """What it said of files of the task that had changed since the launch."""
     last_lines: NotRequired[list[str]]
     """Of the log of the rank that died first."""
     times: NotRequired[Times | None]
@@ -116,6 +118,9 @@ class Record(TypedDict):
     task_source: NotRequired[str]
     task_sha256: NotRequired[str]
     task_imports: NotRequired[dict[str, str]]
+    """Digests of the files that the task needs and that the run has copies of; see imports.py."""
+    task_watched: NotRequired[dict[str, str]]
+    """The same, of those without a copy."""
     chosen: NotRequired[list[str]]
     """Fields that the launch has chosen a value for."""
     total_steps: NotRequired[int | None]

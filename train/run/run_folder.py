@@ -18,7 +18,7 @@ import socket
 import time
 import tomllib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -299,16 +299,19 @@ class Run:
         heartbeat.clear(self.logs(number - 1))
         return number
 
-    def note_ready(self, step: int, mark: str = "", **values: Any) -> bool:
+    def note_ready(self, step: int, mark: str = "", edited: Sequence[str] = (), **values: Any) -> bool:
         """Record that the ranks of the last attempt train now, after this step; as `note`.
 
         Args:
             mark: of the attempt, the same on all machines, whose records number their attempts each for itself.
+            edited: lines about files of the task that have changed since the launch.
         """
 
         def change(record: Record) -> None:
             *before, attempt = record["attempts"]
             attempt.update({"from_step": step, "ready": now(), "mark": mark})
+            if edited:
+                attempt["edited"] = [*edited]
             # another machine may have made a step of which the dead of this one could not write any more
             if before and before[-1]["ready"] and before[-1]["to_step"] is not None:
                 before[-1]["to_step"] = max(before[-1]["to_step"], step)

@@ -20,6 +20,7 @@ import difflib
 import hashlib
 import importlib.util
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -114,7 +115,10 @@ def data_root(given: str) -> Path:
     return Path(given)
 
 
-def load(name: str, file: Path | None = None, beside: Sequence[Path] = (), source: bytes | None = None) -> Task:
+def load(
+    name: str, file: Path | None = None, beside: Sequence[Path] = (), source: bytes | None = None,
+    seen_as: Path | None = None,
+) -> Task:  # fmt: skip
     """Import a task.
 
     Args:
@@ -122,6 +126,7 @@ def load(name: str, file: Path | None = None, beside: Sequence[Path] = (), sourc
         file: where it lies, if not where the name says: the copy in a run folder.
         beside: folders and zip files whose modules it may import, the first first; default: its own folder.
         source: its text, where the file may be moved meanwhile.
+        seen_as: what its `__file__` says, if not where it lies.
 
     Raises:
         Refused: there is no such task, it cannot be imported, or it lacks a function or has a misspelt one.
@@ -133,7 +138,7 @@ def load(name: str, file: Path | None = None, beside: Sequence[Path] = (), sourc
     else:
         if sys.path[: len(places)] != places:  # they may be there already, behind what is installed
             sys.path[:0] = places
-        module = _execute(path, source)
+        module = _execute(path, source, seen_as or path)
     is_copy = file is not None  # it trains as it did, and can be changed no more
     nodes = ast.walk(ast.parse(source))
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -211,7 +216,7 @@ def _check_spelling(module: Any, path: Path, used: set[str]) -> None:
             raise Refused(f"{path}: nothing uses {name}; did you mean {lacking[near[0]]}? If not, call it _{name}")
 
 
-def _execute(path: Path, source: bytes) -> Any:
+def _execute(path: Path, source: bytes, seen_as: Path) -> Any:
     # importable under this name in the processes that the task's own code starts
     name = f"task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -219,6 +224,10 @@ def _execute(path: Path, source: bytes) -> Any:
         raise Refused(f"{path} is not a Python file; give a built-in task or the path of a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if seen_as != path:
+        module.__file__ = str(seen_as)
+        lines = source.decode(errors="replace").splitlines(keepends=True)
+        linecache.cache[str(seen_as)] = len(source), None, lines, str(seen_as)  # for inspect.getsource of a class
     try:
         # Not by the loader: byte code beside it may be of an older file of the same second and size, or a stranger's.
         exec(compile(source, path, "exec"), module.__dict__)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from train.data.to_device import prepared
 from train.errors import Refused, TrainingFailed, one_line
 from train.parallel.precision import Precision
 from train.parallel.torch_private import buffers_of
-from train.run import imports, owner
+from train.run import copies, imports, owner
 from train.run.run_folder import Run
 from train.tasks import Task, load, where
 from train.trainer import determinism
@@ -51,19 +50,15 @@ def task_of(run: Run) -> Task:
         raise Refused(f"{run.folder / 'run.json'} names no task; put it back")
     if record["task"] != "task.py":
         return load(record["task"])
-    source = Path(record["task_source"])
     if not (run.folder / "task.py").is_file():
         raise Refused(f"{run.folder / 'task.py'} is missing; put the task's copy back")
-    beside = [source.parent] if source.parent.is_dir() else []
-    modules = run.folder / imports.MODULES
-    is_own = modules.is_file() and bool(imports.changed(record.get("task_imports")))
-    if is_own:
-        beside.insert(0, owner.place_to_import(run, imports.MODULES))
+    code = copies.of_run(run, record)
     try:
-        return load("task.py", run.path / "task.py", beside, owner.read(run, "task.py"))
+        return load("task.py", run.path / "task.py", code.beside, owner.read(run, "task.py"), code.seen_as)
     except Refused as error:
-        if not is_own:
+        if not code.are_copies:
             raise
+        modules = run.path / imports.MODULES
         raise Refused(f"{error}; its modules are those of {modules}: remove it to go on with the originals") from None
 
 

@@ -30,7 +30,7 @@ from train.parallel.rank_env import RankEnv
 from train.parallel.strategy import Strategy
 from train.parallel.world import World, join
 from train.parallel.wrap_units import recompute
-from train.run import folders, metrics
+from train.run import folders, imports, metrics
 from train.run.heartbeat import Heart
 from train.run.run_folder import Run
 from train.signals import StopRequest
@@ -250,8 +250,9 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
     run, plan, config, world = job.run, job.plan, job.config, job.world
     assert config.cpu_threads is not None
     line = metrics.last_training(run)
+    edited = imports.edited(run, run.read())
     run.note_ready(
-        step, mark, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
+        step, mark, edited, epoch=plan.epoch_of(step), total_steps=job.total_steps, samples=plan.length,
         device=str(world.device.type), data_wait="", loss=line.get("loss") if line is not None else None,
     )  # fmt: skip
     per_rank = f"{config.batch_size} = up to {plan.micro_batches(0)} x {config.micro_batch_size}"
@@ -264,7 +265,7 @@ def _announce(job: Job, attempt: int, start: ResumeState, mark: str) -> None:
         + (" as it was in memory" if start.from_memory else "")
     )
     record, threads = run.read(), config.cpu_threads
-    for warning in record.get("warnings") or ():
+    for warning in (*(record.get("warnings") or ()), *edited):
         job.loggers.say(f"warning: {warning}")
     if attempt > 1:
         return

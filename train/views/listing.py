@@ -149,6 +149,7 @@ def _attempts(record: Record) -> list[str]:
         ranks = f"{attempt['world_size']} rank{'s' if attempt['world_size'] != 1 else ''}"
         made, end = _made(attempt, bool(record.get("script"))), end_of(attempt, record["state"])
         lines.append(f"  attempt {attempt['number']:<4} {made}, {ranks}, {with_reason(end, attempt.get('reason'))}")
+        lines += [f"    | {text}" for text in attempt.get("edited") or ()]
     if record["attempts"] and record["state"] in ("failed", "interrupted", "copy"):
         lines += [f"    | {text}" for text in record["attempts"][-1].get("last_lines") or ()]
     return lines

@@ -136,9 +136,7 @@ def test_what_is_on_pythonpath_is_kept_under_its_own_name(tmp_path: Path, monkey
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "src"))
     (tmp_path / "kept.zip").write_bytes(
-        imports.copies(imports.read(tmp_path / "mine" / "task.py", tmp_path / "mine"), tmp_path / "mine")[
-            imports.MODULES
-        ]
+        imports.read(tmp_path / "mine" / "task.py", tmp_path / "mine").files()[imports.MODULES]
     )
     code = "import first, lib.second; print(lib.second.three.three, first.__file__)"
     done = subprocess.run(

@@ -1,0 +1,122 @@
+"""A run's copies of the files that its task needs, from where Python imports them; see imports.py."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from train.run import imports, owner
+from train.run.record import Record
+from train.run.run_folder import Run
+
+_LEVELS = 4
+"""Folders from the task's upwards, of which the folder of copies has links: `Path(__file__).parents[1] / "data"`."""
+
+
+class Code(NamedTuple):
+    """Where the code of a run's task is found."""
+
+    seen_as: Path
+    """What its `__file__` says."""
+    beside: list[Path]
+    """The folders that it imports from, the first first."""
+    are_copies: bool
+    """Whether the run's copies are among them."""
+
+
+def of_run(run: Run, record: Record) -> Code:
+    """Find the code of the task of an opened run.
+
+    While the originals are what they were, these are used: a package is more than its modules. `__file__` is that of
+    the original even where other files have changed: what lies beside it, and above, is found there.
+    """
+    source = Path(record["task_source"])
+    beside = [source.parent] if source.parent.is_dir() else []
+    differ = imports.differing(record.get("task_imports"))
+    if not differ or not (run.folder / imports.MODULES).is_file():
+        return Code(source if beside else run.path / "task.py", beside, False)
+    own = _unpacked(run, source)
+    if own.is_dir():
+        with zipfile.ZipFile(io.BytesIO(owner.read(run, imports.MODULES))) as kept:
+            _prefer(own, {imports.top(name) for name in kept.namelist() if name.endswith(".py")})
+    is_gone = not beside or any(not path.endswith(".py") for path in differ)
+    return Code(own / source.name if is_gone else source, [own, *beside], True)
+
+
+def clear(run: Run) -> None:
+    """Remove what `of_run` has unpacked, which may have been edited. For the holder of the run's lock."""
+    for left in run.folder.glob(".code*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _unpacked(run: Run, source: Path) -> Path:
+    """Return a folder with the run's copies, where links stand for whatever else lies beside the originals and above.
+
+    The first rank makes it. Where the run folder cannot be written it is the zip file itself.
+    """
+    content = owner.read(run, imports.MODULES)
+    name = f".code-{hashlib.sha256(content).hexdigest()[:8]}"
+    inner = Path(*source.parent.parts[1:][-_LEVELS:])
+    own = run.folder / name / inner
+    with zipfile.ZipFile(io.BytesIO(content)) as kept:
+        try:
+            if not own.is_dir():
+                made = Path(tempfile.mkdtemp(prefix=".code.", dir=run.folder))
+                kept.extractall(made / inner)
+                (made / inner / source.name).write_bytes(owner.read(run, "task.py"))
+                try:
+                    made.rename(run.folder / name)
+                except OSError:  # another rank was faster
+                    shutil.rmtree(made)
+            above = range(len(inner.parts) - 1)
+            originals = {own: source.parent} | {own.parents[up]: source.parent.parents[up] for up in above}
+            for entry in kept.infolist():
+                if entry.comment:
+                    originals.setdefault((own / entry.filename).parent, Path(os.fsdecode(entry.comment)).parent)
+            for folder, original in originals.items():
+                _link(folder, original)
+        except OSError:
+            if not own.is_dir():
+                return owner.place_to_import(run, imports.MODULES)
+    owner.check(run, name)
+    return owner.place_to_import(run, f"{name}/{inner}")
+
+
+def _link(folder: Path, original: Path) -> None:
+    """Link what lies in a folder and not in its copy. No byte code: it is that of the files there."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in set(os.listdir(original)) - set(os.listdir(folder)) - {"__pycache__"}:
+            with contextlib.suppress(FileExistsError):
+                (folder / name).symlink_to(original / name)
+
+
+def _prefer(own: Path, tops: set[str]) -> None:
+    """Import these modules from the copies, before any import hook, also where an original is loaded already."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or str(own)
+        if name.partition(".")[0] in tops and own not in Path(file).parents and Path(file) != own:
+            del sys.modules[name]
+    sys.meta_path[:] = [_Copies(own, tops), *(one for one in sys.meta_path if not isinstance(one, _Copies))]
+
+
+class _Copies:
+    """An import hook: finds modules in a folder of copies."""
+
+    def __init__(self, own: Path, tops: set[str]) -> None:
+        self._own, self._tops = str(own), tops
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """As Python calls it. A namespace may have parts elsewhere: what finds them all comes after this."""
+        if name.partition(".")[0] not in self._tops:
+            return None
+        spec = PathFinder.find_spec(name, [self._own] if path is None else path, target)
+        return spec if spec is not None and spec.loader is not None else None
