@@ -117,11 +117,11 @@ def gatherer(
         return [tensor.index_select(0, indices) for tensor in kept], ()  # half the time of tensor[indices]
 
     # indexing once is ten times faster than item by item and collation; nothing is drawn, nor seeded
-    return gather_tensors if tensors else _Items(dataset, collate, skip, made_by, name).gather
+    return gather_tensors if tensors else Items(dataset, collate, skip, made_by, name).gather
 
 
 @dataclass
-class _Items:
+class Items:
     """Makes batches of a data set's items."""
 
     dataset: Any
@@ -147,10 +147,14 @@ class _Items:
         seed_host(micro.seed)
         seed_owned(self.own or (), micro.seed)
 
-    def _batch(self, micro: MicroBatch) -> tuple[Any, Sequence[BadSample]]:
+    def items(self, micro: MicroBatch) -> tuple[list[Any], list[BadSample]]:
+        """The samples of a micro batch, drawn as its seed says, and those that cannot be read."""
         self._seed(micro)
         many = getattr(self.dataset, "__getitems__", None)
-        items, bad = self._one_by_one(micro) if many is None else self._at_once(many, micro)
+        return self._one_by_one(micro) if many is None else self._at_once(many, micro)
+
+    def _batch(self, micro: MicroBatch) -> tuple[Any, Sequence[BadSample]]:
+        items, bad = self.items(micro)
         if bad and not (self.skip and items):
             return None, bad
         join = self.collate or default_collate

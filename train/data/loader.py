@@ -129,7 +129,7 @@ class Loader:
             sampler=self._sampler,  # anything to iterate over is enough
             batch_size=None,
             num_workers=workers,
-            worker_init_fn=functools.partial(_begin_worker, rank=os.getpid()),
+            worker_init_fn=functools.partial(begin_worker, rank=os.getpid()),
             prefetch_factor=4 if workers else None,
             persistent_workers=workers > 0,
             multiprocessing_context="fork" if workers else None,  # whatever the way in which this rank was started
@@ -244,7 +244,7 @@ class Loader:
         self.close()
 
 
-def _begin_worker(_: int, rank: int) -> None:
+def begin_worker(_: int, rank: int) -> None:
     """Make this process a worker of a rank, given its process id: leave stop signals to it, and open files anew.
 
     A forked process shares the open files of its parent, their read position with them: two workers that seek and read

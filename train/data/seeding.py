@@ -1,8 +1,8 @@
 """Seeds the random generators that fetching and computing draw from.
 
 Those of Python, NumPy and torch that everybody shares, and those that a task keeps (`self.rng = default_rng(0)` in a
-data set, `rng = …` in its file): not seeded, one would go on from wherever it stands, in each loader process from the
-same place, and after a resume from its beginning.
+data set, `rng = …` in its file). Without a seed, one would continue from wherever it stands, in each loader process
+from the same place, and after a resume from its beginning.
 """
 
 from __future__ import annotations
@@ -13,16 +13,25 @@ import random
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
+from train.data import reach
 from train.data.order import seed_of
 
-Seed = Callable[[int], object]
+
+class Seed(NamedTuple):
+    """What seeds a generator that a task keeps."""
+
+    key: int | str
+    """Tells it from the others: the same in every process and attempt."""
+    set_to: Callable[[int], object]
+
+
 _DEPTH = 8
 """Objects on the way to a generator, itself counted: joined data sets, their list, a part of one, the data set, its
 transforms, their list, one of them."""
@@ -30,6 +39,7 @@ _LONG = 64
 """A list with more items holds samples, not transforms."""
 _SHARED = [id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)]
 """Seeded by `seed_host`."""
+_NUMBERED = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def seed_host(seed: int) -> None:
@@ -56,23 +66,40 @@ def seed_compute(seed: int, device: torch.device, tag: str = "compute", own: Seq
 
 def seed_owned(generators: Sequence[Seed], seed: int) -> None:
     """Give each of the generators that a task keeps a seed that follows from this one."""
-    for number, set_to in enumerate(generators):
-        set_to(seed_of(seed, "own", number))
+    for key, set_to in generators:
+        set_to(seed_of(seed, "own", key))
 
 
 def owned(*holders: Any) -> list[Seed]:
-    """Find the generators that a task keeps; returns what seeds each, always in the same order.
+    """Find the generators that a task keeps; returns what seeds each, always in the same order."""
+    return [*search(*holders)[0]]
 
-    They are looked for in attributes of these objects, of their classes, and of what these hold (modules, data sets,
-    transforms in a list), and in the variables of the files that the objects and data sets come from.
+
+def search(*holders: Any) -> tuple[list[Seed], str]:
+    """The same as `owned`, and what is wrong with the search; '' where nothing is.
+
+    The first search numbers what it finds, and runs of before rely on these numbers. `reach` finds the others.
     """
+    near = _near(holders)
+    reached, problem = reach.generators(holders)
+    known = {*_SHARED, *map(id, near)}
+    # a generator is seeded by the state of its bits
+    known |= {id(_bits(one)) for one in (np.random.mtrand._rand, *near, *(one for _, one in reached))}
+    numbered = [Seed(number, _seed(one)) for number, one in enumerate(near)]
+    hidden = [Seed(path, _seed(one)) for path, one in reached if id(one) not in known]
+    return numbered + sorted(hidden, key=lambda seed: seed.key), problem
+
+
+def _near(holders: Sequence[Any]) -> list[Any]:
+    """The generators in attributes of these objects, of their classes, and of what these hold (modules, data sets,
+    transforms in a list), and in the variables of the files that the objects and data sets come from."""
     seen: dict[int, Any] = {}
-    found: list[Seed] = []
+    found: list[Any] = []
     level = [part for holder in holders for part in (holder, *_file(holder))]
     for _ in range(_DEPTH):
         level = [one for one in {id(one): one for one in level}.values() if id(one) not in seen]
         seen |= {id(one): one for one in level}
-        found += [seed for one in level if (seed := _seed(one)) is not None]
+        found += [one for one in level if issubclass(type(one), _NUMBERED) and id(one) not in _SHARED]
         level = [part for one in level for part in _parts(one)]
     return found
 
@@ -99,18 +126,23 @@ def _parts(one: Any) -> list[Any]:
     return held
 
 
-def _seed(one: Any) -> Seed | None:
-    """What seeds it, if it is a generator."""
+def _bits(one: Any) -> Any:
+    """The bit generator of one of NumPy's generators; None of another."""
+    if issubclass(type(one), np.random.RandomState):
+        return one._bit_generator
+    return one.bit_generator if issubclass(type(one), np.random.Generator) else None
+
+
+def _seed(one: Any) -> Callable[[int], object]:
+    """What seeds a generator."""
     kind = type(one)  # not isinstance, which asks a proxy what it stands for
-    if id(one) in _SHARED:
-        return None
     if issubclass(kind, np.random.Generator):
         return lambda seed: setattr(one.bit_generator, "state", type(one.bit_generator)(seed).state)
+    if issubclass(kind, np.random.BitGenerator):
+        return lambda seed: setattr(one, "state", kind(seed).state)
     if issubclass(kind, np.random.RandomState):
         return lambda seed: one.set_state(type(one._bit_generator)(seed).state)
-    if issubclass(kind, random.Random):
-        return one.seed
-    return functools.partial(_seed_of_torch, one) if issubclass(kind, torch.Generator) else None
+    return one.seed if issubclass(kind, random.Random) else functools.partial(_seed_of_torch, one)
 
 
 def _seed_of_torch(one: torch.Generator, seed: int) -> None:

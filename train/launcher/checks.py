@@ -17,8 +17,8 @@ import torch
 from train import config as configuration
 from train import gpus
 from train.config import Config
-from train.data import fingerprint
-from train.data.fetch import is_indexed_at_once
+from train.data import fingerprint, probe
+from train.data.fetch import EVALUATION, TRAINING, is_indexed_at_once
 from train.errors import Refused, nearest
 from train.launcher import provenance
 from train.launcher.request import Request, resolve
@@ -106,6 +106,7 @@ def prepare(request: Request) -> Prepared:
         "warnings": warnings,
     }
     data = build.fingerprint(task, config, found.train_set, found.eval_sets)
+    record["not_exact"] = not_exact(task, config, found)
     files: dict[str, str | bytes] = {fingerprint.FACTS: json.dumps(data, indent=1) + "\n"}
     files["config.toml"] = configuration.to_toml(config)
     if not task.is_built_in:
@@ -113,7 +114,7 @@ def prepare(request: Request) -> Prepared:
         files |= needed.files()
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
-    warnings += _of_hidden(fingerprint.hidden_in(data))
+    warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
     return Prepared(task, config, files, record, warnings=warnings)
 
 
@@ -160,6 +161,13 @@ def check_run(task: Task, config: Config, local: int, ranks: int, given: Collect
     schedule.check(task, config, total)
     trace.steps_of(config.log.trace, total=total)
     return _Checked(precision, cards, train_set, eval_sets, total)
+
+
+def not_exact(task: Task, config: Config, found: _Checked) -> list[str]:
+    """Why a run would not be exact, as far as a look at its first samples shows."""
+    assert isinstance(config.micro_batch_size, int)
+    sets = {TRAINING: found.train_set} | {name or EVALUATION: one for name, one in found.eval_sets.items()}
+    return probe.why_not_exact(sets, task.collate, task.datasets, config.micro_batch_size, config.seed)
 
 
 def _record(request: Request, task: Task, samples: int, total: int) -> dict[str, Any]:

@@ -138,6 +138,8 @@ class Record(TypedDict):
     skipped: NotRequired[dict[str, int]]
     """Samples that could not be read, by data set."""
     wandb: NotRequired[dict[str, Any]]
+    not_exact: NotRequired[list[str]]
+    """Why it may end with other bits after a resume, or on other numbers of ranks and workers."""
 
     script: NotRequired[str]
     """Where it lay; of a run that executes a script."""

@@ -133,6 +133,8 @@ def story(run: Run, record: Record) -> str:
         line("time lost", "-")
         return _wrapped(lines)
     line("data", record.get("data_wait"))
+    for reason in record.get("not_exact") or ():
+        line("not exact", reason)
     line("left out", _left_out(run, record.get("skipped") or {}))
     account = time_spent.of_run(run, run.read_effective())
     line("steps redone", account.redone)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import types
+from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_wor
 from torchvision.transforms import Compose
 
 from train.data.fetch import gatherer
+from train.data.order import seed_of
 from train.data.plan import MicroBatch
 from train.data.seeding import owned, seed_owned
 
@@ -46,12 +50,34 @@ class Shaken:
         return point + self.strength * torch.rand(point.shape, generator=self.own) + self.draw.random()
 
 
+class Slots:
+    __slots__ = ("own",)
+
+    def __init__(self):
+        self.own = random.Random(0)
+
+    def __call__(self):
+        return self.own.random()
+
+
+def closure():
+    own = np.random.default_rng(3)
+    return lambda: own.random()
+
+
+def stream():
+    own = np.random.RandomState(4)
+    while True:
+        yield own.rand()
+
+
 class Points(Dataset):
     shared = np.random.default_rng(2)
 
     def __init__(self, count, late):
         self.points = torch.linspace(-1, 1, 4 * count).reshape(count, 4)
         self.transforms = [Shaken(0.1), Shaken(0.2)]
+        self.hidden = {"slots": Slots(), "closure": closure(), "stream": stream().__next__}
         self.late = None if late else self.transforms[0].draw
 
     def __len__(self):
@@ -60,7 +86,8 @@ class Points(Dataset):
     def __getitem__(self, index):
         if self.late is None:
             self.late = np.random.default_rng()
-        noise = rng.random() + self.shared.random() + self.late.random()
+        noise = sum(draw() for draw in self.hidden.values())
+        noise += rng.random() + self.shared.random() + self.late.random()
         return self.transforms[1](self.transforms[0](self.points[index])) + 0.1 * noise, index % 2
 
 
@@ -242,7 +269,7 @@ def test_generators_are_found_as_attributes_of_what_a_task_makes_and_each_is_see
         (Touchy(), 1),
         (nn.Sequential(*[nn.Linear(2, 2) for _ in range(2000)], nn.Sequential(module)), 1),
         (ConcatDataset([Subset(Transformed(noise), [1]), Transformed(None)]), 2),
-        (Transformed([np.random.default_rng(number) for number in range(65)]), 0),  # as many are samples
+        (Transformed([np.random.default_rng(number) for number in range(65)]), 0),  # one a sample
         (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), 0),
         (nn.functional.cross_entropy, 0),
         (random.shuffle, 0),  # of Python's own generator, which is seeded anyway
@@ -250,6 +277,64 @@ def test_generators_are_found_as_attributes_of_what_a_task_makes_and_each_is_see
         found = owned(holder)
         assert len(found) == count, holder
         seed_owned(found, 3)
+
+
+def _default(own: Any = np.random.default_rng(1)) -> Any:  # noqa: B008
+    return own.random()
+
+
+class _Slots:
+    __slots__ = ("never", "own")
+
+    def __init__(self) -> None:
+        self.own = random.Random(0)
+
+
+def _stream() -> Iterator[float]:
+    own = np.random.default_rng(2)
+    while True:
+        yield own.random()
+
+
+def _closure() -> Any:
+    own = random.Random(3)
+    return lambda: [own.random() for _ in range(2)]
+
+
+def _of_a_file(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = types.ModuleType("the_noise")
+    monkeypatch.setitem(sys.modules, "the_noise", module)
+    exec(
+        "import random\nown, other = random.Random(1), random.Random(2)\ndef draw():\n  return own.random()",
+        vars(module),
+    )
+    return module.draw
+
+
+def test_a_generator_is_found_however_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = _stream()
+    next(begun)
+    partial = functools.partial(torch.rand, generator=torch.Generator())
+    bits, array = np.random.PCG64(1), np.array([random.Random(1), None], dtype=object)
+    held = [
+        _Slots(), _closure(), _default, begun, _of_a_file(monkeypatch), partial, random.Random(1).gauss, bits, array,
+        np.random.default_rng(5).normal, random.Random(1).random, deque([[random.Random(7)]]),
+        [(str(number), number) for number in range(5000)],  # samples
+        random.gauss, np.random.rand, np.random.mtrand._rand, torch.default_generator, nn.functional.dropout,
+    ]  # fmt: skip
+    counts = [len(owned(Noise({"deep": [{"deeper": one}]}))) for one in held]
+    assert counts == [1] * 12 + [0] * 6
+    together = owned(Noise(held), Noise({"first": _Slots()}))
+    assert len({seed.key for seed in together}) == 13
+
+
+def test_what_is_found_in_attributes_keeps_its_number_whatever_is_hidden_beside_it() -> None:
+    near, hidden = np.random.default_rng(0), _Slots()
+    seed_owned(owned(Noise([hidden, near])), 3)
+    drawn = (near.random(), hidden.own.random())
+    assert drawn[0] == np.random.default_rng(seed_of(3, "own", 0)).random()
+    seed_owned(owned(Noise([hidden, near])), 3)
+    assert drawn == (near.random(), hidden.own.random())
 
 
 @pytest.mark.parametrize("make", [np.random.RandomState, np.random.default_rng, random.Random])

@@ -1,0 +1,144 @@
+"""Fetches samples twice under one seed, in a process of its own, to see whether a run would be exact.
+
+What draws from the clock, from the operating system or from a state of its own gives other numbers the second time, and
+so it would after a resume, or on other numbers of workers and ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from train.data.fetch import Items, is_indexed_at_once
+from train.data.loader import begin_worker
+from train.data.order import order
+from train.data.plan import MicroBatch
+from train.data.seeding import search
+
+_SAMPLES = 8
+"""Maximum number of samples that are fetched of a set."""
+_PATIENCE = 4.0
+"""Seconds after which the answer is no longer waited for."""
+_SLOW = 1.0
+"""Seconds: where the first samples took longer, they are not fetched again."""
+_REMEDY = "draw from random, NumPy or torch, or seed by the sample's index"
+_DEEP = 8
+"""Levels of containers that are compared."""
+
+
+def why_not_exact(
+    sets: Mapping[str, Any], collate: Callable[[list[Any]], Any] | None, made_by: Callable[..., Any], batch: int,
+    seed: int,
+) -> list[str]:  # fmt: skip
+    """Return why a run with these data sets would not be exact, as far as a look at a few samples shows.
+
+    The samples are fetched in a fork, so nothing of this reaches the run. What is too slow is not looked at.
+
+    Args:
+        sets: by the names that messages give them.
+        batch: samples of a micro batch.
+    """
+    sets = {name: one for name, one in sets.items() if not is_indexed_at_once(one, collate)}
+    if not sets:
+        return []
+    reader, writer = os.pipe()
+    parent, pid = os.getpid(), os.fork()
+    if not pid:  # pragma: no cover # a fork
+        try:
+            os.close(reader)
+            _be_alone(parent)
+            found = [line for name in sets if (line := _looked_at(name, sets[name], collate, made_by, batch, seed))]
+            os.write(writer, json.dumps(list(dict.fromkeys(found))).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        answer = os.read(reader, 1 << 16) if select.select([reader], [], [], _PATIENCE)[0] else b""
+    finally:
+        os.close(reader)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return json.loads(answer) if answer else []
+
+
+def _be_alone(parent: int) -> None:
+    """Leave the terminal, the signals and the open files to the parent; compute on one thread, as a loader's worker."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(nowhere, fd)
+    begin_worker(0, parent)
+    torch.set_num_threads(1)
+
+
+def _looked_at(
+    name: str, dataset: Any, collate: Callable[[list[Any]], Any] | None, made_by: Callable[..., Any], batch: int,
+    seed: int,
+) -> str:  # fmt: skip
+    """Why what is fetched of a set would not be exact; '' where nothing shows it."""
+    count = min(batch, _SAMPLES, len(dataset))
+    micro = MicroBatch(0, 0, order(seed, 0, np.arange(count), len(dataset)), seed)
+    items, begun = Items(dataset, collate, False, made_by, name), time.monotonic()
+    first = items.gather(micro)
+    if first[1] or time.monotonic() - begun > _SLOW:
+        return ""
+    place, problem = difference(first[0], items.gather(micro)[0]), search(dataset, collate, made_by)[1]
+    if place is None:
+        return problem
+    where = f"the first samples of the {name} set differ"
+    for index, *pair in zip(micro.indices.tolist(), items.items(micro)[0], items.items(micro)[0], strict=False):
+        found = difference(*pair)
+        if found is not None:
+            where, place = f"sample {index} of the {name} set differs", found
+            break
+    return (
+        f"{where}{f' in {place}' if place else ''} when fetched twice under one seed, so a resume, or other workers "
+        f"and ranks, give other results; {problem or _REMEDY}"
+    )
+
+
+def difference(one: Any, other: Any, depth: int = _DEEP) -> str | None:
+    """The place where two samples differ in a bit, '' for all of them; None where they do not, or nothing is known."""
+    if type(one) is not type(other):
+        return ""
+    if one is other or not depth:
+        return None
+    if isinstance(one, np.ndarray) and one.dtype.hasobject:
+        return difference(one.tolist(), other.tolist(), depth)
+    if isinstance(one, (torch.Tensor, np.ndarray)):
+        return None if _bits(one) == _bits(other) else ""
+    if isinstance(one, Mapping):
+        return "" if one.keys() != other.keys() else _first([(f"[{k!r}]", one[k], other[k]) for k in one], depth)
+    if isinstance(one, (list, tuple)):
+        pairs = enumerate(zip(one, other, strict=False))
+        return "" if len(one) != len(other) else _first([(f"[{n}]", *pair) for n, pair in pairs], depth)
+    if isinstance(one, (str, bytes, int, float, complex, np.generic)):
+        is_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
+        return None if one == other or is_nan else ""
+    if hasattr(one, "tobytes"):  # a picture
+        return None if one.tobytes() == other.tobytes() else ""
+    held, others = getattr(one, "__dict__", {}), getattr(other, "__dict__", {})
+    return _first([(f".{name}", held[name], others[name]) for name in held if name in others], depth)
+
+
+def _first(parts: Sequence[tuple[str, Any, Any]], depth: int) -> str | None:
+    found = ((how, difference(one, other, depth - 1)) for how, one, other in parts)
+    return next((f"{how}{place}" for how, place in found if place is not None), None)
+
+
+def _bits(values: Any) -> Any:
+    """What two tensors or arrays have in common where they are equal bit for bit."""
+    if isinstance(values, np.ndarray):
+        return (values.shape, str(values.dtype), values.tobytes())
+    if values.layout != torch.strided:
+        return (values.shape, str(values.dtype))
+    bits = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return (values.shape, str(values.dtype), bits.numpy().tobytes())
