@@ -20,7 +20,7 @@ from train.config import Config
 from train.data import fingerprint, probe
 from train.data.fetch import EVALUATION, TRAINING, is_indexed_at_once
 from train.errors import Refused, nearest
-from train.launcher import provenance
+from train.launcher import batch_norm, provenance
 from train.launcher.request import Request, resolve
 from train.parallel import choose
 from train.parallel.devices import check_kernels, pick_device
@@ -115,6 +115,7 @@ def prepare(request: Request) -> Prepared:
     if initial is not None:
         files[initial_weights.FILE] = initial.file()
     warnings += [*_of_hidden(fingerprint.hidden_in(data)), *(f"not exact: {line}" for line in record["not_exact"])]
+    batch_norm.check(task, config, found.train_set, lambda: model, everywhere, range(found.total))
     return Prepared(task, config, files, record, warnings=warnings)
 
 

@@ -14,7 +14,7 @@ from train.checkpoint.load import load
 from train.config import Config, Init, Parallel
 from train.data import fingerprint
 from train.errors import Refused
-from train.launcher import checks, provenance, rate_change
+from train.launcher import batch_norm, checks, provenance, rate_change
 from train.launcher.checks import Prepared
 from train.launcher.request import ALONE
 from train.launcher.resume import check_data
@@ -66,6 +66,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
         end = f"the new run would end after {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, and {end}")
     warnings += rate_change.warnings(run, task, (before, config), len(found.train_set), step, flags, is_fork=True)
+    batch_norm.check(task, config, found.train_set, lambda: model, ranks, range(step, found.total))
     changed = _changed(run, step, task, model, before, config).union(manifest.get("changed", ()))
     text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config), "changed": sorted(changed)})
     there = f"checkpoints/{folder.name}"

@@ -12,7 +12,7 @@ from train.config import Config
 from train.config.resolve import check_changes
 from train.data import fingerprint
 from train.errors import Refused
-from train.launcher import checks, rate_change
+from train.launcher import batch_norm, checks, rate_change
 from train.launcher.request import ALONE
 from train.launcher.resumable import fork_of
 from train.parallel import choose
@@ -72,11 +72,20 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     is_first_of_several = record["world_size"] == 1 < ranks
     if is_first_of_several or choose.shards(config, ranks) or config.parallel.recompute:
         checks.check_model(task, config, ranks, found.precision)
+    batch_norm.check(
+        task, config, found.train_set, lambda: checks.check_model(task, config, ranks, found.precision), ranks,
+        range(step, found.total), lambda other: _elsewhere(run, flags | other),
+    )  # fmt: skip
     micros = build.plan_of(config, len(found.train_set)).micro_batches(0)
     if micros < ranks:
         warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} compute nothing new")
     warnings += rate_change.warnings(run, task, (kept, config), len(found.train_set), step, flags)
     return config, warnings
+
+
+def _elsewhere(run: Run, flags: dict[str, str]) -> str:
+    """What to say of fields that a resume may not change, as the end of a refusal."""
+    return f"; {fork_of(run, flags)}" if run.newest_checkpoint else "; it has no checkpoint, so begin a new run"
 
 
 def check_data(run: Run, task: Task, config: Config, train_set: Any, eval_sets: dict[str, Any]) -> list[str]:

@@ -1,0 +1,88 @@
+"""BatchNorm on a micro batch of one sample: torch refuses to train on one value a channel, in the step that has it.
+
+The plan has all sizes before the first step, so such a run is refused where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from train.config import Config
+from train.data.plan import Plan
+from train.errors import Refused
+from train.parallel.torch_private import without_compiler
+from train.tasks import Task
+from train.trainer import build
+from train.trainer.freeze import set_training
+from train.trainer.load import cpu_precision
+from train.trainer.loss import training_loss
+from train.trainer.updates import read_updates
+
+_SAID = "Expected more than 1 value per channel when training"
+"""torch's words."""
+
+
+def check(
+    task: Task, config: Config, train_set: object, model: Callable[[], nn.Module], ranks: int, steps: range,
+    way: Callable[[dict[str, str]], str] = lambda flags: "",
+) -> None:  # fmt: skip
+    """Whether BatchNorm can train in all of these steps, counted from 0.
+
+    Args:
+        model: gives the model; called where a micro batch has one sample only.
+        ranks: of all machines.
+        way: where other fields need another run, what to say of it; given such a field.
+
+    Raises:
+        Refused: a micro batch has one sample, and a forward of it fails.
+    """
+    plan = build.plan_of(config, len(train_set))  # type: ignore[arg-type]
+    step = first_alone(plan, steps)
+    if step is None or not _fails(task, config, train_set, model(), ranks):
+        return
+    samples, size = plan.samples(step), plan.micro_batch_size
+    flags, ways = {"batch_size": "N"}, ["another --batch_size"]
+    if samples > 1:
+        ways.append("another --micro_batch_size")
+    if samples < plan.batch_size <= plan.length:
+        flags = {"data.drop_last": "true"}
+        ways.insert(0, "--data.drop_last true")
+    elif ranks > 1:
+        ways.append("fewer ranks")
+    batch = (
+        f"{samples} samples in its batch, at most {size} in a micro batch" if samples > 1 else "1 sample in its batch"
+    )
+    raise Refused(
+        f"BatchNorm cannot train on a micro batch of one sample, as step {step + 1} has ({batch}); "
+        f"use {', or '.join(ways)}{way(flags)}"
+    )
+
+
+def first_alone(plan: Plan, steps: range) -> int | None:
+    """The first of these steps in which a micro batch has one sample; None: none has."""
+    begin, epoch = steps.start, plan.steps_per_epoch
+    last = begin + (-1 - begin) % epoch  # of its epoch; all before it, and the one after it, are alike
+    return next((step for step in (begin, last, last + 1) if step in steps and plan.smallest(step) == 1), None)
+
+
+def _fails(task: Task, config: Config, train_set: object, model: nn.Module, ranks: int) -> bool:
+    """Whether a forward of one sample fails as torch's BatchNorm does; on the CPU, whatever the run computes on."""
+    set_training(model, config.freeze)
+    for part in model.modules():
+        if isinstance(part, nn.SyncBatchNorm) and ranks > 1:
+            part.eval()  # it counts over the ranks
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
+    if not norms or (config.sync_batchnorm and ranks > 1):
+        return False
+    precision = cpu_precision(config)
+    try:
+        batch = build.first_samples(task, config, precision, train_set, count=1)
+        with without_compiler(), precision.autocast():
+            for update in read_updates(task, model, config):
+                training_loss(update.loss, lambda loss: loss(model), batch, 1, update.what)
+    except Exception as error:  # of any other one a run says more
+        return _SAID in str(error)
+    return False
