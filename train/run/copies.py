@@ -10,8 +10,10 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 from train.run import imports, owner
@@ -42,7 +44,10 @@ def of_run(run: Run, record: Record) -> Code:
     source = Path(record["task_source"])
     beside = [source.parent] if source.parent.is_dir() else []
     differ = imports.differing(record.get("task_imports"))
-    if not differ or not (run.folder / imports.MODULES).is_file():
+    has_copies = (run.folder / imports.MODULES).is_file()
+    if has_copies and not differ:
+        _hook(_Edited(owner.read(run, imports.MODULES)))
+    if not has_copies or not differ:
         return Code(source if beside else run.path / "task.py", beside, False)
     own = _unpacked(run, source)
     if own.is_dir():
@@ -105,7 +110,12 @@ def _prefer(own: Path, tops: set[str]) -> None:
         file = getattr(module, "__file__", None) or str(own)
         if name.partition(".")[0] in tops and own not in Path(file).parents and Path(file) != own:
             del sys.modules[name]
-    sys.meta_path[:] = [_Copies(own, tops), *(one for one in sys.meta_path if not isinstance(one, _Copies))]
+    _hook(_Copies(own, tops))
+
+
+def _hook(finder: _Copies | _Edited) -> None:
+    """Ask this finder first, and no other of ours any more."""
+    sys.meta_path[:] = [finder, *(one for one in sys.meta_path if not isinstance(one, (_Copies, _Edited)))]
 
 
 class _Copies:
@@ -120,3 +130,40 @@ class _Copies:
             return None
         spec = PathFinder.find_spec(name, [self._own] if path is None else path, target)
         return spec if spec is not None and spec.loader is not None else None
+
+
+class _Edited:
+    """An import hook: finds the copy of a module whose original was edited since the process began, for a function may
+    import it hours later. `__file__` is that of the original."""
+
+    def __init__(self, content: bytes) -> None:
+        self._kept: dict[str, tuple[Path, bytes, str]] = {}
+        with zipfile.ZipFile(io.BytesIO(content)) as kept:
+            for entry in kept.infolist():
+                if entry.comment and entry.filename.endswith(".py"):
+                    name = entry.filename.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+                    source = kept.read(entry)
+                    self._kept[name] = Path(os.fsdecode(entry.comment)), source, hashlib.sha256(source).hexdigest()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """As Python calls it."""
+        file, source, digest = self._kept.get(name, (Path(), b"", ""))
+        if not digest or imports.digest(file) == digest:
+            return None
+        inside = [str(file.parent)] if file.name == "__init__.py" else None
+        loader = _Source(name, str(file), source)
+        return spec_from_file_location(name, file, loader=loader, submodule_search_locations=inside)
+
+
+class _Source(SourceFileLoader):
+    """Loads a module from the text that it had, not from what its file holds now."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_data(self, path: Any) -> bytes:
+        return self._source if path == self.path else super().get_data(path)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._source, self.path, "exec", dont_inherit=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import Station
-from train.run import imports
+from train.run import copies, folders, imports, owner
 from train.run.run_folder import Run
 
 TASK = """
@@ -135,3 +137,30 @@ def test_of_a_library_with_compiled_parts_or_too_much_code_there_are_digests_alo
     compiled.write_bytes(b"built again")
     (said,) = imports.edited(run, record)
     assert said.startswith(f"{compiled}, imported") and said.endswith("goes on with it as it is now")
+
+
+@pytest.mark.never_forgiven
+def test_a_module_that_is_imported_late_is_the_one_of_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_pack").mkdir()
+    for name, text in {
+        "task.py": "import late_pack.one",
+        "late_pack/__init__.py": "",
+        "late_pack/one.py": "V = 1",
+    }.items():
+        (tmp_path / name).write_text(text)
+    needed = imports.read(tmp_path / "task.py", tmp_path)
+    record = needed.record() | {"task_source": str(tmp_path / "task.py")}
+    made = folders.create(tmp_path / "runs", "a", {**needed.files()}, record)
+    run = owner.opened(made)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    code = copies.of_run(run, run.read())
+    assert code == (tmp_path / "task.py", [tmp_path], False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "late_pack" / "one.py").write_text("V = 2")
+    module = importlib.import_module("late_pack.one")
+    assert (module.V, module.__file__) == (1, str(tmp_path / "late_pack" / "one.py"))
+    assert copies.of_run(run, run.read()).are_copies
+    copies.clear(run)
+    assert not list(made.folder.glob(".code*"))
