@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154,SC2034 # mode, image: from other parts of station.sh; shm_lowered: for them
+# shellcheck shell=bash disable=SC2154,SC2034 # mode, image: from other parts of station.sh; lowered: for them
 # What can be wrong before the station starts, each in one line that says what to do. Sourced by station.sh, which
 # runs these before it makes or changes anything.
 
@@ -66,8 +66,18 @@ check_shared_memory() {
     [ "${limit:-0}" = 0 ] || [ "$limit" -gt "$memory" ] || memory=$limit
     [ "$(bytes_of shm_size)" -gt $((memory / 2)) ] || return 0
     export SHM_SIZE=$((memory / 2097152))m
-    shm_lowered=yes # for remember_identity
+    lowered+=(SHM_SIZE "$SHM_SIZE")
     say "SHM_SIZE is more than half of the memory ($((memory / 1048576)) MB): it becomes $SHM_SIZE, in .env"
+}
+# Whoever starts processes without end in the station must leave the machine some: the kernel has so many numbers for them.
+check_processes() {
+    local most limit
+    most=$(cat /proc/sys/kernel/pid_max /proc/sys/kernel/threads-max 2>/dev/null | sort -n | head -n 1)
+    limit=$(setting PIDS_LIMIT 32768)
+    [ -n "$most" ] && [ "$limit" -gt $((most / 2)) ] || return 0
+    export PIDS_LIMIT=$((most / 2))
+    lowered+=(PIDS_LIMIT "$PIDS_LIMIT")
+    say "PIDS_LIMIT=$limit is more than half of the processes that this machine can have ($most): it becomes $PIDS_LIMIT, in .env"
 }
 bytes_of() { sed -nE "s/^ *\"$1\": \"([0-9]+)\",?$/\1/p" <<<"$config"; } # of the station, as compose reads them
 

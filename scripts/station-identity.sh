@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154,SC2034 # id, image, shm_lowered: from station.sh and others; moved_from: for it
+# shellcheck shell=bash disable=SC2154,SC2034 # id, image, lowered: from station.sh and others; moved_from: for it
 # Which station is this checkout's: its name, its ports, and what of the engine belongs to it. Sourced by station.sh.
 #
 # The name is drawn once and kept in .env, for docker compose, and in .secrets/checkout with the path it was given to: so a
@@ -36,7 +36,7 @@ find_project() {
 remember_identity() {
     [ -z "$from_environment" ] || return 0
     remember COMPOSE_PROJECT_NAME "$project" COMPOSE_FILE "$(compose_files)" STATION_BUILT "$([ -n "$(named_image)" ] && built_image || printf '%s' "$image")" \
-        STATION_HOSTNAME "$STATION_HOSTNAME" ${shm_lowered:+SHM_SIZE "$SHM_SIZE"} ${own_ports[@]+"${own_ports[@]}"}
+        STATION_HOSTNAME "$STATION_HOSTNAME" ${lowered[@]+"${lowered[@]}"} ${own_ports[@]+"${own_ports[@]}"}
     ! is_of_before || remember STATION_IMAGE ""
     secret checkout <<<"$project"$'\n'"$PWD"
 }
@@ -76,6 +76,17 @@ choose_host_name() {
 
 # The address people use for what is published on all of them.
 reachable() { case $1 in 0.0.0.0 | '') printf 127.0.0.1 ;; '[::]' | ::) printf ::1 ;; *) printf '%s' "${1//[\[\]]/}" ;; esac; }
+# What machines of the network call this one, where a port is published on all of its addresses: each in its line.
+addresses_of_machine() {
+    local name address
+    { ip -o addr show up scope global 2>/dev/null || ifconfig 2>/dev/null | awk '/^[a-z]/ {name = $1} $1 == "inet" {print 0, name, "inet", $2}'; } |
+        while read -r _ name _ address _; do
+            case $name in docker* | br-* | veth* | lo*) continue ;; esac
+            address=${address%%/*}
+            [[ $address != 127.* ]] || continue
+            case $1,$address in 0.0.0.0,*:*) ;; *,*:*) printf '[%s]\n' "$address" ;; *) printf '%s\n' "$address" ;; esac
+        done
+}
 # Does another program, or another station, listen where this port would be published?
 busy() {
     [ -z "$id" ] || [[ $'\n'$(docker port "$id")$'\n' != *":$1"$'\n'* ]] || return 1

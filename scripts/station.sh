@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The station from outside: up, down, shell, ssh, ssh-command, logs, url, status, rebuild, clean-station.
+# The station from outside: up, down, shell, ssh, ssh-command, logs, url, rotate, status, rebuild, clean-station.
 # `make up` and its siblings (docker/station.mk) call this; settings are in .env, explained in .env.example.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,7 +22,8 @@ die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 mode=""                        # gpu or cpu
 devices=""                     # the devices of a GPU station, as compose wants them: a list, which its file cannot hold
-id="" engine_options="" config="" shm_lowered=""
+id="" engine_options="" config=""
+lowered=() # settings that this machine has not enough for, and what they become: for .env
 # Every file is named: compose would take others that lie in the checkout before these, and dev can put them there.
 compose_files() {
     printf docker-compose.yml
@@ -148,12 +149,13 @@ start_monitoring() {
 }
 
 up() { # [rebuild ARGUMENTS…]
-    local fresh=yes had_volumes other address same="" needs_build
+    local fresh=yes had_volumes other others address same="" needs_build
     find_station
     check_users
     check_settings
     check_compose_files
     check_shared_memory
+    check_processes
     check_neighbours
     other=$(other_checkout)
     [ -z "$other" ] || die "COMPOSE_PROJECT_NAME=$project is the name of the station of $other: take another, or leave it out"
@@ -184,6 +186,7 @@ up() { # [rebuild ARGUMENTS…]
     keep_image
     start_monitoring
     address=$(url)
+    others=$(for_colleagues)
     case $address in
         *.localhost:*) same="
                (a browser that does not know such names, as Safari: http://127.0.0.1:$(where 8888 | cut -d' ' -f2))" ;;
@@ -194,7 +197,8 @@ up() { # [rebuild ARGUMENTS…]
   TensorBoard  in JupyterLab's launcher
   ssh          $(ssh_line)
   a shell      make shell$grafana
-
+${others:+$others
+}
   A first notebook:        01-start-here, in notebooks/, where JupyterLab opens
   A first run, in any:     train launch digits --name first --follow
   All commands:            make help
@@ -208,14 +212,15 @@ where() {
     at=${at%%$'\n'*}
     say "$(reachable "${at%:*}") ${at##*:}"
 }
-url() {
+url() { # [ADDRESS]
     local at host port token
     at=$(where 8888) || exit
     read -r host port <<<"$at"
     token=$(as_owner cat .secrets/jupyter_token 2>/dev/null) || token=""
     [[ $token =~ ^[A-Za-z0-9_-]{16,}$ ]] || die ".secrets/jupyter_token holds no token, or is not yours to read: make down up makes one"
     # A name of its own, for browsers send cookies to every port of a host: another station's page would get this one's.
-    case $host in 127.0.0.1) host=$(dns_label "$project").localhost ;; *:*) host="[$host]" ;; esac
+    host=${1:-$host}
+    case $host in 127.0.0.1) host=$(dns_label "$project").localhost ;; [![]*:*) host="[$host]" ;; esac
     say "http://$host:$port/lab?token=$token"
 }
 
@@ -229,6 +234,23 @@ own_key() {
         return
     done
 }
+
+# Where the ports are open to the network: what a colleague opens.
+for_colleagues() {
+    local bound address at
+    bound=$(docker port "$id" 8888 2>/dev/null | head -n 1)
+    bound=${bound%:*}
+    case $bound in 127.* | '[::1]' | ::1 | '') return 0 ;; esac
+    say
+    say "  On other machines (plain HTTP: who listens on the way reads token and work; safer: ssh -L 8888:127.0.0.1:8888)"
+    at=$(where 2222)
+    case $bound in 0.0.0.0 | :: | '[::]') addresses_of_machine "$bound" ;; *) printf '%s\n' "$bound" ;; esac |
+        while IFS= read -r address; do
+            say "  JupyterLab   $(url "$address")"
+            say "  ssh          ssh -p ${at#* } dev@${address//[\[\]]/}   (a key in .secrets/authorized_keys)"
+        done
+}
+
 # One line to paste, in any shell. The station's host key is fetched through the engine, so ssh has nothing to ask.
 ssh_command() { # sets ssh_words
     local at port host key known=UserKnownHostsFile=$PWD/.secrets/known_hosts
@@ -253,9 +275,45 @@ ssh_line() {
     say "${line# }"
 }
 
+# For when somebody leaves: nothing that he had or left behind gets him in again. Runs go on.
+rotate() {
+    local key keys before="" found one code=0
+    key=$(expand "$(setting SSH_PUBLIC_KEY)")
+    keys=$({ if [ -n "$key" ]; then cat "$key"; else cat "$HOME"/.ssh/id_*.pub; fi 2>/dev/null || :; } | public_keys)
+    before=$(as_owner cat .secrets/authorized_keys 2>/dev/null | public_keys)
+    as_owner rm -f .secrets/authorized_keys .secrets/id_ed25519 .secrets/id_ed25519.pub .secrets/jupyter_token
+    [ -z "$before" ] || secret authorized_keys.before <<<"$before"
+    [ -z "$keys" ] || secret authorized_keys <<<"$keys" # the station makes a pair where there is none
+    say "ending kernels, terminals and ssh sessions; runs go on"
+    for one in $(docker ps --quiet --no-trunc --filter "label=com.docker.compose.project=$project" --filter label=trainstation.torch); do
+        docker exec "$one" /usr/bin/python3 -I -S /usr/local/lib/trainstation/rotate.py 2>&1 | printable || code=$?
+    done
+    [ "$code" = 0 ] || die "not all of it could be done, see above: make down up starts with the new token and keys"
+    wait_healthy
+    found=$(comm -23 <(sort <<<"$before") <(as_owner cat .secrets/authorized_keys | sort) | sed -E 's/.*(AAAA[^ ]+) ?//' | printable | paste -sd , -)
+    [ -z "$found" ] || say "ssh keys that count no longer: $found; of those who stay, put the lines of .secrets/authorized_keys.before back into .secrets/authorized_keys"
+    found=$(as_owner git status --porcelain -- train tests docs notebooks 2>/dev/null | cut -c 4- | head -n 20 | printable | paste -sd ' ' -) || found=""
+    [ -z "$found" ] || say "code here that no commit has, and that user dev can have written: $found"
+    say "the new address: $(url)"
+    say "the new way in by ssh: $(ssh_line)"
+}
+
+# Without what steers a terminal: for what processes of dev's print.
+printable() {
+    if command -v python3 >/dev/null; then python3 -I -S scripts/printable.py; else LC_ALL=C tr -cd '\t\n\r -~'; fi
+}
+
 terminal=(--interactive)
 if [ -t 0 ] && [ -t 1 ]; then terminal+=(--tty); fi
 as_dev=/usr/local/lib/trainstation/as-dev # gives the command the whole environment, and goes to /workspace
+enter_printable() { # output of dev's processes, on a terminal that may be root's
+    local size=""
+    [ ${#terminal[@]} = 1 ] || size=$(stty size) || size="" # docker tells the size of a terminal alone
+    {
+        docker exec "${terminal[@]}" ${size:+--env "LINES=${size% *}" --env "COLUMNS=${size#* }"} --user dev "$id" "$as_dev" "$@" 2>&1 >&3 |
+            printable >&2
+    } 3>&1 | printable
+}
 enter() { exec docker exec "${terminal[@]}" --user dev "$id" "$as_dev" "$@"; }
 
 command=${1:-}
@@ -278,20 +336,28 @@ case $command in
         fi
         ;;
     shell) need_running; enter bash --login "$@" ;;
-    exec) need_running; enter "$@" ;;
+    exec)
+        need_running
+        case "${1:-} ${2:-}" in
+            'train attach' | 'train top') enter "$@" ;; # screens, drawn by what is cleaned away elsewhere
+            *) enter_printable "$@" ;;
+        esac
+        ;;
     ssh) need_running; ssh_command; exec "${ssh_words[@]}" "$@" ;;
     ssh-command) need_running; ssh_line ;;
-    logs) need_station; compose logs --tail 200 "$@" station ;;
-    url) need_running; url ;;
+    logs) need_station; compose logs --tail 200 "$@" station 2>&1 | printable ;;
+    url) need_running; url; for_colleagues ;;
+    rotate) one_at_a_time; need_running; rotate ;;
     inputs) load_settings; inputs ;; # what an image has to be built from to be taken as it is
     id) find_station; say "$id" ;;
     status)
         need_running
         say "name     $(docker inspect -f '{{.Config.Hostname}}' "$id")"
         say "station  $(docker inspect -f '{{.State.Status}}, image {{.Config.Image}}' "$id"), ports $(where 8888 | cut -d' ' -f2) and $(where 2222 | cut -d' ' -f2) on $(where 8888 | cut -d' ' -f1)"
-        say "health   $(docker exec "$id" /usr/local/bin/station-health)" || :
+        say "health   $(docker exec "$id" /usr/local/bin/station-health | printable)" || :
         say "runs"
-        docker exec --user dev "$id" "$as_dev" train ls
+        # -I: nothing of dev's home folder runs before it
+        docker exec --user dev "$id" "$as_dev" /usr/bin/python3 -I /usr/local/lib/trainstation/command.py ls 2>&1 | printable
         ;;
     clean-station)
         find_station
@@ -301,5 +367,5 @@ case $command in
         [ -z "$image" ] || [ "$image" = "$(named_image)" ] || drop_image "$image"
         say "removed: container, volumes (home folder, host keys), and the image where no other station uses it. Still here: runs, data, .env, .secrets"
         ;;
-    *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|status|clean-station" ;;
+    *) die "usage: scripts/station.sh up|down|rebuild|shell|exec|ssh|ssh-command|logs|url|rotate|status|clean-station" ;;
 esac

@@ -97,3 +97,37 @@ def test_tensorboard_opens_behind_jupyters_token(station: Station, page: Page, k
     expect(page).to_have_title("TensorBoard", timeout=90_000)
     expect(page.get_by_text("curves/tensorboard").first).to_be_visible(timeout=60_000)
     page.screenshot(path=kept / "tensorboard.png")
+
+
+def test_a_second_browser_has_tabs_of_its_own_and_the_first_finds_its_again(
+    station: Station, browser: Browser, page: Page
+) -> None:
+    def open_lab(one: Page) -> None:
+        one.goto(f"{station.url}/lab?token={station.token}")
+        expect(
+            one.locator(".jp-LauncherCard", has_text="Terminal").or_(one.locator(".jp-Terminal")).first
+        ).to_be_visible()
+
+    tab = ".lm-TabBar-tabLabel"
+    open_lab(page)
+    page.locator(".jp-LauncherCard", has_text="Terminal").click()
+    expect(page.locator(tab, has_text="dev@").first).to_be_visible()
+    page.wait_for_timeout(3000)  # JupyterLab saves its tabs a moment later
+    other = browser.new_context()
+    try:
+        second = other.new_page()
+        open_lab(second)
+        expect(second.locator(".jp-Launcher")).to_be_visible()
+        assert second.locator(tab, has_text="dev@").count() == 0
+        assert second.locator(".jp-Terminal").count() == 0
+        assert second.url.split("?")[0] != page.url.split("?")[0]
+    finally:
+        other.close()
+    open_lab(page)
+    expect(page.locator(tab, has_text="dev@").first).to_be_visible()
+
+
+def test_the_readme_opens_as_a_page(station: Station, page: Page, kept: Path) -> None:
+    page.goto(f"{station.url}/lab/tree/README.md?token={station.token}")
+    expect(page.locator(".jp-MarkdownViewer h1").first).to_be_visible()
+    page.screenshot(path=kept / "readme.png")

@@ -45,6 +45,22 @@ def test_health_notices_an_sshd_that_takes_no_connections(station: Station) -> N
     station.wait_healthy()
 
 
+def test_a_person_at_a_terminal_is_greeted_and_a_command_is_not(station: Station) -> None:
+    greeting = station.root("cat", "/etc/trainstation/greeting").stdout
+    assert len(greeting.splitlines()) == 3
+    words = station.ssh_words
+    for ways in ((words[0], "-tt", *words[1:]), ("make", "-s", "shell")):
+        with Terminal(*ways, cwd=station.folder, env=station.env) as terminal:
+            terminal.wait_for("$ ")
+            assert greeting in terminal.read().replace("\r\n", "\n")
+            terminal.type("tmux -L greeting new-session 'bash --login'")
+            terminal.wait_for("0:bash")
+            terminal.type("exit")
+            assert terminal.read().count("Trainstation:") == 1
+    assert station.ssh("echo only this").stdout == "only this\n"
+    assert station.ssh("bash -lc 'echo only this'").stdout == "only this\n"
+
+
 def test_make_shell_gets_in_whatever_bashrc_does(station: Station) -> None:
     write = "cp -n ~/.bashrc ~/.kept; mkdir -p ~/.ssh; echo exit >~/.bashrc; echo exit >~/.ssh/rc"
     station.dev("sh", "-c", write)

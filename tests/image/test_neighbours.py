@@ -10,6 +10,7 @@ import pytest
 from conftest import Station, run
 
 SEGMENT = "10.213.77"
+pytestmark = pytest.mark.never_forgiven
 RULE = ("DOCKER-USER", "-j", "TRAINSTATION")
 
 

@@ -402,7 +402,7 @@ def test_only_lines_that_are_public_keys_count(mine: Station, tmp_path: Path) ->
     try:
         mine.compose("up", "--detach", "--force-recreate", "--no-build")
         mine.wait_healthy()
-        used = mine.root("cat", "/run/trainstation/authorized_keys").stdout
+        used = mine.root("/usr/local/lib/trainstation/authorized-keys").stdout
         assert used == f'{before.strip()}\nno-pty,from="127.0.0.1,*" {more.strip()}\n'
         assert "3 line(s) of .secrets/authorized_keys are no public key" in mine.log
     finally:

@@ -123,8 +123,9 @@ def test_two_stations_that_start_at_once_share_key_and_token(workspace: Path) ->
     shared = ("-v", f"{volume}:/etc/trainstation/hostkeys", "-v", f"{workspace}/.secrets:{SECRETS}", *HIDDEN)
 
     def fingerprints(name: str) -> str:
-        files = ("/etc/trainstation/hostkeys/ssh_host_ed25519_key", "/run/trainstation/jupyter_token")
-        return run("docker", "exec", name, "sha256sum", *files, "/run/trainstation/authorized_keys", check=False).stdout
+        files = "/etc/trainstation/hostkeys/ssh_host_ed25519_key /run/trainstation/jupyter_token"
+        line = f"sha256sum {files} && /usr/local/lib/trainstation/authorized-keys | sha256sum"
+        return run("docker", "exec", name, "bash", "-c", line, check=False).stdout
 
     try:
         # A third one holds what the two need to make them, until both stand before it.

@@ -1,7 +1,9 @@
 """Secrets are in files only, and Jupyter answers nobody without its token."""
 
+import contextlib
 import json
 import re
+import socket
 
 import pytest
 import requests
@@ -115,6 +117,45 @@ def test_a_wrong_token_is_refused(station: Station, path: str) -> None:
         station.url + path, headers={"Authorization": "token wrong"}, allow_redirects=False, timeout=20
     )
     assert answer.status_code in (302, 401, 403)
+
+
+def memory_of_jupyter(station: Station) -> int:
+    """Megabytes."""
+    status = station.root("cat", f"/proc/{station.service_pid('jupyter')}/status").stdout
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) // 1024
+
+
+STRANGERS: list[tuple[str, dict[str, str]]] = [
+    ("POST /api/contents/x", {}),
+    ("POST /login", {}),
+    ("PUT /api/contents/x?token=wrong", {"Authorization": "token wrong"}),
+    ("POST /files/x", {"Cookie": 'username-localhost="2|1:0|10:1|18:username-localhost|4:eHg=|0123"'}),
+]
+
+
+def test_what_strangers_send_is_not_kept_in_memory(station: Station) -> None:
+    """Connections stay open, as a body that was read would stay in memory."""
+    before, megabyte = memory_of_jupyter(station), b"x" * 2**20
+    with contextlib.ExitStack() as held:
+        for line, headers in STRANGERS:
+            for length in ("Content-Length: 400000000", "Transfer-Encoding: chunked"):
+                one = held.enter_context(socket.create_connection(("127.0.0.1", station.jupyter_port), timeout=30))
+                extra = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+                one.sendall(f"{line} HTTP/1.1\r\nHost: localhost\r\n{extra}{length}\r\n\r\n".encode())
+                chunk = megabyte if "Length" in length else b"100000\r\n" + megabyte + b"\r\n"
+                with pytest.raises(OSError, match=r"reset|Broken pipe"):
+                    for _ in range(400):
+                        one.sendall(chunk)
+        assert memory_of_jupyter(station) < before + 60
+    # those who are known send as much as ever: by token, and by the cookie of a login
+    body = {"type": "file", "format": "text", "content": "a" * 30_000_000}
+    session = requests.Session()
+    session.get(f"{station.url}/lab?token={station.token}", timeout=60)
+    known = ({"Authorization": f"token {station.token}"}, {"X-XSRFToken": session.cookies["_xsrf"]})
+    for by, headers in ((requests, known[0]), (session, known[1])):
+        answer = by.put(f"{station.url}/api/contents/runs/large.txt", json=body, headers=headers, timeout=120)
+        assert answer.ok, answer.text
+    station.dev("rm", "/workspace/runs/large.txt")
 
 
 def test_ports_are_published_on_this_machine_only(station: Station) -> None:

@@ -100,6 +100,9 @@ def test_a_command_begins_where_a_login_does_and_files_are_named_from_home(known
     for program in (["scp"], ["scp", "-O"]):
         run(*program, *options, here, f"{there}:copied")
         assert known.ssh("mv ~/copied ~/moved && ls ~/moved").stdout == "/home/dev/moved\n"
+        for folder in ("projects", "notebooks", "runs", "datasets"):
+            run(*program, *options, here, f"{there}:{folder}/")
+            (known.folder / folder / "pyproject.toml").unlink()
 
 
 def test_tcp_forwarding_works_as_editors_need_it(known: Station) -> None:

@@ -1,16 +1,20 @@
 # JupyterLab in the station. The port is published on 127.0.0.1 unless BIND_ADDRESS says otherwise.
 import hashlib
+import hmac
 import os
+import re
+import secrets
 import shutil
 import warnings
 from pathlib import Path
 
 from jupyter_server.base.handlers import AuthenticatedFileHandler, JupyterHandler
 from jupyter_server.files.handlers import FilesHandler
-from jupyter_server.serverapp import JupyterServerAuthWarning
+from jupyter_server.serverapp import JupyterServerAuthWarning, ServerWebApplication
 from jupyter_server_proxy.handlers import ProxyHandler
+from jupyterlab_server.handlers import LabHandler
 from jupyterlab_server.licenses_handler import APIHandler, LicensesHandler
-from tornado.web import HTTPError
+from tornado.web import Application, HTTPError, decode_signed_value
 
 c = get_config()  # noqa: F821  (Jupyter provides it)
 
@@ -109,3 +113,51 @@ def check_referer(self):
 
 
 AuthenticatedFileHandler.check_referer = FilesHandler.check_referer = check_referer
+
+
+# Tornado reads the body of a request into memory before anybody asks for the token. So a request without token or login
+# cookie may bring no more than a login form takes; with one of them, uploads are as large as they always were.
+MOST_WITHOUT_TOKEN = 64 * 1024
+
+
+def is_known(request):
+    """Whether a request has the token, in its header or address, or the cookie of a login."""
+    given = [value.decode("utf-8", "replace") for value in request.query_arguments.get("token", [])]
+    header = re.match(r"(?:token|bearer)\s+(.+)", request.headers.get("Authorization", ""), re.IGNORECASE)
+    given += [header[1]] if header else []
+    if any(hmac.compare_digest(one.encode(), token.encode()) for one in given):
+        return True
+    return any(
+        name.startswith("username-") and decode_signed_value(c.ServerApp.cookie_secret, name, cookie.value)
+        for name, cookie in request.cookies.items()
+    )
+
+
+def find_handler(self, request, **kwargs):
+    if not is_known(request):
+        request.connection.set_max_body_size(MOST_WITHOUT_TOKEN)
+    return Application.find_handler(self, request, **kwargs)
+
+
+ServerWebApplication.find_handler = find_handler
+
+
+# Each browser has tabs and terminals of its own: JupyterLab keeps them by the name of a workspace, and would give all
+# browsers the one that is called default.
+COOKIE_OF_WORKSPACE = "trainstation-workspace"
+open_lab = LabHandler.get
+
+
+def get(self, mode=None, workspace=None, tree=None):
+    if workspace is None and self.current_user:
+        mine = self.get_cookie(COOKIE_OF_WORKSPACE, "")
+        if not re.fullmatch(r"auto-[0-9a-f]{8}", mine):
+            mine = f"auto-{secrets.token_hex(4)}"
+            self.set_cookie(
+                COOKIE_OF_WORKSPACE, mine, path=self.base_url, expires_days=365, httponly=True, samesite="Lax"
+            )
+        workspace = f"/workspaces/{mine}"
+    return open_lab(self, mode, workspace, tree)
+
+
+LabHandler.get = get

@@ -11,4 +11,13 @@ else
     fi
     # A person who logs in is here to work on the checkout.
     case $-,$PWD in *i*,"$HOME" | *i*,/) cd /workspace || : ;; esac
+    # A person at a terminal reads where they are; a command, scp or another window of tmux has no use for it.
+    case $-${TMUX:+,tmux} in
+        *,tmux) ;;
+        *i*)
+            if [ -t 1 ] && [ ! -e "$HOME/.hushlogin" ]; then
+                cat /etc/trainstation/greeting
+            fi
+            ;;
+    esac
 fi

@@ -1,7 +1,8 @@
 """What root knows of the folder with the token and the keys. Started by the steps, as root, with `python3 -I`.
 
     secret_files.py FOLDER NAME check    says in one line what is wrong, if anything is; changes nothing
-    secret_files.py FOLDER NAME keys     prints the public keys that may log in
+    secret_files.py FOLDER NAME keys     prints the public keys that may log in, and closes the folder to others
+    secret_files.py FOLDER NAME allowed  prints them for sshd, and changes nothing
     secret_files.py FOLDER NAME pair     keeps the pair on its standard input, private part first: its owner may log in
     secret_files.py FOLDER NAME token    prints JupyterLab's token; makes one where there is none
 
@@ -47,7 +48,7 @@ def become_owner() -> None:
         raise Wrong(f"{NAME} has to be a folder, and no link ({os.strerror(error.errno)})") from error
     info, home = os.fstat(fd), Path("/workspace").stat()
     # The engine has just made it, as root; it becomes what the checkout's owner would have made.
-    if TASK != "check" and info.st_uid == 0 and not os.listdir(fd):
+    if TASK not in ("check", "allowed") and info.st_uid == 0 and not os.listdir(fd):
         os.fchmod(fd, 0o700)
         os.fchown(fd, home.st_uid, home.st_gid)
         info = os.fstat(fd)
@@ -155,6 +156,10 @@ def keys() -> None:
         print(key)
 
 
+def allowed() -> None:
+    print("\n".join(public_keys()[0]))
+
+
 def pair() -> None:
     end = "-----END OPENSSH PRIVATE KEY-----\n"
     private, _, public = sys.stdin.read().partition(end)
@@ -177,7 +182,7 @@ if __name__ == "__main__":
         become_owner()
         if TASK == "keys":  # the first that may change something
             close_to_others()
-        {"check": check, "keys": keys, "pair": pair, "token": token}[TASK]()
+        {"check": check, "keys": keys, "allowed": allowed, "pair": pair, "token": token}[TASK]()
     except Wrong as wrong:
         say(f"error: {wrong}")
         sys.exit(2)
