@@ -104,13 +104,21 @@ def supervise_alone(run: Run, ranks: int, train: Callable[[int], Outcome], stop:
 
     over = threading.Event()
 
+    def kill(pid: int, number: int) -> None:
+        if number == signal.SIGKILL:  # nobody would hear it asked for its stacks
+            with contextlib.suppress(OSError, Refused):
+                end({})
+            os.kill(pid, number)
+
+    watch, this = health.health_of(run, number, [0], kill), os.getpid()
+
     def listen() -> None:  # `train stop` reaches a process that is busy with its rank
         while not over.wait(0.2):
             _hear(run, stop)
             if stop.now:
-                with contextlib.suppress(OSError, Refused):
-                    end({})
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill(this, signal.SIGKILL)
+            if stop.asked:
+                watch.look([this], [this], {}, is_stopping=True)
 
     threading.Thread(target=listen, daemon=True, name="stop-watch").start()
     reported = {0: train(number)}

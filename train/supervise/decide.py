@@ -200,7 +200,9 @@ def _decide(facts: Facts) -> Decision:
         return Decision("died", None, death.reason, rank=death.rank)
     fails = death.recurs or (death.is_raised and not death.lacks_gpu and facts.mode is not LaunchMode.LAUNCHED)
     if asked and (facts.is_script or not fails):
-        return _stopped(asked, _how_stopped(facts, asked, death))
+        decision = _stopped(asked, _how_stopped(facts, asked, death))
+        then = f"continue with: train resume {facts.name}"  # no rank has said so
+        return dataclasses.replace(decision, message=f"{facts.name} {decision.reason}; {then}" if facts.hang else "")
     if facts.mode is LaunchMode.LAUNCHED:
         return _restarted_or_not(facts, death)
     if fails:

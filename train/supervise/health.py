@@ -29,6 +29,8 @@ from train.supervise.timeouts import (
     HANG_TIMES_SLOWEST,
     SCRIPT_GRACE,
     SCRIPT_HANG_MINUTES,
+    STOP_TIMES_SLOWEST,
+    STOP_WAIT,
 )
 
 Kill = Callable[[int, int], None]
@@ -106,7 +108,8 @@ class TaskHealth(Health):
 
     `watch.hang_minutes` is how long ranks may show none between two steps: None takes the larger of HANG_LEAST_MINUTES
     and HANG_TIMES_SLOWEST times the slowest gap seen in this attempt; 0 never finds a hang. Starting, with its first
-    step and compilation, and saving have an allowance of their own, `watch.start_minutes`.
+    step and compilation, and saving have an allowance of their own, `watch.start_minutes`. Ranks that were asked to
+    stop have less time (STOP_WAIT), whatever that says: a stop must not wait for a batch, or a peer, that never comes.
     """
 
     def __init__(self, run: Run, logs: Path, ranks: Iterable[int], kill: Kill = os.kill) -> None:
@@ -117,6 +120,8 @@ class TaskHealth(Health):
         self._start_minutes = float(config.get("watch.start_minutes", 30.0))
         self._seen: tuple[Beat | None, ...] = ()
         self._slowest = 0.0
+        self._asked_at: float | None = None
+        """When the ranks were asked to stop."""
 
     def look(self, living: list[int], started: list[int], exits: Mapping[int, int], is_stopping: bool) -> None:
         if not living:
@@ -130,14 +135,14 @@ class TaskHealth(Health):
             self._end_in(GRACE_AFTER_FAILURE)
         elif exits:
             self._end_in(GRACE_AFTER_EXIT)
-        elif not self.is_ending and (hang := self._hangs(beats)):
+        elif not self.is_ending and (hang := self._hangs(beats, is_stopping)):
             self.hang = hang
             self._ask_for_stacks(living)
             self._end_in(_WRITING)
         # torchrun alone would give peers that wait for the dead 30 seconds
         self._kill_if_due(living)
 
-    def _hangs(self, beats: tuple[Beat | None, ...]) -> str:
+    def _hangs(self, beats: tuple[Beat | None, ...], is_stopping: bool) -> str:
         """What hangs, as a reason; '' if nothing."""
         now = time.monotonic()
         if now - self._looked > _STOOD_STILL:
@@ -149,7 +154,12 @@ class TaskHealth(Health):
                 self._slowest = max(self._slowest, silent)
             self._seen, self._at = beats, now
             return ""
-        allowed = 60 * self._allowed(beats)
+        if is_stopping and self._asked_at is None:
+            self._asked_at = now
+        if self._asked_at is not None:
+            silent, allowed = now - max(self._at, self._asked_at), self._allowed_to_stop(beats)
+        else:
+            allowed = 60 * self._allowed(beats)
         if not allowed or silent <= allowed:
             return ""
         if not self._can_write():  # nor can the ranks: that is no sign of a hang, and they may train on
@@ -157,7 +167,9 @@ class TaskHealth(Health):
             return ""
         behind = min((beat for beat in beats if beat), key=lambda beat: (beat.step, beat.count), default=None)
         doing = f" {heartbeat.NAMES[behind.phase]} after step {behind.step}" if behind else " starting"
-        return f"no progress for {silent:.0f} s while{doing}; stacks of the ranks: {self._logs.name}/rank*.stack.txt"
+        since = "" if self._asked_at is None else " since it was asked to stop,"
+        stacks = f"stacks of the ranks: {self._logs.name}/rank*.stack.txt"
+        return f"no progress for {silent:.0f} s{since} while{doing}; {stacks}"
 
     def _can_write(self) -> bool:
         probe = self._logs / ".probe"
@@ -176,6 +188,12 @@ class TaskHealth(Health):
         if self._hang_minutes is not None:
             return self._hang_minutes
         return max(HANG_LEAST_MINUTES, HANG_TIMES_SLOWEST * self._slowest / 60)
+
+    def _allowed_to_stop(self, beats: tuple[Beat | None, ...]) -> float:
+        """Seconds without a sign of life for ranks that were asked to stop."""
+        if any(beat and beat.phase in (heartbeat.SAVING, heartbeat.COMPUTING_METRICS) for beat in beats):
+            return 60 * self._start_minutes
+        return max(STOP_WAIT, STOP_TIMES_SLOWEST * self._slowest)
 
     def _ask_for_stacks(self, living: list[int]) -> None:
         """Let ranks write down what they are doing: by faulthandler (worker.py), and by NCCL's flight recorder."""

@@ -16,6 +16,11 @@ HANG_LEAST_MINUTES = 5.0
 """A step may always take so long. Beyond it, a run's own experience decides."""
 HANG_TIMES_SLOWEST = 20
 """A step that takes so many times the slowest one before it is a hang."""
+STOP_WAIT = 20.0
+"""Seconds without a sign of life after which a task that was asked to stop is ended: its batch, or a peer, may never
+come. Saving and computing metrics have `watch.start_minutes`."""
+STOP_TIMES_SLOWEST = 3
+"""A run with slow steps gets so many times its slowest step so far to stop, if that is longer than STOP_WAIT."""
 SCRIPT_HANG_MINUTES = 30.0
 """How long a script may show no sign of life, unless watch.hang_minutes says otherwise."""
 

@@ -47,6 +47,47 @@ def test_hang_minutes_0_never_ends_a_run(station: Station) -> None:
     assert [attempt["end"] for attempt in station.record("a")["attempts"]] == ["stopped"]
 
 
+NEVER = """
+import os
+import time
+from torch import nn, ones
+from torch.utils.data import Dataset
+
+
+class Never(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        open("waits", "w").close()
+        time.sleep(1e6)
+
+
+def model(config):
+    return nn.Linear(4, 1)
+
+
+def datasets(config):
+    return Never(), None
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+def test_a_stop_does_not_wait_for_a_batch_that_never_comes(station: Station) -> None:
+    (station.folder / "never.py").write_text(NEVER)
+    flags = ["--steps", 4, "--log.tensorboard", "false", "--cpu_threads", 1, "--watch.hang_minutes", 0]
+    station.ok("launch", "never.py", "--name", "a", "--nproc", 2, "--data.workers", 1, *flags)
+    eventually("a rank waits", (station.folder / "waits").exists)
+    station.ok("stop", "a")
+    record = station.record("a")
+    assert (record["state"], record["stopped_by"]) == ("stopped", "user")
+    assert "since it was asked to stop, while starting after step 0" in record["reason"]
+    assert not station.run("a").alive()
+
+
 ALONE = """
 import os
 from torch import nn, ones
