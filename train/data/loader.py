@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from train.data import threads
 from train.data.fetch import EVALUATION, TRAINING, BadSample, gatherer
 from train.data.hand_over import (
     NO_FILES,
@@ -106,7 +107,7 @@ class Loader:
             skipped: called with samples that cannot be read, which are left out; None raises what the first one raised.
 
         Raises:
-            Refused: a file that is open here cannot be opened by workers too.
+            Refused: a file that is open here cannot be opened by workers too, or the task has started a thread.
         """
         self._pin_for = torch.device("cpu") if keeps else device  # what is kept there is not pinned
         self._skipped = skipped
@@ -118,6 +119,7 @@ class Loader:
         )  # fmt: skip
         if workers:
             _check_files()
+            threads.check()
         self._sampler = _Sampler()
         skips = skipped is not None
         sets = [(TRAINING, train_set), *((name or EVALUATION, each) for name, each in eval_sets.items())]
@@ -213,14 +215,14 @@ class Loader:
 
     def _fetch_here(self, micro: MicroBatch) -> Any:
         """In this process: on one thread, as a worker does, for some sums have other bits on several."""
-        threads = torch.get_num_threads()
-        if threads == 1:
+        before = torch.get_num_threads()
+        if before == 1:
             return self._fetching.fetch(micro)
         torch.set_num_threads(1)
         try:
             return self._fetching.fetch(micro)
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(before)
 
     def close(self) -> None:
         """End the workers.

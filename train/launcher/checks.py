@@ -17,7 +17,7 @@ import torch
 from train import config as configuration
 from train import gpus
 from train.config import Config
-from train.data import fingerprint, probe
+from train.data import fingerprint, probe, threads
 from train.data.fetch import EVALUATION, TRAINING, is_indexed_at_once
 from train.errors import Refused, nearest
 from train.launcher import batch_norm, provenance
@@ -64,6 +64,8 @@ class _Checked:
     eval_sets: dict[str, Any]
     total: int
     """Steps of the whole run."""
+    threads: str
+    """Why loader workers cannot be forked after `datasets()`; '' if they can."""
 
 
 def prepare(request: Request) -> Prepared:
@@ -85,6 +87,8 @@ def prepare(request: Request) -> Prepared:
     initial = initial_weights.fitted(task, config, model)
     if config.data.workers is None:
         config.data.workers = cores.default_loaders(ranks, device, is_indexed_at_once(found.train_set, task.collate))
+    if config.data.workers and found.threads:
+        raise Refused(found.threads)
     micro_reason = threads_reason = ""
     if is_searched:
         from train.launcher import batch_size
@@ -150,6 +154,9 @@ def check_run(task: Task, config: Config, local: int, ranks: int, given: Collect
     if config.on_nan == "skip" and config.precision == "fp16":
         raise Refused("--on_nan skip: the loss scaling of fp16 leaves such steps out by itself; leave out --on_nan")
     train_set, eval_sets = build.make_datasets(task, config)
+    problem = threads.problem() if config.data.workers != 0 else ""  # a rank forks its workers now, before model()
+    if config.data.workers and problem:
+        raise Refused(problem)
     if task.updates is not None and eval_sets and task.metrics is None and task.compute_metrics is None:
         raise Refused(
             f"{task.file} has updates and an evaluation set, and no figure to evaluate: define metrics(model, batch), "
@@ -161,7 +168,7 @@ def check_run(task: Task, config: Config, local: int, ranks: int, given: Collect
     total = build.total_steps(config, build.plan_of(config, len(train_set)))
     schedule.check(task, config, total)
     trace.steps_of(config.log.trace, total=total)
-    return _Checked(precision, cards, train_set, eval_sets, total)
+    return _Checked(precision, cards, train_set, eval_sets, total, problem)
 
 
 def not_exact(task: Task, config: Config, found: _Checked) -> list[str]:

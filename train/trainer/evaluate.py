@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import Config
+from train.data import threads
 from train.data.fetch import BadSample
 from train.data.loader import Loader
 from train.data.order import seed_of
@@ -246,8 +247,12 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     plans = build.evaluation_plans(config, eval_sets)
     world = World(0, 1, 0, device)
     skipped = _warn if config.data.leaves_out else None
+    workers = config.data.workers or 0
+    if workers and (problem := threads.problem()):  # of model(), say: that of a rank starts later
+        log.warning("warning: evaluated without loader workers: %s", problem)
+        workers = 0
     loader = Loader(
-        None, eval_sets, task.collate, config.data.workers or 0, device, precision.inputs, skipped,
+        None, eval_sets, task.collate, workers, device, precision.inputs, skipped,
         config.channels_last, task.on_device, task.datasets, config.data.on_device,
     )  # fmt: skip
     with loader, build.refusing(task):

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
+import functools
+import multiprocessing
 import os
 import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +110,68 @@ def test_a_file_that_workers_may_not_open_is_refused_with_the_way_out(tmp_path: 
     (tmp_path / "rows.sqlite").chmod(0)
     with pytest.raises(Refused, match=r"rows\.sqlite .* open it in __getitem__"):
         Loader(dataset, {}, None, 2, torch.device("cpu"), None)
+
+
+def waits(ends: threading.Event, begun: threading.Event | None = None) -> None:
+    if begun is not None:
+        begun.set()
+    ends.wait()
+
+
+class Refreshing(threading.Thread):
+    """A thread whose work is a method of its own."""
+
+    def __init__(self, ends: threading.Event) -> None:
+        super().__init__(daemon=True, name="own class")
+        self.ends = ends
+
+    def run(self) -> None:
+        self.ends.wait()
+
+
+@contextlib.contextmanager
+def running(kind: str) -> Iterator[None]:
+    """A thread of this kind, until the end."""
+    ends = threading.Event()
+    with contextlib.ExitStack() as held:
+        held.callback(ends.set)
+        if kind == "refresh":
+            threading.Thread(target=functools.partial(waits, ends), name="refresh", daemon=True).start()
+        elif kind == "own class":
+            Refreshing(ends).start()
+        elif kind == "pool":
+            pool = held.enter_context(ThreadPoolExecutor(1, "pool"))
+            pool.submit(int).result()  # idle now: in a worker nobody would take what it is given
+        elif kind == "timer":
+            timer = threading.Timer(600, print)
+            timer.name = "timer"
+            timer.start()
+            held.callback(timer.cancel)
+        elif kind == "without a name":
+            begun = threading.Event()
+            _thread.start_new_thread(waits, (ends, begun))
+            begun.wait()
+        elif kind == "of tqdm":
+            from tqdm import tqdm
+
+            bar = held.enter_context(tqdm(range(3)))  # starts the thread that watches all bars
+            assert bar.monitor is not None and bar.monitor.is_alive()
+        elif kind == "ending":
+            threading.Thread(target=time.sleep, args=(0.3,)).start()
+        yield
+
+
+@pytest.mark.parametrize("kind", ["refresh", "own class", "pool", "timer", "without a name"])
+def test_workers_are_not_forked_beside_a_thread_of_the_task(kind: str) -> None:
+    with running(kind), pytest.raises(Refused, match=rf"1 thread .*\({kind}.*\).*__getitem__.*--data\.workers 0"):
+        Loader(range(8), {}, None, 1, torch.device("cpu"), None)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("kind", ["of tqdm", "ending"])
+def test_threads_of_libraries_and_those_that_end_are_in_nobodys_way(kind: str) -> None:
+    with running(kind), Loader(range(8), {}, None, 1, torch.device("cpu"), None) as loader:
+        assert len(list(loader.batches(micro_batches_of(Plan(8, 4, 4), Sharing(), 0, 2)))) == 2
 
 
 def test_the_lock_of_a_run_stays_held_by_its_workers(tmp_path: Path) -> None:

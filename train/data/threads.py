@@ -1,0 +1,112 @@
+"""The threads beside which loader workers are forked.
+
+A fork copies the locks of all threads, but only the thread that forks. A lock that another thread holds at that moment
+is never released in the worker. So a task's own threads are refused, and threads of libraries are named in a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from train.errors import Refused
+
+log = logging.getLogger("train")
+
+_KNOWN = ("train", "torch", "tqdm", "tensorboard", "wandb", "execnet")
+"""Packages whose threads hold no lock that a worker needs."""
+_KNOWN_NAMES = ("asyncio_", "fsspecIO", "zarr_io", "QueueFeederThread")
+"""How names of threads begin that are a library's and run Python's own code. The libraries look after forks."""
+_PACKAGES = ("site-packages", "dist-packages")
+_ENDING = 1.0
+"""Seconds in which a thread that is about to end may do so."""
+
+
+def problem() -> str:
+    """Say which threads run here that a worker would lack, and what to do; '' without any.
+
+    Threads that Python does not know do not count: those of OpenMP and BLAS wait without a lock, the C library takes
+    care of its own locks at a fork, and gloo and NCCL start after the workers.
+    """
+    until = time.monotonic() + _ENDING
+    while names := _owners().get(""):
+        if time.monotonic() > until:
+            running = "1 thread of the task is" if len(names) == 1 else f"{len(names)} threads of the task are"
+            return (
+                f"{running} running before loader workers are forked ({', '.join(sorted(names)[:5])}): a worker can "
+                "wait for its locks for ever; start it in __getitem__, or use --data.workers 0"
+            )
+        time.sleep(0.02)
+    return ""
+
+
+def check() -> None:
+    """See that workers can be forked here; name threads of libraries in a warning.
+
+    Raises:
+        Refused: the task has threads here.
+    """
+    if text := problem():
+        raise Refused(text)
+    for package, names in sorted(_owners().items()):
+        if package not in _KNOWN:
+            log.warning(
+                "warning: loader workers are forked beside threads of %s (%s); if training waits for data for ever, "
+                "use --data.workers 0", package, ", ".join(sorted(names)[:5]),
+            )  # fmt: skip
+
+
+def _owners() -> dict[str, list[str]]:
+    """Return the names of other threads by the package that they belong to; '': the task, or nobody knows."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    found: dict[str, list[str]] = {}
+    for ident, frame in sys._current_frames().items():
+        if ident in (threading.get_ident(), threading.main_thread().ident):
+            continue
+        thread = threads.get(ident)
+        name = thread.name if thread is not None else "without a name"
+        if not name.startswith(_KNOWN_NAMES):
+            found.setdefault(_owner(thread, frame), []).append(name)
+    return found
+
+
+def _owner(thread: threading.Thread | None, frame: FrameType) -> str:
+    """Return the package that a thread belongs to; '': the task, or nobody knows.
+
+    A thread of a pool belongs to the task whatever it does now: in a worker the pool waits for threads it has not.
+    """
+    codes = []
+    if thread is not None:
+        codes = [_code(getattr(thread, "_target", None)), _code(type(thread).run)]
+    here: FrameType | None = frame
+    while here is not None:
+        codes.append(here.f_code)
+        here = here.f_back
+    packages = [_package(code.co_filename) for code in codes if code is not None]
+    if "" in packages:
+        return ""
+    return next((package for package in packages if package != "Python"), "")
+
+
+def _code(function: Any) -> CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(getattr(function, "__func__", function), "__code__", None)
+
+
+def _package(file: str) -> str:
+    """The installed package that a file belongs to; 'Python': its own library; '': none of them."""
+    path = Path(file)
+    for number, part in enumerate(path.parts):
+        if part in _PACKAGES:
+            return path.parts[number + 1].removesuffix(".py")
+    if path.is_relative_to(Path(__file__).parents[1]):
+        return "train"
+    return "Python" if path.is_relative_to(sysconfig.get_path("stdlib")) or file.startswith("<frozen") else ""
