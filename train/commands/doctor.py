@@ -91,5 +91,6 @@ def _examine(machine: Machine, runs: Path, place: address.Place | None) -> list[
         place: where ranks of several machines are to meet.
     """
     subjects = [host.checks(machine), gpu.checks(machine), packages.checks(machine), limits.checks(machine)]
-    subjects += [disk.checks(machine, runs), network.checks(machine, place) if place is not None else iter(())]
+    subjects += [disk.checks(machine, runs)]
+    subjects += [network.checks(machine, place) if place is not None else network.names_of_interfaces(machine)]
     return [one for checks in subjects for one in checks]

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import format
+from train import format, variables
 from train.doctor import finding
 from train.doctor.finding import Finding, ok, problem, warning
 from train.errors import one_line
 from train.gpus import number_by_bus
 from train.parallel.devices import prepare_nccl
-from train.parallel.rank_env import is_under_torchrun
+from train.parallel.rank_env import is_under_torchrun, meeting_port, read_rank_env
 from train.supervise.node_checks import code_digest
 
 DEADLINE = 30.0
@@ -66,10 +66,11 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
     Rank 0 prints. Returns the exit code: 1 on rank 0 if there is a problem.
     """
     environ = os.environ
+    variables.check_torch(environ)
     if is_under_torchrun():
+        own = read_rank_env()
         place = JobRank(
-            int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", "0")),
-            environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500")),
+            own.rank, own.size, own.local_rank, environ.get("MASTER_ADDR", "127.0.0.1"), meeting_port("29500"),
             environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", deadline,
         )  # fmt: skip
         return _rank(place, json_)
@@ -78,10 +79,10 @@ def examine_job(json_: bool, ranks: int | None, deadline: float) -> int:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     command = [sys.executable, "-m", "train", "doctor", "--job", "--timeout", f"{deadline:.0f}"]
-    whole = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command += ["--json"] if json_ else []
     processes = [
-        subprocess.Popen(command, env={**environ, **whole, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(command, env={**environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(size)
     ]
     codes = [process.wait() for process in processes]
@@ -126,7 +127,15 @@ def _facts(place: JobRank) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "code": code_digest(),
+        "gloo": _of_gloo(),
     }
+
+
+def _of_gloo() -> tuple[str, str] | None:
+    """What is wrong with the interface that gloo is to use here, and what to type; None: nothing."""
+    text = os.environ.get(variables.GLOO, "")
+    unusable = variables.gloo_problem(text)
+    return (f"is {text}; {unusable}", variables.remedy(variables.GLOO)) if unusable else None
 
 
 def _answer(place: JobRank, store: dist.Store) -> int:
@@ -152,6 +161,8 @@ def _ask(place: JobRank, store: dist.Store) -> Iterator[Finding]:
     hosts = sorted({fact["host"] for fact in facts.values()})
     yield ok("ranks", f"{place.size} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {', '.join(hosts)}")
     yield from _same(facts)
+    for host, wrong in {fact["host"]: fact["gloo"] for fact in facts.values() if fact["gloo"]}.items():
+        yield problem(variables.GLOO, f"on {host} {wrong[0]}", wrong[1])
     backend = "nccl" if all(fact["gpu"] for fact in facts.values()) else "gloo"
     store.set("go", backend)
     yield _clocks(place, store, facts)
@@ -234,6 +245,8 @@ def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
     said = ""
     try:
         device = torch.device("cpu")
+        if place.address == "127.0.0.1":  # as for a run
+            variables.keep_gloo_at_home(os.environ)
         if backend == "nccl":
             prepare_nccl(deterministic=True)  # as for a run: without, it may fail where that would not, and be faster
             torch.cuda.set_device(place.local_rank)
@@ -254,5 +267,6 @@ def _reduce(place: JobRank, store: dist.Store, backend: str) -> dict[str, Any]:
                     raise ArithmeticError(f"{numbers[numbers != right][0].item()} instead of {right}")
         dist.destroy_process_group()
     except Exception as error:  # whatever it is, it is what was asked for
-        said = one_line(f"{type(error).__name__}: {error}")
+        text = one_line(f"{type(error).__name__}: {error}")
+        said = variables.behind(text) or text
     return {"error": said, "seconds": seconds}

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
+from train import variables
 from train.doctor.finding import Finding, ok, problem, warning
 from train.doctor.machine import Machine
 from train.supervise.address import Place, interface_of, is_mine, source_towards
@@ -39,7 +40,7 @@ def checks(machine: Machine, place: Place) -> Iterator[Finding]:
         return
     interface = interface_of(source, machine.read)
     yield _interface(machine, interface, source, address)
-    yield from _wishes(machine, interface)
+    yield from names_of_interfaces(machine, interface)
     yield _infiniband(machine)
 
 
@@ -99,23 +100,26 @@ def _interface(machine: Machine, interface: str, source: str, address: str) -> F
     return ok("interface", f"{interface} ({source}{rate}) leads to {address}")
 
 
-def _matches(wish: str, interface: str) -> bool:
-    """How NCCL and Gloo read *_SOCKET_IFNAME: prefixes with commas, `=` for whole names, `^` for all others."""
-    exact, inverted = "=" in wish[:2], "^" in wish[:2]
-    names: list[str] = [name for name in wish.lstrip("^=").split(",") if name]
-    hit = any(interface == name if exact else interface.startswith(name) for name in names)
-    return hit != inverted
+def names_of_interfaces(machine: Machine, interface: str = "") -> Iterator[Finding]:
+    """Whether gloo and NCCL can use what their variables say.
 
-
-def _wishes(machine: Machine, interface: str) -> Iterator[Finding]:
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+    Args:
+        interface: the one that leads to the rendezvous; '': none is known.
+    """
+    for variable in (variables.NCCL, variables.GLOO):
         wish = machine.environ.get(variable, "")
-        fitting = f"export {variable}={'=' if variable.startswith('NCCL') else ''}{interface}"
-        if wish and interface and not _matches(wish, interface):
+        fitting = variables.remedy(variable, interface)
+        is_nccl = variable == variables.NCCL
+        unusable = variables.nccl_problem(wish) if is_nccl else variables.gloo_problem(wish)
+        names = variables.gloo_names(wish)
+        leads = variables.nccl_takes(wish, interface) if is_nccl else not names or interface in names
+        if unusable:
+            yield problem(variable, f"is {wish}; {unusable}", fitting)
+        elif interface and not leads:
             yield problem(variable, f"is {wish}, and {interface} leads to the rendezvous", fitting)
         elif wish:
             yield ok(variable, wish)
-        else:
+        elif interface:
             yield ok(variable, f"not set; to be sure: {fitting}")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train import hash_seed
+from train import hash_seed, variables
 from train.errors import Refused
 from train.launcher import ranks_and_gpus, resumable, script
 from train.launcher.request import ALONE, LaunchRequest, Request
@@ -77,6 +77,7 @@ def open_run(launch: LaunchRequest, saved: environment.SavedEnvironment) -> Open
 
 def _create(launch: LaunchRequest, saved: environment.SavedEnvironment) -> OpenedRun:
     runs = Path(launch.runs)
+    _check_variables(launch.cluster)
     of = owner.opened(folders.find(runs, launch.request["of"])) if launch.kind == "fork" else None
     if of is not None:
         folders.enter(of.read())
@@ -105,6 +106,7 @@ def _reopen(launch: LaunchRequest, run: Run, lock: Lock, saved: environment.Save
     record = run.read()
     copies.clear(run)
     kept = _check_still_wanted(run, record) if launch.by_keeper else None
+    _check_variables(_cluster_of(launch, record))
     folders.enter(record)
     zygote, checked = check_in_fork(launch, bool(record.get("script")))
     _outlive_terminal()
@@ -135,6 +137,7 @@ def check_in_fork(launch: LaunchRequest, is_script: bool = False) -> tuple[Zygot
     Raises:
         Refused: it cannot be carried out.
     """
+    variables.check_torch(os.environ)
     zygote = acquire(hash_seed.with_seed(os.environ), SCRIPT if is_script else (*CHECKS, *RANKS))
     after = SCRIPT[-1] if is_script else CHECKS[-1]
     return zygote, zygote.call(f"{__name__}:check", dataclasses.asdict(launch), after=after)
@@ -153,12 +156,15 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     if launch.kind == "script" or (record and record.get("script")):
         return CheckedLaunch(ranks, visible, {}, *script.check(launch, run))
     nodes = _nodes(_cluster_of(launch, record))
+    of_gloo = variables.keep_gloo_at_home(dict(os.environ)) if nodes == ALONE and ranks > 1 else ""
+    more = [of_gloo] if of_gloo else []
     if run is not None:
         from train import config as configuration
         from train.launcher.resume import prepare_resume
 
         config, warnings = prepare_resume(run, launch.flags, ranks, nodes)
         files: dict[str, str | bytes] = {"config.toml": configuration.to_toml(config)} if launch.flags else {}
+        warnings = [*more, *warnings]
         return CheckedLaunch(ranks, visible, files, {"warnings": warnings}, warnings)
     if launch.kind == "fork":
         from train.launcher.fork import prepare_fork
@@ -170,7 +176,8 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
 
         imports.watch()
         prepared = prepare(Request(**launch.request, ranks=ranks, nodes=nodes))
-    return CheckedLaunch(ranks, visible, prepared.files, prepared.record, prepared.warnings, prepared.copies)
+    warnings = [*more, *prepared.warnings]
+    return CheckedLaunch(ranks, visible, prepared.files, prepared.record, warnings, prepared.copies)
 
 
 def _cluster_of(launch: LaunchRequest, record: Record | None) -> Mapping[str, Any] | None:
@@ -183,6 +190,13 @@ def _cluster_of(launch: LaunchRequest, record: Record | None) -> Mapping[str, An
 def _nodes(cluster: Mapping[str, Any] | None) -> range:
     """How many machines there may be at a time."""
     return range(cluster["least"], cluster["most"] + 1) if cluster else ALONE
+
+
+def _check_variables(cluster: Mapping[str, Any] | None) -> None:
+    """Refuse settings with which ranks on several machines never meet. Raises Refused."""
+    if cluster:
+        place = address.parse(cluster["rendezvous"])
+        variables.check_gloo(os.environ, address.interfaces(address.resolve(place), place.port, {})[0])
 
 
 def _listen(cluster: Mapping[str, Any] | None) -> socket.socket | None:

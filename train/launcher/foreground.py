@@ -17,7 +17,7 @@ from train import screen
 from train.errors import EXIT_REFUSED, Refused, one_line
 from train.launcher.create_run import check_in_fork
 from train.launcher.request import ALONE, LaunchRequest, Request
-from train.parallel.rank_env import RankEnv, is_under_torchrun, read_rank_env
+from train.parallel.rank_env import RankEnv, is_under_torchrun, meeting_port, read_rank_env
 from train.run import environment, folders
 from train.run.outcome import Kind, Outcome
 from train.run.run_folder import Lock, Run
@@ -74,6 +74,7 @@ def _under_torchrun(runs: Path, name: str | None, request: Request) -> int:
     # torchrun would start again what exits with another code than 0; srun, say, does not
     refused = 0 if "TORCHELASTIC_RUN_ID" in os.environ else EXIT_REFUSED
     rank_env = read_rank_env()
+    meeting_port()
     meeting, _, _ = next(dist.rendezvous("env://", rank_env.rank, rank_env.size))
     store = dist.PrefixStore(f"train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
     rank_env = dataclasses.replace(rank_env, init=dist.PrefixStore("train/group", store))

@@ -28,7 +28,9 @@ def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.devic
     """
     count = torch.cuda.device_count() if config.device != "cpu" else 0
     if config.device == "cuda" and count == 0:
-        raise NoGPU("device cuda is asked for, but torch sees no GPU here; leave out --device, or see nvidia-smi")
+        raise NoGPU(
+            f"device cuda is asked for, but torch sees no GPU here{_by_choice()}; leave out --device, or see nvidia-smi"
+        )
     if count == 0:
         return torch.device("cpu")
     if ranks_here > count:
@@ -38,6 +40,12 @@ def pick_device(config: Config, ranks_here: int, local_rank: int) -> torch.devic
             f"{ranks_here} ranks need {ranks_here} GPUs, but {count} are usable here; use --nproc {count}{chosen}"
         )
     return torch.device("cuda", local_rank)
+
+
+def _by_choice() -> str:
+    """That a variable may hide the GPUs: torch ignores all after the first id that it cannot read."""
+    visible = os.environ.get(gpus.VISIBLE)
+    return "" if visible is None else f", and {gpus.VISIBLE} is {visible!r}: unset it, or name GPUs of this machine"
 
 
 def take_device(device: torch.device) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
-from train.errors import Refused, one_line
+from train.errors import Refused, is_whole, one_line, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +45,20 @@ def read_rank_env() -> RankEnv:
         return RankEnv(rank, size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     except ValueError as error:
         raise Refused(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {one_line(error)}") from None
+
+
+def meeting_port(usual: str = "") -> int:
+    """The port that MASTER_PORT names.
+
+    Args:
+        usual: what it is where the variable is not set.
+
+    Raises:
+        Refused: it is none, or MASTER_ADDR is not set either and there is no usual one.
+    """
+    port = os.environ.get("MASTER_PORT") or usual
+    if not is_whole(port) or not 0 < whole(port) < 65536 or not (usual or os.environ.get("MASTER_ADDR")):
+        given = {name: os.environ.get(name) or "not set" for name in ("MASTER_ADDR", "MASTER_PORT")}
+        seen = ", ".join(f"{name} is {value}" for name, value in given.items())
+        raise Refused(f"RANK is set, and {seen}: start the ranks with torchrun, or: unset RANK WORLD_SIZE")
+    return whole(port)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train import variables
 from train.config import Config
 from train.errors import Refused, TrainingFailed
 from train.parallel.devices import prepare_nccl
 from train.parallel.rank_env import RankEnv
 
 T = TypeVar("T")
+log = logging.getLogger("train")
 
 
 class World:
@@ -133,8 +136,9 @@ def join(config: Config, rank_env: RankEnv, device: torch.device) -> World:
     timeout = datetime.timedelta(minutes=config.parallel.timeout_minutes)
     if rank_env.size > 1:
         if rank_env.nodes == 1 and rank_env.local_size == rank_env.size:
-            # a host whose own name resolves to nothing reachable is common; its loopback always is
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            warning = variables.keep_gloo_at_home(os.environ)
+            if warning and rank_env.rank == 0:
+                log.warning("warning: %s", warning)
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         if device.type == "cuda":
             prepare_nccl(config.deterministic)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from train import variables
 from train.errors import one_line
 from train.supervise import memory
 
@@ -101,6 +102,7 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     elif isinstance(error, RuntimeError) and "Original Traceback" not in text:  # that is a data set's own, in a worker
         passing |= is_of_others(text)
     passing |= isinstance(error, RuntimeError) and not of_sample and is_busy(text)
+    setting = "" if of_sample else variables.behind(text)
     line = where(error, task_file) if task_file is not None else text
     if isinstance(error, torch.OutOfMemoryError):
         line = f"out of memory ({line[:300]}): {memory.ADVICE_ON_GPU}"
@@ -109,6 +111,8 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     elif isinstance(error, (MemoryError, OSError, RuntimeError)) and memory.is_refused(text):
         line = f"out of memory ({line[:300]}): {memory.refused_at()}; {memory.ADVICE}"
         passing = False
+    elif setting:
+        line, passing = f"{setting} ({line[:300]})", False
     return {"reason": line[:900], "recurs": not passing, "traceback": traceback.format_exc()}
 
 
@@ -134,7 +138,8 @@ def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause 
     if is_busy(message):
         return Cause(what, False)
     if chain:
-        return Cause(what, not any(map(_is_passing, chain)))
+        setting = variables.behind(message)
+        return Cause(f"{setting} ({what})" if setting else what, bool(setting) or not any(map(_is_passing, chain)))
     is_argparse = any(line.startswith("usage:") for line in lines[-_LAST:])
     return Cause(what, True) if code == 2 and (is_argparse or "can't open file" in lines[-1]) else None
 

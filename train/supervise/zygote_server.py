@@ -54,6 +54,8 @@ _BLAS = "OPENBLAS_NUM_THREADS"
 """What NumPy's OpenBLAS reads as it is loaded: else it starts a thread a core, here and again in each rank."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _MOST_FILES = 16
+_failed: list[str] = []
+"""Why torch could not be imported: a variable that it reads says what it does not know."""
 
 
 def send(line: socket.socket, message: Any, files: Sequence[int] = ()) -> None:
@@ -208,6 +210,8 @@ class _Server:
     def _fork(self, message: dict[str, Any], files: list[int]) -> dict[str, Any]:
         if unclean := _unclean():
             return {"problem": f"{unclean}, which its forks would lack; what imports it when Python starts?"}
+        if _failed:
+            return {"problem": f"torch cannot be imported: {_failed[0]}; try: python -c 'import torch'"}
         parent, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             pid = os.fork()
@@ -286,8 +290,13 @@ def _import(name: str) -> None:
     again, nor copied by a fork for having been looked at.
     """
     gc.disable()
-    with contextlib.suppress(Exception):
+    try:
         importlib.import_module(name)
+    except ImportError:
+        pass
+    except Exception as error:
+        if name == "torch":  # imported again, it says something else
+            _failed.append(" ".join(f"{type(error).__name__}: {error}".split())[:300])
     gc.freeze()
     gc.enable()
 

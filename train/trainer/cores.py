@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from train.errors import shortened
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -55,7 +57,9 @@ def default_threads(ranks: int, device: torch.device, model: nn.Module) -> tuple
     wish = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if wish.isdecimal() and 1 <= int(wish) <= 4096:
         return int(wish), "by OMP_NUM_THREADS"
+    ignored = f"; OMP_NUM_THREADS={shortened(wish, 40)} is no number from 1 to 4096, and not used" if wish else ""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if device.type == "cpu" and parameters < _SMALL:
-        return 1, f"the model has {parameters:,} parameters; from {_SMALL:,} on it would be a share of the cores"
-    return per_rank(ranks), "a fair share of the cores"
+        share = f"from {_SMALL:,} on it would be a share of the cores"
+        return 1, f"the model has {parameters:,} parameters; {share}{ignored}"
+    return per_rank(ranks), f"a fair share of the cores{ignored}"
