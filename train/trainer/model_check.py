@@ -1,18 +1,23 @@
 """Checks, in the first steps of an attempt, that forwards neither change parameters nor add to the model's state.
 
-Such changes would differ between ranks, and a resume would lose them.
+Such changes would differ between ranks, and a resume would lose them. Also warns of a buffer in which each micro batch
+leaves another value, for after a step it has that of rank 0's last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from train.data.seeding import Seed
 from train.errors import TrainingFailed
 from train.parallel.strategy import local
+from train.parallel.torch_private import buffers_of
+from train.parallel.world import World
 
 STEPS = 2
 """Steps of an attempt that are checked; one is too few: a teacher that begins as its student does not move in it."""
@@ -22,19 +27,29 @@ _LATE = (
 )
 
 
+_Buffer = tuple[nn.Module, str, torch.Size]
+"""The module that has a buffer, the whole name of the buffer, and its shape."""
+
+
 class ModelCheck:
     """Compares the model before and after the forwards of a step.
 
     Changes in the optimizer's step are allowed: all ranks make the same step, with the same hooks.
     """
 
-    def __init__(self, model: nn.Module, known: Sequence[Seed], find: Callable[[], Sequence[Seed]]) -> None:
+    def __init__(
+        self, model: nn.Module, known: Sequence[Seed], find: Callable[[], Sequence[Seed]], *, world: World | None = None
+    ) -> None:
         """
         Args:
             known: the random generators in the model and the loss before the first step.
             find: finds them again.
+            world: the ranks whose buffers are compared; None: they are not, for their sums are ordered.
         """
         self._model, self._find, self._generators = model, find, len(known)
+        self._world, self._written = world, ""
+        self._buffers = _own_buffers(model) if world is not None else []
+        self._values: list[list[tuple[int, ...]]] = []
         self._parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
         self._names, self._numbers = set(model.state_dict(keep_vars=True)), _numbers(model)
         self._has_warned = False
@@ -42,6 +57,12 @@ class ModelCheck:
     def begin(self) -> None:
         """Before the forwards of a step."""
         self._before = _fingerprints(self._parameters)
+        self._values = [_values(self._buffers)] if self._buffers else []
+
+    def after_first(self) -> None:
+        """After the first micro batch of a step on this rank."""
+        if len(self._values) == 1:
+            self._values.append(_values(self._buffers))
 
     def end(self) -> list[str]:
         """After the forwards and backwards of a step, before its update. Returns warnings.
@@ -65,6 +86,26 @@ class ModelCheck:
         self._has_warned |= bool(found)
         return found
 
+    def written_buffer(self) -> str:
+        """Return why a buffer would differ on other numbers of ranks, once; '' where none would, or it was said.
+
+        After the forwards of a step. A collective, in a model with such buffers.
+        """
+        if self._world is None or not self._buffers or self._written:
+            return ""
+        before, *after = [*self._values, _values(self._buffers)]
+        # of each buffer what the first and the last micro batch left in it, where they changed it
+        left = [{values[n] for values in after if values[n] not in (before[n], ())} for n in range(len(before))]
+        for (_, full_name, _), *values in zip(self._buffers, *self._world.gather(left), strict=True):
+            if len(set().union(*values)) > 1:
+                self._written = (
+                    f"each micro batch leaves another value in the buffer {full_name}, and that of rank 0's last one "
+                    "stays, so other numbers of ranks give other results; write it in after_step, or begin a new run "
+                    "with --parallel.reduce ordered, which takes the mean"
+                )
+                break
+        return self._written
+
     def _warnings(self) -> list[str]:
         found = [_LATE] if len(self._find()) > self._generators else []
         counted = [name for name, value in _numbers(self._model).items() if self._numbers.get(name, value) != value]
@@ -85,6 +126,27 @@ def _numbers(model: nn.Module) -> dict[str, int | float]:
         for name, value in vars(part).items()
         if type(value) in (int, float)
     }
+
+
+def _own_buffers(model: nn.Module) -> list[_Buffer]:
+    """The buffers of a model, apart from BatchNorm's and from counts, which are meant to be rank 0's."""
+    return [
+        (part, f"{prefix}.{name}" if prefix else name, buffer.shape)
+        for prefix, part in model.named_modules()
+        if not isinstance(part, _NormBase)
+        for name, buffer in buffers_of(part).items()
+        if buffer is not None and buffer.numel() > (not buffer.is_floating_point()) and buffer.layout == torch.strided
+    ]
+
+
+def _values(buffers: list[_Buffer]) -> list[tuple[int, ...]]:
+    """Two numbers a buffer that show whether it has changed; none for a cache that has grown."""
+    values: list[tuple[int, ...]] = []
+    for part, name, shape in buffers:
+        now: Any = buffers_of(part).get(name.rpartition(".")[2])
+        is_same = now is not None and now.shape == shape
+        values.append(tuple(_fingerprint(local(now.detach())).view(torch.int64).tolist()) if is_same else ())
+    return values
 
 
 def _fingerprints(parameters: list[tuple[str, nn.Parameter]]) -> Tensor:

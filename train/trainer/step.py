@@ -15,6 +15,7 @@ from train import faults
 from train.data.order import seed_of
 from train.data.plan import MicroBatch
 from train.data.seeding import seed_compute
+from train.run.record import Record
 from train.trainer.loss import training_loss
 from train.trainer.model_check import ModelCheck
 from train.trainer.not_finite import is_finite
@@ -84,10 +85,14 @@ def _update(
     stats.begin(micros, wants_save and job.world.is_first)
     for micro, batch, is_last in batches:
         _micro_batch(job, update, micro, batch, stats, samples, is_last)
+        if check is not None and not is_last:
+            check.after_first()
     sums = stats.summed(strategy.reduce(stats.tensor()))
     for warning in check.end() if check is not None else ():
         if job.world.is_lead:
             job.loggers.say(warning)
+    if check is not None and (reason := check.written_buffer()) and job.world.is_lead:
+        _warn_not_exact(job, reason)
     if buffers is not None and not is_finite(sums, strategy.trainable, job.world):
         strategy.leave_out(buffers)
         return torch.nn.functional.pad(sums, (0, int(measures)), value=math.nan), True
@@ -105,6 +110,17 @@ def _update(
     faults.here("update")
     strategy.update(update.optimizer)
     return sums, False
+
+
+def _warn_not_exact(job: Job, reason: str) -> None:
+    """Say in the log, and keep for `train show`, why the run would end with other bits elsewhere."""
+
+    def add(record: Record) -> None:
+        known = record.get("not_exact") or []
+        record["not_exact"] = known if reason in known else [*known, reason]
+
+    job.loggers.say(f"warning: not exact: {reason}")
+    job.run.note(add)
 
 
 def _micro_batch(

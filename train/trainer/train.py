@@ -113,7 +113,10 @@ class Loop:
         self.timing = Timing(wait, advice, device)
         micros = micro_batches(job.intervals, job.plan, job.evaluations, job.sharing, done, job.evaluated)
         self._prefetch = Prefetch(job.loader, micros, wait)
-        self._check = ModelCheck(job.strategy.module, job.generators, job.find_generators)
+        self._check = ModelCheck(
+            job.strategy.module, job.generators, job.find_generators,
+            world=None if job.strategy.is_ordered else job.world,
+        )  # fmt: skip
         first = next(update for update in job.updates if update.every == 1)  # it asks for copies, in every step
         self._stats = {
             update.name: StepStats(
