@@ -47,6 +47,10 @@ FLAGS: dict[str, Any] = {
 }
 
 
+OWN_OPTIMIZER: dict[str, Any] = {"optim__name": None, "optim__lr": None}
+"""Takes what such a task does not use out of FLAGS."""
+
+
 class Engine:
     """Trains in a folder; looks into what it left."""
 

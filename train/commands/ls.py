@@ -73,7 +73,7 @@ def _add_details(records: list[Record], runs: Path) -> None:
     """Add to the records of these runs their configuration, and the figures of their last evaluation so far."""
     for record in records:
         run = Run(runs / record["name"])
-        record["config"] = run.read_config()
+        record["config"] = run.used_config()
         if not record.get("metrics") and (line := last_evaluation(run)) is not None:
             record["metrics"] = line["eval"]
 

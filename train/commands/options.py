@@ -187,6 +187,10 @@ def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) 
     init = flags.get("init.file") or (init.get("file") if isinstance(init, dict) else None)
     if is_here and flags.get("data.root") and request["task"] in tasks.BUILT_IN:
         tasks.data_root(flags["data.root"])  # a task of the user's own may make the folder
+    if not is_here:  # where it begins the launch says so
+        from train.launcher import unused_fields
+
+        unused_fields.check_early(tasks.locate(request["task"]), request["flags"], request["config_file"])
     if isinstance(init, str) and init:
         request["flags"] = flags | {"init.file": str(_weights_at(init, runs)) if runs is not None else init}
 

@@ -20,8 +20,10 @@ from train.config import Config
 from train.data import fingerprint, probe, threads
 from train.data.fetch import EVALUATION, TRAINING, is_indexed_at_once
 from train.errors import Refused, nearest
-from train.launcher import batch_norm, provenance
+from train.launcher import batch_norm, provenance, unused_fields
 from train.launcher.request import Request, resolve
+from train.launcher.task_source import of_task, unused_warning
+from train.launcher.unused_fields import Asked, asked, of_no_use
 from train.parallel import choose
 from train.parallel.devices import check_kernels, pick_device
 from train.parallel.precision import Precision
@@ -32,7 +34,6 @@ from train.tasks import Task
 from train.trainer import build, cores, initial_weights, schedule, trace
 from train.trainer.build import make_objects
 from train.trainer.loggers import wandb
-from train.trainer.optimizer import check_fields
 from train.trainer.updates import read_updates
 
 METRICS = ("checkpoint.best", "early_stopping.metric")
@@ -82,7 +83,11 @@ def prepare(request: Request) -> Prepared:
     if is_searched and config.data.on_device:
         raise Refused("--micro_batch_size auto leaves no room for what --data.on_device true keeps; give a number")
     cut_batch(config, ranks, request.nodes)
-    found = check_run(task, config, ranks, everywhere, request.flags)
+    beside = Path(request.task).absolute().parent
+    source = of_task(task.file, beside)
+    if not task.is_built_in:
+        warnings += unused_warning(source, Path(request.task))
+    found = check_run(task, config, ranks, everywhere, asked(source, request.flags, request.config_file, task))
     model, device = check_model(task, config, everywhere, found.precision), found.precision.device
     initial = initial_weights.fitted(task, config, model)
     if config.data.workers is None:
@@ -97,7 +102,6 @@ def prepare(request: Request) -> Prepared:
         check_sync_batchnorm(config, device, everywhere, len(found.train_set))
     if config.cpu_threads is None:
         config.cpu_threads, threads_reason = cores.default_threads(ranks, device, model)
-    beside = Path(request.task).absolute().parent
     needed = imports.Needed({}, {}) if task.is_built_in else imports.read(task.file, beside, config.data.root)
     record = _record(request, task, len(found.train_set), found.total) | {
         **needed.record(),
@@ -108,6 +112,7 @@ def prepare(request: Request) -> Prepared:
         "versions": provenance.versions(found.cards),
         "init": initial.table() if initial is not None else [],
         "warnings": warnings,
+        "unused_fields": of_no_use(task, source),
     }
     data = build.fingerprint(task, config, found.train_set, found.eval_sets)
     record["not_exact"] = not_exact(task, config, found)
@@ -131,13 +136,13 @@ def _of_hidden(names: list[str]) -> list[str]:
     return [f"the data hold hidden files ({which}), which may shift labels; remove them, or leave them out"]
 
 
-def check_run(task: Task, config: Config, local: int, ranks: int, given: Collection[str]) -> _Checked:
+def check_run(task: Task, config: Config, local: int, ranks: int, asked: Asked) -> _Checked:
     """The checks of every run, in their order; its device is written into `config`.
 
     Args:
         local: ranks of each machine.
         ranks: of all machines that it may have.
-        given: fields that its user has typed.
+        asked: what its user has set.
 
     Raises:
         Refused: it cannot be run as asked for.
@@ -147,7 +152,7 @@ def check_run(task: Task, config: Config, local: int, ranks: int, given: Collect
     cards = gpus.seen_here() if device.type == "cuda" else []
     check_kernels(cards)
     precision = Precision(config.precision, device)
-    check_fields(task, config, given)
+    unused_fields.check(task, config, asked)
     wandb.check(config.log.wandb)
     if config.early_stopping.metric and not (config.eval.every_epochs or config.eval.every_steps):
         raise Refused("--early_stopping.metric needs evaluations before the end; give --eval.every_epochs")
@@ -157,6 +162,7 @@ def check_run(task: Task, config: Config, local: int, ranks: int, given: Collect
     problem = threads.problem() if config.data.workers != 0 else ""  # a rank forks its workers now, before model()
     if config.data.workers and problem:
         raise Refused(problem)
+    unused_fields.check_evaluation(task, config, eval_sets, asked)
     if task.updates is not None and eval_sets and task.metrics is None and task.compute_metrics is None:
         raise Refused(
             f"{task.file} has updates and an evaluation set, and no figure to evaluate: define metrics(model, batch), "

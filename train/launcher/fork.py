@@ -18,6 +18,8 @@ from train.launcher import batch_norm, checks, provenance, rate_change
 from train.launcher.checks import Prepared
 from train.launcher.request import ALONE
 from train.launcher.resume import check_data
+from train.launcher.task_source import of_run
+from train.launcher.unused_fields import asked, of_no_use
 from train.parallel.world import World
 from train.run import imports
 from train.run.run_folder import Run
@@ -57,7 +59,8 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     if config.micro_batch_size == "auto":
         raise Refused("--micro_batch_size auto: a fork does not try sizes; give a number")
     checks.cut_batch(config, ranks, ALONE)
-    found = checks.check_run(task, config, ranks, ranks, flags)
+    source = of_run(run, task)
+    found = checks.check_run(task, config, ranks, ranks, asked(source, flags))
     model = checks.check_model(task, config, ranks, found.precision)
     if config.cpu_threads is None:
         config.cpu_threads, _ = cores.default_threads(ranks, found.precision.device, model)
@@ -65,8 +68,11 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     if found.total <= step:
         end = f"the new run would end after {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, and {end}")
-    warnings += rate_change.warnings(run, task, (before, config), len(found.train_set), step, flags, is_fork=True)
     batch_norm.check(task, config, found.train_set, lambda: model, ranks, range(step, found.total))
+    no_use = of_no_use(task, source)
+    warnings += rate_change.warnings(
+        run, task, (before, config), len(found.train_set), step, flags, is_fork=True, has_rate="optim.lr" not in no_use
+    )
     changed = _changed(run, step, task, model, before, config).union(manifest.get("changed", ()))
     text = manifests.manifest_text(manifest | {"config": configuration.to_flat(config), "changed": sorted(changed)})
     there = f"checkpoints/{folder.name}"
@@ -77,8 +83,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     made: dict[str, Any] = {key: value for key, value in record.items() if key in _RECORD_OF_FORK} | {
         "step": step, "epoch": manifest["epoch"], "total_steps": found.total, "git_revision": provenance.git_revision(),
         "versions": provenance.versions(found.cards), "forked_from": {"run": run.name, "step": step},
-        "warnings": warnings,
-        "not_exact": checks.not_exact(task, config, found),
+        "warnings": warnings, "unused_fields": no_use, "not_exact": checks.not_exact(task, config, found),
     }  # fmt: skip
     warnings += [f"not exact: {line}" for line in made["not_exact"]]
     return Prepared(task, config, files, made, copies, warnings)

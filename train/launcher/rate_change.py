@@ -15,7 +15,7 @@ from train.trainer.schedule import Planned, factors, moved, rate_scale
 
 def warnings(
     run: Run, task: Task, configs: tuple[Config, Config], samples: int, step: int, flags: dict[str, str],
-    is_fork: bool = False,
+    *, is_fork: bool, has_rate: bool,
 ) -> list[str]:  # fmt: skip
     """A line that says how the rate moves, and how to choose; none where it does not.
 
@@ -24,6 +24,7 @@ def warnings(
         samples: of the training set.
         step: the one after which the run goes on.
         flags: the fields that change.
+        has_rate: whether optim.lr is the rate.
     """
     before, after = (_planned(config, samples) for config in configs)
     with build.refusing(task, "schedule()"):
@@ -41,7 +42,9 @@ def warnings(
     )
     moves = f"the learning rate was {old:.3g} in step {step} and is {new:.3g} in step {step + 1}"
     text = f"{moves} ({now} now, {then} before)"
-    wanted = {} if {"optim.lr", "schedule.decay"} & flags.keys() else _stays(task, after.config, old, new)
+    wanted = (
+        {} if not has_rate or {"optim.lr", "schedule.decay"} & flags.keys() else _stays(task, after.config, old, new)
+    )
     if wanted:
         typed = " ".join(f"--{name} {shlex.quote(value)}" for name, value in (flags | wanted).items())
         begin = "" if is_fork else f"train fork {run.name} --name NEW --checkpoint {step} "

@@ -15,6 +15,8 @@ from train.errors import Refused
 from train.launcher import batch_norm, checks, rate_change
 from train.launcher.request import ALONE
 from train.launcher.resumable import fork_of
+from train.launcher.task_source import of_run
+from train.launcher.unused_fields import asked, of_no_use
 from train.parallel import choose
 from train.parallel.devices import NoGPU
 from train.parallel.precision import ON_GPU_ALONE
@@ -56,8 +58,9 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
         problem = f"{run.name} computes in {config.precision}, which a CPU has not, and a resume may not change that"
         raise Refused(f"{problem}; resume it where torch sees a GPU: nvidia-smi")
     checks.check_ranks(config, local, nodes)
+    source = of_run(run, task)
     try:
-        found = checks.check_run(task, config, local, ranks, flags)
+        found = checks.check_run(task, config, local, ranks, asked(source, flags))
     except NoGPU:
         on_cpu = f"to continue on the CPU, with other bits: train resume {run.name} --device cpu"
         raise NoGPU(f"{run.name} computes on GPUs, and torch sees none here: see nvidia-smi; {on_cpu}") from None
@@ -79,7 +82,10 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     micros = build.plan_of(config, len(found.train_set)).micro_batches(0)
     if micros < ranks:
         warnings.append(f"{ranks} ranks share {micros} micro batches per step: {ranks - micros} compute nothing new")
-    warnings += rate_change.warnings(run, task, (kept, config), len(found.train_set), step, flags)
+    warnings += rate_change.warnings(
+        run, task, (kept, config), len(found.train_set), step, flags,
+        is_fork=False, has_rate="optim.lr" not in of_no_use(task, source),
+    )  # fmt: skip
     return config, warnings
 
 

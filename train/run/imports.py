@@ -120,6 +120,12 @@ def read(program: Path, beside: Path, data: str = "") -> Needed:
     return Needed(copied, watched | {str(path): digest(path) for path in _read_by_relative_path(program, beside)})
 
 
+def sources(program: Path, beside: Path) -> list[bytes]:
+    """The text of the modules that a program imports and that are looked into, found by reading alone."""
+    paths = {path for path in _imported(program, beside).values() if path.suffix == ".py" and path != program}
+    return [path.read_bytes() for path in sorted(paths) if path.is_file()]
+
+
 def top(name: str) -> str:
     """The name that is imported first, of a name in the copy."""
     return name.partition("/")[0].partition(".")[0]

@@ -89,6 +89,8 @@ class Record(TypedDict):
     """The run and step that it goes on from."""
     init: NotRequired[list[str]]
     """What weights it began with, and what did not fit, as lines; empty: those of model()."""
+    unused_fields: NotRequired[list[str]]
+    """Fields of config.toml that functions of the task take the place of: their values say nothing of the run."""
     warnings: NotRequired[list[str]]
     """What its launch, or the last resume, warned of: for the log of each attempt."""
     stopped_by: str | None

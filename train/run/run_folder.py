@@ -134,6 +134,15 @@ class Run:
             fields |= {f"{name}.{inner}": one for inner, one in value.items()} if type(value) is dict else {name: value}
         return fields
 
+    def used_config(self) -> dict[str, Any]:
+        """`read_config` without the fields whose values say nothing of the run: functions of its task stand for them.
+
+        Raises:
+            Refused: run.json cannot be read.
+        """
+        unused = self.read().get("unused_fields") or ()
+        return {name: value for name, value in self.read_config().items() if name not in unused}
+
     def update(self, change: Callable[[Record], None] | None = None, **values: Any) -> None:
         """Change run.json under a lock of the folder, so that agent and rank 0 never undo each other's change."""
         with self._record_locked(math.inf):

@@ -40,6 +40,8 @@ _OPTIONAL = {
     "param_groups": "model, config", "schedule": "step, total_steps, config", "updates": "model, config",
     "stateful": "model, config", "after_step": "model, step, stateful", "fingerprint": "config",
 }  # fmt: skip
+ARGUMENTS = _REQUIRED | _OPTIONAL
+"""What the engine calls, with the arguments that it gives."""
 _EXCLUDE = (("updates", "loss"), ("updates", "optimizer"), ("updates", "param_groups"), ("optimizer", "param_groups"))
 """The first takes the place of the second."""
 BUILT_IN = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")))

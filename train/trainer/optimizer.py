@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,23 +21,6 @@ _FUSED = ("sgd", "adam", "adamw")
 """Optimizers with one kernel for all parameters on a GPU."""
 _NOT_TAKEN = {"params", "lr", "weight_decay", "differentiable"}
 """What torch's optimizers take, and optim.args does not."""
-_GROUPS = ("optim.no_decay", "optim.layer_decay")
-_INSTEAD = {
-    "updates": (*_GROUPS, "optim.args."),
-    "optimizer": (*_GROUPS, "optim.args."),
-    "param_groups": _GROUPS,
-    "schedule": ("schedule.warmup", "schedule.decay", "schedule.min_factor", "schedule.step_epochs", "schedule.gamma"),
-}
-"""By function of a task, how the fields begin that it takes the place of."""
-_NEEDS = {
-    "init.skip": "init.file",
-    "init.rename": "init.file",
-    "init.partial": "init.file",
-    "ema.warmup": "ema.decay",
-    "early_stopping.patience": "early_stopping.metric",
-    "early_stopping.min_delta": "early_stopping.metric",
-}
-"""By field, the one without which nothing uses it."""
 
 
 def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -52,27 +35,6 @@ def make_optimizer(task: Task, model: nn.Module, config: Config) -> torch.optim.
         check_optimizer(optimizer, model, task, config)
         return keep_dtypes(optimizer)
     return keep_dtypes(_described(task, model, config))
-
-
-def check_fields(task: Task, config: Config, given: Collection[str] = ()) -> None:
-    """Whether functions of the task, or other fields, leave a field without use.
-
-    Args:
-        given: fields that its user has typed.
-
-    Raises:
-        Refused: one that is given, or has another value than its default.
-    """
-    known, flat = configuration.fields(), configuration.to_flat(config)
-    for name, value in flat.items():
-        if name not in given and name in known and value == known[name].default:
-            continue
-        for function, fields in _INSTEAD.items():
-            if getattr(task, function) is not None and name.startswith(fields):
-                raise Refused(f"{function}() in {task.file} takes the place of --{name} {value}; leave out one of them")
-        has_other = name.startswith("init.") and task.pretrained is not None
-        if name in given and name in _NEEDS and not flat[_NEEDS[name]] and not has_other:
-            raise Refused(f"--{name} {value} is of no use without --{_NEEDS[name]}; give both, or neither")
 
 
 def _described(task: Task, model: nn.Module, config: Config) -> torch.optim.Optimizer:

@@ -29,7 +29,8 @@ class Setting:
 
 def listed(run: Run) -> list[Setting]:
     """Every field of a run: those that its user or its task has changed first. Defaults of a task only it knows."""
-    values, known = run.read_config(), configuration.fields()
+    values, unused = run.used_config(), run.read().get("unused_fields") or ()
+    known = {name: info for name, info in configuration.fields().items() if name not in unused}
     found = [Setting(name, shown(value), "", True) for name, value in values.items() if name not in known]
     for name, info in known.items():
         usual = "chosen at launch" if info.default is None else shown(info.default)
@@ -65,5 +66,5 @@ def differing(runs: list[Run]) -> list[str]:
 def _compared(run: Run) -> dict[str, Any]:
     record = run.read()
     task = record.get("task_source") or record.get("task") or record.get("script")
-    values = run.read_config() | {"task": Path(str(task)).stem if task else None, "ranks": record.get("world_size")}
+    values = run.used_config() | {"task": Path(str(task)).stem if task else None, "ranks": record.get("world_size")}
     return {name: value for name, value in values.items() if not name.startswith(("log.", "watch."))}

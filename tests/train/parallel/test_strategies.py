@@ -11,7 +11,7 @@ import torch
 
 from tests.tasks import TASKS
 from tests.train.tiers import later
-from tests.train.training import assert_same_training, sample_of
+from tests.train.training import OWN_OPTIMIZER, assert_same_training, sample_of
 from train.config import Config, Optim, Parallel
 from train.errors import Refused
 from train.trainer.optimizer import make_optimizer, takes_fused
@@ -24,7 +24,7 @@ FSDP = {"parallel__strategy": "fsdp", "parallel__wrap": "Linear"}
 ORDERED = {"parallel__reduce": "ordered"}
 HSDP = {"parallel__strategy": "hsdp", "parallel__shard_size": 2}
 ODD = {
-    "task": TASKS / "odd_models.py", **EXACT, "batch_size": 6, "micro_batch_size": 2, "steps": 10,
+    "task": TASKS / "odd_models.py", **EXACT, **OWN_OPTIMIZER, "batch_size": 6, "micro_batch_size": 2, "steps": 10,
     "schedule__decay": "constant",
 }  # fmt: skip
 """Three micro batches a step, two in the short one; the rate does not depend on the last step."""

@@ -110,9 +110,11 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("task", SMALL)
 def test_neither_steps_nor_evaluations_of_a_built_in_task_wait(tmp_path: Path, task: str) -> None:
+    flags = FLAGS | SMALL[task] | {"eval.limit_batches": 1}
     if task == "text":
         (tmp_path / "some.txt").write_text("To be, or not to be. " * 100)
-    with training(tmp_path, task, FLAGS | SMALL[task] | {"data.root": tmp_path, "eval.limit_batches": 1}) as (
+        flags["data.root"] = tmp_path
+    with training(tmp_path, task, flags) as (
         loop,
         watch,
     ):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.train.training import assert_same_training
+from tests.train.training import OWN_OPTIMIZER, assert_same_training
 from train.checkpoint.state_dict import weights, weights_sha256
 from train.config import Config, build, resolve
 from train.errors import Refused
@@ -140,7 +140,7 @@ def test_functions_and_fields_that_take_each_others_place_are_refused(engine: An
     own = "\n\ndef optimizer(model, config):\n    return torch.optim.SGD(model.parameters())\n"
     for text, flags, words in (
         (groups, {"optim__layer_decay": 0.5}, r"param_groups\(\) in .* takes the place of --optim.layer_decay"),
-        (own, {"optim__args__eps": 0.5}, r"optimizer\(\) in .* takes the place of --optim.args"),
+        (own, {"optim__args__eps": 0.5} | OWN_OPTIMIZER, r"optimizer\(\) in .* takes the place of --optim.args"),
         (own + groups, {}, "has optimizer and param_groups, which it takes the place of"),
     ):
         task.write_text(engine.task.read_text() + text)
@@ -208,7 +208,7 @@ def test_an_optimizer_with_modes_evaluates_its_means_and_resumes_with_the_same_b
 ) -> None:
     task = tmp_path / "averaged.py"
     task.write_text(engine.task.read_text() + FREE)
-    flags = {
+    flags = OWN_OPTIMIZER | {
         "task": task,
         "eval__every_epochs": 0.25,
         "checkpoint__every_steps": 2,

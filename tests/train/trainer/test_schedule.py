@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.train.training import TASK
+from tests.train.training import OWN_OPTIMIZER, TASK
 from train.config import Config, build
 from train.errors import Refused
 from train.launcher.resume import prepare_resume
@@ -213,7 +213,7 @@ def optimizer(model, config):
 def test_a_scheduler_of_the_tasks_own_is_refused_in_its_second_step_with_the_way(engine: Any, tmp_path: Path) -> None:
     task = tmp_path / "foreign.py"
     task.write_text(engine.task.read_text() + FOREIGN)
-    record = engine.run("foreign", 2, task=task, **PLAIN)
+    record = engine.run("foreign", 2, task=task, **PLAIN, **OWN_OPTIMIZER)
     assert engine.code == 3 and record["step"] == 1
     assert "is 0.05 after step 1 and is not what was set" in record["reason"]
     assert "schedule(step, total_steps, config)" in record["reason"]
@@ -256,6 +256,7 @@ def loss(model, batch):
 def test_a_rate_that_is_a_tensor_is_read_once(engine: Any, tmp_path: Path) -> None:
     task = tmp_path / "rated.py"
     task.write_text(RATED)
-    record = engine.run("rated", task=task, steps=8, epochs=None, schedule__warmup_epochs=0, schedule__decay="constant")
+    steady = {"schedule__warmup_epochs": 0, "schedule__decay": "constant"} | OWN_OPTIMIZER
+    record = engine.run("rated", task=task, steps=8, epochs=None, **steady)
     assert record["state"] == "finished", engine.said("rated")
     assert [line["lr"] for line in engine.station.metrics("rated")] == [0.25] * 8

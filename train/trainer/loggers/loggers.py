@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,7 @@ class Loggers:
         self._wandb = self._start_wandb(config.log.wandb) if world.is_first and config.log.wandb else None
         self._tensorboard: TensorBoard | None = None
         if world.is_first and config.log.tensorboard:
-            settings = _hyper_parameters(config, world.size)
+            settings = _hyper_parameters(config, world.size, run.read().get("unused_fields") or ())
             self._tensorboard = TensorBoard(run.folder / "tensorboard", metrics.recent(run), done, self.say, settings)
 
     def _start_wandb(self, project: str) -> WandbProcess | None:
@@ -219,10 +219,11 @@ class Skipped:
         record["skipped"] = dict(sorted(counts.items(), key=lambda one: one[0] != TRAINING))
 
 
-def _hyper_parameters(config: Config, ranks: int) -> dict[str, str | float | bool]:
+def _hyper_parameters(config: Config, ranks: int, unused: Collection[str]) -> dict[str, str | float | bool]:
     """The fields that may influence the result, as plain values."""
     flat = configuration.to_flat(config) | {"ranks": ranks}
     chosen = {name: value for name, value in flat.items() if not name.startswith(("log.", "watch."))}
+    chosen = {name: value for name, value in chosen.items() if name not in unused}
     return {n: v if isinstance(v, (bool, int, float, str)) else str(v) for n, v in chosen.items() if v is not None}
 
 

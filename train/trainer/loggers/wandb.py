@@ -120,7 +120,7 @@ def _send(run: Run, project: str) -> None:
     options = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
     there = wandb.init(
         project=name, entity=entity or None, id=sent.id, name=run.name, resume="allow", dir=str(run.path),
-        config=run.read_config(), settings=options,
+        config=run.used_config(), settings=options,
     )  # fmt: skip
     run.note(wandb={"project": project, "id": sent.id, "url": "" if there.offline else there.url})
     there.define_metric("*", step_metric="step")

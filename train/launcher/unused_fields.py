@@ -1,0 +1,182 @@
+"""Fields of the configuration that nothing uses in a run: refused where a request sets them, for they change nothing.
+
+What a task's DEFAULTS, or the run that a fork is of, have set stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from train import config as configuration
+from train.config import SPREAD, Config
+from train.errors import Refused
+from train.launcher.task_source import Source, of_task
+from train.tasks import Task
+
+_OPTIM, _GROUPS = ("optim.",), ("optim.no_decay", "optim.layer_decay")
+_INSTEAD = {
+    "updates": _OPTIM,
+    "optimizer": _OPTIM,
+    "param_groups": _GROUPS,
+    "schedule": ("schedule.warmup", "schedule.decay", "schedule.min_factor", "schedule.step_epochs", "schedule.gamma"),
+}
+"""By function of a task, how the fields begin that it takes the place of, unless the task reads them itself."""
+_PLAIN = ("optim.name", "optim.lr", "optim.momentum", "optim.weight_decay")
+"""Of these a task's DEFAULTS may have values that nothing uses."""
+_NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "init.skip": ("init.file", ()),
+    "init.rename": ("init.file", ()),
+    "init.partial": ("init.file", ()),
+    "ema.warmup": ("ema.decay", ()),
+    "early_stopping.patience": ("early_stopping.metric", ()),
+    "early_stopping.min_delta": ("early_stopping.metric", ()),
+    "schedule.min_factor": ("schedule.decay", ("cosine", "linear", "step", "wsd", "onecycle")),
+    "schedule.decay_share": ("schedule.decay", ("wsd",)),
+    "schedule.step_epochs": ("schedule.decay", ("step",)),
+    "schedule.gamma": ("schedule.decay", ("step",)),
+    "schedule.base_batch_size": ("schedule.scaling", ("linear", "sqrt")),
+    "parallel.shard_size": ("parallel.strategy", ("hsdp",)),
+    "parallel.wrap": ("parallel.strategy", SPREAD),
+    "parallel.find_unused_parameters": ("parallel.strategy", ("ddp", "auto")),
+    "log.mfu": ("device", ("cuda",)),
+}
+"""By field, the one without which nothing uses it, and the values of that one with which something does; (): any."""
+_EXCLUDED_BY = {"log.mfu": ("compile", "parallel.recompute")}
+"""By field, those with which nothing uses it."""
+_OF_SCRIPTS = "watch.healthy_minutes"
+_OF_TASKS = ("data.root", "data.name")
+"""Fields that nothing but a task reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a request sets, and the source that may use it."""
+
+    source: Source
+    fields: dict[str, str]
+    """By name, as its user has written it, for messages."""
+
+
+def asked(source: Source, flags: Mapping[str, str], config_file: str | None = None, task: Task | None = None) -> Asked:
+    """What flags set, and a file where it differs from what would hold without it.
+
+    Args:
+        task: with the defaults that would hold.
+    """
+    fields = {name: f"--{name} {text}" for name, text in flags.items()}
+    if config_file is not None:
+        below = {name: info.default for name, info in configuration.fields().items()}
+        if task is not None:
+            own = dataclasses.fields(task.Settings) if task.Settings is not None else ()
+            below |= {f"task.{one.name}": one.default for one in own} | task.DEFAULTS
+        given = configuration.flatten(configuration.read_toml(Path(config_file)))
+        for name, value in given.items():
+            # a flag may turn off what the file has set fields for
+            is_whole = name in _NEEDS and not _lacks(name, below | given)
+            if name not in fields and value != below.get(name) and not is_whole:
+                fields[name] = f"{name} = {value} in {config_file}"
+    return Asked(source, fields)
+
+
+def of_functions(functions: Iterable[str], source: Source, names: Iterable[str]) -> dict[str, str]:
+    """Of these fields, those that functions of a task take the place of, with the function."""
+    found = {}
+    for function in functions:
+        for name in names:
+            if name.startswith(_INSTEAD[function]) and not source.reads(name):
+                found[name] = function
+    return found
+
+
+def of_no_use(task: Task, source: Source) -> list[str]:
+    """Fields whose values say nothing of a run of this task, for who lists them."""
+    return sorted(of_functions(functions_of(task), source, configuration.fields()))
+
+
+def functions_of(task: Task) -> list[str]:
+    return [function for function in _INSTEAD if getattr(task, function) is not None]
+
+
+def check_functions(functions: Iterable[str], file: Path, asked: Asked) -> None:
+    """Whether a request sets a field that functions of its task take the place of.
+
+    Raises:
+        Refused: it does.
+    """
+    for name, function in of_functions(functions, asked.source, asked.fields).items():
+        raise Refused(
+            f"{function}() in {file} takes the place of {asked.fields[name]}; read config.{name} there, or leave it out"
+        )
+
+
+def check_early(file: Path, flags: Mapping[str, str], config_file: str | None) -> None:
+    """`check_functions` of a task that is not imported.
+
+    Raises:
+        Refused: as that; or its file cannot be read.
+    """
+    source = of_task(file, file.parent)
+    set_here = asked(source, flags, config_file)
+    own = source.keys_of("DEFAULTS")  # a file may repeat what holds anyway
+    fields = {name: text for name, text in set_here.fields.items() if name in flags or name not in own}
+    functions = [function for function in _INSTEAD if source.binds(function)]
+    check_functions(functions, file, dataclasses.replace(set_here, fields=fields))
+
+
+def check(task: Task, config: Config, asked: Asked) -> None:
+    """Whether functions of the task, or other fields, leave a field without use.
+
+    Raises:
+        Refused: one that the request sets; or the task's DEFAULTS contradict its functions.
+    """
+    check_functions(functions_of(task), task.file, asked)
+    known, flat = configuration.fields(), configuration.to_flat(config)
+    changed = [name for name in flat if name not in _PLAIN and name in known and flat[name] != known[name].default]
+    for name, function in of_functions(functions_of(task), asked.source, changed).items():
+        raise Refused(f"{function}() in {task.file} takes the place of --{name} {flat[name]}; leave out one of them")
+    for name, text in asked.fields.items():
+        is_off = name in known and not flat[name]
+        if not is_off and (problem := _problem(name, task, flat, asked.source)):
+            raise Refused(f"{text} {problem}")
+
+
+def _problem(name: str, task: Task, flat: dict[str, Any], source: Source) -> str:
+    """Why nothing uses a field that is set; '' where something does."""
+    is_of_task = (name.startswith("init.") and task.pretrained is not None) or (
+        name.startswith(_INSTEAD["schedule"]) and task.schedule is not None
+    )
+    if not is_of_task and (which := _lacks(name, flat)):
+        return f"is of no use without {which}; give both, or neither"
+    for other in _EXCLUDED_BY.get(name, ()):
+        if flat[other]:
+            return f"is of no use with --{other}; leave out one of them"
+    if name == _OF_SCRIPTS:
+        return "is of no use for a task, but for --script; leave it out"
+    if name in _OF_TASKS and not source.reads(name):
+        return f"is of no use: {task.file} does not read config.{name}; leave it out"
+    if name.startswith("task.") and not (source.reads(name) or source.mentions(name.removeprefix("task."))):
+        return f"is of no use: {task.file} has it in Settings and does not read config.{name}; leave it out"
+    return ""
+
+
+def _lacks(name: str, flat: Mapping[str, Any]) -> str:
+    """The field without which nothing uses this one, as a flag, where that is not set so."""
+    other, values = _NEEDS.get(name, ("", ()))
+    is_set = not other or (flat[other] in values if values else bool(flat[other]))
+    return "" if is_set else f"--{other} {' or '.join(values)}".rstrip()
+
+
+def check_evaluation(task: Task, config: Config, eval_sets: Mapping[str, Any], asked: Asked) -> None:
+    """Whether a request says how to evaluate where nothing is evaluated.
+
+    Raises:
+        Refused: it does.
+    """
+    flat = configuration.to_flat(config)
+    for name, text in asked.fields.items():
+        if name.startswith("eval.") and flat[name] and not eval_sets:
+            why = f"datasets() in {task.file} returns None for the evaluation set"
+            raise Refused(f"{text} is of no use: {why}; leave it out")
