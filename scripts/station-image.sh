@@ -61,7 +61,7 @@ layers_fetched() { awk '/: Pulling fs layer/ {all++} /: Pull complete/ {done++} 
 build_step() {
     awk '
         BEGIN {
-            about["system"] = "Debian packages"; about["toolkit"] = "CUDA compiler"; about["runtime"] = "Python packages"
+            about["system"] = "Debian packages"; about["toolkit"] = "CUDA compiler"; about["runtime"] = "Python packages, services"
             step = "begins"
         }
         /^#[0-9]+ \[station [a-z]+ +[0-9]+\/[0-9]+\]/ {split($0, part, /[][]/); split(part[2], word, " +"); step = about[word[2]] " (step " word[3] ")"}
