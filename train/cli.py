@@ -12,13 +12,15 @@ import sys
 from typing import NoReturn
 
 import train
-from train import hash_seed, screen
+from train import caches, hash_seed, screen
 from train.commands import COMMANDS
 from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, of_system, shortened
 from train.parallel.rank_env import is_under_torchrun
 
 _COMPUTING = ("eval", "export")
 """Commands that execute the code of a task in this process; so does `run`, where torchrun has started it."""
+_IN_THIS_PROCESS = (*_COMPUTING, "bench", "plot", "report")
+"""Commands that import libraries with caches into this process."""
 _DETACHED = ("launch", "resume")
 """Commands that start a run in tmux, by an agent (train/launcher/agent.py)."""
 _STARTING = (*_COMPUTING, *_DETACHED, "run", "submit")
@@ -103,6 +105,8 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
         raise Refused(_GONE)
     if command in _COMPUTING or (command == "run" and is_under_torchrun()):
         hash_seed.restart_with_seed(given)
+    if command in _IN_THIS_PROCESS:
+        caches.provide()
     runs = runs_folder(options.runs)
     if command not in _LOOKING:
         from train.run import owner

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from train.commands.completion_values import words
 from train.commands.parser import Parser, number
-from train.doctor import disk, finding, gpu, host, limits, network, packages
+from train.doctor import disk, finding, gpu, host, limits, network, packages, user
 from train.doctor.finding import Finding
 from train.doctor.machine import Machine
 from train.errors import Refused
@@ -20,7 +20,8 @@ from train.supervise import address
 NAMES = (
     "Docker", "docker compose", "docker buildx", "neighbours", "container toolkit", "GPUs stay", "GPUs", "driver",
     "compute capability", "GPU memory errors", "GPU heat", "GPU memory", "packages", "torch", "torchvision",
-    "LD_LIBRARY_PATH", "shared memory", "memory", "locked memory", "open files",
+    "LD_LIBRARY_PATH", "shared memory", "memory", "locked memory", "open files", "user name", "home folder",
+    "cache folders",
     "folder of runs", "room on disk", "file system", "file locks", "write speed", "clock",
     "rendezvous name", "rendezvous address", "rendezvous port", "interface", "NCCL_SOCKET_IFNAME",
     "GLOO_SOCKET_IFNAME", "InfiniBand",
@@ -91,6 +92,6 @@ def _examine(machine: Machine, runs: Path, place: address.Place | None) -> list[
         place: where ranks of several machines are to meet.
     """
     subjects = [host.checks(machine), gpu.checks(machine), packages.checks(machine), limits.checks(machine)]
-    subjects += [disk.checks(machine, runs)]
+    subjects += [user.checks(machine), disk.checks(machine, runs)]
     subjects += [network.checks(machine, place) if place is not None else network.names_of_interfaces(machine)]
     return [one for checks in subjects for one in checks]

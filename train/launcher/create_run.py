@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train import hash_seed, variables
+from train import caches, hash_seed, variables
 from train.errors import Refused
 from train.launcher import ranks_and_gpus, resumable, script
 from train.launcher.request import ALONE, LaunchRequest, Request
@@ -149,6 +149,7 @@ def check(given: dict[str, Any]) -> CheckedLaunch:
     Raises:
         Refused: it cannot be carried out.
     """
+    caches.provide()
     launch = LaunchRequest(**given)
     run = Run(Path(launch.runs) / launch.name) if launch.kind == "resume" else None
     record = run.read() if run is not None else None

@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from train import faults, screen
+from train import caches, faults, screen
 from train.checkpoint.buffers import ENVIRONMENT
 from train.errors import Refused, TrainingFailed, may_pass
 from train.parallel.rank_env import RankEnv
@@ -45,6 +45,7 @@ def run_rank(run: Run, rank_env: RankEnv, attempt: int, stop: StopRequest, bar: 
     What it dies of is not printed: it is in the outcome.
     """
     logs, file = run.logs(attempt), run.path / "task.py"
+    caches.provide()
     try:
         end = _train(run, rank_env, attempt, stop, bar)
     except BaseException as error:
@@ -167,6 +168,7 @@ def script_rank(command: list[str], files: list[int]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _begin("", files)
     os.set_inheritable(files[4], False)  # the folder is this process's own
+    caches.provide()
     os.execv(sys.executable, [sys.executable, "-u", *command])
 
 
