@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -100,8 +100,13 @@ def read(program: Path, beside: Path, data: str = "") -> Needed:
     Args:
         data: the folder of the data sets, of which nothing is kept.
     """
-    found = _imported(program, beside)
-    found |= {name: path for name, path in _loaded({top(name) for name in found}) if path not in found.values()}
+    loaded = list(_loaded())
+    found = _imported(program, beside, _too_large({name: path for _, name, path in loaded}))
+    tops = {top(name) for name in found}
+    for module, name, path in loaded:
+        is_wanted = top(name) in tops or (_watch is not None and module not in _watch.loaded)
+        if is_wanted and path not in found.values():
+            found[name] = path
     found = {name: path for name, path in found.items() if path != program and path.is_file()}
     other = {top(name) for name in found if name.endswith(tuple(EXTENSION_SUFFIXES))} | _too_large(found)
     modules = {top(name) for name in found}
@@ -111,7 +116,7 @@ def read(program: Path, beside: Path, data: str = "") -> Needed:
     size, copied, watched = 0, dict[str, tuple[Path, bytes]](), dict[str, str]()
     for name, path in found.items():
         is_data = not name.endswith(_SUFFIXES)
-        size += path.stat().st_size if is_data else 0
+        size += _size(path) if is_data else 0
         if top(name) in other or (is_data and size > _LARGEST_DATA):
             watched[str(path)] = digest(path)
         else:
@@ -131,8 +136,12 @@ def top(name: str) -> str:
     return name.partition("/")[0].partition(".")[0]
 
 
-def _imported(program: Path, beside: Path) -> dict[str, Path]:
-    """The files that a program imports and those that they import, by their names in the copy."""
+def _imported(program: Path, beside: Path, large: Collection[str] = ()) -> dict[str, Path]:
+    """The files that a program imports and those that they import, by their names in the copy.
+
+    Args:
+        large: libraries that are not read.
+    """
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders = [beside, *(Path(part).absolute() for part in parts if part)]
     found: dict[str, Path] = {}
@@ -140,7 +149,7 @@ def _imported(program: Path, beside: Path) -> dict[str, Path]:
     while waiting:
         name, file = waiting.pop()
         sizes[top(name)] = sizes.get(top(name), 0) + _size(file)
-        if name and (file.suffix != ".py" or sizes[top(name)] > _LARGEST):
+        if name and (file.suffix != ".py" or sizes[top(name)] > _LARGEST or top(name) in large):
             continue
         with contextlib.suppress(OSError):
             for module in _names(name, file.read_bytes()):
@@ -215,17 +224,15 @@ def _places(top: str) -> tuple[Path, ...]:
     return () if not stem or _is_installed(Path(origin)) else (Path(stem),)
 
 
-def _loaded(tops: set[str]) -> Iterator[tuple[str, Path]]:
-    """The modules under development that this process has loaded: of these libraries, or since `watch`."""
-    for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__spec__", None)
-        origin = getattr(spec, "origin", None)
-        if not isinstance(origin, str) or not origin.endswith(_SUFFIXES):
+def _loaded() -> Iterator[tuple[str, str, Path]]:
+    """The modules under development that this process has loaded: how Python calls them, their names, their paths."""
+    for module, loaded in list(sys.modules.items()):
+        origin = getattr(getattr(loaded, "__spec__", None), "origin", None)
+        if not isinstance(origin, str) or not origin.endswith(_SUFFIXES) or "/site-packages/" in origin:
             continue
-        is_wanted = name.partition(".")[0] in tops or (_watch is not None and name not in _watch.loaded)
-        if is_wanted and not _is_installed(Path(origin)):
+        if not _is_installed(Path(origin)):
             end = next(end for end in _SUFFIXES if origin.endswith(end))
-            yield name.replace(".", "/") + end, Path(origin)
+            yield module, module.replace(".", "/") + end, Path(origin)
 
 
 def _is_installed(path: Path) -> bool:
