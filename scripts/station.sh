@@ -226,12 +226,14 @@ url() { # [ADDRESS]
 
 # The private key that ssh would not find by itself, if it may log in.
 own_key() {
-    local public
+    local public key
     for public in "$PWD/.secrets/id_ed25519.pub" "$(expand "$(setting SSH_PUBLIC_KEY)")"; do
-        [[ $public == *.pub && -e ${public%.pub} ]] || continue
-        as_owner grep -qsF -- "$(public_keys <"$public" | sed -E 's/.*(AAAA[0-9A-Za-z+/]+=*).*/\1/;q')" .secrets/authorized_keys || continue
-        printf '%s' "${public%.pub}"
-        return
+        [[ $public == *.pub && -e $public && -e ${public%.pub} ]] || continue
+        key=$(public_keys <"$public" | sed -E 's/.*(AAAA[0-9A-Za-z+/]+=*).*/\1/;q')
+        if [ -n "$key" ] && as_owner grep -qsF -- "$key" .secrets/authorized_keys; then
+            printf '%s' "${public%.pub}"
+            return
+        fi
     done
 }
 
