@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from train.data.order import seed_of
 from train.data.seeding import Seed, owned, seed_host, seed_owned
 from train.data.shards import Shards
 from train.errors import TrainingFailed, one_line
@@ -94,7 +95,7 @@ def is_indexed_at_once(dataset: Any, collate: Callable[[list[Any]], Any] | None)
 
 def gatherer(
     dataset: Any, collate: Callable[[list[Any]], Any] | None, skip: bool, made_by: Callable[..., Any] | None = None,
-    name: str = TRAINING, keep: Callable[[Tensor], Tensor] | None = None,
+    name: str = TRAINING, keep: Callable[[Tensor], Tensor] | None = None, sets_epoch: bool = True,
 ) -> Callable[[MicroBatch], tuple[Any, Sequence[BadSample]]]:  # fmt: skip
     """The function that turns a micro batch's indices into a batch and those samples of it that cannot be read.
 
@@ -102,6 +103,7 @@ def gatherer(
     only the first is named, which may be one that does not go into a batch with the others. What may pass (see
     `passes`) is raised, as is whatever else `collate` raises. Generators in the file of `made_by` are seeded too.
     `name` is that of the data set in messages. `keep` gives the tensors in memory where they are to be kept.
+    `sets_epoch` says whether `set_epoch` of the data set is called.
     """
     tensors, rows = _in_memory(dataset) if collate is None else ((), None)
 
@@ -117,7 +119,7 @@ def gatherer(
         return [tensor.index_select(0, indices) for tensor in kept], ()  # half the time of tensor[indices]
 
     # indexing once is ten times faster than item by item and collation; nothing is drawn, nor seeded
-    return gather_tensors if tensors else Items(dataset, collate, skip, made_by, name).gather
+    return gather_tensors if tensors else Items(dataset, collate, skip, made_by, name, sets_epoch).gather
 
 
 @dataclass
@@ -129,8 +131,11 @@ class Items:
     skip: bool
     made_by: Callable[..., Any] | None
     name: str
+    sets_epoch: bool = True
     own: list[Seed] | None = None
     """The task's generators, found in the process that fetches."""
+    epoch: int | None = None
+    """The one that the data set knows of."""
 
     def gather(self, micro: MicroBatch) -> tuple[Any, Sequence[BadSample]]:
         if self.own is not None:
@@ -147,8 +152,19 @@ class Items:
         seed_host(micro.seed)
         seed_owned(self.own or (), micro.seed)
 
+    def _set_epoch(self, epoch: int) -> None:
+        """Tell the data set. What it draws follows from the epoch alone, for an evaluation set may share it."""
+        for dataset in _with_epochs(self.dataset):
+            seed = seed_of(epoch, "set_epoch")
+            seed_host(seed)
+            seed_owned(owned(dataset), seed)
+            dataset.set_epoch(epoch)
+        self.epoch = epoch
+
     def items(self, micro: MicroBatch) -> tuple[list[Any], list[BadSample]]:
         """The samples of a micro batch, drawn as its seed says, and those that cannot be read."""
+        if micro.epoch != self.epoch and self.sets_epoch:
+            self._set_epoch(micro.epoch)
         self._seed(micro)
         many = getattr(self.dataset, "__getitems__", None)
         return self._one_by_one(micro) if many is None else self._at_once(many, micro)
@@ -201,6 +217,16 @@ class Items:
                 if not self.skip:
                     break
         return items, bad
+
+
+def _with_epochs(dataset: Any, depth: int = 8) -> list[Any]:
+    """Return the data set if it has `set_epoch`, else those with it that it wraps, as Subset and ConcatDataset do."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        return [dataset]
+    parts = getattr(dataset, "datasets", None)
+    inner = [getattr(dataset, "dataset", None), *(parts if isinstance(parts, (list, tuple)) else ())]
+    found = [each for one in inner if one is not None and depth for each in _with_epochs(one, depth - 1)]
+    return list({id(one): one for one in found}.values())
 
 
 def shape_error(join: Callable[[list[Any]], Any], items: Sequence[Any]) -> tuple[int, Exception] | None:

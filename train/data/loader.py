@@ -94,6 +94,7 @@ class Loader:
         on_device: OnDevice | None = None,
         made_by: Callable[..., Any] | None = None,
         keeps: bool = False,
+        sets_epoch: bool = True,
     ) -> None:
         """
         Args:
@@ -104,6 +105,7 @@ class Loader:
             on_device: what becomes of a batch there; what it draws at random is seeded by the micro batch.
             made_by: the task's function that made the data sets; random generators in its file are seeded too.
             keeps: sets that are tensors in memory are copied to the device once. Without workers.
+            sets_epoch: whether data sets are told the epoch of what is fetched.
             skipped: called with samples that cannot be read, which are left out; None raises what the first one raised.
 
         Raises:
@@ -125,7 +127,9 @@ class Loader:
         sets = [(TRAINING, train_set), *((name or EVALUATION, each) for name, each in eval_sets.items())]
         # at the first batch, for no GPU is chosen yet; once, though training and evaluation may share a tensor
         keep = functools.cache(lambda tensor: tensor.to(device)) if keeps else None
-        self._fetching = _Fetching([gatherer(each, collate, skips, made_by, name, keep) for name, each in sets])
+        self._fetching = _Fetching(
+            [gatherer(each, collate, skips, made_by, name, keep, sets_epoch) for name, each in sets]
+        )
         self._loader = DataLoader(
             self._fetching,
             sampler=self._sampler,  # anything to iterate over is enough

@@ -129,6 +129,8 @@ class MicroBatch(NamedTuple):
     """The number of its evaluation set, counted from 1; 0: it is of the training set."""
     is_repeated: bool = False
     """Another rank's: this one has none left in the step, and computes it again with weight 0."""
+    epoch: int = 0
+    """Counted from 0. Of an evaluation: the one of the last step before it."""
 
 
 def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Iterator[MicroBatch]:
@@ -147,15 +149,15 @@ def micro_batches_of(plan: Plan, sharing: Sharing, first: int, last: int) -> Ite
         for number, is_repeated in sharing.computed(-(-(stop - start) // plan.micro_batch_size)):
             low, high = plan.span(number, stop - start)
             indices, seed = chunk[offset + low : offset + high], seed_of(plan.seed, "train", epoch, step, number)
-            yield MicroBatch(step, number, indices, seed, 0, is_repeated)
+            yield MicroBatch(step, number, indices, seed, 0, is_repeated, epoch)
 
 
-def evaluation_micro_batches(plan: Plan, sharing: Sharing, evaluation: int = 1) -> Iterator[MicroBatch]:
+def evaluation_micro_batches(plan: Plan, sharing: Sharing, evaluation: int = 1, epoch: int = 0) -> Iterator[MicroBatch]:
     """The micro batches of an evaluation set that a rank fetches, full ones but for the last: every sample once, in the
     data set's order.
 
     With a limit, always the same random choice: the first samples of class folders are all of one class. `evaluation`
-    is the number of the set; what is drawn at random does not depend on it.
+    is the number of the set; what is drawn at random does not depend on it, nor on the epoch.
     """
     chosen: npt.NDArray[np.int64] | None = None
     if plan.evaluated < plan.length:
@@ -166,4 +168,4 @@ def evaluation_micro_batches(plan: Plan, sharing: Sharing, evaluation: int = 1) 
         high = min(low + plan.micro_batch_size, plan.evaluated)
         indices = np.arange(low, high) if chosen is None else chosen[low:high]
         seed = seed_of(plan.seed, "eval", number)
-        yield MicroBatch(0, number, indices, seed, evaluation, is_repeated)
+        yield MicroBatch(0, number, indices, seed, evaluation, is_repeated, epoch)

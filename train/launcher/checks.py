@@ -195,6 +195,7 @@ def _record(request: Request, task: Task, samples: int, total: int) -> dict[str,
         "total_steps": total,
         "samples": samples,
         "git_revision": provenance.git_revision(),
+        "sets_epoch": True,
     }
 
 

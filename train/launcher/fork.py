@@ -32,7 +32,9 @@ from train.trainer.updates import read_updates, spread_updates
 
 _OF_FORK = ("task.py", imports.MODULES, fingerprint.FACTS, "metrics.jsonl")
 """What a fork has of the run that it is of, beside a checkpoint."""
-_RECORD_OF_FORK = ("task", "task_source", "task_imports", "task_watched", "task_sha256", "cwd", "samples", "chosen")
+_RECORD_OF_FORK = (
+    "task", "task_source", "task_imports", "task_watched", "task_sha256", "cwd", "samples", "chosen", "sets_epoch",
+)  # fmt: skip
 """The same, of run.json."""
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 """Types of an optimizer's arguments that can be compared."""

@@ -119,6 +119,8 @@ class Record(TypedDict):
     task: NotRequired[str]
     task_source: NotRequired[str]
     task_sha256: NotRequired[str]
+    sets_epoch: NotRequired[bool]
+    """Whether `set_epoch` of data sets is called; not for runs that began before it was."""
     task_imports: NotRequired[dict[str, str]]
     """Digests of the files that the task needs and that the run has copies of; see imports.py."""
     task_watched: NotRequired[dict[str, str]]
@@ -199,7 +201,9 @@ def _check(where: str, value: Any, kind: Any) -> None:
         _check(where, value, dict)
         for inner in value.values():
             _check(where, inner, arguments[1])
-    elif kind is not Any and (isinstance(value, bool) or not isinstance(value, _ALLOWED.get(kind, kind))):
+    elif kind is not Any and (
+        isinstance(value, bool) != (kind is bool) or not isinstance(value, _ALLOWED.get(kind, kind))
+    ):
         raise ValueError(f"{where.rstrip('.') or 'all of it'} is not of type {kind.__name__}")
     elif isinstance(value, int) and abs(value) > _LARGEST:
         raise ValueError(f"{where.rstrip('.')} is too large")

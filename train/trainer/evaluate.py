@@ -254,11 +254,14 @@ def evaluate_run(run: Run, step: int | None) -> tuple[int, int, dict[str, float]
     loader = Loader(
         None, eval_sets, task.collate, workers, device, precision.inputs, skipped,
         config.channels_last, task.on_device, task.datasets, config.data.on_device,
+        bool(run.read().get("sets_epoch")),
     )  # fmt: skip
     with loader, build.refusing(task):
         take_device(device)
         sharing = Sharing()
-        micros = (evaluation_micro_batches(plan, sharing, number) for number, plan in enumerate(plans.values(), 1))
+        epoch = build.plan_of(config, len(train_set)).epoch(max(step - 1, 0))
+        numbered = enumerate(plans.values(), 1)
+        micros = (evaluation_micro_batches(plan, sharing, number, epoch) for number, plan in numbered)
         stream = loader.batches(itertools.chain.from_iterable(micros))
         model = determinism.lay_out(model, config).to(device)
         determinism.compile_as_asked(model, config)

@@ -50,7 +50,7 @@ def micro_batches(
             first = step
         if is_evaluated:
             for number, evaluation in enumerate(evaluations.values(), 1):
-                yield from evaluation_micro_batches(evaluation, sharing, number)
+                yield from evaluation_micro_batches(evaluation, sharing, number, plan.epoch(max(step - 1, 0)))
     yield from micro_batches_of(plan, sharing, first, intervals.total_steps)
 
 

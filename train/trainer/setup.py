@@ -202,6 +202,7 @@ def _data(run: Run, task: Task, config: Config, precision: Precision) -> tuple[L
     loader = Loader(
         train_set, eval_sets, task.collate, config.data.workers or 0, precision.device, precision.inputs, skipped,
         config.channels_last, task.on_device, task.datasets, config.data.on_device,
+        bool(run.read().get("sets_epoch")),
     )  # fmt: skip
     return loader, plan, evaluations
 

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from train.data.fetch import fetcher
 from train.data.loader import Loader
@@ -349,6 +349,52 @@ def test_both_data_sets_are_fetched_in_the_order_of_the_plan_and_a_pass_may_be_l
             assert got == [*map(list, first), [200, 201, 202, 203], [204, 205, 206, 207]]
         assert multiprocessing.active_children() == workers
     assert not multiprocessing.active_children()
+
+
+class Paced(Dataset[Any]):
+    """Items that tell the epoch, and what was drawn when it began."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epoch, self.drawn, self.own = length, -1, -1.0, np.random.default_rng()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.drawn = epoch, random.random() + self.own.random()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return self.epoch, self.drawn
+
+
+def paced(workers: int, first: int = 0, sets_epoch: bool = True) -> dict[tuple[int, int, int], list[list[float]]]:
+    """What is fetched from step `first` on, of parts of two data sets, with an evaluation of one after step 6."""
+    one, other = Paced(40), Paced(30)
+    train_set = ConcatDataset([Subset(Subset(one, range(40)), range(30)), other])
+    plan = Plan(60, 16, 8, seed=3)
+
+    def micros() -> Iterator[MicroBatch]:
+        yield from micro_batches_of(plan, Sharing(), first, 6)
+        yield from evaluation_micro_batches(Plan(10, 8, 8), Sharing(), 1, plan.epoch(5))
+        yield from micro_batches_of(plan, Sharing(), 6, 11)
+
+    evaluated = {"": Subset(one, range(30, 40))}
+    with Loader(train_set, evaluated, None, workers, CPU, None, sets_epoch=sets_epoch) as loader:
+        return {
+            (micro.evaluation, micro.step, micro.number): torch.stack(batch).tolist()
+            for micro, batch in loader.batches(micros())
+        }
+
+
+def test_a_data_set_is_told_its_epoch_before_its_first_fetch_whoever_fetches() -> None:
+    alone = paced(0)
+    for (evaluation, step, _), (epochs, drawn) in alone.items():
+        assert set(epochs) == {1.0 if evaluation else step // 4} and len(set(drawn)) <= 2  # of two sets
+    assert len({draw for _, drawn in alone.values() for draw in drawn}) >= 3
+    assert paced(2) == paced(3) == alone
+    later = {key: value for key, value in alone.items() if key[0] or key[1] >= 2}
+    assert paced(0, first=2) == paced(2, first=2) == later
+    assert all(set(epochs) == {-1.0} for epochs, _ in paced(2, sets_epoch=False).values())
 
 
 def test_a_worker_that_is_stuck_in_a_sample_is_ended_too() -> None:
