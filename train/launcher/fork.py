@@ -24,7 +24,7 @@ from train.parallel.world import World
 from train.run import imports
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import cores
+from train.trainer import cores, early_stopping
 from train.trainer.build import config_of, task_of
 from train.trainer.hooks import Hooks
 from train.trainer.load import cpu_precision
@@ -70,6 +70,7 @@ def prepare_fork(run: Run, step: int, flags: dict[str, str], ranks: int) -> Prep
     if found.total <= step:
         end = f"the new run would end after {found.total}; give more --epochs or --steps"
         raise Refused(f"the checkpoint is of step {step}, and {end}")
+    early_stopping.check_goes_on(config.early_stopping, run, range(step, found.total))
     batch_norm.check(task, config, found.train_set, lambda: model, ranks, range(step, found.total))
     no_use = of_no_use(task, source)
     warnings += rate_change.warnings(

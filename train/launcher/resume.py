@@ -20,11 +20,11 @@ from train.launcher.unused_fields import asked, of_no_use
 from train.parallel import choose
 from train.parallel.devices import NoGPU
 from train.parallel.precision import ON_GPU_ALONE
-from train.run import imports
+from train.run import imports, states
 from train.run.metrics import evaluations
 from train.run.run_folder import Run
 from train.tasks import Task
-from train.trainer import build, trace
+from train.trainer import build, early_stopping, trace
 from train.trainer.build import config_of, data_differs, task_of
 
 
@@ -67,6 +67,8 @@ def prepare_resume(run: Run, flags: dict[str, str], local: int, nodes: range = A
     warnings = [*unused, *check_data(run, task, config, found.train_set, found.eval_sets), *imports.edited(run, record)]
     if found.total < step:
         raise Refused(f"{run.name} has trained {step} steps already, more than the {found.total} now asked for")
+    wanted = range(step, found.total) if record["state"] == states.FINISHED else range(0)  # its user wants more
+    early_stopping.check_goes_on(config.early_stopping, run, wanted)
     for field in [field for field in checks.METRICS if field in flags]:
         known = {name: None for line in evaluations(run) for name in line["eval"]}
         checks.check_metric(field, config, task, found.eval_sets, known)

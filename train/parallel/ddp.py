@@ -77,7 +77,8 @@ def _unused(names: list[str]) -> TrainingFailed:
     found = f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else "a parameter"
     return TrainingFailed(
         f"ddp waits for a gradient of every parameter in every step, and the last backward of one gave {found} none; "
-        "use --parallel.find_unused_parameters true (a resume may), or leave out what the loss does not use"
+        "use --parallel.find_unused_parameters true (a resume may), leave out what the loss does not use, or give an "
+        "activation checkpoint around it use_reentrant=False"
     )
 
 

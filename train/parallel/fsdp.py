@@ -35,6 +35,11 @@ def check(model: nn.Module, wrap: str) -> None:
                 f"fsdp cannot spread {name}, for it has no dimension; make it one of a single element (torch.ones(1)), "
                 "or use --parallel.strategy ddp"
             )
+        if not parameter.is_contiguous():
+            raise Refused(
+                f"fsdp cannot spread {name}, for it is not contiguous (strides {parameter.stride()}); make it so in "
+                "model(), torch.nn.Parameter(tensor.contiguous()), or use --parallel.strategy ddp"
+            )
     seen: set[int] = set()
     for unit in [*units(model, wrap, "wrap"), model]:
         own = [(name, p) for name, p in unit.named_parameters() if id(p) not in seen]

@@ -45,6 +45,19 @@ _PASSING_ERRNO = re.compile(
     r"|Too many open files in system|Device or resource busy)"
 )
 
+_REMEDIES = {
+    "Expected to mark a variable ready only once": (
+        "ddp was given one gradient twice in a backward: give each torch.utils.checkpoint.checkpoint "
+        "use_reentrant=False (of transformers: gradient_checkpointing_kwargs={'use_reentrant': False}), or use "
+        "--parallel.recompute"
+    ),
+    "Expected more than 1 value per channel when training": (
+        "BatchNorm cannot train on a batch of one: in a new run, or a fork, leave out the short batch "
+        "(--data.drop_last true), or give another --batch_size or --micro_batch_size"
+    ),
+}
+"""What to do about messages of torch in tasks, by words of theirs; what follows these is left out."""
+
 _HEADER = "Traceback (most recent call last)"
 _PREFIX = re.compile(r"^(\[rank\d+\]: ?| *[|+] ?)")
 """What torch (for each rank) and exception groups put before each line of a traceback."""
@@ -103,7 +116,7 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
         passing |= is_of_others(text)
     passing |= isinstance(error, RuntimeError) and not of_sample and is_busy(text)
     setting = "" if of_sample else variables.behind(text)
-    line = where(error, task_file) if task_file is not None else text
+    line = _with_remedy(where(error, task_file) if task_file is not None else text)
     if isinstance(error, torch.OutOfMemoryError):
         line = f"out of memory ({line[:300]}): {memory.ADVICE_ON_GPU}"
         if snapshot is not None and dump_gpu_memory(snapshot):
@@ -114,6 +127,13 @@ def failure_of(error: BaseException, task_file: Path | None, snapshot: Path | No
     elif setting:
         line, passing = f"{setting} ({line[:300]})", False
     return {"reason": line[:900], "recurs": not passing, "traceback": traceback.format_exc()}
+
+
+def _with_remedy(line: str) -> str:
+    for words, remedy in _REMEDIES.items():
+        if words in line:
+            return f"{line.partition(words)[0]}{words}: {remedy}"
+    return line
 
 
 def of_log(text: str, code: int, noise: int = _NOISE, limit: str = "") -> Cause | None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from train.config import EarlyStopping
-from train.errors import TrainingFailed, nearest
+from train.errors import Refused, TrainingFailed, nearest
 from train.parallel.world import World
 from train.run.best import Aim, aim_of
 from train.run.metrics import evaluations
@@ -44,11 +44,34 @@ class StoppingRule:
 
     def reason(self) -> str:
         """Why the run ends after the newest evaluation; '' where it does not."""
-        count, best = without_improvement(self._scores, self._aim, self._settings.min_delta)
-        if count < self._settings.patience:
-            return ""
-        since = "" if best is None else f" since step {best[0]} ({best[1]:.6g})"
-        return f"early stopping: {self._aim.metric} did not improve in {count} evaluation{'s' * (count > 1)}{since}"
+        return _reason(self._settings, self._aim, self._scores)
+
+
+def _reason(settings: EarlyStopping, aim: Aim, scores: Iterable[Score]) -> str:
+    count, best = without_improvement(scores, aim, settings.min_delta)
+    if count < settings.patience:
+        return ""
+    since = "" if best is None else f" since step {best[0]} ({best[1]:.6g})"
+    return f"early stopping: {aim.metric} did not improve in {count} evaluation{'s' * (count > 1)}{since}"
+
+
+def check_goes_on(settings: EarlyStopping, run: Run, steps: range) -> None:
+    """Whether the evaluations of a run let these steps follow, counted from 0, in it or in a fork.
+
+    Raises:
+        Refused: they would end it at once.
+    """
+    if not settings.metric or not steps:
+        return
+    step = steps.start
+    aim = aim_of(settings.metric)
+    scores = [(line["step"], line["eval"].get(aim.metric)) for line in evaluations(run) if line["step"] <= step]
+    if why := _reason(settings, aim, scores):
+        count, _ = without_improvement(scores, aim, settings.min_delta)
+        raise Refused(
+            f"no step would follow step {step}, for {run.name} has ended by {why}; give --early_stopping.patience "
+            f"{count + 1} or more, or another --early_stopping.metric"
+        )
 
 
 def without_improvement(scores: Iterable[Score], aim: Aim, min_delta: float) -> tuple[int, Score | None]:

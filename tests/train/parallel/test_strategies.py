@@ -251,6 +251,7 @@ def with_model(engine: Any, folder: Path, line: str) -> Path:
 
 MODELS = {
     "a scalar": ("fsdp", "model.s = nn.Parameter(torch.tensor(1.0))", "cannot spread s, for it has no dimension"),
+    "turned": ("fsdp", "model.s = nn.Parameter(torch.ones(2, 3).t())", "cannot spread s, for it is not contiguous"),
     "two types": ("fsdp", "model.leave.double()", "cannot gather enter.weight and leave.weight together"),
     "complex": ("ddp", "model.s = nn.Parameter(torch.ones(2) * 1j)", "cannot add the complex gradient of s"),
     "sparse": ("ddp", "model.s = nn.Embedding(2, 2, sparse=True)", r"cannot add the sparse gradients of s \(Embedding"),

@@ -112,6 +112,18 @@ def test_memory_and_busy_machines_of_a_task_are_told_alike() -> None:
     assert not failure_of(BlockingIOError(11, "Resource temporarily unavailable"), None)["recurs"]
 
 
+def test_a_message_of_torch_that_has_a_remedy_ends_with_it() -> None:
+    twice = (
+        "Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use of"
+    )
+    for error, remedy in (
+        (RuntimeError(twice + " x" * 400), "use_reentrant=False"),
+        (ValueError("Expected more than 1 value per channel when training, got [1, 16]"), "--data.drop_last true"),
+    ):
+        failure = failure_of(error, None)
+        assert failure["recurs"] and remedy in failure["reason"] and len(failure["reason"]) < 400
+
+
 def test_a_gpu_that_is_too_small_is_not_tried_again_and_one_that_others_fill_is() -> None:
     import torch
 
