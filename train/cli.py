@@ -14,7 +14,7 @@ from typing import NoReturn
 import train
 from train import caches, hash_seed, screen
 from train.commands import COMMANDS
-from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, of_system, shortened
+from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, of_encoding, of_system
 from train.parallel.rank_env import is_under_torchrun
 
 _COMPUTING = ("eval", "export")
@@ -49,8 +49,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
         code = _refusal(_GONE if error.errno == errno.ENOENT and _is_gone() else of_system(error))
     except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
-        what = shortened(ascii(error.object), 100)
-        code = _refusal(f"{what} has letters that this locale has not; use another: LC_ALL=C.UTF-8")
+        code = _refusal(of_encoding(error))
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _refusal("interrupted")

@@ -120,6 +120,11 @@ def of_system(error: OSError) -> str:
     return f"{problem}; {_REMEDIES.get(error.errno, 'look at its owner and mode')}" if error.errno else problem
 
 
+def of_encoding(error: UnicodeEncodeError) -> str:
+    """What is wrong with a name that the locale has no bytes for."""
+    return f"{shortened(ascii(error.object), 100)} has letters that this locale has not; use another: LC_ALL=C.UTF-8"
+
+
 def nearest(word: str, known: Iterable[str], otherwise: str = "", dashes: str = "") -> str:
     """A hint `; did you mean a, b?` with the names nearest to `word`, or `otherwise` when none is near."""
     candidates = sorted(known)

@@ -39,6 +39,15 @@ def test_every_output_is_readable_in_an_ascii_locale(station: Station) -> None:
     assert refused.returncode in (0, 2) and "Traceback" not in refused.stderr, refused.stderr
 
 
+def test_a_task_with_letters_of_its_own_is_trained_in_an_ascii_locale_and_its_log_is_utf_8(station: Station) -> None:
+    task = "def datasets(config):\n    print('größer →', flush=True)\n    return [(1.0, 2.0)] * 4, None\n"
+    task += "import torch\nmodel = lambda config: torch.nn.Linear(1, 1)\n"
+    task += "def loss(model, batch):\n    return (model(batch[0].float()[:, None]) - 2).square().mean()\n"
+    (station.folder / "größe.py").write_text(task, encoding="utf-8")
+    station.ok("launch", "größe.py", "--name", "a", "--steps", 2, "--follow", env=STRICT)
+    assert "größer →" in (station.runs / "a" / "logs" / "attempt-1" / "rank0.log").read_text(encoding="utf-8")
+
+
 LONG = "x" * 300
 
 

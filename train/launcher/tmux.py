@@ -45,7 +45,7 @@ def tmux(runs: Path, *arguments: str) -> list[str]:
     """A tmux command line for the server of this runs folder. No user's settings: one of them could end sessions."""
     if shutil.which("tmux") is None:
         raise Refused("tmux is not installed, and runs live in it; as root: apt-get install tmux (or use train run)")
-    socket = "train-" + hashlib.sha256(str(runs.resolve()).encode()).hexdigest()[:12]
+    socket = "train-" + hashlib.sha256(os.fsencode(runs.resolve())).hexdigest()[:12]
     return ["tmux", "-f", os.devnull, "-L", socket, *arguments]
 
 

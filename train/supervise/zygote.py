@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from train import hash_seed
-from train.errors import Refused, of_system, one_line
+from train.errors import Refused, of_encoding, of_system, one_line
 from train.supervise import zygote_server as server
 from train.supervise.zygote_server import LIBRARIES, OFF, SIGNALS, called, lender_socket, receive, send
 
@@ -235,6 +235,8 @@ def described(error: BaseException) -> str:
         message = str(error)
     elif isinstance(error, OSError) and error.filename is not None:
         message = of_system(error)
+    elif isinstance(error, UnicodeEncodeError):
+        message = of_encoding(error)
     return one_line(message)
 
 

@@ -323,7 +323,9 @@ def _take_standard_files(files: list[int]) -> None:
         os.dup2(files[target], target)
         os.close(files[target])
         files[target] = target
-        stream = open(target, "w" if target else "r", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+        # a log is UTF-8 in any locale; a terminal gets what it has letters for
+        encoding = "utf-8" if stat.S_ISREG(os.fstat(target).st_mode) else None
+        stream = open(target, "w" if target else "r", 1, encoding, "replace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

@@ -220,7 +220,7 @@ def _check_spelling(module: Any, path: Path, used: set[str]) -> None:
 
 def _execute(path: Path, source: bytes, seen_as: Path) -> Any:
     # importable under this name in the processes that the task's own code starts
-    name = f"task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"task_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise Refused(f"{path} is not a Python file; give a built-in task or the path of a .py file")
