@@ -92,7 +92,7 @@ def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         learner._count(optimizer)
 
 
-_script = Path(__file__).with_name("script")
+_script = Path(__spec__.origin).with_name("script")  # in the run folder, where the copy of this file lies
 if _script.exists():
     learner._plan += [line.split() for line in _script.read_text().splitlines()]
     register_optimizer_step_post_hook(_count)

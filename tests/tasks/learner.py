@@ -115,7 +115,7 @@ def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 
 _state: dict[str, Any] = {"step": 0}
-_script = Path(__file__).with_name("script")
+_script = Path(__spec__.origin).with_name("script")  # in the run folder, where the copy of this file lies
 _plan = [line.split() for line in _script.read_text().splitlines()] if _script.exists() else []
 
 

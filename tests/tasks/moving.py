@@ -101,7 +101,7 @@ def after_step(model: Any, step: int, stateful: dict[str, Any]) -> None:
 
 
 _settings: dict[str, Any] = {}
-_script = Path(__file__).with_name("script")
+_script = Path(__spec__.origin).with_name("script")  # in the run folder, where the copy of this file lies
 if _script.exists():
     learner._plan += [line.split() for line in _script.read_text().splitlines()]
     register_optimizer_step_post_hook(learner._count)

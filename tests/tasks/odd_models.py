@@ -134,7 +134,7 @@ def optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return made
 
 
-_script = Path(__file__).with_name("script")
+_script = Path(__spec__.origin).with_name("script")  # in the run folder, where the copy of this file lies
 _plan = [line.split() for line in _script.read_text().splitlines()] if _script.exists() else []
 _made = {"steps": 0}
 

@@ -182,7 +182,9 @@ def test_an_unmounted_disk_is_one_line_and_exit_code_3_on_the_command_line(volum
     station, folder = volume.station, volume.station.runs
     flags = [part for key, value in volume.flags.items() for part in (f"--{key}", str(value))]
     task = station.folder / "task.py"
-    text = volume.task.read_text().replace('Path(__file__).with_name("script")', f'Path("{station.folder}/script")')
+    text = volume.task.read_text().replace(
+        'Path(__spec__.origin).with_name("script")', f'Path("{station.folder}/script")'
+    )
     task.write_text(text)
     (station.folder / "script").write_text(f"6 0 sh sync -f {folder} && mount -o remount,abort {folder}\n")
     done = station("run", task, "--name", "a", "--checkpoint.every_steps", 2, *flags)

@@ -121,7 +121,7 @@ def optimizer(model, config):
 
 
 def loss(model, batch):
-    if Path("kill-draws").exists() and list(Path(__file__).parent.glob("checkpoints/step-*")):
+    if Path("kill-draws").exists() and list(Path(__spec__.origin).parent.glob("checkpoints/step-*")):
         Path("kill-draws").unlink(missing_ok=True)
         os.kill(int(os.environ["TRAIN_AGENT_PID"]), signal.SIGKILL)
         time.sleep(60)  # it takes its ranks with it

@@ -141,7 +141,7 @@ def _write_down(training: bool) -> None:
     import multiprocessing
 
     pids = sorted(child.pid for child in multiprocessing.active_children())
-    with Path(__file__).with_name(f"workers.rank{dist.get_rank()}").open("a") as file:
+    with Path(__spec__.origin).with_name(f"workers.rank{dist.get_rank()}").open("a") as file:
         print(training, *pids, file=file)
 """
     task = tmp_path / "watched.py"
