@@ -15,7 +15,7 @@ from torch import Tensor
 from train.data.to_device import mapped
 from train.errors import Refused, TrainingFailed, one_line
 
-AVERAGES, OBJECTS = "ema", "stateful"
+AVERAGES, OBJECTS, LOSSES = "ema", "stateful", "losses"
 """Their names in a checkpoint."""
 
 
@@ -27,6 +27,8 @@ class Extra:
     """The average of each tensor of the model's state, by its name; spread over ranks as that one is."""
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What has state_dict() and load_state_dict(), by the name that the task's stateful() gives it."""
+    losses: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Of each update that leaves out steps, by its name, the stats of the last step that made it (STEP_STATS)."""
 
     def state(self) -> dict[str, Any]:
         """What is saved: tensors, and all objects as one value. {} where there is nothing."""
@@ -37,6 +39,8 @@ class Extra:
             buffer = io.BytesIO()
             torch.save({name: one.state_dict() for name, one in self.objects.items()}, buffer)
             found[OBJECTS] = buffer.getvalue()
+        if self.losses:
+            found[LOSSES] = self.losses
         return found
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
@@ -45,9 +49,10 @@ class Extra:
         Args:
             device: where tensors of this rank's GPU belong.
         """
-        for name, value in state.get(AVERAGES, {}).items():
-            if value is not self.averages[name]:
-                self.averages[name].copy_(value)
+        for key, own in ((AVERAGES, self.averages), (LOSSES, self.losses)):
+            for name, value in state.get(key, {}).items():
+                if value is not own[name]:
+                    own[name].copy_(value)
         if self.objects:
 
             def place(storage: Any, saved_on: str) -> Any:

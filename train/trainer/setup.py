@@ -40,7 +40,7 @@ from train.trainer.hooks import Hooks
 from train.trainer.intervals import Intervals
 from train.trainer.load import ResumeState, load_newest
 from train.trainer.loggers.loggers import Loggers, Skipped
-from train.trainer.updates import Update, spread_updates
+from train.trainer.updates import Update, losses_kept, spread_updates
 
 log = logging.getLogger("train")
 
@@ -143,7 +143,8 @@ def set_up(
     mark, number = world.broadcast((uuid.uuid4().hex, attempt))  # node 0's: each node counts its own attempts
     snapshots = _snapshots(task, config, world, memory, mark)
     hooks = Hooks(task, updates[0].strategy, config)
-    state = TrainState(model, optimizer, precision, hooks.extra)
+    extra = dataclasses.replace(hooks.extra, losses=losses_kept(updates, device))
+    state = TrainState(model, optimizer, precision, extra)
     start = load_newest(run, home, world, snapshots, state)
     if not start.step and (is_begun or run.read().get("forked_from")):
         _check_beginning(run)

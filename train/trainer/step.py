@@ -21,7 +21,7 @@ from train.trainer.model_check import ModelCheck
 from train.trainer.not_finite import is_finite
 from train.trainer.prefetch import Prefetch
 from train.trainer.setup import Job
-from train.trainer.step_stats import COUNT, StepStats
+from train.trainer.step_stats import COUNT, LOSS, StepStats
 from train.trainer.updates import Update
 
 Fetched = tuple[MicroBatch, Any, bool]
@@ -88,6 +88,8 @@ def _update(
         if check is not None and not is_last:
             check.after_first()
     sums = stats.summed(strategy.reduce(stats.tensor()))
+    if (kept := job.state.extra.losses.get(update.name)) is not None:
+        kept.copy_(torch.where(sums[LOSS].isfinite(), sums, kept))
     for warning in check.end() if check is not None else ():
         if job.world.is_lead:
             job.loggers.say(warning)

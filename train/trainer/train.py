@@ -16,6 +16,7 @@ from train.checkpoint.save import CannotSave
 from train.checkpoint.state_dict import weights_of, weights_sha256
 from train.errors import TrainingFailed
 from train.parallel import gather
+from train.parallel.strategy import STEP_STATS
 from train.run import best, heartbeat, outcome
 from train.run.metrics import Training, last_evaluation, skipped_steps
 from train.run.outcome import Kind, Outcome
@@ -127,6 +128,8 @@ class Loop:
         }  # fmt: skip
         self.readback = Readback[_Step](device)
         self._begun, self._saved = done, job.saved
+        self._last = self._kept_losses(done)
+        """Where updates leave out steps, the last loss of each, by its name in metrics.jsonl: each line has all."""
         self._rates = Rates(job.task, job.config, job.optimizer, job.plan.steps_per_epoch, job.total_steps)
         from_memory = job.saved < done  # deaths must not put off what the disk is to have
         since = job.run.since_saved(job.saved) if from_memory else 0.0
@@ -196,10 +199,9 @@ class Loop:
     def _log(self, made: _Step, updates: list[dict[str, float]]) -> None:
         """Check the losses of a step; write its line."""
         job, leaves_out = self.job, self.job.config.data.leaves_out
-        losses = []
-        for sums in updates:
-            count = sums["count"] if sums["counted"] or leaves_out else made.samples
-            losses.append(sums["loss"] / count if sums["count"] else 0.0)
+        losses, sums = [self._mean(one, made.samples) for one in updates], updates[-1]
+        if self._last is not None:
+            self._last |= {name: loss for name, loss in self._named(made, losses).items() if math.isfinite(loss)}
         if made.is_skipped:
             note_skipped(job, self._skipped, made.number)
         elif not math.isfinite(sum(losses)):
@@ -215,16 +217,34 @@ class Loop:
         if job.world.is_lead and (job.intervals.logs(made.number) or made.is_skipped):
             self._write_line(made, losses, [sums["grad_norm"] for sums in updates if "grad_norm" in sums])
 
+    def _mean(self, sums: dict[str, float], samples: int) -> float:
+        """The loss of an update in a step of so many samples."""
+        count = sums["count"] if sums["counted"] or self.job.config.data.leaves_out else samples
+        return sums["loss"] / count if sums["count"] else 0.0
+
+    def _kept_losses(self, done: int) -> dict[str, float] | None:
+        """The last losses of updates that leave out steps, as the state has them that the attempt continues from."""
+        job, found = self.job, {}
+        for update in job.updates:
+            if (kept := job.state.extra.losses.get(update.name)) is not None:
+                sums, last = dict(zip(STEP_STATS, kept.tolist(), strict=True)), done - done % update.every
+                if sums["count"]:  # else none was made yet, or the checkpoint is of an earlier release
+                    found[f"loss.{update.name}"] = self._mean(sums, job.plan.samples(last - 1))
+        return found if job.state.extra.losses else None
+
     def _named(self, made: _Step, losses: list[float]) -> dict[str, float]:
         """The losses of a step by their updates, in the names of metrics.jsonl."""
         names = (f"loss.{update.name}" if update.name else "loss" for update in due(self.job, made.number - 1))
         return dict(zip(names, losses, strict=True))
 
     def _write_line(self, made: _Step, losses: list[float], norms: list[float]) -> None:
-        job = self.job
+        job, named = self.job, self._named(made, losses)
+        if self._last is not None:
+            known = self._last | named
+            named = {name: known[name] for one in job.updates if (name := f"loss.{one.name}") in known}
         line = cast(Training, {
-            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": sum(losses), "lr": made.rate,
-            **self.timing.speed(), **self._named(made, losses),
+            "step": made.number, "epoch": job.plan.epoch_of(made.number), "loss": sum(named.values()), "lr": made.rate,
+            **self.timing.speed(), **named,
         })  # fmt: skip
         if norms:
             line["grad_norm"] = math.hypot(*norms)

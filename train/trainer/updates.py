@@ -149,6 +149,15 @@ def read_updates(task: Task, model: nn.Module, config: Config) -> list[Update]:
     return updates
 
 
+def losses_kept(updates: list[Update], device: torch.device) -> dict[str, torch.Tensor]:
+    """A place in the state for the last loss of each update that leaves out steps: later lines are to say it, too."""
+    return {
+        update.name: torch.zeros(len(STEP_STATS), dtype=update.strategy.stats_dtype, device=device)
+        for update in updates
+        if update.every > 1
+    }
+
+
 def _read(name: str, entry: Any, where: str) -> Update:
     if not isinstance(entry, dict):
         raise Refused(f'{where}: {name} must be a dict: {{"loss": f, "optimizer": o}}, got {type(entry).__name__}')

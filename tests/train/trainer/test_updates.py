@@ -38,7 +38,7 @@ def test_they_are_those_of_a_loop_written_by_hand(engine: Any, monkeypatch: pyte
     from train.data.seeding import seed_compute
 
     for step, ids in enumerate(order):
-        losses.append({})
+        losses.append(losses[-1].copy() if losses else {})  # each line has the last value of each
         for name in ("d", "g") if (step + 1) % 2 == 0 else ("d",):
             seed_compute(seed_of(0, "train", step // 4, step, 0), torch.device("cpu"), f"compute{name}")
             made[name]["optimizer"].zero_grad()
@@ -70,6 +70,19 @@ def test_killed_and_resumed_it_ends_bit_for_bit_as_undisturbed(engine: Any, rank
     assert engine.station.run(killed).steps_saved() == [6, 3]
     engine.resume(killed, ranks)
     assert engine.outcome(killed) == engine.outcome(whole)
+
+
+def test_a_line_has_the_last_loss_of_an_update_that_no_line_has_said_yet_after_a_kill_too(engine: Any) -> None:
+    """Line 6 is to have that of step 4, which line 3 is too early for; the state of step 5 has it."""
+    flags = GAN | {"task__every": 4, "log__every_steps": 3, "checkpoint__every_steps": 5}
+    engine.run("gan-lines", 1, **flags)
+    assert engine.run("gan-lines-killed", 1, ["6 0 SIGKILL"], **flags)["step"] < 6
+    engine.resume("gan-lines-killed", 1)
+    assert engine.outcome("gan-lines-killed") == engine.outcome("gan-lines")
+    lines = {line["step"]: line for line in engine.lines("gan-lines") if "loss" in line}
+    assert [step for step, line in lines.items() if "loss.g" in line] == [6, 9, 10]
+    assert lines[9]["loss.g"] == lines[10]["loss.g"] != lines[6]["loss.g"]
+    assert all(line["loss"] == line["loss.d"] + line.get("loss.g", 0) for line in lines.values())
 
 
 def test_what_was_saved_before_an_update_was_ever_made_is_read_back(engine: Any) -> None:
