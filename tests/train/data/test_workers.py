@@ -108,7 +108,7 @@ def test_workers_do_not_move_each_others_place_in_an_open_file(kind: str, tmp_pa
 def test_a_file_that_workers_may_not_open_is_refused_with_the_way_out(tmp_path: Path) -> None:
     dataset = Rows("sqlite", tmp_path)
     (tmp_path / "rows.sqlite").chmod(0)
-    with pytest.raises(Refused, match=r"rows\.sqlite .* open it in __getitem__"):
+    with contextlib.closing(dataset.handle), pytest.raises(Refused, match=r"rows\.sqlite .* open it in __getitem__"):
         Loader(dataset, {}, None, 2, torch.device("cpu"), None)
 
 
