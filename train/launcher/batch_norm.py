@@ -17,7 +17,6 @@ from train.parallel.torch_private import without_compiler
 from train.tasks import Task
 from train.trainer import build
 from train.trainer.freeze import set_training
-from train.trainer.load import cpu_precision
 from train.trainer.loss import training_loss
 from train.trainer.updates import read_updates
 
@@ -77,6 +76,8 @@ def _fails(task: Task, config: Config, train_set: object, model: nn.Module, rank
     norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
     if not norms or (config.sync_batchnorm and ranks > 1):
         return False
+    from train.trainer.load import cpu_precision  # which loads the compiler
+
     precision = cpu_precision(config)
     try:
         batch = build.first_samples(task, config, precision, train_set, count=1)
