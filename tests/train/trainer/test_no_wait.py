@@ -79,7 +79,8 @@ def no_wait(loop: Any, watch: Watch) -> int:
     watch.waits.clear()
     for _ in range(WARM):
         loop.step()
-    assert functions(watch.waits) == {"end"}  # of the check of the model
+    of_model_check = functions(watch.waits)  # in an attempt's first two steps alone
+    assert "end" in of_model_check and of_model_check <= {"end", "_values"}
     watch.waits.clear()
     watch.brought = 0
     for _ in range(3):  # the first of them has one micro batch where an epoch ends
