@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.config import Config
 from train.data.plan import Plan
 from train.errors import Refused
-from train.parallel.torch_private import without_compiler
+from train.parallel.torch_private import BatchNorm, without_compiler
 from train.tasks import Task
 from train.trainer import build
 from train.trainer.freeze import set_training
@@ -73,7 +72,7 @@ def _fails(task: Task, config: Config, train_set: object, model: nn.Module, rank
     for part in model.modules():
         if isinstance(part, nn.SyncBatchNorm) and ranks > 1:
             part.eval()  # it counts over the ranks
-    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
+    norms = [part for part in model.modules() if isinstance(part, BatchNorm) and part.training]
     if not norms or (config.sync_batchnorm and ranks > 1):
         return False
     from train.trainer.load import cpu_precision  # which loads the compiler

@@ -1,7 +1,8 @@
 """All uses of private parts of torch, checked on torch 2.7.1 to 2.13.
 
-Where a newer torch may have moved one, the public way is taken instead, or the feature is left out. Two more uses lie
-below this file, in train/data: `UntypedStorage._new_shared` (image_files.py) and `_shutdown_workers` (loader.py).
+Where a newer torch may have moved one, the public way is taken instead, or the feature is left out. Three more uses lie
+elsewhere: `UntypedStorage._new_shared` (data/image_files.py), `_shutdown_workers` (data/loader.py), and the names of
+DCP's metadata (checkpoint/load.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import optimizer as torch_optimizer
 
+BatchNorm = _BatchNorm
+"""Base of torch's batch normalizations."""
+Norm = _NormBase
+"""Base of all modules of torch with running statistics."""
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer: dictionaries of the hooks of its step."""
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from train.data.seeding import Seed
 from train.errors import TrainingFailed
 from train.parallel.strategy import local
-from train.parallel.torch_private import buffers_of
+from train.parallel.torch_private import Norm, buffers_of
 from train.parallel.world import World
 
 STEPS = 2
@@ -133,7 +132,7 @@ def _own_buffers(model: nn.Module) -> list[_Buffer]:
     return [
         (part, f"{prefix}.{name}" if prefix else name, buffer.shape)
         for prefix, part in model.named_modules()
-        if not isinstance(part, _NormBase)
+        if not isinstance(part, Norm)
         for name, buffer in buffers_of(part).items()
         if buffer is not None and buffer.numel() > (not buffer.is_floating_point()) and buffer.layout == torch.strided
     ]
