@@ -15,7 +15,7 @@ ROOMS = {
     "checkpoint": "tests/train/checkpoint",
     "run": "tests/train/run",
     "commands": "tests/train/commands",
-    "others": "tests/train/trainer/test_initial_weights.py tests/train/tasks tests/train/supervise/test_memory.py",
+    "weights": "tests/train/trainer/test_initial_weights.py",
     "examples": "tests/examples",
 }
 if os.environ.get("TEST_ALL"):
