@@ -23,9 +23,9 @@ _INSTEAD = {
     "param_groups": _GROUPS,
     "schedule": ("schedule.warmup", "schedule.decay", "schedule.min_factor", "schedule.step_epochs", "schedule.gamma"),
 }
-"""By function of a task, how the fields begin that it takes the place of, unless the task reads them itself."""
+"""Maps a task function to the prefixes of the config fields it replaces, unless the task reads them itself."""
 _PLAIN = ("optim.name", "optim.lr", "optim.momentum", "optim.weight_decay")
-"""Of these a task's DEFAULTS may have values that nothing uses."""
+"""Fields that a task's DEFAULTS may set although nothing uses them."""
 _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "init.skip": ("init.file", ()),
     "init.rename": ("init.file", ()),
@@ -43,9 +43,9 @@ _NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "parallel.find_unused_parameters": ("parallel.strategy", ("ddp", "auto")),
     "log.mfu": ("device", ("cuda",)),
 }
-"""By field, the one without which nothing uses it, and the values of that one with which something does; (): any."""
+"""Maps a field to the field that must be set for it to have any effect, and to the values that give it one; (): any."""
 _EXCLUDED_BY = {"log.mfu": ("compile", "parallel.recompute")}
-"""By field, those with which nothing uses it."""
+"""Maps a field to the fields that take away its effect."""
 _OF_SCRIPTS = "watch.healthy_minutes"
 _OF_TASKS = ("data.root", "data.name")
 """Fields that nothing but a task reads."""
