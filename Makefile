@@ -38,7 +38,7 @@ PYTEST := . scripts/env.sh && mirrors_from_env && $(PY) -m pytest
 
 .PHONY: test
 test: setup ## run the tests; some: make test IN=tests/train/run ARGS="-k resume"; one after the other: ARGS="-n 0"
-	@$(PYTEST) $(or $(IN),tests/train tests/examples $(wildcard tests/notebooks)) -n auto --dist loadfile $(ARGS)
+	@$(PYTEST) $(or $(IN),tests/train tests/examples tests/docs $(wildcard tests/notebooks)) -n auto --dist loadfile $(ARGS)
 
 # Machines with GPUs often have a Python with torch and no network: what is there comes before what make setup fetches.
 HAS_ALL = import sys; from importlib.util import find_spec; \
