@@ -219,7 +219,7 @@ _KEYWORDS = {"do", "then", "else", "if", "while", "until", "!", "{", "(", "time"
 _ENDS = {"&&", "||", ";", "|", "&", ";;", "(", ")", "|&"}
 _SUBSTITUTION = re.compile(r"\$\(([^()]*)\)")
 _TOKEN = re.compile(
-    r"""#[^\n]*
+    r"""[#][^\n]*
     |(?P<operator>&>>?|&&|\|\||;;|\|&|[\n;|&()])
     |(?P<word>(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[<>]&|[^\s;|&()'"\\])+)""",
     re.VERBOSE | re.DOTALL,
