@@ -1,5 +1,5 @@
-# PYTHON_ARGCOMPLETE_OK: a shell with argcomplete's global completion looks for this.
-"""The command line: finds the command, says in a line what is wrong, exits."""
+# PYTHON_ARGCOMPLETE_OK: the global completion of argcomplete looks for this mark.
+"""The command line: find the command, run it, report a wrong request in one line, exit."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from typing import NoReturn
 
 import train
 from train import caches, hash_seed, screen
-from train.commands import COMMANDS
+from train.commands import COMMANDS, GROUPS
 from train.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_REFUSED, Refused, nearest, of_encoding, of_system
 from train.parallel.rank_env import is_under_torchrun
 
 _COMPUTING = ("eval", "export")
-"""Commands that execute the code of a task in this process; so does `run`, where torchrun has started it."""
+"""Commands that execute the code of a task in this process. `run` does so too under torchrun."""
 _IN_THIS_PROCESS = (*_COMPUTING, "bench", "plot", "report")
 """Commands that import libraries with caches into this process."""
 _DETACHED = ("launch", "resume")
-"""Commands that start a run in tmux, by an agent (train/launcher/agent.py)."""
+"""Commands that start an agent in tmux (train/launcher/agent.py)."""
 _STARTING = (*_COMPUTING, *_DETACHED, "run", "submit")
-"""Commands of which processes begin in the current folder; libraries of torch's end those that have none."""
+"""Commands that start processes in the current folder. Libraries of torch crash if that folder is gone."""
 _LOOKING = ("ls", "show", "top", "exporter", "logs", "attach", "report", "plot", "doctor")
 """Commands that neither execute nor change anything of a run."""
-_GONE = "the current folder is gone; go to one that is there: cd"
+_EXAMPLES = {
+    "train launch digits --name demo1 --follow": "Start a first run on data that comes with the package, and watch it.",
+    "train ls": "List all runs, their state and results.",
+    "train show demo1": "Tell one run's story, and what to type next.",
+}
+_GONE = "the current folder was removed; go to another one: cd"
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run one command and exit as it says."""
-    if "_ARGCOMPLETE" in os.environ:  # no command: a shell asks what could be typed next
+    """Run one command and exit with its code."""
+    if "_ARGCOMPLETE" in os.environ:  # no command: the shell asks for completions
         from train.commands import completion
 
         completion.answer()
@@ -46,9 +51,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = _refusal(str(error))
     except BrokenPipeError:  # the reader of our output has seen enough
         code = EXIT_FINISHED
-    except OSError as error:  # what no command foresees: somebody else's run, a full or read-only disk
+    except OSError as error:  # not caught by the command: a run of another user, a full or read-only disk
         code = _refusal(_GONE if error.errno == errno.ENOENT and _is_gone() else of_system(error))
-    except UnicodeEncodeError as error:  # a name with letters that the locale has no bytes for
+    except UnicodeEncodeError as error:  # a name with letters that the locale cannot encode
         code = _refusal(of_encoding(error))
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -60,7 +65,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _refusal(line: str) -> int:
-    """Say why the command ends here, where standard error can be written at all. Return its exit code."""
+    """Print why the command ends, if standard error can be written. Return its exit code."""
     with contextlib.suppress(OSError):
         screen.remark(line)
     return EXIT_REFUSED
@@ -69,11 +74,11 @@ def _refusal(line: str) -> int:
 def _main(arguments: list[str]) -> int:
     given = arguments
     runs_first: list[str] = []
-    while arguments and arguments[0].startswith("--runs"):  # before the command too
+    while arguments and arguments[0].startswith("--runs"):  # --runs may stand before the command
         taken = 1 if "=" in arguments[0] else 2
         runs_first, arguments = runs_first + arguments[:taken], arguments[taken:]
     if not arguments:
-        raise Refused("which command? train --help lists them")
+        raise Refused("no command given; see: train --help")
     command, rest = arguments[0], arguments[1:]
     if command in ("-h", "--help", "help"):
         print(overview())
@@ -82,7 +87,7 @@ def _main(arguments: list[str]) -> int:
         print(train.__version__)
         return EXIT_FINISHED
     if command not in COMMANDS:
-        raise Refused(f"there is no command {command}{nearest(command, COMMANDS, '; train --help lists them')}")
+        raise Refused(f"unknown command {command}{nearest(command, COMMANDS, '; see: train --help')}")
     if {"-h", "--help"} & set(rest[: rest.index("--")] if "--" in rest else rest):
         from train.commands.parser import parser_of
 
@@ -92,7 +97,7 @@ def _main(arguments: list[str]) -> int:
         return _carry_out(command, runs_first + rest, given)
     from train.supervise.zygote import starting_early
 
-    with starting_early():  # what it is to do is read meanwhile
+    with starting_early():  # the command reads its request in the meantime
         return _carry_out(command, runs_first + rest, given)
 
 
@@ -116,7 +121,7 @@ def _carry_out(command: str, arguments: list[str], given: list[str]) -> int:
 
 
 def _is_gone() -> bool:
-    """Whether the current folder was removed, or made anew, while a shell was in it."""
+    """Whether the current folder was removed, or replaced by a new one, while a shell was in it."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -125,19 +130,21 @@ def _is_gone() -> bool:
 
 
 def overview() -> str:
-    """The text of `train --help`."""
+    """Return the text of `train --help`."""
+    from train.commands.parser import example_text
+
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    lines = ["usage: train COMMAND [--runs DIR] ...", "", "Exact, unkillable, observable training runs.", ""]
+    lines += [example_text(_EXAMPLES), ""]
+    for title, commands in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:<{width}}  {text}" for name, text in commands.items()), ""]
     return "\n".join(
         [
-            "usage: train COMMAND … [--runs DIR]",
-            "",
-            "Exact, unkillable, observable training runs.",
-            "",
             *lines,
-            "",
-            "train COMMAND --help says more. A first run: train launch digits --follow",
-            "exit codes: 0 finished, 2 the request is wrong, 3 training failed, 75 stopped with a checkpoint",
+            "train COMMAND --help shows the examples and flags of a command.",
+            "--runs DIR is the folder of the runs (default: $TRAIN_RUNS, else ./runs).",
+            "exit codes: 0 finished, 2 the request is wrong, 3 training failed,",
+            "            75 stopped with a checkpoint, 130 ended at once by Ctrl-C",
         ]
     )
 

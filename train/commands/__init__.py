@@ -1,30 +1,44 @@
-"""The commands, one file each: `add_arguments(parser)` says what it takes, `run(options, runs)` does it.
+"""The commands, one file each.
 
-Their modules import what is heavy (torch, matplotlib) only when they run.
+A command's module has `EXAMPLES` (command lines for its help), `add_arguments(parser)` and `run(options, runs)`. It
+imports what is heavy (torch, matplotlib) only inside `run`.
 """
 
-COMMANDS = {
-    "run": "train here and now; under torchrun: be one of its ranks",
-    "launch": "start a run inside tmux and return; it outlives this shell",
-    "submit": "hand a run to a cluster: Slurm, Kubernetes",
-    "ls": "list the runs and their state",
-    "show": "everything about one run",
-    "top": "a live page of runs, their ranks and the GPUs",
-    "exporter": "figures of runs and GPUs for Prometheus, over HTTP",
-    "logs": "the output of a rank",
-    "attach": "the live terminal of a run (detach: Ctrl-b d)",
-    "stop": "save and stop a run; of a script: ask it by SIGTERM",
-    "resume": "continue a stopped, interrupted or failed run",
-    "fork": "go on from a checkpoint in a new run, with other fields",
-    "archive": "pack a run into one file, with which another machine goes on",
-    "mv": "give a run another name, also while it trains",
-    "rm": "delete runs that are not running",
-    "keeper": "keep runs alive: resume what was interrupted, save all on SIGTERM",
-    "eval": "evaluate a run's newest checkpoint",
-    "export": "write a run's weights to .safetensors, .pt or .onnx",
-    "doctor": "check this machine: what is wrong with it, and the command that mends it",
-    "bench": "measure this machine; train bench --help says what",
-    "report": "where the time of a run went; with --to: its figures and story as one HTML page",
-    "plot": "draw loss, learning rate and throughput of runs",
+GROUPS = {
+    "start a run": {
+        "launch": "start a run inside tmux and return; the run outlives this shell",
+        "run": "train in this terminal; under torchrun: act as one of its ranks",
+        "submit": "hand a run to a cluster: Slurm or Kubernetes",
+        "fork": "start a new run from a checkpoint of another run",
+    },
+    "watch runs": {
+        "ls": "list runs, their state and results",
+        "show": "tell one run's story: state, reason, attempts, checkpoints",
+        "top": "live page of runs, their ranks and the GPUs",
+        "logs": "print the output of a rank",
+        "attach": "open the live terminal of a run (leave with Ctrl-b d)",
+    },
+    "control runs": {
+        "stop": "save a run, then stop it",
+        "resume": "continue a stopped, interrupted or failed run",
+        "keeper": "resume interrupted runs; save all runs on SIGTERM",
+        "archive": "pack a run into one file, to resume it on another machine",
+        "mv": "rename a run, even while it trains",
+        "rm": "delete runs that are not running",
+    },
+    "use the results": {
+        "plot": "draw loss, metrics, learning rate and speed of runs",
+        "report": "show where the time of a run went, or write an HTML page",
+        "eval": "evaluate a checkpoint",
+        "export": "write the weights to .safetensors, .pt or .onnx",
+    },
+    "check the machine": {
+        "doctor": "find what is wrong with this machine and how to fix it",
+        "bench": "measure this machine: checkpoint, collective, input, lr, scaling",
+        "exporter": "serve metrics of runs and GPUs to Prometheus over HTTP",
+    },
 }
-"""Every command and what it does, in a line."""
+"""Maps a purpose to its commands, each with one line on what the command does."""
+
+COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
+"""Maps every command to what it does, in one line."""

@@ -1,4 +1,4 @@
-"""`train archive`: a run as one file, from which another machine goes on."""
+"""`train archive`: pack a run into one file, to resume it on another machine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from train.commands.options import add_name
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
 
+EXAMPLES = {
+    "train archive demo1": "Write demo1.tar: the whole run with its checkpoints, task and logs.",
+    "train archive demo1 --to /media/usb/demo1.tar": "Write it elsewhere. The last line printed resumes the run there.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Which run, and where to."""
+    """Add the run and the file."""
     add_name(parser)
-    parser.add_argument("--to", metavar="FILE", help="the file to write, a .tar; default: NAME.tar")
+    parser.add_argument("--to", metavar="FILE", help="File to write, a .tar. Default: NAME.tar.")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Write the file; say how another machine goes on."""
+    """Write the file, and print the command that resumes the run on another machine."""
     from train.cluster import jobs
     from train.run import durable, folders, imports
 
@@ -29,22 +34,22 @@ def run(options: Namespace, runs: Path) -> int:
     record, target = found.read(), Path(f"{found.name}.tar" if options.to is None else options.to)
     durable.check_target(target, (".tar",))
     if os.path.lexists(target):
-        raise Refused(f"{target} exists; remove it, or choose another file with --to")
+        raise Refused(f"{target} exists already; remove it, or give another file with --to FILE")
     if record.get("script"):
-        raise Refused(f"{found.name} runs a script, and what that needs and saves lies elsewhere; copy it by hand")
+        raise Refused(f"{found.name} runs a script, whose files lie outside the run folder; copy them by hand")
     if jobs.is_submitted(record) or record.get("cluster"):
-        raise Refused(f"{found.name} is of a cluster or of several machines; archive a fork of it: train fork --help")
+        raise Refused(f"{found.name} runs on a cluster or several machines; archive a fork of it: train fork --help")
     lock = found.acquire()
     if lock is None:
-        raise Refused(f"{found.name} is running; first: train stop {found.name}")
+        raise Refused(f"{found.name} is running; stop it first: train stop {found.name}")
     try:
         with durable.published(target) as partial:
-            partial.chmod(0o600)  # as the file in it that only its owner may read
+            partial.chmod(0o600)  # it contains files that only their owner may read
             with tarfile.open(partial, "w") as tar:
                 try:
                     tar.add(found.path.resolve(), found.name, filter=_checked)
                 except OSError as error:
-                    if error.filename is None:  # of the file that is written
+                    if error.filename is None:  # the file that is being written
                         raise
                     raise Refused(f"{error.filename} cannot be read: {error.strerror}") from None
     finally:
@@ -53,28 +58,26 @@ def run(options: Namespace, runs: Path) -> int:
     other = list(record.get("task_watched") or {}) + ([] if has_copies else list(record.get("task_imports") or {}))
     if other:
         more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-        screen.remark(
-            f"{found.name} has no copy of {', '.join(other[:3])}{more}, which its task needs; take them along"
-        )
+        screen.remark(f"the archive lacks {', '.join(other[:3])}{more}, which the task needs; copy them by hand, too")
     file = shlex.quote(str(target))
-    screen.say(f"wrote {target}, {format.size(target.stat().st_size)}; elsewhere, beside the data that it needs:")
+    screen.say(f"wrote {target}, {format.size(target.stat().st_size)}; to resume on another machine that has the data:")
     screen.say(f"  mkdir -p runs && tar -xkf {file} -C runs && train resume {found.name}")
     return EXIT_FINISHED
 
 
 def _checked(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """What becomes of a file of the run; None: it is left out, as an unfinished save or a request to stop it.
+    """Return the archive's entry for a file of the run; None for an unfinished save or a request to stop.
 
     Raises:
-        Refused: it is a link or no file.
+        Refused: the file is a link, or neither a file nor a folder.
     """
     inside = PurePosixPath(member.name).parts[1:]
     if len(inside) in (1, 2) and (inside[-1].startswith(".") or inside == ("stop",)):
         return None
-    if inside == ("wandb",):  # links, and what the service has: wandb.json says which run it is
+    if inside == ("wandb",):  # links, and data that W&B has already; wandb.json keeps the id of its run
         return None
     if not (member.isreg() or member.isdir() or member.islnk()):
-        raise Refused(f"{member.name} is a link or no file, which another machine has not; put a file in its place")
+        raise Refused(f"{member.name} is a link or a special file; replace it by a plain file")
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

@@ -1,4 +1,4 @@
-"""`train attach`: the terminal in which a run lives."""
+"""`train attach`: open the tmux session of a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from train.commands.options import add_name
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
+EXAMPLES = {
+    "train attach demo1": "Watch the run in its own terminal. Ctrl-b d leaves; the run continues.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Which run."""
+    """Add the run."""
     add_name(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Become that terminal."""
+    """Replace this process by a tmux client of the run."""
     from train.launcher.tmux import attach
     from train.run import folders
 

@@ -1,4 +1,4 @@
-"""`train bench`: what this machine can do."""
+"""`train bench`: measure this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.errors import EXIT_FINISHED, Refused
 from train.parallel.rank_env import is_under_torchrun
 
 SUBJECTS = {"checkpoint": 5, "collective": 20, "input": 10, "lr": 100, "scaling": 20}
-"""What can be measured, each by the function `bench` of a module of its name, and how often by default."""
+"""Maps a subject to its default of --times. The function `bench` of train/bench/SUBJECT.py measures it."""
 
 _STRATEGIES = ("ddp", "fsdp", "hsdp")
 _TAKEN_BY = {
@@ -26,53 +26,70 @@ _TAKEN_BY = {
     "nproc": ("collective", "scaling"), "pictures": ("input",), "strategies": ("scaling",), "task": ("lr",),
     "to": ("lr",),
 }  # fmt: skip
-"""Flags that some subjects take."""
+"""Maps a flag to the subjects that take it."""
+
+
+EXAMPLES = {
+    "train bench checkpoint": "How long a save stalls training, beside torch.save and the disk.",
+    "train bench collective --nproc 2": "How fast ranks add up tensors, beside what their link gives.",
+    "train bench input": "Images per second of one core, from JPEG to batch, beside torchvision.",
+    "train bench lr digits --to lr.png": "Draw the loss while the learning rate rises, to choose a learning rate.",
+    "train bench scaling --nproc 1,2": "The gain by more ranks with ddp and fsdp, beside a loop written by hand.",
+}
 
 
 def add_arguments(parser: Parser) -> None:
-    """What to measure, how large and how often."""
-    parser.takes_fields = True  # of lr; checkpoint takes --device
+    """Add the subject and the options of each subject."""
+    parser.takes_fields = True  # lr takes all of them, checkpoint takes --device
+    parser.usage = "train bench SUBJECT [--FLAG VALUE ...]\n       train bench lr TASK --to FILE [--FLAG VALUE ...]"
     add = parser.add_argument
-    text = "what to measure; collective and scaling over several machines: torchrun … -m train bench"
-    add("subject", metavar="|".join(SUBJECTS), choices=tuple(SUBJECTS), help=text)
-    add("task", metavar="TASK", nargs="?", help="lr: whose learning rate is searched", offer=task_names)
-    add("--config", metavar="FILE", help="lr: TOML file with fields; flags win over it")
-    add_target(parser, ".png", ".svg", ".pdf", required=False)
-    add("--mb", metavar="N", action="append", help="checkpoint: MB of state; may be repeated (100, 1000)")
-    text = "scaling: what is trained (mlp: a perceptron)"
-    add("--model", choices=("mlp", "resnet18", "resnet50"), help=text)
-    text = "collective: how many ranks (the GPUs, or 2 on the CPU); scaling: a list, as in 1,2,4"
-    add("--nproc", metavar="N", help=text)
-    add("--strategies", metavar="A,B", help="scaling: of ddp, fsdp, hsdp (ddp,fsdp)")
-    add("--json", action="store_const", const=True, help="scaling: for machines")
-    add("--pictures", metavar="N", help="input: how many JPEG files (256)")
+    text = f"What to measure: {', '.join(SUBJECTS)}."
+    add("subject", metavar="SUBJECT", choices=tuple(SUBJECTS), help=text)
+    add("task", metavar="TASK", nargs="?", help="Only for lr: a built-in task or a Python file.", offer=task_names)
     usual = ", ".join(f"{subject} {times}" for subject, times in SUBJECTS.items())
-    add("--times", metavar="N", help=f"repetitions, of which medians are shown, or steps of lr ({usual})")
+    add("--times", metavar="N", help=f"Repetitions; the median is shown. For lr: steps. Default: {usual}.")
+    text = "Megabytes of state; may be repeated. Default: 100 and 1000. (Also takes --device.)"
+    add("--mb", metavar="N", action="append", section="options of checkpoint", help=text)
+    text = (
+        "Number of ranks; for scaling a list: 1,2,4. Default: up to one per GPU, or 2 on the CPU. "
+        "On several machines use torchrun ... -m train bench SUBJECT, without --nproc."
+    )
+    add("--nproc", metavar="N", section="options of collective and scaling", help=text)
+    only = "options of scaling"
+    models = ("mlp", "resnet18", "resnet50")
+    text = "Model to train. Default: mlp, a perceptron."
+    add("--model", choices=models, metavar="|".join(models), section=only, help=text)
+    add("--strategies", metavar="A,B", section=only, help="Some of ddp, fsdp, hsdp. Default: ddp,fsdp.")
+    add("--json", action="store_const", const=True, section=only, help="Print JSON, for programs.")
+    add("--pictures", metavar="N", section="options of input", help="Number of JPEG files. Default: 256.")
+    only = "options of lr (it also takes all config fields below)"
+    add_target(parser, ".png", ".svg", ".pdf", required=False, section=only)
+    add("--config", metavar="FILE", section=only, help="TOML file with config fields. Flags win over the file.")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Measure and print a table."""
+    """Measure, and print a table."""
     times = number("times", options.times, 1) or SUBJECTS[options.subject]
     own = _own(options, runs)
     made = [folder for folder in (runs, *runs.parents) if not folder.exists()]
     runs.mkdir(parents=True, exist_ok=True)
     module = importlib.import_module(f"train.bench.{options.subject}")
-    for kind in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does, they leave nothing behind
+    for kind in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C, they must leave nothing behind
         signal.signal(kind, lambda at, _: sys.exit(128 + at))
     try:
         text = module.bench(runs, times=times, **own)
     except (Refused, KeyboardInterrupt, SystemExit):
-        with contextlib.suppress(OSError):  # another program has files there by now
+        with contextlib.suppress(OSError):  # another program may have files there by now
             for folder in made:
                 folder.rmdir()
         raise
-    if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks measure, and one tells
+    if os.environ.get("RANK", "0") == "0":  # under torchrun all ranks measure, and rank 0 prints
         print(text)
     return EXIT_FINISHED
 
 
 def _own(options: Namespace, runs: Path) -> dict[str, Any]:
-    """The arguments of one subject. Raises Refused for those of another."""
+    """Return the arguments of the subject. Raises Refused for an option of another subject."""
     subject = options.subject
     for name, takers in _TAKEN_BY.items():
         if getattr(options, name) is not None and subject not in takers:
@@ -82,7 +99,7 @@ def _own(options: Namespace, runs: Path) -> dict[str, Any]:
         if subject != "lr" and (subject, name) != ("checkpoint", "device"):
             raise Refused(f"--{name} is for train bench lr, not {subject}; leave it out")
     if options.nproc is not None and is_under_torchrun():
-        raise Refused("--nproc: torchrun says how many ranks there are; leave it out, or torchrun")
+        raise Refused("--nproc: torchrun sets the number of ranks; leave out --nproc")
     match subject:
         case "checkpoint":
             megabytes = [number("mb", text, 1) or 1 for text in options.mb or ["100", "1000"]]
@@ -93,7 +110,7 @@ def _own(options: Namespace, runs: Path) -> dict[str, Any]:
             return {"pictures": number("pictures", options.pictures, 1) or 256}
         case "lr":
             if options.task is None or options.to is None:
-                raise Refused("train bench lr needs a task and --to FILE.png")
+                raise Refused("train bench lr needs a TASK and --to FILE.png; see: train bench --help")
             request = {"task": options.task, "flags": options.flags, "config_file": options.config}
             check_now(request, runs)
             from train.launcher.request import Request
@@ -104,7 +121,7 @@ def _own(options: Namespace, runs: Path) -> dict[str, Any]:
     for name in names:
         if name not in _STRATEGIES:
             known = ", ".join(_STRATEGIES)
-            raise Refused(f"--strategies {options.strategies}: {name or 'an empty name'} is none of {known}")
+            raise Refused(f"--strategies {options.strategies}: {name or 'an empty name'} is not one of {known}")
     return {
         "name": options.model or "mlp", "strategies": list(dict.fromkeys(names)), "ranks": ranks,
         "as_json": options.json is not None,

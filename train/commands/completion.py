@@ -1,4 +1,4 @@
-"""Completion in a shell, by argcomplete: `eval "$(register-python-argcomplete train)"`."""
+"""Shell completion, by argcomplete: `eval "$(register-python-argcomplete train)"`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from train.commands.parser import Parser, parser_of
 
 
 def answer() -> NoReturn:
-    """Write what may stand at the cursor, and exit: the shell has started this process for nothing else."""
+    """Write the completions for the word at the cursor, then exit. The shell started this process only for that."""
     import argcomplete
 
-    begin = int(os.environ["_ARGCOMPLETE"])  # where our own arguments begin on the line
+    begin = int(os.environ["_ARGCOMPLETE"])  # index of our own first argument on the line
     line = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
     at, folder = _command(line, begin)
     if at is None:
         parser = Parser(prog="train")
-        parser.add_argument("--version", action="store_true", help="the version")
-        parser.add_argument("--runs", help="where run folders live")
+        parser.add_argument("-h", "--help", action="store_true", help="show the help")
+        parser.add_argument("--version", action="store_true", help="show the version")
+        parser.add_argument("--runs", help="folder of the runs")
         parser.add_argument("command", offer=lambda **_: COMMANDS)
     else:
         parser = parser_of(line[at])
@@ -32,7 +33,7 @@ def answer() -> NoReturn:
 
 
 def _command(line: list[str], begin: int) -> tuple[int | None, str | None]:
-    """The place of the command on the line, and the --runs before it."""
+    """Return the index of the command on the line, and the value of a --runs before it."""
     folder = None
     at = begin
     while at < len(line) and line[at].startswith("--runs"):
@@ -43,7 +44,7 @@ def _command(line: list[str], begin: int) -> tuple[int | None, str | None]:
 
 
 def _add_twins(parser: Parser) -> None:
-    """Let argparse see what only our own parsing knows: - for _ in flags."""
+    """Add the spelling with - for _ of every flag, which otherwise only our own parser knows."""
     for name, action in list(parser.flags.items()):
         for twin in {name, name.replace("_", "-")} - {option.lstrip("-") for option in action.option_strings}:
             does = "store_true" if action.nargs == 0 else "store"

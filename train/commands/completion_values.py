@@ -1,4 +1,4 @@
-"""What a shell offers for the value of an argument, where that is no file; see completion.py."""
+"""Values that a shell completes for an argument that is not a file; see completion.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for the doctor's Python 3.8
+if TYPE_CHECKING:  # Python 3.8, which the doctor supports, cannot evaluate the type
     Offer = Callable[..., Iterable[str]]
-    """Returns what an argument may be: argcomplete calls it with prefix=, parsed_args=, action= and parser=."""
+    """Returns the possible values. argcomplete calls it with prefix=, parsed_args=, action= and parser=."""
 
 
 def run_names(parsed_args: Namespace, **_: Any) -> list[str]:
-    """Names of the runs there are."""
+    """Return the names of all runs."""
     from train.run import folders
 
     return [run.name for run in folders.every(_folder(parsed_args))]
@@ -22,11 +22,11 @@ def run_names(parsed_args: Namespace, **_: Any) -> list[str]:
 
 def _folder(parsed_args: Namespace) -> Path:
     given = getattr(parsed_args, "runs", None)
-    return Path(given or os.environ.get("TRAIN_RUNS") or "runs").expanduser()  # the line is as typed: with its ~
+    return Path(given or os.environ.get("TRAIN_RUNS") or "runs").expanduser()  # the shell has not expanded ~ yet
 
 
 def task_names(prefix: str, **_: Any) -> list[str]:
-    """The tasks that come with the package, and Python files."""
+    """Return the built-in tasks and Python files."""
     from argcomplete.completers import FilesCompleter
 
     from train.tasks import BUILT_IN
@@ -35,7 +35,7 @@ def task_names(prefix: str, **_: Any) -> list[str]:
 
 
 def checkpoint_steps(parsed_args: Namespace, **_: Any) -> list[str]:
-    """The steps of a run's checkpoints, and `best`."""
+    """Return `best` and the steps of a run's checkpoints."""
     from train.run.run_folder import Run
 
     name = getattr(parsed_args, "name", None)
@@ -43,5 +43,5 @@ def checkpoint_steps(parsed_args: Namespace, **_: Any) -> list[str]:
 
 
 def words(*choices: str) -> Offer:
-    """One of these."""
+    """Return a function that offers these words."""
     return lambda **_: choices

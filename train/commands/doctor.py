@@ -1,6 +1,6 @@
-"""`train doctor`: is this machine well, and what mends it.
+"""`train doctor`: find what is wrong with this machine, and the command that fixes it.
 
-`python3 -m train doctor` does it with the standard library of Python 3.8 alone, for a host before `make up`.
+`python3 -m train doctor` needs only the standard library of Python 3.8, so that a host can be checked before `make up`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,35 @@ NAMES = (
     "rendezvous name", "rendezvous address", "rendezvous port", "interface", "NCCL_SOCKET_IFNAME",
     "GLOO_SOCKET_IFNAME", "InfiniBand",
 )  # fmt: skip
-"""Every check there is; which of them say something depends on the machine."""
+"""The names of all checks. A machine reports those that apply to it."""
+
+
+EXAMPLES = {
+    "train doctor": "Check this machine. Below each problem stands the command that fixes it.",
+    "train doctor --only 'shared memory,memory'": "Repeat two of the checks.",
+    "train doctor --job --nproc 2": "Start two ranks; check versions, clocks and the sum of an all-reduce.",
+    "train doctor --rendezvous node0:29400": "Also check the connection to node 0 of a run on several machines.",
+}
 
 
 def add_arguments(parser: Parser) -> None:
-    """Which checks, and how they are shown."""
+    """Add the choice of checks, and the form of the output."""
     add = parser.add_argument
-    add("--json", action="store_true", help="for machines: a list of check, verdict, seen, remedy")
-    text = "these alone, by their names with commas: 'shared memory,memory'; train doctor lists them"
+    text = "Run only these checks: names with commas, as train doctor prints them."
     add("--only", metavar="CHECK", help=text, offer=words(*NAMES))
-    text = "check the way to where ranks of several machines are to meet, too"
-    add("--rendezvous", metavar="HOST:PORT", help=text)
-    text = "under torchrun or srun, on every rank: what several ranks need; alone: here"
+    text = "Check ranks together: under torchrun or srun the ranks of that job, else ranks started here."
     add("--job", action="store_true", help=text)
-    add("--nproc", metavar="N", help="with --job, alone: ranks to try it with (one per GPU, else 2)")
-    add("--timeout", metavar="SECONDS", help="with --job: how long a rank may take to come and to answer (30)")
+    add("--nproc", metavar="N", help="With --job, not under torchrun: number of ranks. Default: one per GPU, else 2.")
+    add("--timeout", metavar="SECONDS", help="With --job: seconds a rank may take to start and to answer. Default: 30.")
+    add("--rendezvous", metavar="HOST:PORT", help="Also check the connection to the address where machines meet.")
+    add("--json", action="store_true", help="Print JSON, for programs: a list of check, verdict, seen, remedy.")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Check, print a line a check. 1 if there is a problem."""
+    """Run the checks and print one line for each. Return 1 if there is a problem."""
     ranks, seconds = number("nproc", options.nproc, 1), number("timeout", options.timeout, 1)
     if not options.job and (ranks or seconds):
-        raise Refused(f"--{'nproc' if ranks else 'timeout'} is for --job; give both, or neither")
+        raise Refused(f"--{'nproc' if ranks else 'timeout'} needs --job; give both, or neither")
     try:
         place = address.parse(options.rendezvous) if options.rendezvous is not None else None
     except ValueError as error:
@@ -55,11 +62,11 @@ def run(options: Namespace, runs: Path) -> int:
     only = _named(options.only.split(",")) if options.only is not None else []
     if options.job:
         if place is not None:
-            raise Refused("--job and --rendezvous are two questions; ask one of them")
+            raise Refused("--job and --rendezvous are separate checks; give one of them")
         if only:
-            raise Refused("--only is for the checks of one machine, and --job for those of ranks; ask one of them")
+            raise Refused("--only chooses checks of this machine, and --job checks ranks; give one of them")
         if find_spec("torch") is None:
-            raise Refused("--job takes torch, which this Python has not; make setup installs it into .venv")
+            raise Refused("--job needs torch, which this Python lacks; install it into .venv with: make setup")
         from train.doctor.job import DEADLINE, examine_job
 
         return examine_job(options.json, ranks, seconds or DEADLINE)
@@ -71,25 +78,25 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _named(names: list[str]) -> list[str]:
-    """The checks of these names, however they are written. Raises Refused if there is none of a name."""
+    """Return the checks of these names, in any case. Raises Refused for an unknown name."""
     known = {name.lower(): name for name in NAMES}
     for name in names:
         if name.strip().lower() not in known:
-            raise Refused(f"there is no check {name.strip()!r}; there are: {', '.join(NAMES)}")
+            raise Refused(f"unknown check {name.strip()!r}; the checks are: {', '.join(NAMES)}")
     return [known[name.strip().lower()] for name in names]
 
 
 def _of_check(name: str, findings: list[Finding]) -> list[Finding]:
-    nothing = finding.not_applicable(name, "nothing to check here: train doctor says what there is")
+    nothing = finding.not_applicable(name, "does not apply to this machine; train doctor lists the checks that do")
     return [one for one in findings if one.check == name] or [nothing]
 
 
 def _examine(machine: Machine, runs: Path, place: address.Place | None) -> list[Finding]:
-    """Every check that needs no other rank. Takes a few seconds; changes nothing.
+    """Run every check that needs no other rank. Takes a few seconds and changes nothing.
 
     Args:
-        runs: the folder where runs are stored, or will be.
-        place: where ranks of several machines are to meet.
+        runs: folder of the runs, which may not exist yet.
+        place: where the machines of a run meet.
     """
     subjects = [host.checks(machine), gpu.checks(machine), packages.checks(machine), limits.checks(machine)]
     subjects += [user.checks(machine), disk.checks(machine, runs)]

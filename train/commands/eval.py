@@ -1,4 +1,4 @@
-"""`train eval`: how good a checkpoint is."""
+"""`train eval`: evaluate a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 from train.format import figures
 
+EXAMPLES = {
+    "train eval demo1": "Evaluate the newest checkpoint on the evaluation sets of the run.",
+    "train eval demo1 --checkpoint best --json": "Evaluate the best checkpoint, and print JSON.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Which run and checkpoint."""
+    """Add the run and the checkpoint."""
     add_name(parser)
-    add_json(parser)
     add_checkpoint(parser)
+    add_json(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Evaluate and print the figures."""
+    """Evaluate the checkpoint and print the metrics."""
     from train.run import best, folders, owner
 
     run = owner.opened(folders.find(runs, options.name))

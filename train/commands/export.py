@@ -1,4 +1,4 @@
-"""`train export`: the weights alone, for other programs."""
+"""`train export`: write the weights of a run to a file for other programs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from train.errors import EXIT_FINISHED
 SUFFIXES = (".safetensors", ".pt", ".onnx")
 
 
+EXAMPLES = {
+    "train export demo1 --to demo1.safetensors": "Write the weights of the newest checkpoint.",
+    "train export demo1 --to best.pt --checkpoint best": "Write the weights of the best checkpoint, for torch.load.",
+}
+
+
 def add_arguments(parser: Parser) -> None:
-    """Of which run and checkpoint, and where to."""
+    """Add the run, the file, the checkpoint and the kind of weights."""
     add_name(parser)
-    add_checkpoint(parser)
     add_target(parser, *SUFFIXES)
-    text = "ema: the average of the weights that --ema.decay keeps"
-    parser.add_argument("--weights", choices=("model", "ema"), default="model", help=text)
+    add_checkpoint(parser)
+    text = "ema: the moving average of the weights, if --ema.decay was set. Default: model."
+    parser.add_argument("--weights", choices=("model", "ema"), default="model", metavar="model|ema", help=text)
 
 
 def run(options: Namespace, runs: Path) -> int:

@@ -1,4 +1,4 @@
-"""`train exporter`: figures of runs and GPUs for Prometheus, over HTTP."""
+"""`train exporter`: serve metrics of runs and GPUs to Prometheus over HTTP."""
 
 from __future__ import annotations
 
@@ -10,24 +10,31 @@ from train.errors import Refused
 
 _PORT = "9477"
 _MOST_RECENT = 1000
-"""Each run is some thirty series more."""
+"""Maximum of --recent. Each run adds about thirty series."""
+
+
+EXAMPLES = {
+    "train exporter": "Serve the metrics at http://127.0.0.1:9477/metrics until Ctrl-C.",
+    "train exporter --address 0.0.0.0 --port 9400": "Let other machines read them, too. There is no password.",
+}
 
 
 def add_arguments(parser: Parser) -> None:
-    """Where it listens, and of how many runs it tells."""
-    text = "where it listens; 0.0.0.0 is every way into this machine, and asks nobody who they are (127.0.0.1)"
+    """Add the address, the port and the number of ended runs."""
+    text = f"Port to listen on. Default: {_PORT}."
+    parser.add_argument("--port", default=_PORT, help=text)
+    text = "Address to listen on. 0.0.0.0: all networks of this machine, without a password. Default: 127.0.0.1."
     parser.add_argument("--address", default="127.0.0.1", help=text)
-    parser.add_argument("--port", default=_PORT, help=f"({_PORT})")
-    text = "runs that have ended well, of which it tells: the last so many (20)"
+    text = "Number of runs that have ended well whose metrics are still served. Default: 20."
     parser.add_argument("--recent", metavar="N", default="20", help=text)
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Serve until it is stopped."""
+    """Serve until a signal ends this process."""
     port = number("port", options.port, 1, 65535) or int(_PORT)
     recent = number("recent", options.recent, most=_MOST_RECENT) or 0
     if not options.address:
-        raise Refused("--address is empty; 127.0.0.1 is this machine alone")
+        raise Refused("--address is empty; give 127.0.0.1 for this machine only")
     from train.monitor.prometheus import serve
 
     serve(runs, options.address, port, recent)

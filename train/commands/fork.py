@@ -1,4 +1,4 @@
-"""`train fork`: a new run that goes on from a checkpoint of another one, with whatever is to differ."""
+"""`train fork`: start a new run from a checkpoint of another run, with other fields."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ from train.commands.options import add_checkpoint, add_name, add_ranks, follow, 
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 
+EXAMPLES = {
+    "train fork demo1 --name demo2 --optim.lr 0.01": (
+        "Start demo2 from the newest checkpoint of demo1, with another rate."
+    ),
+    "train fork demo1 --name demo3 --checkpoint best --epochs 40": (
+        "Start from the best checkpoint and train up to epoch 40."
+    ),
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Of which run and checkpoint, what differs, and how it is spread."""
+    """Add the run, the new name, the checkpoint, the fields and the ranks."""
     parser.takes_fields = True
+    parser.usage = "train fork NAME [--name NEW] [--FLAG VALUE ...]"
+    parser.continues_run = True
     add_name(parser)
-    text = "name of the new run; default: the old one and the time"
+    text = "Name of the new run. Default: the old name and the time."
     parser.add_argument("--name", dest="new", metavar="NEW", help=text)
     add_checkpoint(parser)
     add_ranks(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Start it inside tmux; print its name; follow it if wanted."""
+    """Start the new run inside tmux and print its name; with --follow, show it until it ends."""
     from train import config
     from train.launcher import tmux
     from train.launcher.request import LaunchRequest
@@ -32,12 +43,12 @@ def run(options: Namespace, runs: Path) -> int:
     record, restarts = of.read(), number("max-restarts", options.max_restarts)
     config.check_flags(options.flags)
     if init := next((name for name in options.flags if name.startswith("init.")), None):
-        raise Refused(f"--{init}: a fork has the weights of its checkpoint; for others: train launch TASK --init")
+        raise Refused(f"--{init}: a fork uses the weights of its checkpoint; for others: train launch TASK --init FILE")
     if record.get("script"):
-        raise Refused(f"{of.name} runs a script of its own, whose checkpoints are its own; start it anew: train launch")
+        raise Refused(f"{of.name} runs a script, whose checkpoints are not known here; start it with: train launch")
     step = best.checkpoint_named(of, options.checkpoint, screen.remark) or of.newest_checkpoint
     if not step:
-        raise Refused(f"{of.name} has no checkpoint here yet; see: train show {of.name}")
+        raise Refused(f"{of.name} has no checkpoint yet; see: train show {of.name}")
     name = options.new or folders.fresh_name(runs, of.name)
     folders.check_free(runs, name)
     before = None if options.gpus is not None else str(record.get("nproc") or record["world_size"])
@@ -46,6 +57,6 @@ def run(options: Namespace, runs: Path) -> int:
         nproc=options.nproc or before, gpus=options.gpus, max_restarts=restarts,
     )  # fmt: skip
     warn(tmux.start(launch))
-    screen.remark(f"{name} goes on from {of.name} after step {step}")
+    screen.remark(f"{name} continues from {of.name} after step {step}")
     print(name, flush=True)
     return follow(runs, name) if options.follow else EXIT_FINISHED

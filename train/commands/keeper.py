@@ -1,4 +1,4 @@
-"""`train keeper`: the service that keeps runs alive."""
+"""`train keeper`: the service that resumes interrupted runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from pathlib import Path
 
 from train.commands.parser import Parser
 
+EXAMPLES = {
+    "train keeper": "Resume interrupted runs until Ctrl-C, which saves and stops all runs.",
+    "train keeper --once": "Resume what was interrupted, then exit.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """For how long."""
-    parser.add_argument("--once", action="store_true", help="resume what was interrupted, then exit")
+    """Add --once."""
+    parser.add_argument("--once", action="store_true", help="Resume what was interrupted, then exit.")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Keep the runs of this folder."""
+    """Look after the runs in this folder."""
     from train.launcher.keeper import keep
 
     return keep(runs, options.once)

@@ -12,21 +12,34 @@ from train.commands.options import add_nodes, add_ranks, add_task, check_now, fo
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, Refused
 
+EXAMPLES = {
+    "train launch digits --name demo1 --nproc 2 --follow": (
+        "Train a built-in task with two ranks and watch. Ctrl-C ends only the watching."
+    ),
+    "train launch spirals.py --gpus 2 --epochs 20 --optim.lr 0.01": (
+        "Train your own task on two GPUs. Every config field is a flag."
+    ),
+    "train launch --script train.py --nproc 2 -- --lr 0.1": (
+        "Start your own torchrun program. Its own arguments follow after --"
+    ),
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """A task with its fields, or a script with its arguments; on what."""
+    """Add the task with its fields, or the script with its arguments; the ranks and the machines."""
     parser.takes_fields = True
+    parser.usage = "train launch TASK [--FLAG VALUE ...]\n       train launch --script FILE [--FLAG VALUE ...] -- ARGS"
     add = parser.add_argument
     add_task(parser, nargs="?")
     add_ranks(parser)
     add_nodes(parser)
-    add("--script", metavar="FILE", help="launch this torchrun program instead of a TASK; its arguments after --")
-    add("arguments", nargs="*", metavar="-- ARGS", help="arguments of --script", offer=words())
+    add("--script", metavar="FILE", help="Start this torchrun program instead of a TASK.")
+    add("arguments", nargs="*", metavar="-- ARGS", help="Arguments of the --script.", offer=words())
     parser.rest = "script"
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Start the run inside tmux; print its name; follow it if wanted."""
+    """Start the run inside tmux and print its name; with --follow, show it until it ends."""
     from train.launcher import tmux
     from train.launcher.request import LaunchRequest, runs_of_node
     from train.run import folders
@@ -35,7 +48,7 @@ def run(options: Namespace, runs: Path) -> int:
     _check(options, request, runs)
     cluster = nodes_of(options)
     if cluster and not options.name:
-        raise Refused("--nnodes needs --name NAME too: the same on every machine")
+        raise Refused("--nnodes needs --name NAME too; give the same name on every machine")
     name = options.name or folders.fresh_name(runs, Path(options.script or options.task).stem)
     runs = runs_of_node(runs, name, cluster, options.flags, options.config)
     folders.check_free(runs, name)
@@ -59,18 +72,18 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _check(options: Namespace, request: dict[str, Any], runs: Path) -> None:
-    """Refuse what does not go together, and what can be found wrong without torch."""
+    """Refuse options that exclude each other, and what can be found wrong without torch."""
     if (options.script is None) == (options.task is None):
         raise Refused("give a TASK, or --script FILE with its arguments after --; see: train launch --help")
     if options.script is None:
         if options.arguments:
-            raise Refused(f"what is {options.arguments[0]}? a TASK takes flags only; see: train launch --help")
+            raise Refused(f"unexpected {options.arguments[0]}: a TASK takes flags only; see: train launch --help")
         check_now(request, runs)
         return
     if options.config is not None:
-        raise Refused("--config is for tasks; arguments of a script stand after --")
+        raise Refused("--config is for tasks; give the arguments of a script after --")
     if options.nnodes is not None:
-        raise Refused("--nnodes is for tasks; a script on several machines is torchrun's own business")
+        raise Refused("--nnodes is for tasks; start a script on several machines with torchrun")
     from train.launcher import script
 
     script.watch_flags(options.flags)

@@ -1,4 +1,4 @@
-"""`train logs`: what a rank printed."""
+"""`train logs`: print the output of a rank."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from train.commands.completion_values import words
 from train.commands.options import add_name
 from train.commands.parser import Parser, number
 
+EXAMPLES = {
+    "train logs demo1": "Print what rank 0 wrote in the last attempt.",
+    "train logs demo1 --follow": "Print it, and what is written until the run ends.",
+    "train logs demo1 --rank 1 --attempt all": "Print the output of rank 1 in all attempts.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Of which run, rank and attempt."""
+    """Add the run, the rank and the attempt."""
     add = parser.add_argument
     add_name(parser)
-    add("--rank", metavar="R", help="which rank (0)")
-    add("--attempt", metavar="N|all", help="which attempt; default: the last", offer=words("all"))
-    add("--follow", action="store_true", help="go on until the run ends")
+    add("--follow", action="store_true", help="Continue until the run ends, then exit with its code.")
+    add("--rank", metavar="R", help="Number of the rank. Default: 0.")
+    add("--attempt", metavar="N|all", help="Number of the attempt. Default: the last one.", offer=words("all"))
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Print it; with --follow until the run ends, and end as it does."""
+    """Print the output; with --follow until the run ends, with its exit code."""
     from train.run import folders
     from train.views.logs import ALL, print_log
 

@@ -1,4 +1,4 @@
-"""`train ls`: the runs there are."""
+"""`train ls`: list runs."""
 
 from __future__ import annotations
 
@@ -25,31 +25,42 @@ from train.run.run_folder import Run
 from train.views.listing import COLUMNS, listing, value
 
 _ORDERS = ("created", "name", "state", "step")
-"""For --sort, beside fields and figures: the oldest first, by the alphabet, most steps first."""
+"""Orders of --sort besides fields and metrics: oldest first, alphabetical, by state, most steps first."""
+
+
+EXAMPLES = {
+    "train ls": "List all runs, the oldest first.",
+    "train ls 'exp-*' --state running,interrupted": "List the runs of these names that are in one of two states.",
+    "train ls --columns name,optim.lr,accuracy --sort accuracy -n 5": (
+        "Compare the five best runs: a config field beside a metric."
+    ),
+}
 
 
 def add_arguments(parser: Parser) -> None:
-    """Which ones, and in which order."""
+    """Add the choice of runs, the columns and the order."""
     add = parser.add_argument
     add_names(parser, "*")
-    text = "only these, with commas: running, stopped, interrupted, copy, failed, …"
+    text = f"Only runs in these states, with commas: {', '.join(states.ALL)}."
     add("--state", metavar="STATE", help=text, offer=words(*states.ALL))
-    text = "created (the default), step (most first), a figure (the best first), or whatever --columns takes"
-    add("--sort", metavar="BY", default="created", help=text, offer=words(*_ORDERS, "loss"))
     text = (
-        "with commas: name, state, step, ranks, created, started, result, owner; fields (optim.lr); figures (accuracy)"
+        "Columns of the table, with commas: name, state, step, ranks, created, started, result, owner; "
+        "config fields (optim.lr); metrics (accuracy)."
     )
     add("--columns", metavar="NAMES", help=text)
-    add("--csv", action="store_true", help="the table as comma-separated values")
-    add("--reverse", action="store_true", help="the other way round")
-    add("-n", "--limit", metavar="N", help="at most so many: the newest, or with --sort the first ones")
+    text = "created (default), step (most first), a metric (best first), or any other column."
+    add("--sort", metavar="BY", default="created", help=text, offer=words(*_ORDERS, "loss"))
+    add("--reverse", action="store_true", help="Reverse the order.")
+    text = "Show at most N runs: the newest ones, or with --sort the first ones."
+    add("-n", "--limit", metavar="N", help=text)
+    add("--csv", action="store_true", help="Print comma-separated values.")
     add_json(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Print a table, or JSON."""
+    """Print a table, CSV or JSON."""
     if options.json and (options.csv or options.columns is not None):
-        raise Refused("--json prints all there is of a run; leave out --csv and --columns")
+        raise Refused("--json prints everything about a run; leave out --csv and --columns")
     limit = number("limit", options.limit, 1)
     records = jobs.statuses(matching(runs, options.names or ["*"], must=False), screen.remark)
     is_part = bool(options.names or records)
@@ -70,7 +81,7 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _add_details(records: list[Record], runs: Path) -> None:
-    """Add to the records of these runs their configuration, and the figures of their last evaluation so far."""
+    """Add the configuration and the metrics of the last evaluation to the records of these runs."""
     for record in records:
         run = Run(runs / record["name"])
         record["config"] = run.used_config()
@@ -79,16 +90,17 @@ def _add_details(records: list[Record], runs: Path) -> None:
 
 
 def _check_names(option: str, names: tuple[str, ...], records: list[Record]) -> None:
-    """Refuse columns and orders that none of these runs has. Raises Refused."""
+    """Check that at least one of these runs has each column or order. Raises Refused."""
     parts = (part for record in records for part in (record.get("metrics"), record.get("config")) if part)
     known = {*COLUMNS, *_ORDERS, "loss", "owner", *itertools.chain.from_iterable(parts)}
     for name in names if records else ():
         if name not in known:
-            raise Refused(f"{option} {name}: no run here has that{nearest(name, known, '; see: train ls --help')}")
+            hint = nearest(name, known, "; see: train ls --help")
+            raise Refused(f"{option} {name}: no run here has this column{hint}")
 
 
 def _in_states(wanted: str, records: list[Record]) -> list[Record]:
-    """Those in one of these states, given with commas. Raises Refused if there is no such state."""
+    """Return the records in one of these states, given with commas. Raises Refused for an unknown state."""
     among = [state.strip() for state in wanted.split(",")]
     for state in among:
         if state not in states.ALL:
@@ -97,11 +109,11 @@ def _in_states(wanted: str, records: list[Record]) -> list[Record]:
 
 
 def _ordered(records: list[Record], order: str, limit: int | None, reverse: bool) -> list[Record]:
-    """These records (the oldest first) in the order wanted, those that have no such thing at the end.
+    """Return these records, given oldest first, in another order. Records without a value come last.
 
     Args:
-        order: one of _ORDERS, a field (the smallest first), or a figure (the best first).
-        limit: how many at most: by `created` the newest ones, otherwise the first ones of the order.
+        order: one of _ORDERS, a config field (smallest first), or a metric (best first).
+        limit: maximum number of records: the newest ones for `created`, otherwise the first ones.
     """
     if order == "created":
         records = records[-limit if limit else 0 :]
@@ -112,11 +124,11 @@ def _ordered(records: list[Record], order: str, limit: int | None, reverse: bool
 
 
 def _key(record: Record, order: str) -> Any:
-    """What to sort by; None where a run has no such thing."""
+    """Return the sort key of a record; None if the run has no such value."""
     found = value(record, order)
     if order == "state":
         return states.ALL.index(found) if found in states.ALL else len(states.ALL)
-    if isinstance(found, int | float):  # before text: a field may be either
+    if isinstance(found, int | float):  # tested before text, because a field may be either
         is_most = order == "step" or (order in (record.get("metrics") or {}) and not aim_of(order).is_least)
         return (0, -found if is_most else found) if math.isfinite(found) else None
     return None if found is None else (1, str(found))

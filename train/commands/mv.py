@@ -1,4 +1,4 @@
-"""`train mv`: give a run another name."""
+"""`train mv`: rename a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from train.commands.completion_values import run_names
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
 
+EXAMPLES = {
+    "train mv demo1 digits-baseline": "Rename the run and its folder. A run that trains continues.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Which run, and its new name."""
-    parser.add_argument("name", metavar="OLD", help="a run; train ls lists them", offer=run_names)
-    parser.add_argument("new", metavar="NEW", help="its new name")
+    """Add the run and its new name."""
+    parser.add_argument("name", metavar="OLD", help="Name of a run, as in train ls.", offer=run_names)
+    parser.add_argument("new", metavar="NEW", help="New name of the run.")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Rename its folder; a run that trains goes on."""
+    """Rename the folder of the run. A run that trains continues."""
     from train.cluster import jobs
     from train.launcher.tmux import note_move
     from train.run import folders
@@ -27,8 +31,8 @@ def run(options: Namespace, runs: Path) -> int:
     found = folders.find(runs, options.name)
     record = found.read()
     if jobs.is_submitted(record) or record.get("cluster"):
-        raise Refused(f"{found.name} is known to a cluster, or to its other machines, by its name, and keeps it")
+        raise Refused(f"{found.name} cannot be renamed: a cluster or other machines know its name; use train fork")
     folders.check_free(found.folder.parent, options.new)
     note_move(Run(found.folder.rename(found.folder.with_name(options.new))), found.folder)
-    screen.say(f"{options.name} is {options.new} now")
+    screen.say(f"renamed {options.name} to {options.new}")
     return EXIT_FINISHED

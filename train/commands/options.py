@@ -1,8 +1,9 @@
-"""Arguments that several commands take, and what they mean."""
+"""Arguments that several commands share, and the functions that read them."""
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -20,28 +21,28 @@ if TYPE_CHECKING:
 
 MOST_NODES = 10_000
 _LONGEST_WAIT = 1e6
-"""Minutes: two years."""
+"""Minutes; about two years."""
 
 
 def add_name(parser: Parser, **kwargs: Any) -> None:
-    """The NAME of a run."""
-    parser.add_argument("name", metavar="NAME", help="a run; train ls lists them", offer=run_names, **kwargs)
+    """Add the NAME of a run."""
+    parser.add_argument("name", metavar="NAME", help="Name of a run, as in train ls.", offer=run_names, **kwargs)
 
 
 def add_names(parser: Parser, nargs: str) -> None:
-    """The NAMEs of several."""
-    text = "runs, or quoted patterns: 'exp-*'"
+    """Add the NAMEs of several runs."""
+    text = "Names of runs, or patterns in quotes: 'exp-*'."
     parser.add_argument("names", metavar="NAME", nargs=nargs, help=text, offer=run_names)
 
 
 def matching(runs: Path, names: list[str], must: bool = True) -> list[Run]:
-    """The runs with these names, or that match these patterns (with *, ? or [ ]), each once.
+    """Return the runs with these names, or that match these patterns (with *, ? or [ ]), each once.
 
     Args:
-        must: whether a pattern that matches nothing is refused.
+        must: whether to refuse a pattern that matches nothing.
 
     Raises:
-        Refused: there is no such run, or nothing matches.
+        Refused: no run has this name, or nothing matches.
     """
     from train.run import folders
     from train.run.run_folder import Run
@@ -59,41 +60,47 @@ def matching(runs: Path, names: list[str], must: bool = True) -> list[Run]:
 
 
 def add_task(parser: Parser, **kwargs: Any) -> None:
-    """What a new run is made of."""
+    """Add the task of a new run, its name and its configuration file."""
     add = parser.add_argument
-    text = "digits, images, text, fake, or the path of a Python file"
+    text = "A built-in task (digits, images, text, fake), or the path of a Python file."
     add("task", metavar="TASK", help=text, offer=task_names, **kwargs)
-    add("--name", help="name of the run; default: the task and the time")
-    add("--config", metavar="FILE", help="TOML file with fields; flags win over it")
+    add("--name", help="Name of the run. Default: the task and the time.")
+    add("--config", metavar="FILE", help="TOML file with config fields. Flags win over the file.")
 
 
 def add_ranks(parser: Parser) -> None:
-    """How a launched run is spread and watched."""
+    """Add the number of ranks, the GPUs and the restarts of a run in tmux."""
     add = parser.add_argument
-    text = "ranks on this machine; auto: one per GPU"
-    add("--nproc", metavar="N|auto", help=text, offer=words("auto"))
-    add("--gpus", metavar="N|IDS", help="a number of GPUs, or ids with a comma: 0,1 or 2,")
-    add("--max-restarts", metavar="K", help="deaths in a row without a new checkpoint before giving up (3)")
-    add("--follow", action="store_true", help="show progress and exit as the run does: 0, 3 or 75")
+    text = "Ranks on this machine; auto: one per GPU. Default: one per GPU of --gpus, else {}."
+    usual = "as before" if parser.continues_run else "1"
+    add("--nproc", metavar="N|auto", help=text.format(usual), offer=words("auto"))
+    text = "Number of GPUs, or their ids with a comma: 0,1 (or 2, for id 2 alone)."
+    add("--gpus", metavar="N|IDS", help=text)
+    text = "Show the progress until the run ends, then exit with its code: 0, 3 or 75."
+    add("--follow", action="store_true", help=text)
+    text = "Give up after K restarts in a row without a new checkpoint. Default: 3."
+    add("--max-restarts", metavar="K", help=text)
 
 
 def add_nodes(parser: Parser) -> None:
-    """How a run is spread over machines."""
-    add = parser.add_argument
-    add("--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX: they may leave and join")
-    add("--node-rank", metavar="R", help="which one this is, counted from 0; the others come to 0")
-    add("--rendezvous", metavar="HOST:PORT", help="where they meet: an address of node 0")
-    add("--wait-minutes", metavar="M", help="how long to wait for the others (30)")
+    """Add the options of a run on several machines."""
+    add = functools.partial(parser.add_argument, section="several machines (run the command on each)")
+    text = "Number of machines. MIN:MAX: machines may leave and join while MIN are there."
+    add("--nnodes", metavar="N|MIN:MAX", help=text)
+    add("--node-rank", metavar="R", help="Number of this machine, counted from 0.")
+    add("--rendezvous", metavar="HOST:PORT", help="Where the machines meet: an address of node 0.")
+    add("--wait-minutes", metavar="M", help="Minutes to wait for the other machines. Default: 30.")
 
 
 def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """The options of a run on several machines, as nodes.Settings has them; None without any, {} for one machine.
+    """Return the options of a run on several machines, as fields of nodes.Settings; None if none was given, {} for
+    one machine.
 
     Args:
-        before: values of options that are left out.
+        before: values for the options that were left out.
 
     Raises:
-        Refused: they contradict each other, or the rendezvous is no address.
+        Refused: the options contradict each other, or the rendezvous is no address.
     """
     from train.supervise import address
 
@@ -108,9 +115,9 @@ def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dic
     rendezvous = options.rendezvous or before.get("rendezvous")
     if node is None or rendezvous is None:
         missing = "--node-rank R" if node is None else "--rendezvous HOST:PORT"
-        raise Refused(f"--nnodes {options.nnodes} needs {missing} too: which machine this is, and where all meet")
+        raise Refused(f"--nnodes {options.nnodes} needs {missing} too; see: train launch --help")
     if node >= most:
-        raise Refused(f"--node-rank {node}: the {most} nodes are counted from 0 to {most - 1}")
+        raise Refused(f"--node-rank {node}: give a number from 0 to {most - 1}, for --nnodes is {most}")
     try:
         place = address.parse(rendezvous)
     except ValueError as error:
@@ -122,12 +129,12 @@ def nodes_of(options: Namespace, before: Mapping[str, Any] | None = None) -> dic
 
 
 def wait_minutes(text: str) -> float:
-    """The number of --wait-minutes."""
+    """Return the value of --wait-minutes."""
     return decimal("wait-minutes", text, 0.001, _LONGEST_WAIT)
 
 
 def _range(text: str) -> tuple[int, int]:
-    """The fewest and the most machines of `--nnodes N|MIN:MAX`."""
+    """Return the smallest and the largest number of machines of `--nnodes N|MIN:MAX`."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
     least, most = (whole(found[1]), whole(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
@@ -139,44 +146,44 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def add_json(parser: Parser) -> None:
-    """Output for programs."""
-    parser.add_argument("--json", action="store_true", help="for machines")
+    """Add output for programs."""
+    parser.add_argument("--json", action="store_true", help="Print JSON, for programs.")
 
 
 def add_checkpoint(parser: Parser) -> None:
-    """Which checkpoint of a run."""
-    text = "the one of this step, or best; default: the newest whole one"
+    """Add the choice of a checkpoint."""
+    text = "Checkpoint of this step, or the best one. Default: the newest whole one."
     parser.add_argument("--checkpoint", metavar="STEP|best", help=text, offer=checkpoint_steps)
 
 
-def add_target(parser: Parser, *suffixes: str, required: bool = True) -> None:
-    """The file to write."""
-    text = f"the file to write: {', '.join(suffixes[:-1])} or {suffixes[-1]}"
-    parser.add_argument("--to", metavar="FILE", required=required, help=text)
+def add_target(parser: Parser, *suffixes: str, required: bool = True, **kwargs: Any) -> None:
+    """Add the file to write."""
+    text = f"File to write: {', '.join(suffixes[:-1])} or {suffixes[-1]}."
+    parser.add_argument("--to", metavar="FILE", required=required, help=text, **kwargs)
 
 
 def request_of(options: Namespace) -> dict[str, Any]:
-    """The fields of a request.Request without its ranks.
+    """Return the fields of a request.Request, without its ranks.
 
     Raises:
-        Refused: an option is empty.
+        Refused: --name or --config is empty.
     """
     for option in ("name", "config"):
         if getattr(options, option) == "":
-            raise Refused(f"--{option} is empty; give one, or leave it out")
+            raise Refused(f"--{option} is empty; give a value, or leave --{option} out")
     return {"task": options.task, "flags": options.flags, "config_file": options.config}
 
 
 def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) -> None:
-    """Find what can be found wrong without torch, at once: the task's name, the fields' values, and files.
+    """Check what can be checked without torch: the name of the task, the values of the fields, and files.
 
     Args:
-        runs: the run folders, where files of this machine are read; the path that --init means is written into the
-            request.
-        is_here: whether the run begins on this machine.
+        runs: folder of the runs, if the run may read files of this machine. The path that --init means is then
+            written into the request.
+        is_here: whether the run starts on this machine.
 
     Raises:
-        Refused: something is.
+        Refused: one of them is wrong.
     """
     from train import config, tasks
 
@@ -186,8 +193,8 @@ def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) 
     flags, init = request["flags"], file.get("init")
     init = flags.get("init.file") or (init.get("file") if isinstance(init, dict) else None)
     if is_here and flags.get("data.root") and request["task"] in tasks.BUILT_IN:
-        tasks.data_root(flags["data.root"])  # a task of the user's own may make the folder
-    if not is_here:  # where it begins the launch says so
+        tasks.data_root(flags["data.root"])  # a user's own task may create the folder
+    if not is_here:  # here the launch itself checks this
         from train.launcher import unused_fields
 
         unused_fields.check_early(tasks.locate(request["task"]), request["flags"], request["config_file"])
@@ -196,10 +203,10 @@ def check_now(request: dict[str, Any], runs: Path | None, is_here: bool = True) 
 
 
 def _weights_at(text: str, runs: Path) -> Path:
-    """The file that --init means, or the folder of a checkpoint: NAME, NAME@best or NAME@STEP.
+    """Return the file that --init means, or the folder of a checkpoint: NAME, NAME@best or NAME@STEP.
 
     Raises:
-        Refused: there is neither such a file nor such a run.
+        Refused: neither a file nor a run has this name.
     """
     from train.run import best, folders
 
@@ -208,11 +215,11 @@ def _weights_at(text: str, runs: Path) -> Path:
     if Path(text).exists() and not (Path(text) / "run.json").exists():
         if is_run and not sign and "/" not in text:
             raise Refused(
-                f"--init {text}: a file here and a run have this name; give ./{text}, or {text}@best or {text}@STEP"
+                f"--init {text}: both a file and a run have this name; give ./{text}, {text}@best or {text}@STEP"
             )
         return Path(text).absolute()
     if not is_run or (sign and not which):
-        raise Refused(f"--init {text}: there is no such file, nor such a run: NAME, NAME@best or NAME@STEP")
+        raise Refused(f"--init {text}: no file and no run has this name; give a FILE, NAME, NAME@best or NAME@STEP")
     run = folders.find(runs, name)
     step = best.checkpoint_named(run, which or None, screen.remark) or run.newest_checkpoint
     if not step:
@@ -221,13 +228,13 @@ def _weights_at(text: str, runs: Path) -> Path:
 
 
 def warn(warnings: list[str]) -> None:
-    """Print warnings."""
+    """Print these warnings."""
     for line in warnings:
         screen.remark(f"warning: {line}")
 
 
 def follow(runs: Path, name: str) -> int:
-    """Show a run until it ends, and end as it does."""
+    """Show a run until it ends. Return its exit code."""
     from train.run import folders
     from train.views.follow import follow
 

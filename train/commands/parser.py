@@ -1,7 +1,7 @@
-"""Arguments of commands: argparse, and what this command line has beyond it.
+"""The parser of commands: argparse, and what this command line adds to it.
 
-A flag is a field of Config (`--optim.lr 0.1`) or a command's own. Either is written with - or _, takes its value after
-a blank or =, stands anywhere, is never abbreviated, and the last one wins.
+A flag is a config field (`--optim.lr 0.1`) or belongs to a command. Both are written with - or _. The value follows
+after a blank or =. Flags may stand anywhere and are never abbreviated. If a flag is given twice, the last one wins.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import importlib
 import os
+import textwrap
 from argparse import SUPPRESS, Action, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,36 +24,54 @@ if TYPE_CHECKING:
     from train.commands.completion_values import Offer
 
 _FIRST = {
-    "name", "config", "nproc", "gpus", "follow", "spawn", "all", "on", "nodes", "gpus-per-node", "time", "epochs",
-    "steps", "batch_size", "optim.lr",
+    "name", "config", "nproc", "gpus", "follow", "script", "spawn", "all", "checkpoint", "on", "nodes",
+    "gpus-per-node", "time", "dry-run", "times", "epochs", "steps", "batch_size", "optim.lr",
 }  # fmt: skip
-"""What help shows first where fields are flags too, and flags are many."""
+"""Flags that help shows first, for commands that also take config fields."""
 
+_LONGEST_CHOICES = 48
+"""Characters. Help does not print a longer list of choices beside the flag; its text says where they are listed."""
 
 _ALIASES = {"log.trace": "--trace", "init.file": "--init"}
-"""Shorter flags of fields."""
+"""Maps a field to its shorter flag."""
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command, which knows its flags by name."""
+    """The parser of one command. It looks its flags up by name."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.flags: dict[str, Action] = {}
-        """Every flag by its name, written with _ and without dashes."""
+        """Maps a flag's name, written with _ and without dashes, to its action."""
         self.short: dict[str, Action] = {}
-        """Those of one letter, as `-n`."""
+        """Maps a flag of one letter, such as `-n`, to its action."""
         self.takes_fields = False
-        """Whether the fields of Config are flags of this command. To be set before its arguments."""
+        """Whether the config fields are flags of this command. Set before the arguments are added."""
+        self.continues_run = False
+        """Whether the command continues a run, which keeps the fields that are not given. Set with `takes_fields`."""
         self.rest: str | None = None
-        """The option with which arguments after -- are taken, as `options.arguments`."""
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-        self._more = self.add_argument_group("more options")
+        """The option that allows arguments after --; they are then in `options.arguments`."""
+        formatter: Any = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=formatter, add_help=False, **kwargs)
+        self._positionals.title = "arguments"
+        self._sections: dict[str, Any] = {}
 
-    def add_argument(self, *names: str, offer: Offer | None = None, **kwargs: Any) -> Action:
-        """As argparse has it. `offer`: what a shell offers for its value."""
+    def add_argument(
+        self, *names: str, offer: Offer | None = None, section: str | None = None, **kwargs: Any
+    ) -> Action:
+        """Add an argument, as argparse does.
+
+        Args:
+            offer: returns what a shell completes as its value.
+            section: heading of the help under which it is listed; None: among the first options, or, for a command
+                that also takes config fields, under "more options".
+        """
         is_first = not (self.takes_fields and names[0].startswith("-")) or names[-1].lstrip("-") in _FIRST
-        add = super().add_argument if is_first else self._more.add_argument
-        return self._known(add(*names, **kwargs), offer)
+        title = section or (None if is_first else "more options")
+        if title is None:
+            return self._known(super().add_argument(*names, **kwargs), offer)
+        if title not in self._sections:
+            self._sections[title] = self.add_argument_group(title)
+        return self._known(self._sections[title].add_argument(*names, **kwargs), offer)
 
     def _known(self, action: Action, offer: Offer | None) -> Action:
         for option in action.option_strings:
@@ -60,37 +80,44 @@ class Parser(argparse.ArgumentParser):
             else:
                 self.short[option] = action
         if offer is not None:
-            action.completer = offer  # type: ignore[attr-defined] # where argcomplete looks for it
+            action.completer = offer  # type: ignore[attr-defined] # argcomplete reads this attribute
         return action
 
     def add_fields(self) -> None:
-        """Take every field of Config as a flag, into `options.flags`, as text. After all other arguments."""
+        """Add every config field as a flag whose text goes into `options.flags`. Call after all other arguments."""
         from train import config
 
-        self.usage = self.format_usage().removeprefix("usage: ").rstrip() + " [--FIELD VALUE ...]"
-        title = "fields (flags here, keys of a --config file; task settings are --task.NAME)"
-        groups = {"": self.add_argument_group(title)}
+        is_resume = self.prog == "train resume"
+        title, note = "config fields (N: whole number, X: number, [default])", "They are also keys of --config FILE. "
+        if is_resume:
+            title, note = "config fields that a resume may change", "To change other fields: train fork. "
+        elif self.continues_run:
+            title, note = "config fields", "Other fields stay as they were. "
+        groups = {"": self.add_argument_group(title, f"{note}Settings of a task: --task.NAME VALUE.")}
         for info in config.fields().values():
             kind = config.type_name(info.annotation)
-            default = "" if info.default in (None, "") else f" [{str(info.default).lower()}]"
+            no_default = self.continues_run or info.default in (None, "")
+            default = "" if no_default else f" [{str(info.default).lower()}]"
             choices = [word for word in kind.split("|") if not word.isupper()]
+            kind = kind if len(kind) <= _LONGEST_CHOICES else "NAME"
             name, of = info.name, info.name.rpartition(".")[0]
             if of not in groups:
                 groups[of] = self.add_argument_group(f"fields of {of}")
             add = super().add_argument if name in _FIRST else groups[of].add_argument
             names = [f"--{name}", *([_ALIASES[name]] if name in _ALIASES else [])]
-            action = add(*names, action=_Field, metavar=kind + default, help=one_line(info.help).replace("%", "%%"))
+            text = one_line(info.help).replace("%", "%%") if info.may_change or not is_resume else SUPPRESS
+            action = add(*names, action=_Field, metavar=kind + default, help=text)
             self._known(action, words(*choices) if choices else None)
 
     def flag(self, name: str) -> Action:
-        """The flag of this name, given without the dashes before it.
+        """Return the flag of this name, given without its dashes.
 
         Raises:
             Refused: there is none.
         """
         plain = name.replace("-", "_")
         if plain not in self.flags and self.takes_fields and plain.startswith(("task.", "optim.args.")):
-            self.add_argument(f"--{plain}", action=_Field, help="which only the task, or torch, knows")
+            self.add_argument(f"--{plain}", action=_Field, help="known to the task or to torch only")
         if plain not in self.flags:
             known = [action.option_strings[-1][2:] for action in self.flags.values()]
             raise Refused(f"unknown flag --{plain}{nearest(plain, known, f'; see: {self.prog} --help', '--')}")
@@ -102,7 +129,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Field(Action):
-    """Collects a field's text in `flags`."""
+    """Stores the text of a config field in `flags`."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs | {"dest": kwargs["option_strings"][0][2:], "default": SUPPRESS})
@@ -112,47 +139,57 @@ class _Field(Action):
 
 
 def parser_of(command: str) -> Parser:
-    """The parser of a command, as its module fills it."""
-    summary = COMMANDS[command]
-    parser = Parser(prog=f"train {command}", description=f"{summary[0].upper()}{summary[1:]}.")
-    importlib.import_module(f"train.commands.{command}").add_arguments(parser)
-    parser.add_argument("--runs", metavar="DIR", help="where run folders live; default: $TRAIN_RUNS, else ./runs")
+    """Return the parser of a command, with the arguments and examples of its module."""
+    summary, module = COMMANDS[command], importlib.import_module(f"train.commands.{command}")
+    text = f"{summary[0].upper()}{summary[1:]}.\n\n{example_text(module.EXAMPLES)}"
+    parser = Parser(prog=f"train {command}", description=text)
+    module.add_arguments(parser)
+    parser.add_argument("--runs", metavar="DIR", help="Folder of the runs. Default: $TRAIN_RUNS, else ./runs.")
+    parser.add_argument("-h", "--help", action="help", help="Show this help.")
     if parser.takes_fields:
         parser.add_fields()
     return parser
 
 
+def example_text(examples: Mapping[str, str]) -> str:
+    """Return the examples of a help text: each command line, and below it what it does."""
+    lines = ["examples:"]
+    for line, text in examples.items():
+        lines += [f"  {line}", textwrap.fill(text, 78, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return "\n".join(lines)
+
+
 def parse(parser: Parser, arguments: list[str]) -> Namespace:
-    """A command's options; among them `runs`, and `flags`: the fields that were given, as text.
+    """Parse the options of a command. `flags` maps the config fields that were given to their text.
 
     Raises:
-        Refused: something is unknown, lacks its value, or stands where it cannot.
+        Refused: an argument is unknown, lacks its value, or is not allowed here.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(_in_order(parser, arguments[:end]), Namespace(flags={}))
     if parser.rest is not None and getattr(options, parser.rest) is not None:
         options.arguments = arguments[end + 1 :]
     elif arguments[end:]:
-        raise Refused(f"what is -- for? only launch --script takes arguments after it; see: {parser.prog} --help")
+        raise Refused(f"only launch --script takes arguments after --; see: {parser.prog} --help")
     return options
 
 
 def runs_folder(given: str | None) -> Path:
-    """Where run folders live: --runs, else $TRAIN_RUNS, else ./runs.
+    """Return the folder of the runs: --runs, else $TRAIN_RUNS, else ./runs.
 
     Raises:
-        Refused: --runs was given as an empty text, or something else than a folder is there.
+        Refused: --runs is empty, or the path exists and is not a folder.
     """
     if given == "":
-        raise Refused("--runs is empty; give a folder, or leave it out for ./runs")
+        raise Refused("--runs is empty; give a folder, or leave --runs out for ./runs")
     folder = Path(given or os.environ.get("TRAIN_RUNS") or "runs").absolute()
     if os.path.lexists(folder) and not folder.is_dir():
-        raise Refused(f"{folder} is not a folder, so there are no runs in it; choose another with --runs")
+        raise Refused(f"{folder} is not a folder; give the folder of the runs with --runs DIR")
     return folder
 
 
 def _in_order(parser: Parser, arguments: list[str]) -> list[str]:
-    """The arguments as argparse cannot misread them: first flags, each with its value in one word, then the others."""
+    """Reorder arguments so that argparse cannot misread them: flags first, each in one word with its value."""
     flags: list[str] = []
     others: list[str] = []
     left = list(reversed(arguments))
@@ -173,10 +210,10 @@ def _in_order(parser: Parser, arguments: list[str]) -> list[str]:
 
 
 def number(option: str, text: str | None, least: int = 0, most: int = 10**9) -> int | None:
-    """A whole number given to an option.
+    """Return the whole number that was given to an option; None if none was given.
 
     Raises:
-        Refused: it is none, too small or too large.
+        Refused: the text is no whole number, or is too small or too large.
     """
     if text is None:
         return None
@@ -188,10 +225,10 @@ def number(option: str, text: str | None, least: int = 0, most: int = 10**9) -> 
 
 
 def decimal(option: str, text: str, least: float, most: float) -> float:
-    """A number given to an option, which may have a fraction.
+    """Return the number, possibly with a fraction, that was given to an option.
 
     Raises:
-        Refused: it is none, too small or too large.
+        Refused: the text is no number, or is too small or too large.
     """
     with contextlib.suppress(ValueError):
         if least <= float(text) <= most:

@@ -1,4 +1,4 @@
-"""`train plot`: the curves of runs."""
+"""`train plot`: draw the curves of runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from train.commands.options import add_names, add_target, matching
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
+EXAMPLES = {
+    "train plot demo1 --to demo1.png": "Draw one run.",
+    "train plot 'exp-*' --to exp.svg": "Draw several runs over each other. The legend names the fields that differ.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Of which runs, and where to."""
+    """Add the runs and the file."""
     add_names(parser, "+")
     add_target(parser, ".png", ".svg", ".pdf")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Draw them into one file."""
+    """Draw all runs into one file."""
     from train.views.plot import plot, verdict
 
     chosen = matching(runs, options.names)

@@ -1,4 +1,4 @@
-"""`train report`: where the time of a run went, and its figures as a page."""
+"""`train report`: show where the time of a run went, or write a page about the run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from train.commands.options import add_json, add_name, add_target
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
 
+EXAMPLES = {
+    "train report demo1": "Show in the terminal where the time went, and what would help.",
+    "train report demo1 --to demo1.html": "Write one HTML page with curves, attempts and the configuration.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Of which run, and in which form."""
+    """Add the run and the form of the output."""
     add_name(parser)
     add_target(parser, ".html", ".htm", required=False)
     add_json(parser)
@@ -24,7 +29,7 @@ def run(options: Namespace, runs: Path) -> int:
     from train.views import report
 
     if options.json and options.to is not None:
-        raise Refused("--json prints, and --to writes a page; give one of them")
+        raise Refused("--json prints, but --to writes a page; give one of them")
     run = folders.find(runs, options.name)
     if options.to is not None:
         report.write(run, Path(options.to))

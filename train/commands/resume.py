@@ -11,19 +11,28 @@ from train.commands.options import add_name, add_nodes, add_ranks, follow, nodes
 from train.commands.parser import Parser, number
 from train.errors import EXIT_FINISHED, EXIT_REFUSED, Refused
 
+EXAMPLES = {
+    "train resume demo1 --follow": "Continue from the last checkpoint with the same ranks, and watch.",
+    "train resume demo1 --nproc 4 --epochs 40": "Continue with four ranks, and train up to epoch 40.",
+    "train resume --all": "Continue every run that was interrupted.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """One run, with what may change; or all."""
+    """Add the run and the fields that may change, or --all."""
     parser.takes_fields = True
+    parser.usage = "train resume NAME [--FLAG VALUE ...]\n       train resume --all"
+    parser.continues_run = True
     add = parser.add_argument
     add_ranks(parser)
     add_nodes(parser)
     add_name(parser, nargs="?")
-    add("--all", action="store_true", help="every run of this station that was interrupted, or stopped by a signal")
+    text = "Every run started here that was interrupted, or that a signal or the keeper stopped."
+    add("--all", action="store_true", help=text)
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Start them inside tmux; print their names; follow a single one if wanted."""
+    """Start the runs inside tmux and print their names; with --follow, show one run until it ends."""
     from train.launcher.resumable import is_resumable
     from train.run import folders
 
@@ -31,7 +40,7 @@ def run(options: Namespace, runs: Path) -> int:
     if (options.name is None) == (not options.all):
         raise Refused("give the NAME of a run, or --all; train ls lists the runs")
     if options.all and (options.follow or options.flags or options.nnodes is not None):
-        raise Refused("--all takes neither --follow nor fields; resume that run by its name")
+        raise Refused("--all takes neither --follow nor fields; resume each run by its name: train resume NAME")
     if not options.all:
         begun = _resume(options, runs, options.name)
         return follow(begun, options.name) if begun is not None and options.follow else EXIT_FINISHED
@@ -39,9 +48,9 @@ def run(options: Namespace, runs: Path) -> int:
     found = {run.name: is_resumable(run) for run in folders.every(runs)}
     names = [name for name in found if found[name]]
     for name in (name for name in found if found[name] is None):
-        screen.remark(f"{name} is left out, for it is not known as started here; to go on: train resume {name}")
+        screen.remark(f"skipped {name}, which was not started here; to adopt it: train resume {name}")
     if not names:
-        screen.say(f"no run in {runs} was interrupted; one that was stopped or has failed: train resume NAME")
+        screen.say(f"no run in {runs} was interrupted; to continue a stopped or failed run: train resume NAME")
     for name in names:
         try:
             _resume(options, runs, name)
@@ -52,10 +61,10 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
-    """Start one run and print its name. Returns where it lies; None where it has finished already.
+    """Start one run and print its name. Return the folder of its runs; None if the run has finished already.
 
     Raises:
-        Refused: it is running, or cannot be resumed so.
+        Refused: the run is running, or cannot be resumed with these options.
     """
     from train.cluster import jobs
     from train.launcher import tmux
@@ -83,7 +92,7 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
     before = record.get("cluster")
     cluster = nodes_of(options, before)
     if before and before["node"] and cluster is not None and not cluster.get("node"):
-        raise Refused(f"{name} has its checkpoints on node 0, and this is node {before['node']}; go on from there")
+        raise Refused(f"{name} has its checkpoints on node 0, but this is node {before['node']}; resume it on node 0")
     launch = LaunchRequest(
         kind="resume", runs=str(runs), name=name, flags=options.flags, nproc=options.nproc, gpus=options.gpus,
         cluster=cluster,
@@ -95,10 +104,10 @@ def _resume(options: Namespace, runs: Path, name: str) -> Path | None:
 
 
 def _check_submitted(options: Namespace, name: str) -> None:
-    """Refuse to change the shape in which the run was handed to an engine."""
+    """Refuse options that would change the shape of a submitted run."""
     for option in ("nproc", "gpus", "nnodes", "node_rank", "rendezvous", "wait_minutes", "max_restarts"):
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")
             raise Refused(
-                f"--{flag}: {name} was handed over with train submit, and goes on in that shape; leave it out"
+                f"--{flag}: a run of train submit keeps its nodes and ranks; leave --{flag} out, or fork {name}"
             )

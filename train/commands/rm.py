@@ -1,4 +1,4 @@
-"""`train rm`: delete run folders."""
+"""`train rm`: delete runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED, Refused
 from train.run import folders
 
+EXAMPLES = {
+    "train rm demo1": "Delete the run with its checkpoints. A running run is refused.",
+    "train rm 'exp-*'": "Delete all runs of these names; none of them if one is running.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Which runs."""
+    """Add the runs."""
     add_names(parser, "+")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Delete all of them, with the folders of their other nodes, or none where one is alive."""
+    """Delete all of these runs, with the folders of their other nodes; none of them if one is alive."""
     found = matching(runs, options.names)
     every = [*found, *(other for run in found for other in jobs.other_nodes(run))]
     with contextlib.ExitStack() as held:
@@ -29,8 +34,8 @@ def run(options: Namespace, runs: Path) -> int:
         for run in every:
             lock = run.acquire()
             if lock is None:
-                also = f"; nothing was removed of these {len(found)} runs" if len(found) > 1 else ""
-                raise Refused(f"{run.name} is running; first: train stop {run.name}{also}")
+                also = f"; none of these {len(found)} runs was removed" if len(found) > 1 else ""
+                raise Refused(f"{run.name} is running; stop it first: train stop {run.name}{also}")
             held.callback(lock.release)
         stays = [line for run in found if (line := jobs.remove_job(run))]
         sizes = [sum(file.lstat().st_size for file in run.folder.rglob("*")) for run in found]

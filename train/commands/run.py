@@ -1,4 +1,4 @@
-"""`train run`: train here and now."""
+"""`train run`: train in this terminal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from train.commands.parser import Parser, number
 from train.launcher.ranks_and_gpus import MOST_RANKS
 from train.parallel.rank_env import is_under_torchrun
 
+EXAMPLES = {
+    "train run digits --epochs 2": "Train here. Ctrl-C saves and stops; a second Ctrl-C ends at once.",
+    "train run spirals.py --spawn 2 --config config.toml --optim.lr 0.1": (
+        "Train your own task with two ranks. Flags win over the file."
+    ),
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """A task, its fields, and how many ranks."""
+    """Add the task, its fields and the number of ranks."""
     parser.takes_fields = True
+    parser.usage = "train run TASK [--FLAG VALUE ...]"
     add_task(parser)
-    parser.add_argument("--spawn", metavar="N", help="start N ranks on this machine")
+    parser.add_argument("--spawn", metavar="N", help="Start N ranks on this machine. Default: 1.")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Train until the end, or until asked to stop."""
+    """Train until the end, or until a request to stop."""
     request, spawn = request_of(options), number("spawn", options.spawn, 1, MOST_RANKS)
     if options.name is not None and not is_under_torchrun():
         from train.run import folders

@@ -1,4 +1,4 @@
-"""`train show`: the story of a run."""
+"""`train show`: tell the story of a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from train.commands.options import add_json, add_name
 from train.commands.parser import Parser
 from train.errors import EXIT_FINISHED
 
+EXAMPLES = {
+    "train show demo1": "State, reason and next command; results, attempts, checkpoints.",
+    "train show demo1 --json": "The same for programs: run.json with the present state.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Which run."""
+    """Add the run."""
     add_name(parser)
     add_json(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Print it, or its record as JSON."""
+    """Print the story, or the record as JSON."""
     from train.cluster import jobs
     from train.run import best, folders
     from train.views.listing import story

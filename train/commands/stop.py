@@ -1,4 +1,4 @@
-"""`train stop`: end a run without losing a step."""
+"""`train stop`: save a run, then stop it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from train import screen
 from train.commands.options import add_name
 from train.commands.parser import Parser
 
+EXAMPLES = {
+    "train stop demo1": "Save a checkpoint, then stop. Continue later with: train resume demo1",
+    "train stop demo1 --now": "End the run at once. The steps since the last checkpoint are lost.",
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """Which run, and how."""
+    """Add the run, and --now."""
     add_name(parser)
-    parser.add_argument("--now", action="store_true", help="do not save; the last checkpoint stays")
+    parser.add_argument("--now", action="store_true", help="Do not save. Steps since the last checkpoint are lost.")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Wait until it has stopped; say how it stands."""
+    """Stop the run, wait until it has ended, and print its state."""
     from train.cluster import jobs
     from train.launcher import stopping
     from train.run import folders

@@ -1,4 +1,4 @@
-"""`train submit`: hand a run to an engine of a cluster."""
+"""`train submit`: hand a run to a cluster: Slurm or Kubernetes."""
 
 from __future__ import annotations
 
@@ -16,34 +16,47 @@ from train.launcher.ranks_and_gpus import MOST_RANKS
 from train.supervise.attempts import MAX_RESTARTS
 from train.supervise.timeouts import WAIT_MINUTES
 
+EXAMPLES = {
+    "train submit digits --on slurm --nodes 2 --gpus-per-node 4 --time 8:00:00": "Hand a run on 8 GPUs to Slurm.",
+    "train submit digits --on kubernetes --gpus-per-node 1 --dry-run": (
+        "Print what Kubernetes would get. Create nothing."
+    ),
+    "train submit digits --on slurm --nproc 4 --follow": (
+        "Train on CPUs with four ranks, and show the log until the run ends."
+    ),
+}
+
 
 def add_arguments(parser: Parser) -> None:
-    """A task with its fields, on what, and for how long; then what each engine has beyond that."""
+    """Add the task with its fields, the nodes and the time limit; then the options of each engine."""
     parser.takes_fields = True
+    parser.usage = "train submit TASK --on ENGINE [--FLAG VALUE ...]"
     add = parser.add_argument
     add_task(parser)
-    add("--on", metavar="ENGINE", help=" or ".join(ENGINES), offer=words(*ENGINES))
-    add("--nodes", metavar="N", help="machines (1)")
-    add("--gpus-per-node", metavar="G", help="GPUs on each; none: it computes on CPUs, and --nproc says how many ranks")
-    add("--nproc", metavar="N", help="ranks on each node; default: one per GPU")
-    add("--time", metavar="LIMIT", help="time limit: minutes, or 8:00:00, or 2-12:00:00; default: the engine's")
-    add("--warn", metavar="SECONDS", help="how long before the time limit all ranks save (120)")
-    add("--cpus-per-task", metavar="N", help="CPUs for each node's ranks together")
-    add("--mem", metavar="SIZE", help="memory of each node, as 64G")
-    add("--container", metavar="IMAGE", help="the image that each node runs in")
-    add("--wait-minutes", metavar="M", default=str(WAIT_MINUTES), help="how long a node waits for the others (30)")
-    text = "deaths in a row without a new checkpoint before giving up (3)"
+    add("--on", metavar="ENGINE", help=f"The cluster's engine: {' or '.join(ENGINES)}.", offer=words(*ENGINES))
+    add("--nodes", metavar="N", help="Number of machines. Default: 1.")
+    add("--gpus-per-node", metavar="G", help="GPUs on each machine. Default: none; the ranks of --nproc use CPUs.")
+    add("--nproc", metavar="N", help="Ranks on each machine. Default: one per GPU.")
+    add("--time", metavar="LIMIT", help="Time limit: minutes, 8:00:00 or 2-12:00:00. Default: the engine's.")
+    add("--dry-run", action="store_true", help="Print what the engine would get. Create nothing.")
+    text = "Show the state and the log until the run ends, then exit with its code: 0, 3 or 75."
+    add("--follow", action="store_true", help=text)
+    add("--container", metavar="IMAGE", help="Image in which each node runs.")
+    add("--mem", metavar="SIZE", help="Memory of each node, such as 64G.")
+    add("--cpus-per-task", metavar="N", help="CPUs of each node, for all its ranks together.")
+    add("--warn", metavar="SECONDS", help="Seconds before the time limit at which all ranks save. Default: 120.")
+    text = "Minutes a node waits for the others. Default: 30."
+    add("--wait-minutes", metavar="M", default=str(WAIT_MINUTES), help=text)
+    text = "Give up after K restarts in a row without a new checkpoint. Default: 3."
     add("--max-restarts", metavar="K", default=str(MAX_RESTARTS), help=text)
-    add("--dry-run", action="store_true", help="print what the engine would be given; create nothing")
-    add("--follow", action="store_true", help="show how it stands and its log, and exit as the run does: 0, 3 or 75")
     for name in ENGINES:
         engine(name).options(parser)
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Check the request, hand it over, print the run's name; follow it if wanted."""
+    """Check the request, hand it over and print the run's name; with --follow, show it until it ends."""
     if options.follow and options.dry_run:
-        raise Refused("--follow and --dry-run: of what is only shown there is nothing to follow; leave one of them out")
+        raise Refused("--dry-run starts no run that --follow could show; leave one of them out")
     asked = _submission(options, runs)
     from train.cluster import jobs
 
@@ -61,7 +74,7 @@ def _submission(options: Namespace, runs: Path) -> Submission:
 
     if options.on not in ENGINES:
         given = "--on is missing" if options.on is None else f"--on {options.on}"
-        raise Refused(f"{given}: give the engine that takes the run: {' or '.join(ENGINES)}")
+        raise Refused(f"{given}: give the cluster's engine, --on {' or --on '.join(ENGINES)}")
     request = request_of(options)
     check_now(request, runs if options.on == "slurm" else None, is_here=False)
     name = options.name or folders.fresh_name(runs, Path(options.task).stem)
@@ -71,7 +84,7 @@ def _submission(options: Namespace, runs: Path) -> Submission:
     if not nproc:
         raise Refused("give --gpus-per-node G, or --nproc N for ranks on CPUs")
     if gpus and nproc > gpus:
-        raise Refused(f"--nproc {nproc}: more ranks than the {gpus} GPUs of a node")
+        raise Refused(f"--nproc {nproc} is more than the {gpus} GPUs of a node; give at most {gpus}")
     request |= {"engine": options.on, "runs": runs, "name": name, "gpus_per_node": gpus, "nproc": nproc}
     return Submission(
         **request,
@@ -89,18 +102,16 @@ def _submission(options: Namespace, runs: Path) -> Submission:
 
 
 def _own(options: Namespace) -> dict[str, Any]:
-    """What the chosen engine's own options were given.
+    """Return the options of the chosen engine.
 
     Raises:
-        Refused: one of another engine was given.
+        Refused: an option of another engine was given.
     """
     found: dict[str, Any] = {}
     for name in ENGINES:
         parser = Parser(prog="train submit")
         engine(name).options(parser)
         for action in parser.flags.values():
-            if action.dest == "help":
-                continue
             value = getattr(options, action.dest)
             if name == options.on:
                 found[action.dest] = value

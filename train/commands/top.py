@@ -24,18 +24,25 @@ if TYPE_CHECKING:
     from train.monitor.top import Page
 
 _PATIENCE = 5.0
-"""Seconds that a cluster has to say how its runs stand, where the page is printed once."""
+"""Seconds a cluster has to report the state of its runs when the page is printed once."""
+
+
+EXAMPLES = {
+    "train top": "Watch all runs, ranks and GPUs. q leaves.",
+    "train top demo1 'exp-*' --every 5": "Watch some runs, redrawn every 5 seconds.",
+    "train top --once": "Print the page once, for scripts.",
+}
 
 
 def add_arguments(parser: Parser) -> None:
-    """Which runs, and how often."""
+    """Add the runs and the interval."""
     add_names(parser, "*")
-    parser.add_argument("--every", metavar="SECONDS", default="2", help="between two looks (2)")
-    parser.add_argument("--once", action="store_true", help="print the page once, as without a terminal")
+    parser.add_argument("--every", metavar="SECONDS", default="2", help="Seconds between two updates. Default: 2.")
+    parser.add_argument("--once", action="store_true", help="Print the page once and exit, as without a terminal.")
 
 
 def run(options: Namespace, runs: Path) -> int:
-    """Show the page until q or Ctrl-C; without a terminal that can redraw it, once."""
+    """Show the page until q or Ctrl-C. Without a terminal that can redraw it, print it once."""
     from train.monitor.top import Page
 
     every = decimal("every", options.every, 0.1, 3600)
@@ -51,7 +58,7 @@ def run(options: Namespace, runs: Path) -> int:
 
 
 def _is_redrawn() -> bool:
-    """Whether there is a terminal that can take away what it has shown: rich draws nothing at all on any other."""
+    """Whether a terminal can clear what it has shown. On any other terminal rich draws nothing."""
     is_able = os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
     return is_able and sys.stdout.isatty() and sys.stdin.isatty()
 
@@ -84,7 +91,7 @@ def _drawn(page: Page) -> Text:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Keys come one by one, and are not shown."""
+    """Context manager in which keys arrive one by one and are not echoed."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
@@ -94,6 +101,6 @@ def _keys() -> Iterator[None]:
 
 
 def _quits(seconds: float) -> bool:
-    """Wait for a key or for the time to pass. Whether the key was q, or the terminal has gone."""
+    """Wait for a key, at most so many seconds. Return whether the key was q or the terminal has gone."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return bool(ready) and sys.stdin.read(1) in ("q", "Q", "")

@@ -1,7 +1,7 @@
-"""What a run is: one small dataclass per concern, composed into `Config`.
+"""The configuration of a run: one small dataclass per concern, composed into `Config`.
 
-Each field is a flag of `train run` and `train launch` (`--optim.lr 0.1`) and a key of a TOML file. The text below a
-field is the flag's help; its type says what values it takes and whether a resume may change it.
+Each field is a flag of `train run` and `train launch` (`--optim.lr 0.1`) and a key of a TOML file. The docstring of a
+field is the flag's help. Its type says which values it takes and whether a resume may change it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WrapVa
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-# built when first used: then once, all of Config together. Most processes of a run only read names and types
+# the validators are built once, at first use: most processes of a run only read names and types
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
 Positive = Annotated[float, Field(gt=0)]
@@ -22,7 +22,7 @@ Positive = Annotated[float, Field(gt=0)]
 Epochs = Annotated[float, Field(ge=0, le=1e9)]
 
 Minutes = Annotated[float, Field(ge=0, le=1e8)]
-"""Up to 190 years: what counts nanoseconds in 64 bits ends at 292."""
+"""Minutes, up to 190 years: a 64-bit count of nanoseconds ends at 292 years."""
 
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -35,7 +35,7 @@ _OfTorch = Literal[
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"
 ]  # fmt: skip
 OptimizerName = Annotated[_OfTorch, BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name)]
-"""A class of torch.optim in lower case; its own spelling is taken too."""
+"""A class of torch.optim in lower case. The spelling of the class is accepted, too."""
 
 
 def _as_argument(value: Any, check: Callable[[Any], Any]) -> Any:
@@ -46,10 +46,10 @@ def _as_argument(value: Any, check: Callable[[Any], Any]) -> Any:
 
 
 Argument = Annotated[bool | float | list[float] | None, WrapValidator(_as_argument)]
-"""A value in `optim.args`; None: as if it were not there."""
+"""A value in `optim.args`; None: the argument is not passed."""
 
 ON_RESUME = "may change on resume"
-"""Marks a field that a resume may change: it does not touch what is computed, or says when it ends."""
+"""Marks a field that a resume may change: it does not affect what is computed, or only when training ends."""
 T = TypeVar("T")
 Changeable = Annotated[T, ON_RESUME]
 """The type of a field that a resume may change."""
@@ -58,227 +58,229 @@ Changeable = Annotated[T, ON_RESUME]
 @dataclass(config=_STRICT)
 class Optim:
     name: OptimizerName = "adamw"
-    """Optimizer of torch.optim, except those that need a closure or sparse gradients. A task's own
-    optimizer(model, config) takes its place."""
-    # the largest rates, scaled and multiplied with each other, are still numbers of single precision
+    """Optimizer of torch.optim: adadelta, adafactor, adagrad, adam, adamax, adamw, asgd, nadam, radam, rmsprop, rprop
+    or sgd. A task's own optimizer(model, config) replaces it."""
+    # the bound keeps scaled and multiplied rates within single precision
     lr: Annotated[float, Field(gt=0, le=1e30)] = 1e-3
     """Peak learning rate, before schedule.scaling."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of sgd, beta1 of optimizers with betas. Others take theirs from optim.args."""
+    """Momentum of sgd, or beta1 of optimizers with betas. Other optimizers read theirs from optim.args."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.01
-    """Weight decay (decoupled with adamw)."""
+    """Weight decay. adamw applies it decoupled from the gradient."""
     args: dict[str, Argument] = dataclasses.field(default_factory=dict)
-    """Further arguments of the optimizer, each a flag: --optim.args.betas '[0.9, 0.95]', --optim.args.eps 1e-6; none
-    leaves one out. In a file the table [optim.args]."""
+    """Further arguments of the optimizer, one flag each: --optim.args.betas '[0.9, 0.95]' --optim.args.eps 1e-6. The
+    value none leaves an argument out. In a TOML file: the table [optim.args]."""
     no_decay: bool = False
-    """No weight decay for biases, other vectors and the weights of normalisation layers."""
+    """true: no weight decay for biases, other vectors and the weights of normalisation layers."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Layer-wise rates: layer i of L has the rate lr * layer_decay^(L - i) (Clark et al., ELECTRA, 2020; layers as in
-    docs/tasks.md); 1: one rate for all."""
+    """Factor between the learning rates of adjacent layers: layer i of L has lr * layer_decay^(L - i). 1: one rate for
+    all layers. docs/tasks.md says what a layer is. Source: Clark et al., ELECTRA, 2020."""
 
 
 @dataclass(config=_STRICT)
 class Schedule:
     warmup_epochs: Epochs = 0.0
-    """Epochs over which the learning rate rises linearly from near 0 to its peak; fractions are fine."""
+    """Epochs in which the learning rate rises linearly from near 0 to its peak. Fractions are allowed."""
     decay: Literal["constant", "linear", "cosine", "step", "wsd", "onecycle"] = "cosine"
-    """What the learning rate does after the warm-up: constant; linear or cosine to min_factor; step: times gamma every
-    step_epochs; wsd: constant, and linear to min_factor over the last steps (Hu et al., MiniCPM, 2024); onecycle: from
-    1/25 up over 30 % of all steps, and down (Smith and Topin, 2018)."""
+    """Learning rate after the warm-up. constant: it stays. linear, cosine: it falls to min_factor. step: it is
+    multiplied by gamma every step_epochs. wsd: it stays, then falls linearly to min_factor in the last decay_share of
+    the steps (Hu et al., MiniCPM, 2024). onecycle: it rises from 1/25 in 30 % of the steps, then falls (Smith and
+    Topin, 2018)."""
     min_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of the peak rate that a decay does not fall below."""
+    """Lowest learning rate of a decay, as a share of the peak."""
     decay_share: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """With decay wsd: the share of all steps, at the end, in which the rate falls."""
+    """For decay wsd: share of all steps, at the end, in which the learning rate falls."""
     step_epochs: Annotated[float, Field(ge=1e-9, le=1e9)] = 30.0
-    """With decay step: epochs between two drops."""
+    """For decay step: epochs between two drops."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """With decay step: the factor of each drop."""
+    """For decay step: factor of each drop."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Scale lr by batch_size / base_batch_size (linear: Goyal et al. 2017; sqrt: its square root)."""
+    """Scale lr by batch_size / base_batch_size (linear; Goyal et al., 2017) or by its square root (sqrt)."""
     base_batch_size: Count = 256
-    """The global batch size at which optim.lr was chosen; used by scaling."""
+    """Global batch size for which optim.lr was chosen. Used by scaling."""
 
 
 SPREAD = ("fsdp", "hsdp")
-"""Strategies with which a rank holds a part of the state only."""
+"""Strategies in which each rank holds only a part of the state."""
 
 
 @dataclass(config=_STRICT)
 class Parallel:
     strategy: Changeable[Literal["auto", "single", "ddp", "fsdp", "hsdp"]] = "auto"
-    """How the model is spread. auto: ddp on several ranks, single on one. ddp: a copy on every rank; fsdp: parameters,
-    gradients and optimizer state in parts; hsdp: fsdp in groups of shard_size ranks."""
+    """How ranks share the model. auto: ddp on several ranks, single on one. ddp: each rank has a copy. fsdp: each rank
+    holds a part of the parameters, gradients and optimizer state. hsdp: fsdp in groups of shard_size ranks."""
     reduce: Literal["fast", "ordered"] = "fast"
-    """How gradients are added. fast: as is quickest; ordered: in one order, so that any number of ranks, and a run that
-    changes it, ends with the same bits (single and ddp; give micro_batch_size and cpu_threads)."""
+    """How gradients are summed. fast: in the fastest order. ordered: in a fixed order, so that any number of ranks,
+    even if it changes, ends with the same bits. ordered needs single or ddp; set micro_batch_size and cpu_threads,
+    too."""
     shard_size: Changeable[Count | None] = None
-    """With hsdp: how many ranks hold one copy of the model among them; must divide the ranks."""
+    """For hsdp: number of ranks that share one copy of the model. It must divide the number of ranks."""
     wrap: Changeable[str] = "auto"
-    """With fsdp and hsdp: what is gathered at a time: names of the model's classes with commas, or auto, by size."""
+    """For fsdp and hsdp: modules that are gathered as a unit. Class names with commas, or auto: chosen by size."""
     recompute: Changeable[str] = ""
-    """Activation checkpointing: compute the insides of modules again in the backward pass, not keep them. Class names
-    with commas, or auto, by size; empty: of none. Does not change the result."""
+    """Modules whose activations are computed again in the backward pass instead of kept (activation checkpointing).
+    Class names with commas, or auto: chosen by size. Empty: none. Does not change the result."""
     find_unused_parameters: Changeable[bool] = False
-    """With ddp: look for parameters that a step did not use (slower; for models with optional branches)."""
+    """For ddp: search for parameters that a step did not use. Slower; for models with optional branches."""
     timeout_minutes: Changeable[Annotated[Minutes, Field(gt=0)]] = 10.0
-    """How long a rank waits for the others in a collective before it gives up."""
+    """Minutes a rank waits for the others in a collective before it fails."""
 
 
 @dataclass(config=_STRICT)
 class Data:
     root: Changeable[str] = ""
-    """Folder of the data set, for tasks that read one."""
+    """Folder of the dataset, for tasks that read one."""
     name: str = ""
-    """Name of a torchvision data set that lies in root (CIFAR10, MNIST, …); empty: class folders."""
+    """Name of a torchvision dataset in data.root, such as CIFAR10 or MNIST. Empty: class folders."""
     workers: Changeable[Annotated[int, Field(ge=0, le=1024)] | None] = None
-    """Loader processes per rank; 0 loads in the training process. Does not change the result. Default: on GPUs a fair
-    share of the cores less one, at least 1 and at most 8, for data sets that read item by item; else 0."""
+    """Data workers: loader processes per rank. 0: load in the training process. Does not change the result. Default on
+    GPUs, for datasets that read item by item: the rank's share of the cores minus one, from 1 to 8. Otherwise 0."""
     drop_last: bool = False
-    """Leave out the short last batch of every epoch (other samples each time). Evaluations see everything."""
+    """true: skip the short last batch of each epoch, whose samples differ each time. Evaluations use all samples."""
     on_error: Changeable[Literal["stop", "skip"]] = "stop"
-    """What a sample that cannot be read does: stop the run, named; or be left out and listed. Not with fsdp."""
+    """What to do if a sample cannot be read. stop: fail and name the sample. skip: leave it out and list it in
+    skipped.jsonl; not with fsdp."""
     on_device: Changeable[bool] = False
-    """Keep the data on the device, where they are tensors in memory (a TensorDataset). Does not change the result."""
+    """true: keep the data on the device, if the dataset is a TensorDataset. Does not change the result."""
 
     @property
     def leaves_out(self) -> bool:
-        """Whether samples that cannot be read are left out, so that the true counts are known after a step only."""
+        """Whether unreadable samples are skipped, so that the true counts are known only after a step."""
         return self.on_error == "skip"
 
 
 @dataclass(config=_STRICT)
 class Checkpoint:
     every_steps: Changeable[Count | None] = None
-    """Save every so many steps, besides every_minutes."""
+    """Steps between two checkpoints, in addition to every_minutes."""
     every_minutes: Changeable[NotNegative] = 10.0
-    """Save when so many minutes have passed since the last save; 0 turns this off."""
+    """Minutes between two checkpoints. 0: off."""
     keep: Changeable[Count] = 3
-    """How many checkpoints are kept; the newest ones."""
+    """Number of checkpoints to keep: the newest ones."""
     best: Changeable[str] = ""
-    """Keep also the checkpoint with the best value of this metric (loss: the lowest, others: the highest; min:NAME and
-    max:NAME say which); saves at every evaluation."""
+    """Metric whose best checkpoint is kept, too. A loss is best at its lowest, other metrics at their highest; min:NAME
+    or max:NAME says otherwise. The run then saves at every evaluation."""
     asynchronous: Changeable[bool] = True
-    """Write in the background: training waits only for a copy of the state in host memory."""
+    """true: write checkpoints in the background. Training waits only until the state is copied to host memory."""
     snapshots: Changeable[bool] = True
-    """Launched runs: copy the state into memory that the agent owns, as often as that takes a hundredth of the time, so
-    that a rank's death costs only the steps since the last copy. Takes twice the memory of the state; where that does
-    not fit, the log says so."""
+    """true: in a launched run, copy the state into the agent's memory as often as 1 % of the time allows. After a
+    crash, training restarts from the last copy. Needs twice the memory of the state; the log says if that does not
+    fit."""
 
 
 @dataclass(config=_STRICT)
 class Log:
     every_steps: Changeable[Count] = 10
-    """A line in metrics.jsonl (and TensorBoard) every so many steps."""
+    """Steps between two lines in metrics.jsonl and TensorBoard."""
     samples: Changeable[bool] = False
-    """Write the data set index of every consumed sample to samples.rank*.log."""
+    """true: write the dataset index of every used sample to samples.rank*.log."""
     tensorboard: Changeable[bool] = True
-    """Write TensorBoard event files."""
+    """true: write TensorBoard event files."""
     gradients: Changeable[bool] = False
-    """Also log the global 2-norm of the gradients, before clipping, as grad_norm."""
+    """true: log the global 2-norm of the gradients before clipping as grad_norm."""
     mfu: Changeable[bool] = False
-    """Also log mfu, the share of a known GPU's peak that forward and backward use, counted in an attempt's first step.
-    Not for a task that compiles functions of its own: torch would not compile what it meets while it counts."""
+    """true: log mfu, the share of the GPU's peak that forward and backward use. Only on known GPUs. Not for a task that
+    compiles functions itself: the first step of an attempt counts the operations, and torch compiles nothing in it."""
     trace: Changeable[str] = ""
-    """Trace steps FIRST:LAST of rank 0 by torch's profiler, into trace/ of the run folder; empty: none. As --trace."""
+    """Steps FIRST:LAST of rank 0 to trace with torch's profiler, into trace/ of the run folder. Empty: none."""
     wandb: Changeable[str] = ""
-    """Send curves to Weights & Biases, to this PROJECT or ENTITY/PROJECT (needs the package wandb; with
-    WANDB_MODE=offline they stay in the run folder); empty: do not."""
+    """PROJECT or ENTITY/PROJECT of Weights & Biases to send curves to. Empty: none. Needs the package wandb. With
+    WANDB_MODE=offline the curves stay in the run folder."""
 
 
 @dataclass(config=_STRICT)
 class Eval:
     every_epochs: Changeable[Epochs | None] = 1.0
-    """Evaluate every so many epochs, and at the end; 0: at the end only. Fractions are fine. Replaces every_steps."""
+    """Epochs between two evaluations. The run also evaluates at the end; 0: only then. Fractions are allowed. Replaces
+    every_steps."""
     every_steps: Changeable[Count | None] = None
-    """Evaluate every so many steps, and at the end. Replaces every_epochs."""
+    """Steps between two evaluations. The run also evaluates at the end. Replaces every_epochs."""
     limit_batches: Changeable[Annotated[int, Field(ge=0, le=2**62)]] = 0
-    """Evaluate at most so many global batches: a random choice of samples, always the same; 0: all of them."""
+    """Maximum number of global batches per evaluation: a random choice of samples, always the same. 0: all."""
 
 
 @dataclass(config=_STRICT)
 class Init:
     file: str = ""
-    """Begin with the weights of this file (.safetensors, or of torch.save), or of a run: NAME, NAME@best, NAME@STEP. As
-    --init."""
+    """Weights to start from: a file (.safetensors, or of torch.save), or a run: NAME, NAME@best or NAME@STEP."""
     skip: str = ""
-    """Patterns of names that are not loaded: 'fc.*,embed'."""
+    """Weights that are not loaded: patterns of names with commas, such as 'fc.*,embed'."""
     rename: str = ""
-    """Beginnings of names in the file, and what takes their place: 'backbone.=encoder.,old.=new.'."""
+    """Prefixes of names in the file to replace: 'backbone.=encoder.,old.=new.'."""
     partial: bool = False
-    """Load what fits, by name and shape; else all must."""
+    """true: load the weights whose name and shape fit. false: all must fit."""
 
 
 @dataclass(config=_STRICT)
 class Ema:
     decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the weights, with this factor a step; evaluated beside them (ema.NAME), and
-    exported by train export --weights ema; none: off."""
+    """Factor per step of an exponential moving average of the weights; none: off. The run evaluates the average, too
+    (metrics ema.NAME). train export --weights ema writes it."""
     warmup: Annotated[int, Field(ge=0, le=2**62)] = 0
-    """Let the factor rise to decay: (1 + step) / (warmup + step) where that is less; 10 is usual, 0: off."""
+    """Let the factor rise to decay: it is (1 + step) / (warmup + step) while that is smaller. 10 is common; 0: off."""
 
 
 @dataclass(config=_STRICT)
 class EarlyStopping:
     metric: Changeable[str] = ""
-    """End the run when this figure of the evaluations no longer improves, named as in checkpoint.best; empty: never."""
+    """Metric of the evaluations. The run ends when it stops improving. Written as for checkpoint.best. Empty: never."""
     patience: Changeable[Count] = 3
-    """After so many evaluations in a row without an improvement."""
+    """Number of evaluations in a row without an improvement after which the run ends."""
     min_delta: Changeable[NotNegative] = 0.0
-    """An improvement is a change by more than this."""
+    """A change of the metric counts as an improvement only if it is larger than this."""
 
 
 @dataclass(config=_STRICT)
 class Watch:
     hang_minutes: Changeable[NotNegative | None] = None
-    """A launched run in which no rank moves for so long is ended and started again; 0: never; none: 5, or 20 times the
-    slowest step so far if that is longer; with --script, where neither output nor use of the CPU is seen: 30."""
+    """Minutes without progress of any rank after which a launched run is restarted. 0: never. Default for a task: 5, or
+    20 times the slowest step if that is longer. Default for a --script: 30 without output or CPU use."""
     start_minutes: Changeable[Positive] = 30.0
-    """The same for starting, with the first step and compilation, and for saving."""
+    """The same limit while a run starts (with compilation and the first step) and while it saves."""
     healthy_minutes: Changeable[Positive] = 10.0
-    """With --script: an attempt that ran for so long was no failure to start: deaths are counted anew after it."""
+    """For --script: minutes after which an attempt counts as healthy. The count of restarts then begins again at 0."""
 
 
 @dataclass(config=_STRICT)
 class Config:
     epochs: Changeable[Annotated[float, Field(gt=0, le=1e9)] | None] = 10.0
-    """Passes over the training data; fractions are fine. Replaces steps."""
+    """Passes over the training data. Fractions are allowed. Replaces steps."""
     steps: Changeable[Count | None] = None
-    """Optimizer updates. Replaces epochs."""
+    """Number of optimizer updates. Replaces epochs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Everything random follows from this number: order, augmentation, dropout, first weights."""
+    """Seed of everything random: order of samples, augmentation, dropout, first weights."""
     batch_size: Count = 64
-    """Global batch size: samples per optimizer update over all ranks."""
+    """Global batch size: samples per optimizer update, over all ranks."""
     micro_batch_size: Count | Literal["auto"] | None = None
-    """Samples per forward and backward; default: batch_size over the ranks of the first launch, rounded up. auto: as
-    many of these as the device has memory for, found by trying at the first launch."""
+    """Maximum number of samples per forward and backward. Default: batch_size / ranks of the first launch, rounded up.
+    auto: as many of these as fit into the device's memory, found by trying at the first launch."""
     micro_batches: Literal["even", "full"] | None = None
-    """How a global batch is cut into micro batches of at most micro_batch_size: even, the default: they differ by at
-    most one sample; full: all but the last one have that size, as in runs of earlier versions."""
+    """How a global batch is cut into micro batches. even (default): their sizes differ by at most one sample. full: all
+    but the last have micro_batch_size samples, as in runs of earlier versions."""
     precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Arithmetic: bf16 and fp16 are autocast over fp32 weights; fp16 and tf32 need a GPU."""
+    """Arithmetic. bf16 and fp16: autocast over fp32 weights. fp16 and tf32 need a GPU."""
     compile: bool = False
-    """Compile the model with torch.compile; once for each shape, so that what was seen before decides nothing."""
+    """true: compile the model with torch.compile, separately for each shape. Shapes seen before do not matter then."""
     channels_last: bool = False
-    """Keep images and the weights of convolutions channels last, which GPUs compute faster."""
+    """true: store images and weights of convolutions channels last, which is faster on GPUs."""
     clip_grad_norm: Positive | None = None
-    """Scale gradients down to at most this global 2-norm; none: off."""
+    """Maximum global 2-norm of the gradients; larger ones are scaled down. none: off."""
     on_nan: Changeable[Literal["stop", "skip"]] = "stop"
-    """What a loss or gradient that is not finite does: stop the run, named; or have the update of its step left out and
-    listed, at most 10 in a row. A GPU is waited for in every step then. Not with fp16, whose scaler skips by itself."""
+    """What to do if the loss or a gradient is not finite. stop: fail and name it. skip: skip the update and list the
+    step, at most 10 in a row. skip waits for the GPU in each step; not with fp16, whose scaler skips by itself."""
     sync_batchnorm: bool = False
-    """Share BatchNorm's batch statistics between ranks; needs GPUs and batches that divide evenly."""
+    """true: share the batch statistics of BatchNorm between ranks. Needs GPUs, and batches that divide evenly."""
     deterministic: bool = True
-    """Compute in a fixed order, so that a resumed run is equal bit for bit on a GPU too; what has none is refused.
-    false: the fastest algorithms, found by trial."""
+    """true: use deterministic algorithms, so that a resumed run ends with the same bits on a GPU, too; operations that
+    have none are refused. false: use the fastest algorithms, found by trial."""
     device: Changeable[Literal["auto", "cpu", "cuda"]] = "auto"
-    """Where to compute: auto takes the GPUs if there are any when the run is launched, and the run stays there."""
+    """Where to compute. auto: on GPUs if there are any at launch; the run then stays there."""
     cpu_threads: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """CPU threads per rank, fixed for the life of a run (another number gives other bits). Default:
-    OMP_NUM_THREADS where set; else 1 for a model of less than 100,000 parameters on a CPU, and the cores over the
-    ranks for others."""
+    """CPU threads per rank, fixed for the life of the run: another number gives other bits. Default: OMP_NUM_THREADS if
+    set; else 1 for a model with fewer than 100,000 parameters on a CPU; else cores / ranks."""
     freeze: str = ""
-    """Parameters that are not trained: patterns of names of parameters or modules, with commas ('backbone.*,embed').
-    Modules that are frozen as a whole stay in eval mode."""
+    """Parameters that are not trained: patterns of parameter or module names with commas, such as 'backbone.*,embed'.
+    Fully frozen modules stay in eval mode."""
     optim: Optim = dataclasses.field(default_factory=Optim)
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     parallel: Parallel = dataclasses.field(default_factory=Parallel)
@@ -291,4 +293,4 @@ class Config:
     early_stopping: EarlyStopping = dataclasses.field(default_factory=EarlyStopping)
     watch: Watch = dataclasses.field(default_factory=Watch)
     task: Any = None
-    """The task's Settings; its fields are flags --task.NAME."""
+    """The Settings of the task. Their fields are flags --task.NAME."""

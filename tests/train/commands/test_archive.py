@@ -157,7 +157,7 @@ def test_what_is_on_pythonpath_is_kept_under_its_own_name(tmp_path: Path, monkey
         ({"submission": "1", "submitted": {"engine": "slurm"}}, ["odd"], "archive a fork of it"),
         ({"cluster": {"least": 2, "most": 2, "node": 0, "rendezvous": "a:1"}}, ["odd"], "archive a fork of it"),
         ({"link": "logs"}, ["odd"], "odd/logs/linked is a link"),
-        ({"alive": True}, ["odd"], "odd is running; first: train stop odd"),
+        ({"alive": True}, ["odd"], "odd is running; stop it first: train stop odd"),
     ],
 )
 def test_what_cannot_be_archived_is_refused_and_leaves_nothing(

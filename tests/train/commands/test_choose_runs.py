@@ -57,7 +57,7 @@ def test_rm_removes_nothing_where_one_that_it_means_is_running(runs: Path, stati
     lock = Run(runs / "exp-2").acquire()
     assert lock is not None
     done = station("--runs", runs, "rm", "exp-*")
-    assert done.returncode == 2 and "exp-2 is running; first: train stop exp-2" in done.stderr
+    assert done.returncode == 2 and "exp-2 is running; stop it first: train stop exp-2" in done.stderr
     assert len(list(runs.iterdir())) == 4
     lock.release()
     station.ok("--runs", runs, "rm", "exp-*")
@@ -114,7 +114,7 @@ def test_ls_shows_and_sorts_by_fields_and_figures(runs: Path, station: Station) 
         refused = station("--runs", runs, "ls", "--columns", wrong)
         assert (
             refused.returncode == 2
-            and f"--columns {wrong}: no run here has that; did you mean {hint}?" in refused.stderr
+            and f"--columns {wrong}: no run here has this column; did you mean {hint}?" in refused.stderr
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from train import cli, format
+from train import cli, config, format
 from train.commands import parser
 from train.errors import Refused
 from train.run import states
@@ -81,7 +82,7 @@ def test_help_names_every_command_and_every_field(capsys: pytest.CaptureFixture[
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and all(f"  {command} " in text for command in cli.COMMANDS)
-    for command in ("run", "launch", "resume"):
+    for command in ("run", "launch"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         text = capsys.readouterr().out
@@ -89,6 +90,37 @@ def test_help_names_every_command_and_every_field(capsys: pytest.CaptureFixture[
         first, _, rest = text.partition("more options")
         assert all(f"--{name} " in first for name in ("epochs", "batch_size", "optim.lr")) and "--seed" not in first
         assert "fields of schedule:" in rest
+
+
+def test_help_of_resume_names_the_fields_that_it_may_change(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["resume", "--help"])
+    text = capsys.readouterr().out
+    for name, field in config.fields().items():
+        assert (f"--{name} " in text) == field.may_change, name
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_begins_with_examples_that_parse(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"] if command else ["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and not [line for line in text.splitlines() if len(line) > 80]
+    usage, summary, examples, *rest = text.split("\n\n")
+    assert usage.startswith("usage: train") and summary.count("\n") == 0 and examples.startswith("examples:\n  train ")
+    assert "-h, --help" not in examples and any("--runs DIR" in part for part in rest)
+    lines = [line.strip() for line in examples.splitlines() if line.startswith("  train ")]
+    assert 1 <= len(lines) <= 5
+    for line in lines:
+        program, name, *arguments = shlex.split(line)
+        assert program == "train" and (not command or name == command)
+        options = parser.parse(parser.parser_of(name), arguments)
+        config.check_flags(options.flags)
+        after = examples.partition(f"  {line}\n")[2]
+        assert after.startswith("      ") and after.strip()[0].isupper(), line
 
 
 def parse(*arguments: str) -> tuple[Any, dict[str, str]]:
@@ -138,7 +170,7 @@ def test_what_stands_after_two_dashes_is_the_scripts() -> None:
 def test_two_dashes_mean_nothing_without_a_script(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
-    assert end.value.code == 2 and "what is -- for?" in capsys.readouterr().err
+    assert end.value.code == 2 and "takes arguments after --" in capsys.readouterr().err
 
 
 def test_a_switch_takes_no_value() -> None:
@@ -204,7 +236,7 @@ def test_a_resume_of_all_says_that_there_is_nothing_to_resume(station: Station) 
     done = station.ok("resume", "--all")
     assert (done.stdout, done.stderr) == (
         "",
-        f"no run in {station.runs} was interrupted; one that was stopped or has failed: train resume NAME\n",
+        f"no run in {station.runs} was interrupted; to continue a stopped or failed run: train resume NAME\n",
     )
 
 
@@ -247,7 +279,7 @@ def test_a_current_folder_that_is_gone_is_said_to_be(station: Station, command: 
         ["bash", "-c", gone], cwd=station.folder, env=station.environment(), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "train: the current folder is gone; go to one that is there: cd\n"
+    assert done.stderr == "train: the current folder was removed; go to another one: cd\n"
     assert not station.runs.exists()
 
 

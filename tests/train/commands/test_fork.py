@@ -46,7 +46,7 @@ def figures(station: Station, name: str) -> tuple[Any, ...]:
 
 def test_a_fork_in_which_nothing_differs_ends_as_its_run_even_if_killed(trained: Station) -> None:
     done = trained.ok("fork", "fork-of", "--name", "fork-same", "--checkpoint", 8, "--follow")
-    assert done.stdout == "fork-same\n" and "fork-same goes on from fork-of after step 8" in done.stderr
+    assert done.stdout == "fork-same\n" and "fork-same continues from fork-of after step 8" in done.stderr
     assert figures(trained, "fork-same") == figures(trained, "fork-of")
     assert trained.record("fork-same")["attempts"][0]["from_step"] == 8
     trained("fork", "fork-of", "--name", "fork-killed", "--checkpoint", 8, "--follow", env={"TRAIN_FAULT": "decided"})
@@ -85,7 +85,7 @@ def test_what_is_changed_holds_from_the_checkpoint_on_and_over_a_resume(trained:
         (["fork-of", "--optim.name", "adamw"], "--optim.name adamw cannot go on .*--init fork-of@24"),
         (["fork-of", "--checkpoint", "8", "--ema.decay", "0.9"], "Missing key"),
         (["fork-of", "--optim.lr", "x"], "--optim.lr x"),
-        (["fork-of", "--init", "nowhere.pth"], "a fork has the weights of its checkpoint"),
+        (["fork-of", "--init", "nowhere.pth"], "a fork uses the weights of its checkpoint"),
         (["fork-of", "--micro_batch_size", "auto"], "a fork does not try sizes"),
         (["fork-of", "--optim.rl", "1"], "did you mean --optim.lr"),
         (["fork-of", "--name", "fork-of"], "a run named fork-of exists"),

@@ -89,8 +89,8 @@ def test_only_the_checks_that_are_asked_for_are_shown(station: Any) -> None:
     )  # fmt: skip
     assert [finding["check"] for finding in json.loads(plain.stdout)] == ["memory"]
     for arguments, words in (
-        (("--only", "shm"), "there is no check 'shm'"), (("--only", ","), "there is no check ''"),
-        (("--only", "memory", "--job"), "ask one of them"),
+        (("--only", "shm"), "unknown check 'shm'"), (("--only", ","), "unknown check ''"),
+        (("--only", "memory", "--job"), "give one of them"),
     ):  # fmt: skip
         refused = station("doctor", *arguments)
         assert refused.returncode == 2 and words in refused.stderr

@@ -327,8 +327,8 @@ def test_a_run_begins_with_the_weights_of_another_by_name(finished: Station, tmp
         assert "tensors loaded" in done.stderr
         assert finished.record(name)["weights_sha256"] == finished.record("done")["weights_sha256"]
     for init, words in (
-        ("dona@best", "no such file, nor such a run"),
-        ("done@", "no such file, nor such a run"),
+        ("dona@best", "no file and no run has this name"),
+        ("done@", "no file and no run has this name"),
         ("done@45", "no checkpoint of step 45"),
     ):
         done = finished("launch", "digits", "--name", "never", "--init", init)
@@ -336,7 +336,7 @@ def test_a_run_begins_with_the_weights_of_another_by_name(finished: Station, tmp
     (finished.folder / "done").touch()
     done = finished("run", "digits", "--name", "never", "--init", "done")
     (finished.folder / "done").unlink()
-    assert done.returncode == 2 and "a file here and a run have this name; give ./done" in done.stderr
+    assert done.returncode == 2 and "both a file and a run have this name; give ./done" in done.stderr
     done = finished("run", "digits", "--name", "never", "--init.skip", "7")
     assert done.returncode == 2 and "--init.skip 7 is of no use without --init.file" in done.stderr
     assert not (finished.runs / "never").exists()
