@@ -42,7 +42,6 @@ NOT_YET = {
     # --
     "docs/gpu.md",
     # --
-    "docs/how-it-works.md",
     # --
     "docs/observe.md",
     # --
@@ -50,7 +49,6 @@ NOT_YET = {
     # --
     "docs/recipes.md",
     # --
-    "docs/reliability.md",
     # --
     "docs/runs.md",
     # --
