@@ -34,7 +34,7 @@ STEPS = 50
 
 def bench(folder: Path, times: int) -> str:
     """Measure with this many blocks of each way. Returns a table in Markdown."""
-    ways = {"plain DDP, no stop": _ddp, "train: rides along": _riding, "a reduction of its own": _own}
+    ways = {"plain DDP, no stop": _ddp, "train: rides along": _riding, "a separate reduction": _own}
     blocks = measure(folder, RANKS, ways, STEPS, times)
     lines = ["| way | ms a step | / plain DDP | quartiles |", "|---|---|---|---|"]
     for way, seconds in blocks.items():

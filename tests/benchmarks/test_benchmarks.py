@@ -1,4 +1,4 @@
-"""The benchmarks of developers print their tables and leave nothing behind. What they measure is not judged here."""
+"""Checks that each `python -m benchmarks.NAME` prints its table and leaves nothing. The figures are not judged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS = [f"{count} {state}" for state in ("running", "finished") for count in (1,
     ("recovery", ["--steps", "150", "--times", "1"], ["train launch", "torchrun, torch.save every 50 steps"]),
     ("resume", ["--samples", "100000", "--times", "1"], ["1", "95"]),
     ("start", ["--times", "1"], STARTS),
-    ("stop", ["--times", "1"], ["plain DDP, no stop", "train: rides along", "a reduction of its own"]),
+    ("stop", ["--times", "1"], ["plain DDP, no stop", "train: rides along", "a separate reduction"]),
 ])  # fmt: skip
 def test_a_benchmark_prints_a_row_a_way(name: str, options: list[str], first: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--folder", str(tmp_path), *options]

@@ -30,7 +30,6 @@ README_LINES = 160
 NOT_YET = {
     "README.md",
     # --
-    "docs/benchmarks.md",
     # --
     "docs/clusters.md",
     # --
