@@ -35,7 +35,6 @@ NOT_YET = {
     # --
     "docs/coming-from.md",
     # --
-    "docs/contributing.md",
     # --
     "docs/debugging.md",
     # --
