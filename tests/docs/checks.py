@@ -48,7 +48,6 @@ NOT_YET = {
     "docs/recipes.md",
     # --
     # --
-    "docs/runs.md",
     # --
     "docs/scripts.md",
     # --
@@ -58,7 +57,6 @@ NOT_YET = {
     # --
     "docs/strategies.md",
     # --
-    "docs/tasks.md",
     # --
     "docs/troubleshooting.md",
     # --
