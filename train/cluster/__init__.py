@@ -1,1 +1,1 @@
-"""Engines of clusters that start runs: Slurm, Kubernetes. Imports no torch."""
+"""Hand runs to the engine of a cluster: Slurm, Kubernetes. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What a cluster's engine (Slurm, Kubernetes) does with a run, and how its tools are called. Imports no torch."""
+"""The interface of a cluster's engine (Slurm, Kubernetes), and how to call its tools. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from train.run.run_folder import Run
 from train.supervise.timeouts import WAIT_MINUTES
 
 ENGINES = {"slurm": "train.cluster.slurm", "kubernetes": "train.cluster.kubernetes"}
-"""By the name that --on takes."""
+"""Maps a value of --on to the module of its engine."""
 FILE, TASK, CONFIG = "submission.json", "task.py", "submitted.toml"
-"""What each node reads: the request, and copies of the user's files as they were when the run was submitted."""
+"""Files that each node reads: the request, and copies of the user's files from when the run was submitted."""
 _TIME = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 _LONGEST = 10 * 365 * 86400
-"""Seconds of a time limit: engines count in numbers of 32 bits."""
+"""Seconds that a time limit may have at most. Engines store it in 32 bits."""
 
 
 @dataclasses.dataclass
 class Submission:
-    """What was asked for."""
+    """A request to run a task on a cluster."""
 
     engine: str
     runs: Path
@@ -39,27 +39,27 @@ class Submission:
     config_file: str | None = None
     nodes: int = 1
     gpus_per_node: int = 0
-    """0: it computes on CPUs."""
+    """0: the run computes on CPUs."""
     nproc: int = 1
-    """Ranks on each node."""
+    """Ranks per node."""
     seconds: int | None = None
-    """The time limit; None: the engine's own."""
+    """Time limit in seconds; None: the default of the engine."""
     warn: int = 120
     """Seconds before the time limit at which all ranks save."""
     cpus: int | None = None
-    """For each node."""
+    """CPUs per node."""
     memory: str | None = None
-    """For each node, as 64G."""
+    """Memory per node, such as 64G."""
     image: str | None = None
     wait_minutes: float = WAIT_MINUTES
-    """How long a node waits for the others."""
+    """Minutes that a node waits for the other nodes."""
     max_restarts: int = 3
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The engine's own options, by their names in the Namespace."""
+    """Options of this engine alone, by their names in the Namespace."""
     is_dry: bool = False
-    """Only shown: nothing is created, and the engine need not be there."""
+    """Whether the script is only shown. Then nothing is created, and the engine need not exist."""
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
-    """By this the engine's jobs of the run are found, whatever became of its answers."""
+    """Identifies the jobs of this run at the engine, even if the engine's answer was lost."""
 
     @property
     def folder(self) -> Path:
@@ -68,10 +68,10 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True)
 class JobStatus:
-    """How a run stands at its engine."""
+    """State of a run at its engine."""
 
     state: str
-    """queued or running; of an engine that remembers jobs which have ended: finished or failed."""
+    """queued or running. An engine that remembers ended jobs also says finished or failed."""
     text: str
 
     @property
@@ -80,61 +80,69 @@ class JobStatus:
 
 
 class Engine(Protocol):
-    """A module of this folder with these functions."""
+    """Functions that a module of an engine has."""
 
     SCRIPT: str
-    """The name in the run folder of what the engine is given."""
+    """Name of the file in the run folder that is handed to the engine."""
 
     def options(self, parser: Any) -> None:
-        """Add the options of this engine alone: `parser.add_argument`, as every command does."""
+        """Add the options of this engine with `parser.add_argument`."""
 
     def check(self, asked: Submission) -> None:
-        """Raises Refused: it cannot be submitted, or (unless `is_dry`) a tool or the cluster is missing."""
-
-    def place(self, asked: Submission) -> str | None:
-        """Where its jobs are asked for; None: the engine has one place."""
-
-    def render(self, asked: Submission) -> str:
-        """The text of SCRIPT."""
-
-    def submit(self, run: Run) -> str:
-        """Hand SCRIPT over. Returns what the engine made of it, as a short text.
+        """Check whether a request can be submitted.
 
         Raises:
-            Refused: the engine did not take it, or its answer was lost.
+            Refused: it cannot; or, unless `is_dry`, a tool or the cluster is missing.
+        """
+
+    def place(self, asked: Submission) -> str | None:
+        """Return where to ask for the jobs of a request; None: the engine has only one place."""
+
+    def render(self, asked: Submission) -> str:
+        """Return the text of SCRIPT."""
+
+    def submit(self, run: Run) -> str:
+        """Hand SCRIPT to the engine. Returns a short text about the new job.
+
+        Raises:
+            Refused: the engine refused it, or its answer was lost.
         """
 
     def jobs(self, place: str | None) -> dict[str, JobStatus]:
-        """The jobs there, by the id of their submission.
+        """Return the jobs at a place, by the id of their submission.
 
         Raises:
             Refused: the engine does not answer.
         """
 
     def stop(self, run: Run, job: JobStatus, now: bool) -> None:
-        """Begin to end a job that is not over: one that runs saves, unless `now`. Called again until it is over."""
+        """Ask a job to end. A running job saves first, unless `now`. Called repeatedly until the job is over."""
 
     def logs(self, run: Run, rank: int, since: str | None = None) -> list[str] | None:
-        """The command that prints the output of a rank; None: the output lies in the run folders of its nodes.
+        """Return the command that prints the output of a rank; None: the output is in the run folders of the nodes.
 
         Args:
-            since: print what comes, too, from this time on; '': from the start.
+            since: follow the output, starting at this time; '': from the start.
         """
 
     def remove(self, run: Run) -> str:
-        """Remove all that the engine has of a run. Returns a line about what stays; '' for nothing."""
+        """Remove everything that the engine has of a run. Returns a line about what stays, or ''."""
 
 
 def engine(name: str) -> Engine:
-    """The engine of that name."""
+    """Return the engine of that name."""
     return cast(Engine, importlib.import_module(ENGINES[name]))
 
 
 def call(*command: str, given: str | None = None, seconds: float = 60.0) -> str:
-    """What a tool of the engine's prints.
+    """Run a tool of the engine and return what it prints.
+
+    Args:
+        given: text for its stdin.
+        seconds: how long it may take.
 
     Raises:
-        Refused: it is missing, fails, or does not end.
+        Refused: the tool is missing, fails, or does not end in time.
     """
     name = command[0]
     if shutil.which(name) is None:
@@ -154,7 +162,7 @@ def call(*command: str, given: str | None = None, seconds: float = 60.0) -> str:
 
 
 def template(file: str, /, **values: Any) -> str:
-    """A template of this folder, filled in."""
+    """Fill in a template of this folder and return the text."""
     import jinja2
 
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")
@@ -163,10 +171,10 @@ def template(file: str, /, **values: Any) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The request of a submission.
+    """Read the request of a submission from its folder.
 
     Raises:
-        Refused: it is damaged, or an earlier version's.
+        Refused: it is damaged, or from an earlier version.
     """
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
@@ -174,19 +182,21 @@ def read(folder: Path) -> dict[str, Any]:
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise Refused(f"{folder / FILE} is damaged, or of an earlier version; submit the run anew under another name")
+    raise Refused(f"{folder / FILE} is damaged or from an earlier version; submit the run again under another --name")
 
 
 def other_node_folders(runs: Path, name: str) -> Sequence[Path]:
-    """The folders of a run's nodes but node 0, or what is left of them."""
+    """Return the existing folders of a run's nodes, except node 0's."""
     return [folder / name for folder in folders.of_nodes(runs) if (folder / name).exists()]
 
 
 def seconds_of(text: str) -> int:
-    """A time limit as Slurm writes it: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]].
+    """Return the seconds of a time limit in Slurm's form.
+
+    The forms are MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS and DAYS-HOURS[:MINUTES[:SECONDS]].
 
     Raises:
-        Refused: it is none.
+        Refused: the text is not a time limit.
     """
     found = _TIME.fullmatch(text)
     if found:

@@ -1,8 +1,8 @@
-"""What a user does with a run that an engine of a cluster starts: submit, look, stop, resume, remove.
+"""Submit, watch, stop, resume and remove runs that the engine of a cluster starts.
 
-The run folder says how the run stands, and the engine how its job does; `with_job_status` puts the two together. A
-file that --init names in a cluster is found there, and so is what follows from the machine: a login node has no GPU and
-other cores. Imports no torch but to submit.
+The run folder has the state of the run, and the engine has the state of its job. `with_job_status` combines the two.
+What depends on the machine is checked on the node, because a login node has no GPU and other cores. So is a file that
+--init names. Only `submit` imports torch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from train.run.run_folder import Run
 from train.signals import USER
 
 _ASK_EVERY = 0.5
-"""Seconds between two questions whether a job that was asked to stop has ended."""
+"""Seconds between two checks whether a stopping job has ended."""
 _LAST = 10.0
-"""Seconds for what is left of the processes of a run whose job has ended."""
+"""Seconds that the processes of a run may live on after its job has ended."""
 
 Tell = Callable[[str], None]
-"""Takes a line for people."""
+"""Shows a line to the user."""
 _Jobs = Mapping[str, JobStatus]
 
 
 def is_submitted(record: Record) -> bool:
-    """Whether an engine alone starts this run."""
+    """Return whether only an engine starts this run."""
     taken = record.get("submitted")
     return isinstance(taken, dict) and taken.get("engine") in engines.ENGINES and bool(record.get("submission"))
 
@@ -45,11 +45,13 @@ def engine_of(record: Record) -> Engine:
 
 
 def submit(asked: Submission) -> str:
-    """Check the request, create the run folder and hand it over; removed where the engine does not take it. Returns a
-    line about it, or with `is_dry` what the engine would be given.
+    """Check a request, create the run folder and hand it to the engine.
+
+    Returns:
+        A line about the job; with `is_dry` the text that the engine would get.
 
     Raises:
-        Refused: something is wrong with it; nothing is left behind.
+        Refused: something is wrong with the request, or the engine refused it. The run folder is removed again.
     """
     taker = engine(asked.engine)
     taker.check(asked)
@@ -57,15 +59,15 @@ def submit(asked: Submission) -> str:
     if asked.is_dry:
         return taker.render(asked)
     submitted = {"engine": asked.engine, "at": taker.place(asked)}
-    record |= {"submission": asked.id, "submitted": submitted, "reason": f"being handed to {asked.engine}"}
+    record |= {"submission": asked.id, "submitted": submitted, "reason": f"being submitted to {asked.engine}"}
     run = folders.create(asked.runs, asked.name, files | {taker.SCRIPT: taker.render(asked)}, record)
     with run.handing_over():
         message = _hand_over(run, lambda: folders.remove(run))
-    return f"{asked.engine}: {message}, from {run.folder / taker.SCRIPT}; how it stands: train show {asked.name}"
+    return f"{asked.engine}: {message}, from {run.folder / taker.SCRIPT}; see its state: train show {asked.name}"
 
 
 def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]]:
-    """The files that every node reads and what run.json is to have, once task, fields and sizes are checked."""
+    """Check task, fields and sizes. Returns the files that every node reads, and values for run.json."""
     from train.launcher.checks import cut_batch
     from train.launcher.request import Request, resolve
 
@@ -82,7 +84,7 @@ def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]
         "task": asked.task if task.is_built_in else str(task.file),
         "task_copy": None if task.is_built_in else engines.TASK,
         "flags": asked.flags,
-        "changes": {},  # fields of a resume
+        "changes": {},  # fields that a resume changes
         "config_file": engines.CONFIG if asked.config_file is not None else None,
         "cwd": os.getcwd(),
         "nodes": asked.nodes,
@@ -96,10 +98,10 @@ def _prepared(asked: Submission) -> tuple[dict[str, str | bytes], dict[str, Any]
 
 
 def _hand_over(run: Run, undo: Callable[[], None]) -> str:
-    """Hand it to its engine. Returns what that made of it, also where its answer was lost.
+    """Hand a run to its engine. Returns a short text about the job, even if the engine's answer was lost.
 
     Args:
-        undo: called where the engine has no such job afterwards.
+        undo: called if the engine has no such job afterwards.
     """
     record = run.read()
     taker, name = engine_of(record), record["submitted"]["engine"]
@@ -111,27 +113,27 @@ def _hand_over(run: Run, undo: Callable[[], None]) -> str:
             if job is None or not isinstance(error, Refused):  # or Ctrl-C
                 taker.remove(run)
         except Refused as silence:
-            problem = f"{error}; whether {name} has {run.name} now is not known ({silence})"
+            problem = f"{error}; whether {name} has {run.name} is not known ({silence})"
             run.note(reason=problem)
-            raise Refused(f"{problem}; once it answers: train resume {run.name}") from None
+            raise Refused(f"{problem}; when it answers again: train resume {run.name}") from None
         if job is None or not isinstance(error, Refused):
             undo()
             raise
         message = job.text
 
     def change(record: Record) -> None:
-        if record["state"] == states.CREATED and not run.alive():  # it may run already
-            record["reason"] = f"handed to {name}: {message}"
+        if record["state"] == states.CREATED and not run.alive():  # it may already run
+            record["reason"] = f"submitted to {name}: {message}"
 
     run.update(change)
     return message
 
 
 def statuses(runs: Iterable[Run], tell: Tell) -> list[Record]:
-    """The records of runs with their effective states. Each place of an engine is asked once, if at all.
+    """Return the records of runs with their effective states. Each place of an engine is asked at most once.
 
     Args:
-        tell: called with which engine does not answer, and which record cannot be read.
+        tell: called with a line for each engine that does not answer and each record that cannot be read.
     """
     answers: dict[tuple[str, str | None], _Jobs | None] = {}
     found = []
@@ -150,47 +152,47 @@ def statuses(runs: Iterable[Run], tell: Tell) -> list[Record]:
 
 
 def status(run: Run, tell: Tell) -> Record:
-    """A run's record with its effective state, the engine's view included.
+    """Return a run's record with its effective state, including the engine's view.
 
     Raises:
-        Refused: it cannot be read.
+        Refused: the record cannot be read.
     """
     record = _seen(run)
     return next(iter(statuses([run], tell)), record) if is_submitted(record) else record
 
 
 def _seen(run: Run) -> Record:
-    """A run's record as its folder shows it, with whose it is."""
+    """Return a run's record as its folder shows it, with its owner."""
     record = metrics.up_to_date(run, run.read_effective())
-    record.pop("owner", None)  # which is no word of the run's own
+    record.pop("owner", None)  # the run itself does not decide this
     if other := owner.of_other(run):
         record["owner"] = other
-        if record["state"] == states.COPY:  # which a resume would not adopt
-            record["reason"] = "another user's; a copy of its folder is yours"
+        if record["state"] == states.COPY:  # a resume would not adopt it
+            record["reason"] = "it belongs to another user; copy its folder to get a run of yours"
     return record
 
 
 def _answer(record: Record, tell: Tell) -> _Jobs | None:
-    """The jobs of an engine; None: it does not answer."""
+    """Return the jobs of an engine; None: it does not answer."""
     try:
         return engine_of(record).jobs(record["submitted"].get("at"))
     except Refused as error:
-        tell(f"{record['submitted']['engine']} does not answer here ({error}); what is shown is what the folder says")
+        tell(f"{record['submitted']['engine']} does not answer here ({error}); shown is the state in the run folder")
         return None
 
 
 def with_job_status(record: Record, jobs: _Jobs | None) -> Record:
-    """A record with its effective state.
+    """Return a record with its effective state.
 
     Args:
-        jobs: those of its engine; None: it does not say, and the folder is all.
+        jobs: the jobs of its engine; None: the engine does not answer, so only the folder counts.
     """
     state = record["state"]
     if jobs is None:
         return record | {"state": states.QUEUED} if state == states.CREATED else record
     job = jobs.get(str(record.get("submission")))
     if job is None and state == states.CREATED:
-        reason = f"its job is gone; train resume {record['name']} hands it over again"
+        reason = f"its job is gone; submit it again: train resume {record['name']}"
         return record | {"state": states.INTERRUPTED, "reason": reason}
     if job is None or state in (states.FINISHED, states.FAILED):
         return record
@@ -200,7 +202,7 @@ def with_job_status(record: Record, jobs: _Jobs | None) -> Record:
 
 
 def poll(run: Run, tell: Tell) -> tuple[Record, bool]:
-    """A run's effective record, and whether nothing more comes of it by itself."""
+    """Return a run's effective record, and whether it has ended for good."""
     record = run.read_effective()
     jobs: _Jobs | None = None
     if record["state"] not in (states.RUNNING, states.FINISHED, states.FAILED):
@@ -213,10 +215,10 @@ def poll(run: Run, tell: Tell) -> tuple[Record, bool]:
 
 
 def _job_of(run: Run) -> JobStatus | None:
-    """Its job; None: the engine has none that is not over.
+    """Return the job of a run; None: the engine has none that is still active.
 
     Raises:
-        Refused: the engine does not say.
+        Refused: the engine does not answer.
     """
     record = run.read()
     name = record["submitted"]["engine"]
@@ -224,21 +226,21 @@ def _job_of(run: Run) -> JobStatus | None:
         job = engine_of(record).jobs(record["submitted"].get("at")).get(str(record.get("submission")))
     except Refused as error:
         raise Refused(
-            f"{name} does not answer here ({error}), and {run.name} was handed to it; go to where it does"
+            f"{name} does not answer here ({error}), and {run.name} was submitted to it; go to where it does"
         ) from None
     return None if job is None or job.is_over else job
 
 
 def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
-    """Let it save and end, or take it out of the queue; return when its engine has done with it. As stopping.stop.
+    """Let a run save and end, or take it out of the queue. Waits until its job is over; returns as stopping.stop.
 
     Raises:
-        Refused: the engine does not say how it stands, or is being given the run just now.
+        Refused: the engine does not answer, or another process is submitting the run.
     """
-    from train.launcher import stopping  # train ls has no need of what starts ranks
+    from train.launcher import stopping  # train ls does not need what starts ranks
     from train.supervise import attempts
 
-    with run.handing_over():  # not in the middle of it
+    with run.handing_over():  # wait until a submission is complete
         pass
     while (job := _job_of(run)) is not None:
         engine_of(run.read()).stop(run, job, now)
@@ -249,26 +251,26 @@ def stop(run: Run, now: bool, tell: Tell) -> tuple[int, str]:
         return stopping.how_it_stands(record)
     lock = run.acquire(patience=_LAST)
     if lock is None:
-        raise Refused(f"{run.name} is still alive though its job has ended; see: train show {run.name}")
+        raise Refused(f"{run.name} is still alive, but its job has ended; see: train show {run.name}")
     if run.read().get("stopped_by") != USER:
         saved = run.newest_checkpoint
-        where = f"the last checkpoint is of step {saved}" if saved else "what it saved is where its nodes keep it"
+        where = f"the last checkpoint is of step {saved}" if saved else "its checkpoints are where its nodes keep them"
         attempts.record_end(run, states.STOPPED, f"stopped (train stop); {where}", USER)
     lock.release()
     return stopping.how_it_stands(run.read_effective())
 
 
 def resume(run: Run, flags: dict[str, str]) -> str:
-    """Hand it to its engine again. Returns a line that says what became of it; '' where nothing is left to do.
+    """Submit a run again. Returns a line about its job; '' if the run has finished.
 
     Raises:
-        Refused: a value is wrong, it is there still, or the engine does not take it.
+        Refused: a value is wrong, the engine still has the run, or the engine refuses it.
     """
-    with run.handing_over():  # two at once would give it two jobs
+    with run.handing_over():  # two resumes at once would make two jobs
         if status(run, lambda _: None)["state"] == states.FINISHED and not gives_more(flags):
             return ""
         if (job := _job_of(run)) is not None:
-            raise Refused(f"{run.name} is at its engine already: {job.text}")
+            raise Refused(f"{run.name} already has a job: {job.text}; first: train stop {run.name}")
         content, path = engines.read(run.folder), run.folder / engines.FILE
         before = path.read_text(encoding="utf-8")
         lock = run.acquire()
@@ -277,18 +279,18 @@ def resume(run: Run, flags: dict[str, str]) -> str:
         was = {name: run.read().get(name) for name in ("state", "reason", "stopped_by", "ended")}
         content["changes"] = merge_flags(content["changes"], flags)
         durable.write_atomically(path, json.dumps(content, indent=1) + "\n")
-        run.update(state=states.CREATED, reason="being handed over", stopped_by=None, ended=None)
+        run.update(state=states.CREATED, reason="being submitted", stopped_by=None, ended=None)
         lock.release()
 
         def undo() -> None:
             durable.write_atomically(path, before)
             run.update(lambda record: record.update(cast(Record, was)))
 
-        return f"{_hand_over(run, undo)}; how it stands: train show {run.name}"
+        return f"{_hand_over(run, undo)}; see its state: train show {run.name}"
 
 
 def merge_flags(fields: dict[str, str], flags: dict[str, str]) -> dict[str, str]:
-    """Fields as text, and others that were given later over them; steps and epochs replace each other."""
+    """Return fields as text, with later ones over them. Steps and epochs replace each other."""
     pairs = (("steps", "epochs"), ("eval.every_steps", "eval.every_epochs"))
     other = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
     replaced = {other[name] for name, text in flags.items() if name in other and text != "none"}
@@ -297,10 +299,10 @@ def merge_flags(fields: dict[str, str], flags: dict[str, str]) -> dict[str, str]
 
 @contextlib.contextmanager
 def without_job(run: Run) -> Iterator[None]:
-    """While this is held no engine has the run, nor gets it.
+    """Context manager during which no engine has the run or gets it.
 
     Raises:
-        Refused: one would still start it, or may, for all that is known here.
+        Refused: an engine still has the run, or does not answer.
     """
     record = _record(run)
     if not is_submitted(record):
@@ -308,31 +310,31 @@ def without_job(run: Run) -> Iterator[None]:
         return
     with run.handing_over():
         if record["state"] not in (states.FINISHED, states.FAILED) and (job := _job_of(run)) is not None:
-            raise Refused(f"{run.name} is at its engine still: {job.text}; first: train stop {run.name}")
+            raise Refused(f"{run.name} still has a job: {job.text}; first: train stop {run.name}")
         yield
 
 
 def remove_job(run: Run) -> str:
-    """Let its engine remove what it keeps of a run that has ended. Returns a line about what stays; '' for nothing."""
+    """Let the engine remove what it keeps of an ended run. Returns a line about what stays, or ''."""
     record = _record(run)
     if not is_submitted(record):
         return ""
     try:
         return engine_of(record).remove(run)
     except Refused:
-        # there is no such engine where the folder was copied to
+        # the folder may have been copied to a machine without this engine
         if record["state"] in (states.FINISHED, states.FAILED):
             return ""
         raise
 
 
 def _record(run: Run) -> Record:
-    with contextlib.suppress(Refused):  # damaged: to be removed all the same
+    with contextlib.suppress(Refused):  # a damaged run can be removed too
         return run.read()
     return cast(Record, {})
 
 
 def other_nodes(run: Run) -> list[Run]:
-    """The same run in the folders of its other nodes."""
+    """Return the same run in the folders of its other nodes."""
     found = engines.other_node_folders(run.folder.parent, run.name)
     return [Run(folder) for folder in found if (folder / "run.json").exists()]

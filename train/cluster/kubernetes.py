@@ -1,7 +1,7 @@
-"""Kubernetes: a run as a TrainJob of Kubeflow Trainer (job.yaml), handed over with kubectl.
+"""Run on Kubernetes: a run is a TrainJob of Kubeflow Trainer (job.yaml), submitted with kubectl.
 
-The pod itself is described by the namespace's TrainingRuntime (deploy/kubernetes/runtime.yaml). The run lies in the
-cluster, in the claim for runs; the folder here has what was handed over.
+The TrainingRuntime of the namespace describes the pod (deploy/kubernetes/runtime.yaml). The run itself is in the
+cluster, in the claim for runs. The local run folder records what was submitted.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ SCRIPT = "job.yaml"
 APPLY = "kubectl apply -k deploy/kubernetes"
 NAMESPACE, RUNS_CLAIM, DATA_CLAIM, SHM = "trainstation", "trainstation-runs", "trainstation-data", "16Gi"
 _OURS, _ID = "app.kubernetes.io/name", "trainstation/submission"
-"""Labels of all that is ours, pods included; of what belongs to one submission."""
+"""Labels of everything that is ours, including pods; and of everything that belongs to one submission."""
 _RUN, _NODE = "jobset.sigs.k8s.io/jobset-name", "batch.kubernetes.io/job-completion-index"
-"""Labels of a pod: the run's name, and which node it is."""
+"""Labels of a pod: the run's name, and the number of its node."""
 _ALL = "trainjob,configmap,networkpolicy"
-"""What a run has in a cluster."""
+"""Kinds of objects that a run has in a cluster."""
 _NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
-_NO_TRAINER = "this cluster has no Kubeflow Trainer v2, which runs are handed to; its administrator can install it"
+_NO_TRAINER = "this cluster has no Kubeflow Trainer v2, which runs need; ask its administrator to install it"
 _HINTS = {
     "no matches for kind": _NO_TRAINER,
     "have a resource type": _NO_TRAINER,
-    "namespaces ": f"make the namespace with: {APPLY}, or give another --namespace",
+    "namespaces ": f"create the namespace: {APPLY}, or give another --namespace",
     "already exists": "give another --name, or delete it with kubectl",
-    "no kubectl": "install it, or see what it would be given: --dry-run",
+    "no kubectl": "install kubectl, or use --dry-run",
     "was refused": "choose a cluster: kubectl config use-context, or --kube-context NAME",
 }
-"""What to do, by what kubectl says."""
+"""Maps words of kubectl's messages to what the user can do."""
 
 __all__ = ["SCRIPT", "check", "jobs", "logs", "options", "place", "remove", "render", "stop", "submit"]
 
 
 def options(parser: Any) -> None:
-    """What Kubernetes alone knows."""
+    """Add the options that only Kubernetes has."""
     add = parser.add_argument
     add("--namespace", metavar="NS", help=f"Kubernetes: where the run goes ({NAMESPACE})")
     add("--kube-context", metavar="NAME", help="Kubernetes: which cluster, by kubectl's name; default: its current one")
@@ -52,12 +52,16 @@ def options(parser: Any) -> None:
     add("--shm", metavar="SIZE", help=f"Kubernetes: shared memory of each node, part of its --mem ({SHM})")
     add("--queue", metavar="NAME", help="Kubernetes: local queue of Kueue that starts the run; default: none")
     add("--env", metavar="A=B,...", help="Kubernetes: more environment for each node, such as NCCL_DEBUG=INFO")
-    text = "Kubernetes: environment out of Secrets, by the key A of SECRET, or A=SECRET/KEY"
+    text = "Kubernetes: environment from Secrets: the key A of SECRET, or A=SECRET/KEY"
     add("--env-from", metavar="A=SECRET,...", help=text)
 
 
 def check(asked: Submission) -> None:
-    """Whether it can be handed to a cluster from here: the API server is asked, which creates nothing."""
+    """Check whether a request can be submitted from here. The API server is asked, which creates nothing.
+
+    Raises:
+        Refused: it cannot.
+    """
     own = asked.own
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?", asked.name):
         taken = re.sub(r"[^a-z0-9]+", "-", asked.name.lower()).lstrip("-0123456789")[:45].strip("-") or "run"
@@ -66,18 +70,18 @@ def check(asked: Submission) -> None:
         )
     for flag in ("namespace", "runs_claim", "data_claim", "queue"):
         if own[flag] is not None and (len(own[flag]) > 63 or not re.fullmatch(_NAME, own[flag])):
-            raise Refused(f"--{flag.replace('_', '-')} {own[flag]}: no name that Kubernetes takes: a-z, 0-9 and -")
+            raise Refused(f"--{flag.replace('_', '-')} {own[flag]}: not a name for Kubernetes; use a-z, 0-9 and -")
     if own["kube_context"] is not None and not re.fullmatch(r"[\x21-\x7e]+", own["kube_context"]):
-        raise Refused(f"--kube-context {own['kube_context']!r}: give a name, as kubectl config get-contexts shows it")
+        raise Refused(f"--kube-context {own['kube_context']!r}: give a name from kubectl config get-contexts")
     if asked.image is not None and not re.fullmatch(r"[\x21-\x7e]+", asked.image):
-        raise Refused(f"--container {asked.image!r}: give an image as docker push has it: REGISTRY/NAME:TAG")
+        raise Refused(f"--container {asked.image!r}: give an image as for docker push: REGISTRY/NAME:TAG")
     if asked.warn > 86400:
-        raise Refused(f"--warn {asked.warn}: at most 86400 seconds, in which all ranks save")
+        raise Refused(f"--warn {asked.warn}: give at most 86400 seconds")
     init = asked.flags.get("init.file")
     if init and not posixpath.normpath(init).startswith(("/workspace/runs/", "/datasets/")):
         raise Refused(
-            f"--init {init}: pods cannot read this machine's files; lay it into the claim for runs or data, and "
-            "name it as pods see it: /workspace/runs/… or /datasets/…"
+            f"--init {init}: pods cannot read this machine's files; put it into the claim for runs or data, and "
+            "give its path in the pods: /workspace/runs/… or /datasets/…"
         )
     text = render(asked)
     if not asked.is_dry:
@@ -85,16 +89,16 @@ def check(asked: Submission) -> None:
 
 
 def place(asked: Submission) -> str:
-    """NAMESPACE@CONTEXT; the context by name, whatever is current later."""
+    """Return NAMESPACE@CONTEXT, with the current context by name, because it may change later."""
     context = asked.own["kube_context"]
     if context is None and not asked.is_dry:
-        with contextlib.suppress(Refused):  # inside a pod it has no name
+        with contextlib.suppress(Refused):  # inside a pod the context has no name
             context = call("kubectl", "config", "current-context").strip()
     return f"{asked.own['namespace'] or NAMESPACE}@{context or ''}"
 
 
 def render(asked: Submission) -> str:
-    """The TrainJob."""
+    """Return the TrainJob."""
     own = asked.own
     resources = {"nvidia.com/gpu": str(asked.gpus_per_node)} if asked.gpus_per_node else {}
     resources |= {"cpu": str(asked.cpus)} if asked.cpus else {}
@@ -121,7 +125,7 @@ def render(asked: Submission) -> str:
 
 
 def _quantity(flag: str, text: str) -> str:
-    """A size as Kubernetes has it. 64G is 64Gi, as Slurm and Docker mean it."""
+    """Return a size in Kubernetes' form. 64G becomes 64Gi, which is what Slurm and Docker mean by it."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([KMGTP]i?)", text)
     if not found or not float(found[1]):
         raise Refused(f"--{flag} {text}: give a size such as 64G")
@@ -129,13 +133,13 @@ def _quantity(flag: str, text: str) -> str:
 
 
 def _environment(plain: str | None, secret: str | None) -> list[dict[str, Any]]:
-    """What --env and --env-from say, key by key: a TrainJob's containers have no envFrom."""
+    """Return the variables of --env and --env-from one by one, because containers of a TrainJob have no envFrom."""
     found: dict[str, dict[str, Any]] = {}
     for name, value in _pairs("env", plain):
         if environment.tells_secret(name, value):
             raise Refused(
-                f"--env {name}: reads like a secret, and everybody who may look at the TrainJob would read it; make a "
-                f"Secret: kubectl create secret generic NAME --from-file={name}=FILE, and give --env-from {name}=NAME"
+                f"--env {name}: looks like a secret, and the TrainJob would show it; make a Secret: kubectl create "
+                f"secret generic NAME --from-file={name}=FILE, and give --env-from {name}=NAME"
             )
         found[name] = {"name": name, "value": value}
     for name, value in _pairs("env-from", secret):
@@ -150,14 +154,14 @@ def _pairs(flag: str, text: str | None) -> list[tuple[str, str]]:
     pairs = [pair.partition("=") for pair in text.split(",")] if text is not None else []
     for name, equals, _ in pairs:
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise Refused(f"--{flag} {name}{equals}: give NAME=VALUE, several with commas")
+            raise Refused(f"--{flag} {name}{equals}: give NAME=VALUE, several separated by commas")
         if name.startswith(("PET_", "TRAIN_RUNS", "HOME")):
             raise Refused(f"--{flag} {name}: Kubeflow Trainer or the pod itself sets it; leave it out")
     return [(name, value) for name, _, value in pairs]
 
 
 def submit(run: Run) -> str:
-    """Create the TrainJob, and before it what its pods need; what an earlier start has left goes first."""
+    """Delete what an earlier start left, then create what the pods need, then the TrainJob."""
     at = _place_of(run)
     _delete(run, _ALL, "--cascade=foreground", "--wait", seconds=600)
     _kubectl(at, "create", "--filename=-", given="\n---\n".join(map(json.dumps, _company(run, at.partition("@")[0]))))
@@ -166,14 +170,14 @@ def submit(run: Run) -> str:
 
 
 def _company(run: Run, namespace: str) -> list[dict[str, Any]]:
-    """The files that every pod reads, and that pods of this run may talk to each other; no others may."""
+    """Return a ConfigMap of the files that pods read, and a policy that lets only pods of this run connect to them."""
     labels = {_OURS: "trainstation", _ID: run.read()["submission"]}
     metadata = {"name": run.name, "namespace": namespace, "labels": labels}
     files = {name: run.folder / name for name in (FILE, TASK, CONFIG) if (run.folder / name).is_file()}
     try:
         texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     except UnicodeDecodeError:
-        raise Refused("the task file and --config must be UTF-8, for a ConfigMap holds them; convert them") from None
+        raise Refused("the task file and --config must be UTF-8 for a ConfigMap; convert them") from None
     pods = {"podSelector": {"matchLabels": {_RUN: run.name}}}
     return [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": texts},
@@ -187,7 +191,7 @@ def _company(run: Run, namespace: str) -> list[dict[str, Any]]:
 
 
 def jobs(place: str | None) -> dict[str, JobStatus]:
-    """All TrainJobs of ours in a namespace, those that have ended among them."""
+    """Return our TrainJobs in a namespace, including those that have ended."""
     output = _kubectl(place or NAMESPACE, "get", "trainjob,pod", f"--selector={_OURS}=trainstation", "--output=json")
     try:
         items = json.loads(output)["items"]
@@ -200,11 +204,11 @@ def jobs(place: str | None) -> dict[str, JobStatus]:
             if one["kind"] == "TrainJob" and _ID in one["metadata"]["labels"]
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Refused(f"kubectl answers with something else than TrainJobs and pods: {one_line(repr(error))}") from None
+        raise Refused(f"kubectl did not answer with TrainJobs and pods: {one_line(repr(error))}") from None
 
 
 def _job(job: Mapping[str, Any], pods: list[dict[str, Any]]) -> JobStatus:
-    """How a TrainJob stands, by its conditions and its pods."""
+    """Return the state of a TrainJob from its conditions and its pods."""
     for condition in job.get("status", {}).get("conditions") or ():
         if condition["status"] == "True" and condition["type"] == "Complete":
             return JobStatus(states.FINISHED, "its trainjob is complete")
@@ -220,7 +224,7 @@ def _job(job: Mapping[str, Any], pods: list[dict[str, Any]]) -> JobStatus:
 
 
 def _waits(pod: Mapping[str, Any]) -> str:
-    """Why a pod does not run."""
+    """Return why a pod does not run."""
     status = pod.get("status", {})
     waits = [one.get("state", {}).get("waiting") for one in status.get("containerStatuses") or ()]
     waits += [one for one in status.get("conditions") or () if one["status"] != "True"]
@@ -228,12 +232,12 @@ def _waits(pod: Mapping[str, Any]) -> str:
 
 
 def _words(condition: Mapping[str, Any]) -> str:
-    """`reason: message` of whatever has them."""
+    """Return `reason: message` of a condition, as far as it has them."""
     return one_line(": ".join(filter(None, (condition.get("reason"), condition.get("message")))))
 
 
 def stop(run: Run, job: JobStatus, now: bool) -> None:
-    """Delete the TrainJob: its pods get SIGTERM, save, and are gone. What the run has saved stays in its claim."""
+    """Delete the TrainJob. Its pods get SIGTERM, save and end. The checkpoints stay in the claim."""
     _delete(run, "trainjob", "--cascade=foreground", "--wait=false")
     if now:
         pods = ("delete", "pod", f"--selector={_RUN}={run.name}", "--grace-period=1", "--wait=false")
@@ -241,19 +245,19 @@ def stop(run: Run, job: JobStatus, now: bool) -> None:
 
 
 def logs(run: Run, rank: int, since: str | None = None) -> list[str] | None:
-    """By kubectl: the output of the pods of that rank's node."""
+    """Return the kubectl command that prints the output of that rank's node."""
     record = run.read()
     if rank >= record["world_size"]:
-        raise Refused(f"{run.name} has no rank {rank}: they are counted from 0 to {record['world_size'] - 1}")
+        raise Refused(f"{run.name} has no rank {rank}; give one from 0 to {record['world_size'] - 1}")
     pods = f"--selector={_RUN}={run.name},{_NODE}={rank // record['nproc']}"
     going_on = [] if since is None else ["--follow", *([f"--since-time={since}"] if since else [])]
     return _command(_place_of(run), "logs", pods, "--container=node", "--tail=-1", *going_on)
 
 
 def remove(run: Run) -> str:
-    """Delete its TrainJob, and all that belongs to it."""
+    """Delete the TrainJob of a run and everything that belongs to it."""
     _delete(run, _ALL, "--wait=false")
-    return f"{run.name}: what it has saved stays in the claim for runs of {_place_of(run)}, under the same name"
+    return f"{run.name}: its checkpoints stay in the claim for runs of {_place_of(run)}, under the same name"
 
 
 def _delete(run: Run, kinds: str, *options: str, seconds: int = 20) -> None:
@@ -266,14 +270,18 @@ def _place_of(run: Run) -> str:
 
 
 def _command(place: str, *arguments: str, seconds: int = 0) -> list[str]:
-    """kubectl's command line for a namespace and context; `seconds` for an answer, 0: any time."""
+    """Return kubectl's command line for a namespace and context. `seconds`: time for an answer; 0: no limit."""
     namespace, _, context = place.partition("@")
     where = ["--namespace", namespace, *(["--context", context] if context else [])]
     return ["kubectl", *where, f"--request-timeout={seconds}s", *arguments]
 
 
 def _kubectl(place: str, *arguments: str, given: str | None = None, seconds: int = 20) -> str:
-    """What kubectl prints. Raises Refused: it fails; with what to do, where that is known."""
+    """Run kubectl and return what it prints.
+
+    Raises:
+        Refused: it fails. The message says what to do, if that is known.
+    """
     try:
         return call(*_command(place, *arguments, seconds=seconds), given=given, seconds=seconds + 30)
     except Refused as error:

@@ -1,14 +1,15 @@
-"""The agent of one node of a job: what an engine of a cluster starts on each node, in the foreground.
+"""The agent of one node of a job. An engine of a cluster starts it on each node, in the foreground.
 
     python -P -m train.module_runner train.cluster.node_agent FOLDER/submission.json
 
-Which node it is and where all meet stands in the environment, by the names of torchrun and Kubeflow Trainer:
-PET_NNODES, PET_NODE_RANK (or SLURM_NODEID), PET_MASTER_ADDR, PET_MASTER_PORT. All nodes see the same disk: node 0
-keeps its run folders in $TRAIN_RUNS, node R in $TRAIN_RUNS/.nodes/R. The run is created there, or gone on with, for
-the engine starts the same command again after whatever happened. SIGTERM, SIGUSR1 and SIGUSR2 let all nodes save and
-stop. It exits with 0 finished, 2 refused, 3 failed, 75 stopped with a checkpoint, 1 interrupted: the others never came,
-the GPUs are gone, a disk does not answer. With anything else it was killed itself; the same command
-continues the run then, too.
+The environment says which node this is and where all nodes meet, with the names of torchrun and Kubeflow Trainer:
+PET_NNODES, PET_NODE_RANK (or SLURM_NODEID), PET_MASTER_ADDR, PET_MASTER_PORT. All nodes see the same disk. Node 0
+keeps its run folders in $TRAIN_RUNS, node R in $TRAIN_RUNS/.nodes/R. The agent creates the run there or continues it:
+the engine starts the same command again, whatever happened. On SIGTERM, SIGUSR1 and SIGUSR2 all nodes save and stop.
+
+Exit codes: 0 finished, 2 refused, 3 failed, 75 stopped with a checkpoint, 1 interrupted (the other nodes never came,
+the GPUs are gone, a disk does not answer). Any other code: the agent was killed, and the same command continues the
+run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from train.supervise.address import Place
 
 
 def main(beside: Path, stop: StopRequest) -> int:
-    """Carry out on this node what was submitted. Returns the exit code.
+    """Start or continue a submitted run on this node. Returns the exit code.
 
     Args:
         beside: the folder of the submission.
@@ -53,7 +54,7 @@ def main(beside: Path, stop: StopRequest) -> int:
             os.chdir(content["cwd"])
         runs.mkdir(parents=True, exist_ok=True)
         until = time.monotonic() + 60 * content["wait_minutes"]
-        _wait_while(lambda: _unresolved(cluster), "has its pod a place?", stop, until)
+        _wait_while(lambda: _unresolved(cluster), "check that its pod can start", stop, until)
         remedy = f"end its agent there, then: train resume {run.name}"
         _wait_while(lambda: _held_by_other(run, content), remedy, stop, until)
         if stop.asked:
@@ -74,10 +75,10 @@ def main(beside: Path, stop: StopRequest) -> int:
 
 
 def _cluster_of(content: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """This node's place among several, as nodes.Settings; {}: it is the only one.
+    """Return this node's place among the nodes, as nodes.Settings; {}: it is the only node.
 
     Raises:
-        Refused: the engine does not say.
+        Refused: the engine has not set the variables.
     """
 
     def number(*names: str) -> int:
@@ -88,7 +89,7 @@ def _cluster_of(content: dict[str, Any], environ: Mapping[str, str]) -> dict[str
 
     nodes = number("PET_NNODES")
     if nodes != content["nodes"]:
-        raise Refused(f"PET_NNODES is {nodes}, and {content['nodes']} nodes were submitted; submit it anew")
+        raise Refused(f"PET_NNODES is {nodes}, but {content['nodes']} nodes were submitted; submit the run again")
     if nodes == 1:
         return {}
     place = Place(environ.get("PET_MASTER_ADDR", ""), number("PET_MASTER_PORT"))
@@ -97,13 +98,15 @@ def _cluster_of(content: dict[str, Any], environ: Mapping[str, str]) -> dict[str
 
 
 def _wait_while(in_the_way: Callable[[], str], remedy: str, stop: StopRequest, until: float) -> None:
-    """Wait until nothing is in the way any more, or a stop is asked for.
+    """Wait until nothing blocks the start any more, or a stop is asked for.
 
     Args:
-        in_the_way: says what is; '': nothing.
+        in_the_way: returns what blocks the start; '': nothing.
+        remedy: what the user can do, for the message.
+        until: when to give up, by time.monotonic().
 
     Raises:
-        Refused: it is there for too long.
+        Refused: the start is still blocked at `until`.
     """
     is_announced = False
     while not stop.asked and (what := in_the_way()):
@@ -116,7 +119,7 @@ def _wait_while(in_the_way: Callable[[], str], remedy: str, stop: StopRequest, u
 
 
 def _unresolved(cluster: dict[str, Any]) -> str:
-    """That node 0's name has no address yet: a pod has one once it runs, and pods start in any order."""
+    """Return that node 0's name has no address yet, or ''. A pod has one once it runs, and pods start in any order."""
     if cluster:
         place = address.parse(cluster["rendezvous"])
         try:
@@ -127,13 +130,13 @@ def _unresolved(cluster: dict[str, Any]) -> str:
 
 
 def _held_by_other(run: Run, content: dict[str, Any]) -> str:
-    """That an agent of an earlier start has the run of this node.
+    """Return that an agent of an earlier start still has the run of this node, or ''.
 
-    It may be ending. Or the engine cannot reach its machine and has given it up, while that machine lives and sees the
-    folder: a file there asks it to stop.
+    That agent may be ending. Or the engine cannot reach its machine and has given it up, but the machine is alive and
+    sees the folder. A file in the folder then asks the agent to stop.
 
     Raises:
-        Refused: it is another submission's run.
+        Refused: the run belongs to another submission.
     """
     if not (run.folder / "run.json").exists():
         return ""
@@ -144,22 +147,22 @@ def _held_by_other(run: Run, content: dict[str, Any]) -> str:
     if lock is None:
         if not run.stop_asked():
             run.ask_stop(states.PLACED)
-        return f"{record.get('host') or 'another machine'} has {run.name} still"
-    if run.stop_asked() == states.PLACED:  # the other one was killed, and has not heard of it
+        return f"{record.get('host') or 'another machine'} still has {run.name}"
+    if run.stop_asked() == states.PLACED:  # the other agent was killed and never read it
         run.clear_stop()
     lock.release()
     return ""
 
 
 def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: dict[str, Any]) -> LaunchRequest | None:
-    """What this node is to do; None: nothing is left."""
+    """Return what this node has to do; None: the run has finished."""
     record = run.read() if (run.folder / "run.json").exists() else None
     launch = LaunchRequest(
         kind="new", runs=str(run.folder.parent), name=run.name, nproc=str(content["nproc"]), cluster=cluster,
         max_restarts=content["max_restarts"], visible=os.environ.get(ranks_and_gpus.VISIBLE), queued=record is not None,
         submission=content["id"],
     )  # fmt: skip
-    if record is None or record["total_steps"] is None:  # no agent has come so far as to check it
+    if record is None or record["total_steps"] is None:  # no agent has checked the request yet
         launch.request = {"task": content["task"]}
         launch.request["flags"] = merge_flags(content["flags"], content["changes"])
         for key, file in (("config_file", content["config_file"]), ("copy", content["task_copy"])):
@@ -172,12 +175,12 @@ def _launch_request(content: dict[str, Any], beside: Path, run: Run, cluster: di
 
 
 def _fail(beside: Path, run: Run | None, error: BaseException) -> int:
-    """Say why this node cannot begin, where its user will look. Returns an exit code."""
+    """Write why this node cannot start to places where its user will look. Returns an exit code."""
     message = agent.error_line(error)
     code = EXIT_REFUSED if isinstance(error, Refused) and not may_pass(error) else 1
     screen.remark(message)
     if code == EXIT_REFUSED:
-        with contextlib.suppress(OSError):  # a ConfigMap in a pod cannot be written, nor is it read
+        with contextlib.suppress(OSError):  # in a pod this is a ConfigMap, which is read-only
             (beside / "refused").write_text(f"{message}\n", encoding="utf-8")
     with contextlib.suppress(OSError, Refused):
         if run is not None and run.read().get("submission") == engine.read(beside)["id"]:

@@ -1,8 +1,8 @@
-"""Slurm: a run as a batch job, with one agent on each node (job.sbatch).
+"""Run on Slurm: a run is a batch job with one agent per node (job.sbatch).
 
-Commands of Slurm alone are called; this project holds no queue. A job that ends before its run does (time limit,
-preemption, a lost node) is queued again by Slurm, under the same number. The job's name ends with the id of its
-submission: by that name it is looked for, and of several of one name Slurm runs one at a time.
+Only commands of Slurm are called; this program has no queue. If a job ends before its run does (time limit,
+preemption, a lost node), Slurm queues it again under the same number. The job's name ends with the id of the
+submission, so it can be found by name. Slurm runs one job per name at a time.
 """
 
 from __future__ import annotations
@@ -24,40 +24,44 @@ SCRIPT = "job.sbatch"
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT")
 _MADE = """nodes cpus-per-task mem time partition account gpus-per-node gres gpus ntasks ntasks-per-node job-name output
     error open-mode requeue no-requeue wrap signal array wait test-only clusters parsable help usage version quiet"""
-"""Options of sbatch that stand in the script already, or cannot stand there."""
+"""Options of sbatch that the script already contains, or that cannot be in a script."""
 
 __all__ = ["SCRIPT", "check", "jobs", "logs", "options", "place", "remove", "render", "stop", "submit"]
 
 
 def options(parser: Any) -> None:
-    """What sbatch alone knows."""
+    """Add the options that only Slurm has."""
     add = parser.add_argument
     add("--partition", metavar="P", help="Slurm: the partition")
-    add("--account", metavar="A", help="Slurm: the account that pays")
-    add("--sbatch", metavar="OPTIONS", help="Slurm: further options of sbatch, in quotes: 'qos=long exclude=n7'")
+    add("--account", metavar="A", help="Slurm: the account that is charged")
+    add("--sbatch", metavar="OPTIONS", help="Slurm: other options of sbatch, in quotes: 'qos=long exclude=n7'")
     add("--container-by", metavar="TOOL", help="Slurm: pyxis or apptainer; default: apptainer for a .sif, else pyxis")
 
 
 def check(asked: Submission) -> None:
-    """Whether it can be handed to Slurm from here."""
+    """Check whether a request can be submitted to Slurm from here.
+
+    Raises:
+        Refused: it cannot.
+    """
     for option in ("partition", "account"):
         value = asked.own.get(option)
         if value is not None and not re.fullmatch(r"[A-Za-z0-9_.,+@-]+", value):
-            raise Refused(f"--{option} {value!r}: give a name, as sinfo or sacctmgr show it")
+            raise Refused(f"--{option} {value!r}: give a name from sinfo or sacctmgr")
     if asked.memory is not None and not re.fullmatch(r"[0-9]{1,15}[KMGT]?", asked.memory):
         raise Refused(f"--mem {asked.memory}: give a size such as 64G")
     if asked.seconds is not None and asked.warn >= asked.seconds:
-        raise Refused(f"--warn {asked.warn}: the time limit is {asked.seconds} s; warn later, or give more --time")
+        raise Refused(f"--warn {asked.warn}: the time limit is {asked.seconds} s; give less --warn, or more --time")
     if asked.warn > 65535:
-        raise Refused(f"--warn {asked.warn}: Slurm warns at most 65535 seconds before")
+        raise Refused(f"--warn {asked.warn}: Slurm takes at most 65535; give fewer seconds")
     _check_container(asked)
     _check_more(asked.own.get("sbatch"))
     if re.search(r"[\x00-\x1f\x7f\"\\\ud800-\udfff]", str(asked.folder)):
-        raise Refused(f"{asked.folder} has a sign in it that batch scripts cannot have; choose another --runs")
+        raise Refused(f"{asked.folder} has a character that batch scripts cannot contain; choose another --runs")
     for left in other_node_folders(asked.runs, asked.name):
-        raise Refused(f"{left} is left of another run; remove it, or choose another --name")
+        raise Refused(f"{left} is left over from another run; remove it, or choose another --name")
     if not asked.is_dry and shutil.which("sbatch") is None:
-        raise Refused("there is no sbatch here; submit from a machine of the cluster, or see --dry-run")
+        raise Refused("there is no sbatch here; submit from a machine of the cluster, or use --dry-run")
 
 
 def _check_container(asked: Submission) -> None:
@@ -65,11 +69,11 @@ def _check_container(asked: Submission) -> None:
     if by not in (None, "pyxis", "apptainer"):
         raise Refused(f"--container-by {by}: give pyxis or apptainer")
     if by is not None and image is None:
-        raise Refused("--container-by needs --container IMAGE too")
+        raise Refused("--container-by needs a container: add --container IMAGE")
     if image is not None and (not image or re.search(r"[\s,\"'\\]", image)):
-        raise Refused(f"--container {image!r}: give an image without blanks, commas and quotes")
+        raise Refused(f"--container {image!r}: give an image without spaces, commas and quotes")
     if image is not None and image.endswith((".sif", ".sqsh")) and not Path(image).is_file():
-        raise Refused(f"--container {image}: there is no such file")
+        raise Refused(f"--container {image}: no such file; give the path of an image")
 
 
 def _check_more(text: str | None) -> None:
@@ -80,32 +84,36 @@ def _check_more(text: str | None) -> None:
     for word in words:
         name = word.partition("=")[0]
         if not re.fullmatch(r"--[a-z][a-z-]+", name) or re.search(r"[\n\"\\]", word):
-            raise Refused(f"--sbatch: {word!r} is no option; give them as NAME=VALUE, with blanks between them")
+            raise Refused(f"--sbatch: {word!r} is no option; give NAME=VALUE, with spaces between them")
         made = next((one for one in _MADE.split() if one.startswith(name[2:])), None)  # sbatch takes abbreviations
         if made is not None:
-            raise Refused(f"--sbatch: --{made} cannot be given there; see the options of: train submit --help")
+            raise Refused(f"--sbatch: --{made} cannot be given there; use the options in: train submit --help")
         if "--dependency".startswith(name) and name != "--dependency":
             raise Refused(f"--sbatch: {name}: write dependency in full")
         for pair in word.removeprefix("--export=").split(",") if word.startswith("--export=") else ():
             if "=" in pair and environment.tells_secret(*pair.split("=", 1)):
                 raise Refused(
-                    f"--sbatch: export={pair.split('=')[0]} reads like a secret, and would stand in {SCRIPT}; set it "
-                    "in your shell: Slurm hands that environment on"
+                    f"--sbatch: export={pair.split('=')[0]} looks like a secret, and {SCRIPT} would show it; set it "
+                    "in your shell: Slurm passes that environment on"
                 )
 
 
 def _more_options(text: str | None) -> list[str]:
-    """The options in `qos=long exclude=n7`, as sbatch has them. Raises ValueError: a quote is not closed."""
+    """Split `qos=long exclude=n7` into options of sbatch.
+
+    Raises:
+        ValueError: a quote is not closed.
+    """
     return ["--" + word.removeprefix("--") for word in shlex.split(text or "")]
 
 
 def place(asked: Submission) -> str | None:
-    """Slurm has one place."""
+    """Return None: Slurm has one place."""
     return None
 
 
 def render(asked: Submission) -> str:
-    """The batch script."""
+    """Return the batch script."""
     root = _checkout()
     return template(
         SCRIPT,
@@ -147,16 +155,16 @@ def _quoted(word: str) -> str:
 
 
 def _checkout() -> Path | None:
-    """The folder that this package lies in, where it is not installed; a node's Python does not know it."""
+    """Return the folder of this package if it is not installed, because then a node's Python does not find it."""
     root = Path(train.__file__).resolve().parents[1]
     return None if root.is_relative_to(Path(sys.prefix).resolve()) and root.name == "site-packages" else root
 
 
 def _command(asked: Submission, root: Path | None) -> str:
-    """Python, in its container if there is one."""
+    """Return the command that runs Python, in a container if one was given."""
     if asked.image is None:
         return shlex.quote(sys.executable)
-    # an image may have values of its own for these
+    # an image may set these to other values
     inside = 'env TRAIN_RUNS="$TRAIN_RUNS" PYTHONPATH="${PYTHONPATH:-}" PYTHONHASHSEED="$PYTHONHASHSEED" python3'
     folders = sorted({str(folder) for folder in (asked.runs, Path.cwd(), root) if folder})
     by = asked.own.get("container_by") or ("apptainer" if asked.image.endswith(".sif") else "pyxis")
@@ -169,13 +177,13 @@ def _command(asked: Submission, root: Path | None) -> str:
 
 
 def submit(run: Run) -> str:
-    """Hand the batch script to sbatch."""
+    """Submit the batch script with sbatch."""
     output = call("sbatch", "--parsable", str(run.folder / SCRIPT))
     return f"job {output.strip().partition(';')[0]}"
 
 
 def jobs(place: str | None) -> dict[str, JobStatus]:
-    """The user's jobs that Slurm has not done with."""
+    """Return the user's jobs that have not ended."""
     rows = (line.split("|", 3) for line in _squeue("%j|%i|%T|%r").splitlines() if line.count("|") >= 3)
     return {
         name.rpartition(".")[2]: JobStatus(
@@ -191,21 +199,21 @@ def _squeue(form: str, *more: str) -> str:
 
 
 def stop(run: Run, job: JobStatus, now: bool) -> None:
-    """Ask its ranks to end, by its folder; take from Slurm what waits, or has an end that a node has not heard of."""
+    """Ask the ranks to end through the run folder. Cancel a job that waits, or whose run has already ended."""
     wanted = states.NOW if now else states.POLITE
     if job.state == states.QUEUED or run.read()["state"] not in (states.CREATED, states.RUNNING):
         remove(run)
-    elif run.stop_asked() not in (wanted, states.NOW):  # one that is just starting overlooks the first
+    elif run.stop_asked() not in (wanted, states.NOW):  # a starting run may miss the first request
         run.ask_stop(wanted)
 
 
 def logs(run: Run, rank: int, since: str | None = None) -> list[str] | None:
-    """The output lies in the run folders, which all nodes share."""
+    """Return None: the output is in the run folders, which all nodes share."""
     return None
 
 
 def remove(run: Run) -> str:
-    """Take its job from Slurm, if it has one."""
+    """Cancel the job of a run, if it has one."""
     numbers = _squeue("%i", f"--name={run.name}.{run.read()['submission']}").split()
     if numbers:
         call("scancel", *numbers)

@@ -24,7 +24,7 @@ WAITS, RUNS = JobStatus("queued", "job 7 is pending (Priority)"), JobStatus("run
     [
         ("created", WAITS, "queued", "slurm: job 7 is pending (Priority)"),
         ("created", RUNS, "running", "slurm: job 7 is running"),
-        ("created", None, "interrupted", "train resume a hands it over again"),
+        ("created", None, "interrupted", "submit it again: train resume a"),
         ("created", JobStatus("failed", "PodFailurePolicy"), "failed", "PodFailurePolicy"),
         ("stopped", WAITS, "queued", "pending"),  # warned, saved, and in the queue again
         ("stopped", RUNS, "stopped", "as it was"),

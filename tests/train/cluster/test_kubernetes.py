@@ -138,7 +138,7 @@ def test_a_train_job_with_all_options_is_what_is_published(cluster: Cluster) -> 
         (("--mem", "64"), "--mem 64: give a size such as 64G"),
         (("--env", "NCCL_DEBUG"), "give NAME=VALUE"),
         (("--env", "PET_NNODES=3"), "Kubeflow Trainer or the pod itself sets it"),
-        (("--env", "WANDB_API_KEY=9e3779b97f4a7c15"), "--env WANDB_API_KEY: reads like a secret"),
+        (("--env", "WANDB_API_KEY=9e3779b97f4a7c15"), "--env WANDB_API_KEY: looks like a secret"),
         (("--env-from", "WANDB_API_KEY=My Secret"), "give the name of a Secret"),
         (("--namespace", "My_Space"), "--namespace My_Space"),
         (("--init", "/datasets/../etc/passwd"), "pods cannot read this machine's files"),
@@ -225,7 +225,7 @@ def test_a_run_is_handed_over_looked_at_stopped_resumed_and_removed(
     assert "kubernetes does not answer here" in ok("ls")[1]
     refused(command("stop", "a"), "kubernetes does not answer here")
     cluster.answer([])
-    assert "what it has saved stays in the claim for runs of trainstation@test" in ok("rm", "a")[1]
+    assert "its checkpoints stay in the claim for runs of trainstation@test" in ok("rm", "a")[1]
     assert "delete trainjob,configmap,networkpolicy" in cluster.calls() and not run.folder.exists()
 
 
@@ -323,7 +323,7 @@ def test_pods_are_evicted_and_killed_and_replaced_while_they_live(two: Pods, alo
 def test_what_is_no_pod_of_this_train_job_is_refused_in_a_line(two: Pods) -> None:
     assert two.ends(two.start(0, PET_NNODES=""), two.start(1, PET_NNODES="3")) == [2, 2]
     assert "train: PET_NNODES is empty; Kubeflow Trainer, or the batch script, sets it\n" in two.logs()
-    assert "train: PET_NNODES is 3, and 2 nodes were submitted; submit it anew\n" in two.logs()
+    assert "train: PET_NNODES is 3, but 2 nodes were submitted; submit the run again\n" in two.logs()
     pod = two.start(1, PET_MASTER_ADDR="a-node-0-0.invalid")
     eventually("that it waits for the name", lambda: "does not resolve yet" in two.logs())
     pod.send_signal(signal.SIGTERM)
