@@ -1,7 +1,7 @@
 """A character GPT: train launch examples/char_gpt.py --data.root docs --nproc 2
 
-Reads the .md files of a folder, here what is written about this station. Ends at bits_per_char 3.1 (a guess: 7). What
-it writes itself is in runs/NAME/images. Shows `data.root`, clipped gradients, `optim.no_decay`, a figure in `images`.
+Reads the .md files of a folder, here the pages of this project. Ends at bits_per_char 3.1 (guessing gives 7). Text that
+it writes is in runs/NAME/images. Shows `data.root`, clipped gradients, `optim.no_decay`, a figure in `images`.
 """
 
 import math
@@ -29,7 +29,7 @@ class Settings:
 
 
 class GPT(nn.Module):
-    """ASCII codes (batch, length) to logits of the next ones (batch, length, 128)."""
+    """Maps ASCII codes (batch, length) to logits of the next codes (batch, length, 128)."""
 
     def __init__(self, context, width, layers, heads):
         super().__init__()

@@ -1,6 +1,6 @@
 """Fine-tune: train run examples/contrastive.py --name base && train launch examples/finetune.py --nproc 2 --init base
 
-Begins with what `base` has learnt without labels, and has 100 labels of its own. Ends at ema.accuracy 0.81 on scans by
+Starts from the weights that `base` learned without labels, and adds 100 labels. Ends at ema.accuracy 0.81 on scans by
 other people (0.79 without --init). Shows `adapt_state_dict`, and the fields `freeze`, `optim.layer_decay`, `ema.decay`.
 """
 
@@ -50,7 +50,7 @@ def model(config):
 
 
 def adapt_state_dict(state, model):
-    """What `base` calls query, without its last layer, is the backbone; the head is new."""
+    """Rename `query` of `base`, without its last layer, to `backbone`. The head is new."""
     found = {name.replace("query.", "backbone."): tensor for name, tensor in state.items()}
     return {name: tensor for name, tensor in found.items() if name in model.state_dict()}
 

@@ -1,7 +1,7 @@
 """A GAN that writes digits: train launch examples/gan.py --nproc 2
 
-Ends at ema.fid 2.5 (of pixels; noise has 10); its digits are in runs/NAME/images. Shows `updates`: two losses a step,
-an optimizer each; `inference_model`; and `ema.decay`: the average of many generators draws better than the last one.
+Ends at ema.fid 2.5 (computed on pixels; noise has 10). Its digits are in runs/NAME/images. Shows `updates` (two losses
+per step, each with an optimizer), `inference_model`, and `ema.decay` (averaged weights draw better than the last ones).
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def predict(model, batch):
 
 
 def compute_metrics(predictions):
-    """Fréchet distance of two normal distributions: |m1 - m2|² + tr(C1 + C2 - 2 sqrt(C1 C2))."""
+    """Return the Fréchet distance of two normal distributions: |m1 - m2|² + tr(C1 + C2 - 2 sqrt(C1 C2))."""
     (m1, c1), (m2, c2) = ((x.double().mean(0), x.double().T.cov()) for x in predictions.values())
     return {"fid": (m1 - m2).square().sum() + (c1 + c2).trace() - 2 * torch.linalg.eigvals(c1 @ c2).sqrt().real.sum()}
 

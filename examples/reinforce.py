@@ -1,7 +1,7 @@
 """REINFORCE on a cart-pole: train launch examples/reinforce.py --nproc 2
 
-Ends at return 180 of 200. A sample is the state that an episode begins with, drawn as it is fetched; the loss plays a
-batch of episodes at once. Both draw from generators that the engine seeds, so a resume plays the same episodes.
+Ends at return 180 of 200. A sample is the first state of an episode, drawn when it is fetched. The loss plays a batch
+of episodes at once. Both draw from generators that the engine seeds, so a resumed run plays the same episodes.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Settings:
 
 
 class Starts(Dataset):
-    """The states that episodes begin with: position, speed, angle and its speed, near 0."""
+    """First states of episodes: position, speed, angle and angular speed, near 0."""
 
     def __init__(self, episodes):
         self.episodes = episodes
@@ -35,7 +35,7 @@ class Starts(Dataset):
 
 
 def physics(state, push):
-    """The state 0.02 s later of a cart that is pushed with 10 N (Barto, Sutton and Anderson, 1983)."""
+    """Return the state 0.02 s after a push of 10 N (Barto, Sutton and Anderson, 1983)."""
     x, v, angle, w = state.unbind(1)
     force, sin, cos = 20.0 * push - 10.0, angle.sin(), angle.cos()
     part = (force + 0.05 * w.square() * sin) / 1.1
@@ -46,7 +46,7 @@ def physics(state, push):
 
 @torch.no_grad()
 def play(model, state):
-    """Play episodes. Returns the states met, what was done in them, and 1 while the pole stood, 0 after: (T, N, …)."""
+    """Play episodes. Returns states, actions, and 1 while the pole stood, 0 afterwards: (T, N, …)."""
     stands, played = torch.ones_like(state[:, 0]), []
     for _ in range(model.steps):
         push = torch.bernoulli(model(state)[:, 0].sigmoid())
@@ -67,7 +67,7 @@ def model(config):
 
 
 def loss(model, batch):
-    """The mean of -log probability x (return from there on - the mean of that over the poles that still stand)."""
+    """Return the mean of -log probability x (return from there on - its mean over the poles that still stand)."""
     states, pushes, rewards = play(model, batch)
     times = torch.arange(len(rewards), device=rewards.device)
     discounts = (model.discount ** (times - times[:, None]).clamp(min=0)).triu()

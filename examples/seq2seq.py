@@ -1,7 +1,7 @@
 """A sequence-to-sequence transformer that spells out numbers: train launch examples/seq2seq.py --nproc 2
 
-20305 becomes "twenty thousand three hundred five". Ends at exact 0.97 of 500 numbers that it has not seen.
-Shows `collate` (padding), a loss as (total, count): a mean over words, not over padding; and decoding in `metrics`.
+20305 becomes "twenty thousand three hundred five". Ends at exact 0.97 of 500 numbers that it has not seen. Shows
+`collate` (padding), a loss as (total, count), so that padding does not count, and decoding in `metrics`.
 """
 
 import torch
@@ -20,14 +20,14 @@ NAMED = [*range(20), *range(20, 100, 10), 100, 1000]
 
 
 def spelled(number):
-    """Indices of the words of a number: 20305 is those of twenty, thousand, three, hundred, five."""
+    """Return the word indices of a number: 20305 has those of twenty, thousand, three, hundred, five."""
     named = max(one for one in NAMED if one <= number)
     times = spelled(number // named) if named >= 100 else []
     return [*times, NAMED.index(named) + 3, *(spelled(number % named) if number > named and number % named else [])]
 
 
 def sample(number):
-    """The digits, the last one first, each plus 1; and the words, from start to end."""
+    """Return the digits, last one first, each plus 1, and the words from start to end."""
     digits = [int(digit) + 1 for digit in reversed(str(number))]
     return torch.tensor(digits), torch.tensor([START, *spelled(number), END])
 
@@ -43,7 +43,7 @@ def collate(items):
 
 
 class Seq2Seq(nn.Module):
-    """Digits (N, S) and words so far (N, T), padded with 0, to logits of the next words (N, T, words)."""
+    """Maps digits (N, S) and the words so far (N, T), padded with 0, to logits of the next words (N, T, words)."""
 
     def __init__(self, width=64, layers=2, heads=4):
         super().__init__()
@@ -72,7 +72,7 @@ def loss(model, batch):
 
 
 def metrics(model, batch):
-    """Beside the loss: how often the likeliest words, one after the other, are all right."""
+    """Return the loss, and how often greedy decoding gets every word right."""
     made = batch["words"][:, :1]
     while made.shape[1] < batch["words"].shape[1]:
         made = torch.cat([made, model(batch["digits"], made)[:, -1].argmax(1, keepdim=True)], 1)

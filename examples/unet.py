@@ -1,7 +1,7 @@
 """A U-Net that finds shapes in noise: train launch examples/unet.py --nproc 2
 
-Ends at miou 0.85 over discs, squares, triangles and what is between them. Pictures, what is in them, and what it finds:
-runs/NAME/images. Shows `predict` with `compute_metrics`: a figure of the whole evaluation set, not a mean over batches.
+Ends at miou 0.85 over discs, squares, triangles and background. runs/NAME/images has pictures, labels and predictions.
+Shows `predict` with `compute_metrics`: a figure of the whole evaluation set, not a mean over batches.
 """
 
 import torch
@@ -14,7 +14,7 @@ KINDS = ("nothing", "disc", "square", "triangle")
 
 
 def shapes(count, seed, noise=0.2):
-    """Pictures (count, 1, 32, 32) with two shapes each, and the kind of each pixel (count, 32, 32)."""
+    """Return pictures (count, 1, 32, 32) with two shapes each, and the class of each pixel (count, 32, 32)."""
     draw = torch.Generator().manual_seed(seed)
     rows, columns = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
     pictures, kinds = noise * torch.randn(count, 32, 32, generator=draw), torch.zeros(count, 32, 32, dtype=torch.long)
@@ -62,7 +62,7 @@ def loss(model, batch):
 
 
 def predict(model, batch):
-    """Of each picture, how many pixels of one kind (rows) are taken for another (columns)."""
+    """Return a confusion matrix of pixels for each picture: true class in rows, predicted class in columns."""
     there, found = (one_hot(kinds.flatten(1), 4).double() for kinds in (batch[1], model(batch[0]).argmax(1)))
     return {"pixels": there.transpose(1, 2) @ found}
 

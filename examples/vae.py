@@ -1,7 +1,7 @@
 """A variational autoencoder of digits: train launch examples/vae.py --nproc 2
 
-Ends at loss 130, in nats a scan; runs/NAME/images has scans above what it makes of them, and digits drawn from noise.
-Shows `images`, and a loss that draws random numbers: they are seeded by the step, so a resume draws the same ones.
+Ends at loss 130, in nats per scan. runs/NAME/images has scans above their reconstructions, and digits drawn from noise.
+Shows `images`, and a loss that draws random numbers: they are seeded by the step, so a resumed run draws the same ones.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def model(config):
 
 
 def parts(model, batch):
-    """Reconstruction and divergence from the prior, in nats a scan: the negative evidence lower bound is their sum."""
+    """Return reconstruction loss and divergence from the prior, in nats per scan. Their sum is the negative ELBO."""
     (scans,) = batch
     logits, mean, log_variance = model(scans)
     reconstruction = -Binomial(16, logits=logits).log_prob(16 * scans).sum() / len(scans)

@@ -1,0 +1,63 @@
+"""Commands of README and docs that set up and use a station, executed as they stand in a fresh checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Station, copy_checkout
+
+sys.path.insert(0, str(ROOT))
+from tests.docs import pages  # this environment does not have the checkout on its path
+
+MARK = f"tested by {Path(__file__).relative_to(ROOT)}"
+OURS = ("TRAIN", "GPU", "MAKE", "ARGS", "MFLAGS", "COMPOSE", "JUPYTER_PORT", "SSH_PORT", "STATION")
+
+
+@pytest.fixture(scope="module")
+def checkout(station: Station, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A fresh checkout. The image is there, for `station` has built it; .venv is the one of this checkout."""
+    folder = copy_checkout(tmp_path_factory.mktemp("pages") / "trainstation", owner=None)
+    (folder / ".venv").symlink_to((ROOT / ".venv").resolve())
+    yield folder
+    execute(folder, "make clean-station", check=False)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def execute(folder: Path, script: str, *, check: bool = True) -> None:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", script],
+        cwd=folder,
+        env={**kept, "GPUS": "none"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert not check or done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}"
+
+
+def marked() -> list[pages.Page]:
+    """The pages that leave commands to this file, README first: its commands are the ones that people type first."""
+    return [page for page in map(pages.read, pages.paths()) if any(block.mark == MARK for block in page.blocks)]
+
+
+@pytest.mark.parametrize("page", marked(), ids=lambda page: page.name)
+def test_the_commands_of_a_page_do_in_a_fresh_checkout_what_it_says(page: pages.Page, checkout: Path) -> None:
+    # A page may end with `make down`; the next one finds the station up, as its readers do.
+    commands = [command.text for block in page.blocks if block.mark == MARK for command in pages.commands(block)]
+    if not any(command.startswith("make up") for command in commands):
+        commands.insert(0, "make up")
+    execute(checkout, "\n".join(commands))
+
+
+def test_readme_and_the_page_on_the_station_have_such_commands() -> None:
+    assert {"README.md", "docs/station.md"} <= {page.name for page in marked()}
