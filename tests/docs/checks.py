@@ -38,7 +38,6 @@ NOT_YET = {
     # --
     "docs/clusters.md",
     # --
-    "docs/coming-from.md",
     # --
     # --
     "docs/debugging.md",
